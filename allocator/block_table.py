@@ -1,0 +1,90 @@
+"""A sequence's blocks in one group: the token at position p lives in entry p // page_size,
+row p % page_size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_kv.allocator.block_allocator import BlockAllocator
+
+
+class BlockTable:
+    """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.
+
+    Only blocks with one reference are written. A block that `fork` shares is replaced by a copy
+    before the first write to it, by whoever writes first.
+    """
+
+    def __init__(self, allocator: BlockAllocator, blocks: list[int]) -> None:
+        self.allocator = allocator
+        self.blocks = blocks
+
+    def reserve(self, start: int, end: int) -> dict[int, int]:
+        """Own entries for the tokens at [start, end); all or nothing.
+
+        Appends blocks, and replaces those that are shared. Returns the copies (from block, to
+        block) that the pages need before the first write.
+
+        Raises:
+            PoolExhausted: there are not enough blocks; nothing was changed.
+        """
+        allocator = self.allocator
+        shared = self._shared_entries(start, end)
+        missing = self._entries_for(end) - len(self.blocks)
+        fresh = allocator.allocate(len(shared) + max(0, missing))
+        copies: dict[int, int] = {}
+        for entry, block in zip(shared, fresh, strict=False):
+            copies[self.blocks[entry]] = block
+            self.blocks[entry] = block
+        self.blocks.extend(fresh[len(shared) :])
+        allocator.release(copies)
+        allocator.cow_copies += len(copies)
+        return copies
+
+    def truncate(self, num_tokens: int) -> None:
+        """Release the blocks behind the first `num_tokens` tokens."""
+        keep = self._entries_for(num_tokens)
+        tail = self.blocks[keep:]
+        del self.blocks[keep:]
+        self.allocator.release(tail)
+
+    def _entries_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.allocator.page_size)
+
+    def _shared_entries(self, start: int, end: int) -> list[int]:
+        first = start // self.allocator.page_size
+        last = min(self._entries_for(end), len(self.blocks))
+        ref_count = self.allocator.ref_count
+        return [entry for entry in range(first, last) if ref_count(self.blocks[entry]) > 1]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Tokens at [start, end) that are about to be written through a table."""
+
+    table: BlockTable
+    start: int
+    end: int
+
+
+def blocks_needed(writes: Iterable[Write]) -> int:
+    """Blocks that reserving all `writes`, through tables of one allocator, will allocate.
+
+    Of the tables that share a block, the last one to write it keeps it.
+    """
+    appended = 0
+    writers: Counter[int] = Counter()
+    ref_counts: dict[int, int] = {}
+    for write in writes:
+        table = write.table
+        appended += max(0, table._entries_for(write.end) - len(table.blocks))
+        for entry in table._shared_entries(write.start, write.end):
+            block = table.blocks[entry]
+            writers[block] += 1
+            ref_counts[block] = table.allocator.ref_count(block)
+    copied = sum(min(times, ref_counts[block] - 1) for block, times in writers.items())
+    return appended + copied

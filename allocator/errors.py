@@ -1,0 +1,52 @@
+"""The exceptions of the pool's bookkeeping.
+
+PagedKVError
+├── PoolExhausted       the byte budget cannot hold the blocks that were asked for
+└── BlockStateError     a block was used in a state that does not allow it
+"""
+
+
+class PagedKVError(Exception):
+    """The base of every exception that is this package's own."""
+
+
+class PoolExhausted(PagedKVError):
+    """The byte budget cannot hold the blocks that a step needs; nothing was changed.
+
+    Attributes:
+        needed: blocks that were asked for.
+        free: blocks that could have been had, those of slabs still to be mapped included.
+        evictable: blocks that no sequence holds and that could be evicted.
+        budget: the pool's limit in bytes.
+    """
+
+    def __init__(self, needed: int, free: int, evictable: int, budget: int) -> None:
+        super().__init__(needed, free, evictable, budget)
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.budget = budget
+
+    def __str__(self) -> str:
+        return (
+            f"{self.needed} blocks were needed, {self.free} are free and {self.evictable} "
+            f"evictable within a budget of {self.budget:,} bytes: raise max_bytes, drop caches "
+            "that are no longer used, or ask can_admit(tokens) before starting a sequence"
+        )
+
+
+class BlockStateError(PagedKVError):
+    """A block was used in a state that does not allow it, such as a second release.
+
+    Attributes:
+        block: the block's id.
+        state: the state it was found in, in words.
+    """
+
+    def __init__(self, block: int, state: str) -> None:
+        super().__init__(block, state)
+        self.block = block
+        self.state = state
+
+    def __str__(self) -> str:
+        return f"block {self.block} is {self.state}: it was released before, or is another pool's"

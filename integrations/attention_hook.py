@@ -1,0 +1,63 @@
+"""Attention that reads pages, put in the place of mlx-lm's.
+
+All but a few of mlx-lm's models call `mlx_lm.models.base.scaled_dot_product_attention`, most of
+them through a name of their own. The replacement looks at what keys and values are, and never at
+the cache that is passed beside them: models share one layer's keys with another, pass another
+layer's cache, or one latent as both keys and values.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from paged_kv.paged_array import PagedKeys, PagedMask, PagedRead, PagedValues
+
+_stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
+
+
+def paged_attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """What `scaled_dot_product_attention` computes, from pages where keys and values stand for
+    some, and by mlx-lm's own function otherwise."""
+    read = _pages_of(keys, values)
+    if read is None or not _reads_alike(read, mask, queries.shape[2]):
+        return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
+    window = mask.window if isinstance(mask, PagedMask) else None
+    return read.attend(queries, scale=scale, causal=mask is not None, window=window, sinks=sinks)
+
+
+def _pages_of(keys: Any, values: Any) -> PagedRead | None:
+    """The pages that keys and values both stand for, if they do."""
+    if isinstance(keys, PagedKeys) and isinstance(values, PagedValues):
+        return keys.read if keys.read is values.read else None
+    return None
+
+
+def _reads_alike(read: PagedRead, mask: mx.array | str | None, queries: int) -> bool:
+    """Whether a kernel that knows only lengths and a window hides what the mask hides."""
+    if isinstance(mask, PagedMask):
+        return mask.context_lens == read.rows.context_lens and mask.shape[-2] == queries
+    return not isinstance(mask, mx.array) and mask in (None, "causal")
+
+
+def install_attention_hook() -> None:
+    """Replace mlx-lm's attention in every module that has imported it; once is enough.
+
+    For arrays that are not pages the replacement calls the original, so models that use other
+    caches are not affected.
+    """
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in names.items() if value is _stock_attention]:
+            if module is not sys.modules[__name__]:
+                setattr(module, name, paged_attention)

@@ -1,0 +1,120 @@
+"""Paged prompt caches for a model of mlx-lm."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+
+from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.page_pool import PagePool
+from paged_kv.paged_kv_cache import PagedKVCache
+from paged_kv.sequence import Sequence
+from paged_kv.stats import PoolStats
+
+# mlx-lm's load_prompt_cache looks classes up by name among its own.
+setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)
+
+# Models that pair a layer's cache with one for the keys of an indexer, whose arrays they read and
+# replace themselves: only the first of each pair holds keys and values for attention.
+_INDEXER_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
+
+
+class PagedCacheFactory:
+    """Makes prompt caches whose keys and values are pages of one pool.
+
+    Args:
+        model: a model of mlx-lm.
+        page_format: how pages hold numbers: "fp16", the model's own 16 bits.
+        max_bytes: the most bytes that pages may take. None means 80 % of what the machine
+            recommends, less what is in use; `stats()` tells.
+
+    Raises:
+        ValueError: an argument is out of its range; the message says which.
+
+    Example:
+        >>> factory = PagedCacheFactory(model, max_bytes=4 * 2**30)
+        >>> generate(model, tokenizer, prompt, prompt_cache=factory.make_cache())
+    """
+
+    def __init__(
+        self, model: Module, *, page_format: str = "fp16", max_bytes: int | None = None
+    ) -> None:
+        self._model = model
+        self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
+        self._closed = False
+        num_layers = count()
+        for cache in make_prompt_cache(model):
+            self._convert(cache, lambda cache: next(num_layers))
+        self.pool = PagePool(
+            next(num_layers), page_format=page_format, max_bytes=max_bytes, name=_file_of(model)
+        )
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
+        `PagedKVCache` in the place of every `KVCache`.
+
+        Layers without keys and values, and layers with a sliding window, keep mlx-lm's caches.
+
+        Raises:
+            ValueError: `max_kv_size` was given; it asks for a rotating cache.
+            RuntimeError: the factory was closed.
+        """
+        if max_kv_size is not None:
+            raise ValueError(
+                f"max_kv_size={max_kv_size} asks for a rotating cache, which has no pages in this "
+                "version: leave it unset, and bound the memory of all sequences with max_bytes"
+            )
+        if self._closed:
+            raise RuntimeError("this factory was closed: make a new PagedCacheFactory(model)")
+        install_attention_hook()
+        sequence, layers = Sequence(self.pool), count()
+        return [
+            self._convert(cache, lambda _: PagedKVCache(self.pool, next(layers), [sequence]))
+            for cache in make_prompt_cache(self._model)
+        ]
+
+    def can_admit(self, tokens: int) -> bool:
+        """Whether a new sequence of `tokens` tokens would fit in the pool now.
+
+        Raises:
+            ValueError: `tokens` is negative.
+        """
+        if not self.pool.is_open:
+            # What the layers write is known only when they write. Nothing of this is computed.
+            self._model(mx.array([[0]]), cache=self.make_cache())
+        return self.pool.can_admit(tokens)
+
+    def stats(self) -> PoolStats:
+        """A snapshot of the pool."""
+        return self.pool.stats()
+
+    def clear(self) -> None:
+        """Give back all memory that no sequence uses."""
+        self.pool.clear()
+
+    def close(self) -> None:
+        """Make no more caches, and give back what no sequence uses; the caches that are still
+        held go on working, and free their pages when they are dropped."""
+        self._closed = True
+        self.clear()
+
+    def _convert(self, cache: Any, paged: Any) -> Any:
+        """`cache` with `paged(...)` in the place of what can be paged."""
+        if type(cache) is KVCache:
+            return paged(cache)
+        if type(cache) is CacheList:
+            first, *rest = cache.caches
+            if not self._pairs_with_indexer:
+                rest = [self._convert(inner, paged) for inner in rest]
+            return CacheList(self._convert(first, paged), *rest)
+        return cache
+
+
+def _file_of(model: Module) -> str:
+    """The model file, such as "llama"."""
+    return type(model).__module__.rpartition(".")[2]

@@ -1,0 +1,81 @@
+"""What a backend does with the pages of a layer, and the choice of one.
+
+A backend alone decides how a write reaches a slab and what later reads must wait for, so no code
+outside this room touches page memory.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.core as mx
+
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
+
+if TYPE_CHECKING:
+    from paged_kv.kernels.layer_pages import LayerPages
+
+
+class Backend(Protocol):
+    """Operations on the pages of one layer. B rows, S new tokens, T tokens in all."""
+
+    @property
+    def name(self) -> str: ...
+
+    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
+        """Memory for `pages` pages, uint16 [pages * page_units, unit_words]."""
+        ...
+
+    def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        """Write keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] as the last S of
+        each row's `context_lens` tokens."""
+        ...
+
+    def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
+        """Fill whole pages (entry: uint16 [page_units, unit_words])."""
+        ...
+
+    def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
+        """Copy whole pages (from entry, to entry). No entry is both."""
+        ...
+
+    def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
+        """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context;
+        shorter rows end at T and begin with zeros. Lazy."""
+        ...
+
+    def attend(
+        self,
+        pages: "LayerPages",
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of queries [B, q_heads, S, k_dim], the last S tokens of each row, over all of
+        its tokens; [B, q_heads, S, v_dim].
+
+        `causal` hides later tokens, `window` those that are `window` or more positions back.
+        `sinks` [q_heads] are logits of one more key without a value.
+        """
+        ...
+
+
+BACKENDS: dict[str, type[Backend]] = {"plain": PlainBackend}
+
+
+def choose_backend() -> Backend:
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names.
+
+    Raises:
+        ValueError: PAGED_KV_BACKEND names none.
+    """
+    name = os.environ.get("PAGED_KV_BACKEND", "plain")
+    if name not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"PAGED_KV_BACKEND must be one of {known}, got {name!r}")
+    return BACKENDS[name]()

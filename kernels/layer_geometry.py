@@ -1,0 +1,52 @@
+"""The shape of what one layer writes."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """Heads, head sizes and dtypes of a layer's keys and values; they may differ."""
+
+    k_heads: int
+    k_dim: int
+    k_dtype: mx.Dtype
+    v_heads: int
+    v_dim: int
+    v_dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> "LayerGeometry":
+        """The geometry of keys and values [batch, heads, tokens, dim].
+
+        Raises:
+            ValueError: they have not four dimensions, or differ in batch or tokens.
+        """
+        if keys.ndim != 4 or values.ndim != 4:
+            raise ValueError(
+                "keys and values must be [batch, heads, tokens, dim], "
+                f"got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+            raise ValueError(
+                "keys and values must have the same batch and tokens, "
+                f"got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        return cls(
+            k_heads=keys.shape[1],
+            k_dim=keys.shape[3],
+            k_dtype=keys.dtype,
+            v_heads=values.shape[1],
+            v_dim=values.shape[3],
+            v_dtype=values.dtype,
+        )
+
+    def __str__(self) -> str:
+        keys = f"({self.k_heads}, {self.k_dim}) {_name(self.k_dtype)}"
+        values = f"({self.v_heads}, {self.v_dim}) {_name(self.v_dtype)}"
+        return keys if keys == values else f"keys {keys} and values {values}"

@@ -1,0 +1,89 @@
+"""The pages of one layer: its slabs, and the operations on them."""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from paged_kv.kernels.backend import Backend
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.page_format import PageFormat, PageLayout
+from paged_kv.kernels.page_rows import PageRows
+
+
+class LayerPages:
+    """Owns the slabs of one layer. A slab is one allocation, and growing adds one.
+
+    Args:
+        geometry: what the layer writes.
+        page_format: how its pages hold it.
+        backend: who writes and reads them.
+        slab_stride: a table entry is slab * slab_stride + page.
+    """
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        page_format: PageFormat,
+        backend: Backend,
+        slab_stride: int,
+    ) -> None:
+        self.geometry = geometry
+        self.page_format = page_format
+        self.layout = PageLayout(page_format.planes(geometry))
+        self.slab_stride = slab_stride
+        self.slabs: dict[int, mx.array] = {}
+        self._backend = backend
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.page_bytes
+
+    def map_slab(self, slab: int, pages: int) -> None:
+        """Add a slab of `pages` pages; their contents are not defined."""
+        self.slabs[slab] = self._backend.new_slab(
+            pages, self.layout.page_units, self.layout.unit_words
+        )
+
+    def unmap_slab(self, slab: int) -> None:
+        """Give a slab's memory back; one that was not mapped is ignored."""
+        self.slabs.pop(slab, None)
+
+    def page(self, entry: int) -> mx.array:
+        """A view of one page, uint16 [page_units, unit_words]; it costs nothing.
+
+        While it lives, a write may have to copy the whole slab: never keep it.
+        """
+        slab, page = divmod(entry, self.slab_stride)
+        units = self.layout.page_units
+        return self.slabs[slab][page * units : (page + 1) * units]
+
+    def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        """See `Backend.write`."""
+        self._backend.write(self, keys, values, rows)
+
+    def load(self, contents: Mapping[int, mx.array]) -> None:
+        """See `Backend.load`."""
+        self._backend.load(self, contents)
+
+    def copy(self, copies: Mapping[int, int]) -> None:
+        """See `Backend.copy`."""
+        self._backend.copy(self, copies)
+
+    def gather(self, rows: PageRows) -> tuple[mx.array, mx.array]:
+        """See `Backend.gather`."""
+        return self._backend.gather(self, rows)
+
+    def attend(
+        self,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """See `Backend.attend`."""
+        return self._backend.attend(
+            self, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks
+        )

@@ -1,0 +1,47 @@
+"""How much memory this machine recommends using."""
+
+import os
+from pathlib import Path
+
+import mlx.core as mx
+
+# What is left to the system and to a step's activations when no budget was given.
+RECOMMENDED_SHARE = 0.8
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def recommended_bytes() -> int:
+    """80 % of what the device or the machine recommends, less what MLX holds now.
+
+    The device is Metal's working set or the CUDA device's memory; on a CPU it is the smaller of
+    the control group's limit and the machine's memory.
+    """
+    usable = int(RECOMMENDED_SHARE * _device_bytes()) - mx.get_active_memory()
+    return max(usable, 1)
+
+
+def _device_bytes() -> int:
+    if mx.default_device().type == mx.gpu:
+        info = mx.device_info()
+        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+            if key in info:
+                return int(info[key])
+    return _host_bytes()
+
+
+def _host_bytes() -> int:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [int(text) for text in map(_read, _CGROUP_LIMITS) if text.isdigit()]
+    return min([machine, *limits])
+
+
+def _read(path: Path) -> str:
+    """A file's text, empty where there is none: not every machine has control groups."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

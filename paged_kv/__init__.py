@@ -1,0 +1,53 @@
+"""A paged block-allocator KV cache for MLX and mlx-lm.
+
+    from paged_kv import PagedCacheFactory
+
+    factory = PagedCacheFactory(model)
+    generate(model, tokenizer, prompt, prompt_cache=factory.make_cache())
+
+Names are loaded when they are first used, so that what needs only the allocator does not load
+mlx. A process that loads saved prompt caches must have used one of them before, so that mlx-lm
+knows their class.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_kv.allocator.errors import BlockStateError, PagedKVError, PoolExhausted
+    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+    from paged_kv.page_pool import PagePool
+    from paged_kv.paged_kv_cache import PagedKVCache
+    from paged_kv.sequence import Sequence
+    from paged_kv.stats import PoolStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockStateError",
+    "PagePool",
+    "PagedCacheFactory",
+    "PagedKVCache",
+    "PagedKVError",
+    "PoolExhausted",
+    "PoolStats",
+    "Sequence",
+    "__version__",
+]
+
+_HOMES = {
+    "BlockStateError": "allocator.errors",
+    "PagedKVError": "allocator.errors",
+    "PoolExhausted": "allocator.errors",
+    "PagedCacheFactory": "integrations.paged_cache_factory",
+    "PagePool": "page_pool",
+    "PagedKVCache": "paged_kv_cache",
+    "PoolStats": "stats",
+    "Sequence": "sequence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")
+    return getattr(import_module(f"paged_kv.{_HOMES[name]}"), name)

@@ -1,0 +1,50 @@
+"""The command `paged-kv`, also `python -m paged_kv`.
+
+Exit status: 0 when all went well, 1 when something failed, 2 when the arguments were wrong.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from paged_kv import __version__
+from paged_kv.allocator.errors import PagedKVError
+from paged_kv.stats_command import add_stats_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")
+    try:
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (PagedKVError, OSError, ValueError) as error:
+        print(f"paged-kv {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paged-kv", description="Paged key/value caches for MLX and mlx-lm."
+    )
+    parser.add_argument("--version", action="version", version=f"paged-kv {__version__}")
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=["debug", "info", "warning", "error"],
+        help="what to log, to standard error (default: warning)",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate_parser(commands)
+    add_stats_parser(commands)
+    return parser
+
+
+def _add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from paged_kv.integrations.generate_command import add_generate_parser
+
+    add_generate_parser(commands)

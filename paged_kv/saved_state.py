@@ -1,0 +1,125 @@
+"""Sequences as trees of arrays, numbers and strings, and back.
+
+mlx-lm saves a prompt cache layer by layer, and restores each layer knowing nothing of the others.
+So every layer carries its sequences' uids, and layers with one uid become one sequence again.
+A saved layer:
+
+    version, layer, num_layers, page_format     numbers and a string
+    geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
+    rows                                        per sequence: uid, context_len, pages
+
+Pages are saved whole; their rows behind the context length mean nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.page_pool import PagePool, find_pool
+from paged_kv.sequence import Sequence
+
+VERSION = 1
+
+_DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+# The latest sequence restored from each saved uid, while anybody holds it.
+_restored: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDictionary()
+
+
+def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[str, Any]:
+    """One layer of the sequences as a tree. Its arrays are views of pages, which cost nothing."""
+    rows = [
+        {
+            "uid": sequence.uid,
+            "context_len": sequence.context_lens[layer],
+            "pages": pool.page_views(layer, sequence),
+        }
+        for sequence in sequences
+    ]
+    return {
+        "version": VERSION,
+        "layer": layer,
+        "num_layers": pool.num_layers,
+        "page_format": pool.page_format.name,
+        "geometry": _geometry_state(pool.geometry(layer)),
+        "rows": rows,
+    }
+
+
+def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]:
+    """The pool, layer and sequences of a saved layer, its pages copied into the pool.
+
+    Raises:
+        ValueError: the state is not one that this version saves.
+        PoolExhausted: the pool's budget does not hold the pages.
+    """
+    _require_version(state)
+    layer, rows = int(state["layer"]), state["rows"]
+    pool = _pool_for(state, rows[0]["uid"], layer)
+    geometry = _geometry_from(state["geometry"])
+    sequences = [_sequence_for(pool, row["uid"], layer) for row in rows]
+    for sequence, row in zip(sequences, rows, strict=True):
+        if geometry is not None:
+            # An empty list of pages does not survive the file.
+            pages = list(row.get("pages") or [])
+            pool.load(layer, sequence, geometry, int(row["context_len"]), pages)
+    return pool, layer, sequences
+
+
+def _require_version(state: dict[str, Any]) -> None:
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"the saved cache has format version {version!r}, and this paged_kv reads {VERSION}: "
+            "compute the prompt again and save it with this version"
+        )
+
+
+def _pool_for(state: dict[str, Any], uid: str, layer: int) -> PagePool:
+    sequence = _restored.get(uid)
+    if sequence is not None and not sequence.context_lens[layer]:
+        return sequence.pool
+    num_layers, page_format = int(state["num_layers"]), state["page_format"]
+    pool = find_pool(num_layers, page_format)
+    return pool or PagePool(num_layers, page_format=page_format, name="loaded prompt cache")
+
+
+def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:
+    """The sequence that other layers of this uid were restored into, or a new one: a layer that
+    was restored already belongs to an earlier load of the same file."""
+    sequence = _restored.get(uid)
+    if sequence is None or sequence.pool is not pool or sequence.context_lens[layer]:
+        sequence = Sequence(pool)
+        _restored[uid] = sequence
+    return sequence
+
+
+def _geometry_state(geometry: LayerGeometry | None) -> dict[str, Any] | None:
+    if geometry is None:
+        return None
+    return {
+        "k_heads": geometry.k_heads,
+        "k_dim": geometry.k_dim,
+        "k_dtype": _NAMES[geometry.k_dtype],
+        "v_heads": geometry.v_heads,
+        "v_dim": geometry.v_dim,
+        "v_dtype": _NAMES[geometry.v_dtype],
+    }
+
+
+def _geometry_from(state: dict[str, Any] | None) -> LayerGeometry | None:
+    if state is None:
+        return None
+    return LayerGeometry(
+        k_heads=int(state["k_heads"]),
+        k_dim=int(state["k_dim"]),
+        k_dtype=_DTYPES[state["k_dtype"]],
+        v_heads=int(state["v_heads"]),
+        v_dim=int(state["v_dim"]),
+        v_dtype=_DTYPES[state["v_dtype"]],
+    )

@@ -1,0 +1,43 @@
+"""What a pool holds, as numbers."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A snapshot of a pool.
+
+    Attributes:
+        page_format: how pages hold numbers.
+        backend: which kernels write and read them.
+        blocks_used: blocks that a sequence holds.
+        blocks_free: blocks of mapped slabs that nobody holds.
+        blocks_shared: blocks that more than one sequence holds.
+        table_entries: entries of all block tables; over `blocks_used`, this is the sharing factor.
+        slabs: slabs mapped, each in every layer of its group.
+        bytes_mapped: bytes of all slabs.
+        bytes_active: bytes of the pages of used blocks.
+        bytes_budget: the most that may be mapped.
+        cow_copies: blocks copied because a shared one was written.
+        allocation_failures: times the pool was exhausted.
+        gather_fallbacks: times keys and values were gathered for attention that does not
+            read pages.
+    """
+
+    page_format: str
+    backend: str
+    blocks_used: int
+    blocks_free: int
+    blocks_shared: int
+    table_entries: int
+    slabs: int
+    bytes_mapped: int
+    bytes_active: int
+    bytes_budget: int
+    cow_copies: int
+    allocation_failures: int
+    gather_fallbacks: int
+
+    def as_dict(self) -> dict[str, int | str]:
+        """The same as a plain dictionary, ready for JSON."""
+        return asdict(self)

@@ -1,0 +1,117 @@
+"""What is built from a checkout: where each file goes, and that nothing else is installed."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# The folders that are installed as sub-packages of paged_kv.
+ROOMS = ("allocator", "kernels", "integrations")
+# What a room may hold besides that which is installed, by suffix ...
+SOURCES_AND_NOTES = {".c", ".cc", ".cpp", ".h", ".hpp", ".md"}
+# ... and what only lies there because somebody built it.
+BUILT = {".so", ".dylib", ".o"}
+
+
+def files_in(*folders: str) -> set[str]:
+    """Returns the files in folders of the checkout, as kernels/x.py; not what tools left there."""
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.suffix not in BUILT
+        and not path.name.startswith(".")
+        and path.parent.name != "__pycache__"
+    }
+
+
+def door_files() -> set[str]:
+    """Returns the modules of paged_kv itself and the data that it ships."""
+    links = tuple(f"paged_kv/{room}/" for room in ROOMS)
+    return {name for name in files_in("paged_kv") if not name.startswith(links)}
+
+
+def suffix(name: str) -> str:
+    return PurePosixPath(name).suffix
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Builds a "wheel" or an "sdist" from a copy of the checkout in a folder; returns its path."""
+    pytest.importorskip("build", reason="needs the test extra: pip install -e '.[test]'")
+    pytest.importorskip("setuptools", "77", reason="needs the test extra")
+    # A stale build/ or *.egg-info would add its own files to what is built.
+    leave = shutil.ignore_patterns(".?*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=leave)
+    shutil.copytree(ROOT / ".ci", folder / "tree" / ".ci")
+    command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", ".."]
+    done = subprocess.run(command, cwd=folder / "tree", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("paged_kv-*")
+    return built
+
+
+def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build("wheel", tmp_path)) as wheel:
+        names = set(wheel.namelist())
+        (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
+        assert "paged-kv = paged_kv.command_line:main" in wheel.read(scripts).decode()
+
+    tops = {PurePosixPath(name).parts[0] for name in names}
+    (info,) = tops - {"paged_kv"}
+    assert info.endswith(".dist-info")
+
+    installed = {name for name in files_in(*ROOMS) if suffix(name) not in SOURCES_AND_NOTES}
+    assert {f"paged_kv/{name}" for name in installed} - names == set()
+    assert {"paged_kv/py.typed", "paged_kv/models/stdlib-llama/model.safetensors"} <= names
+    assert door_files() - names == set()
+
+
+def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as sdist:
+        # The first part is paged_kv-<version>.
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+
+    scripts = {"LICENSE", "test", "demo", ".ci/run", ".ci/environment.sh"}
+    expected = files_in(*ROOMS, "tests", "benches") | door_files() | scripts
+    assert expected - names == set()
+    # Nothing comes a second time through the links.
+    assert not any(name.startswith(f"paged_kv/{room}/") for room in ROOMS for name in names)
+
+
+@pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="an sdist holds no links")
+@pytest.mark.parametrize("room", ROOMS)
+def test_link_leads_to_the_room(room: str) -> None:
+    # Tools and uninstalled runs find paged_kv.<room> by it.
+    assert (ROOT / "paged_kv" / room).readlink() == Path("..", room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_hides_no_installed_package(room: str, tmp_path: Path) -> None:
+    """Another package called `kernels` wins over our folder even where Python starts beside it."""
+    other = tmp_path / room / "__init__.py"
+    other.parent.mkdir()
+    other.touch()
+    # The current folder, "", stands first on the path, and a package found later still wins.
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import {room}; print({room}.__file__)"
+    assert run_python(code, cwd=ROOT) == str(other)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_unprefixed_import_finds_no_code_of_ours(room: str, tmp_path: Path) -> None:
+    code = f"import importlib.util as u; s = u.find_spec({room!r}); print(s and s.origin)"
+    for start in (ROOT, tmp_path):
+        origin = run_python(code, cwd=start)
+        # None: nothing at all, or a folder without a file of its own.
+        assert origin == "None" or not Path(origin).is_relative_to(ROOT / room)
+
+
+def run_python(code: str, cwd: Path) -> str:
+    """Returns what the code prints in a Python started in the folder."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
