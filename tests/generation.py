@@ -1,0 +1,44 @@
+"""Greedy generation with logits, and the comparison of two runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+
+
+@dataclass
+class Run:
+    """Generated tokens, and for each the log-probabilities [tokens, vocabulary]."""
+
+    tokens: list[int]
+    logprobs: mx.array
+
+
+def greedy(model: Any, prompt: Sequence[int], cache: Any, count: int, step: int = 2048) -> Run:
+    """`count` tokens from mlx-lm's own generator."""
+    produced = list(
+        generate_step(
+            mx.array(prompt), model, max_tokens=count, prompt_cache=cache, prefill_step_size=step
+        )
+    )
+    return Run([int(token) for token, _ in produced], mx.stack([row for _, row in produced]))
+
+
+def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
+    """Logits agree within `tolerance`, and tokens do wherever stock's best two differ by more.
+
+    After a token that differs the two runs have read different text, so nothing that follows
+    can be compared.
+    """
+    assert len(ours.tokens) == len(stock.tokens)
+    for at, (token, expected) in enumerate(zip(ours.tokens, stock.tokens, strict=True)):
+        difference = mx.abs(ours.logprobs[at] - stock.logprobs[at])
+        # Two models of the zoo give some tokens a probability of zero: -inf on both sides.
+        difference = mx.where(ours.logprobs[at] == stock.logprobs[at], 0, difference)
+        assert difference.max().item() <= tolerance, f"logits differ at token {at}"
+        if token != expected:
+            best = mx.sort(stock.logprobs[at])[-2:]
+            assert (best[1] - best[0]).item() <= tolerance, f"token {at} differs without a tie"
+            return

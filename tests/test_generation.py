@@ -1,0 +1,106 @@
+"""mlx-lm generates the same text on paged caches as on its own: trained models, real text."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv import PagedCacheFactory
+from tests.generation import Run, assert_same_run, greedy
+
+# Float32 sums in another order: measured below 1e-4 on log-probabilities.
+FLOAT32_TOLERANCE = 1e-3
+# Prefill in the same steps runs the same operations on the same numbers.
+SAME_STEPS_TOLERANCE = 0.0
+PREFILL_STEPS = [64, 256, 2048, 509]
+PROMPT_LENGTHS = [1, 255, 256, 257, 1000, 3000]
+NEW_TOKENS = 12
+MODELS = ["stdlib-llama", "stdlib-gemma3"]
+
+
+@pytest.fixture(params=MODELS)
+def model_and_tokens(request: pytest.FixtureRequest, trained: Any, source_text: str) -> Any:
+    model, tokenizer = trained(request.param)
+    return model, tokenizer.encode(source_text)[:4000]
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_same_tokens_at_every_prefill_step(model_and_tokens: Any, length: int) -> None:
+    model, tokens = model_and_tokens
+    # Not from the start of the file: prompts of different lengths are different texts.
+    prompt = tokens[length % 97 :][:length]
+    stock = greedy(model, prompt, make_prompt_cache(model), NEW_TOKENS)
+    factory = PagedCacheFactory(model, max_bytes=256 << 20)
+    for step in [step for step in PREFILL_STEPS if step <= max(length, PREFILL_STEPS[0])]:
+        cache = factory.make_cache()
+        ours = greedy(model, prompt, cache, NEW_TOKENS, step)
+        assert_same_run(ours, stock, FLOAT32_TOLERANCE)
+        assert cache[-1].offset == length + NEW_TOKENS
+        del cache
+        factory.pool.check()
+        assert factory.stats().blocks_used == 0
+    assert factory.stats().gather_fallbacks == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_logits_bit_for_bit_in_the_models_own_dtype(
+    name: str, trained: Any, source_text: str
+) -> None:
+    model, tokenizer = trained(name, mx.bfloat16)
+    prompt = tokenizer.encode(source_text)[:300]
+    runs = [
+        greedy(model, prompt, cache, NEW_TOKENS, 128)
+        for cache in (make_prompt_cache(model), PagedCacheFactory(model).make_cache())
+    ]
+    assert_same_run(runs[1], runs[0], SAME_STEPS_TOLERANCE)
+
+
+def test_text_of_generate_is_the_same(trained: Any) -> None:
+    from mlx_lm import generate
+
+    model, tokenizer = trained("stdlib-llama")
+    prompt = "def read_file(path):\n"
+    factory = PagedCacheFactory(model)
+    ours = generate(model, tokenizer, prompt, max_tokens=40, prompt_cache=factory.make_cache())
+    assert ours == generate(model, tokenizer, prompt, max_tokens=40)
+    assert "self" in ours or "return" in ours
+
+
+def test_block_borders_one_token_at_a_time(model_and_tokens: Any) -> None:
+    """Tokens 254 to 258 one by one, as decoding writes them."""
+    model, tokens = model_and_tokens
+    caches = make_prompt_cache(model), PagedCacheFactory(model).make_cache()
+    logits = []
+    for cache in caches:
+        model(mx.array([tokens[:253]]), cache=cache)
+        steps = [model(mx.array([[token]]), cache=cache)[0, -1] for token in tokens[253:259]]
+        logits.append(mx.stack(steps))
+    assert mx.abs(logits[0] - logits[1]).max().item() == SAME_STEPS_TOLERANCE
+
+
+def test_multi_token_writes_over_several_blocks(model_and_tokens: Any) -> None:
+    """Writes that begin and end anywhere in a block, the pool growing in between."""
+    model, tokens = model_and_tokens
+    caches = make_prompt_cache(model), PagedCacheFactory(model).make_cache()
+    logits = []
+    for cache in caches:
+        at, outputs = 0, []
+        for count in (3, 600, 1, 252, 257, 5):
+            outputs.append(model(mx.array([tokens[at : at + count]]), cache=cache)[0])
+            mx.eval(outputs, [layer.state for layer in cache])
+            at += count
+        logits.append(mx.concatenate(outputs))
+    assert mx.abs(logits[0] - logits[1]).max().item() == SAME_STEPS_TOLERANCE
+
+
+def test_a_differing_token_is_only_let_pass_at_a_tie() -> None:
+    """The comparison itself refuses what it must."""
+    logprobs = mx.array([[-1.0, -3.0, -2.0]])
+    stock = Run([0], logprobs)
+    assert_same_run(Run([0], logprobs), stock, 0.0)
+    assert_same_run(Run([2], logprobs), stock, 1.5)
+    with pytest.raises(AssertionError, match="without a tie"):
+        assert_same_run(Run([2], logprobs), stock, 0.5)
+    with pytest.raises(AssertionError, match="logits differ"):
+        assert_same_run(Run([0], logprobs + 0.1), stock, 0.01)
