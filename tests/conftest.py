@@ -16,9 +16,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if _openblas := ctypes.util.find_library("openblas"):
     ctypes.CDLL(_openblas, mode=ctypes.RTLD_GLOBAL)
 
-import mlx.core as mx  # noqa: E402  # after the library above
-import pytest  # noqa: E402
-from mlx_lm import load  # noqa: E402
+import mlx.core as mx  # after the library above
+import pytest
+from mlx_lm import load
 
 ROOT = Path(__file__).parent.parent
 MODEL_FOLDERS = {

@@ -20,7 +20,7 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any, count: int, step: int 
     """`count` tokens from mlx-lm's own generator."""
     produced = list(
         generate_step(
-            mx.array(prompt), model, max_tokens=count, prompt_cache=cache, prefill_step_size=step
+            mx.array(list(prompt)), model, max_tokens=count, prompt_cache=cache, prefill_step_size=step
         )
     )
     return Run([int(token) for token, _ in produced], mx.stack([row for _, row in produced]))
@@ -37,8 +37,8 @@ def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
         difference = mx.abs(ours.logprobs[at] - stock.logprobs[at])
         # Two models of the zoo give some tokens a probability of zero: -inf on both sides.
         difference = mx.where(ours.logprobs[at] == stock.logprobs[at], 0, difference)
-        assert difference.max().item() <= tolerance, f"logits differ at token {at}"
+        assert float(difference.max()) <= tolerance, f"logits differ at token {at}"
         if token != expected:
             best = mx.sort(stock.logprobs[at])[-2:]
-            assert (best[1] - best[0]).item() <= tolerance, f"token {at} differs without a tie"
+            assert float(best[1] - best[0]) <= tolerance, f"token {at} differs without a tie"
             return
