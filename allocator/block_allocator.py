@@ -92,13 +92,14 @@ class BlockAllocator:
     def new_table(self) -> BlockTable:
         """An empty block table, known to this allocator until it is dropped."""
         self._drain()
-        return self._register([])
+        return self._register(())
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks, each with one reference more. O(blocks)."""
         self._drain()
         self.retain(table.blocks)
-        return self._register(list(table.blocks))
+        table.forget_reserved()
+        return self._register(table.blocks)
 
     def drop(self, table: BlockTable) -> None:
         """Release a table's blocks and forget it."""
@@ -211,7 +212,7 @@ class BlockAllocator:
             self._ref_counts[target] = self._ref_counts.pop(source)
             self._used_in_slab[slab_of(target)] += 1
         for table in self.tables:
-            table.blocks[:] = [moves.get(block, block) for block in table.blocks]
+            table.blocks = tuple(moves.get(block, block) for block in table.blocks)
         self._add_free(list(moves))
 
     def unmap_empty_slabs(self) -> int:
@@ -267,7 +268,7 @@ class BlockAllocator:
         assert +self._used_in_slab == Counter(map(slab_of, used)), "a slab's count is wrong"
         assert self.capacity * self.block_bytes <= self.budget.mapped <= self.budget.max_bytes
 
-    def _register(self, blocks: list[int]) -> BlockTable:
+    def _register(self, blocks: tuple[int, ...]) -> BlockTable:
         table = BlockTable(self, blocks)
         self.tables.add(table)
         return table
@@ -279,7 +280,7 @@ class BlockAllocator:
 
     def _forget(self, table: BlockTable) -> None:
         self.release(table.blocks)
-        table.blocks.clear()
+        table.blocks = ()
         self.tables.discard(table)
 
     def _map(self, slab: int, pages: int) -> None:

@@ -17,11 +17,24 @@ class BlockTable:
 
     Only blocks with one reference are written. A block that `fork` shares is replaced by a copy
     before the first write to it, by whoever writes first.
+
+    Attributes:
+        blocks: the ids. A tuple, which is replaced when it changes: whoever reads tables, layer
+            after layer, may keep it, and sees by its identity that nothing has changed.
     """
 
-    def __init__(self, allocator: BlockAllocator, blocks: list[int]) -> None:
+    def __init__(self, allocator: BlockAllocator, blocks: tuple[int, ...]) -> None:
         self.allocator = allocator
         self.blocks = blocks
+        self._reserved_end = 0
+
+    def is_reserved(self, end: int) -> bool:
+        """Whether `reserve` has been up to `end`, and nothing was forked or truncated since."""
+        return end <= self._reserved_end
+
+    def forget_reserved(self) -> None:
+        """Look at the blocks again before the next write: some may be shared now."""
+        self._reserved_end = 0
 
     def reserve(self, start: int, end: int) -> dict[int, int]:
         """Own entries for the tokens at [start, end); all or nothing.
@@ -35,22 +48,29 @@ class BlockTable:
         allocator = self.allocator
         shared = self._shared_entries(start, end)
         missing = self._entries_for(end) - len(self.blocks)
+        if not shared and missing <= 0:
+            self._reserved_end = end
+            return {}
         fresh = allocator.allocate(len(shared) + max(0, missing))
         copies: dict[int, int] = {}
+        blocks = list(self.blocks)
         for entry, block in zip(shared, fresh, strict=False):
-            copies[self.blocks[entry]] = block
-            self.blocks[entry] = block
-        self.blocks.extend(fresh[len(shared) :])
+            copies[blocks[entry]] = block
+            blocks[entry] = block
+        self.blocks = (*blocks, *fresh[len(shared) :])
+        self._reserved_end = end
         allocator.release(copies)
         allocator.cow_copies += len(copies)
         return copies
 
     def truncate(self, num_tokens: int) -> None:
         """Release the blocks behind the first `num_tokens` tokens."""
+        self.forget_reserved()
         keep = self._entries_for(num_tokens)
         tail = self.blocks[keep:]
-        del self.blocks[keep:]
-        self.allocator.release(tail)
+        if tail:
+            self.blocks = self.blocks[:keep]
+            self.allocator.release(tail)
 
     def _entries_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)

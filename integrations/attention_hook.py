@@ -6,13 +6,13 @@ the cache that is passed beside them: models share one layer's keys with another
 layer's cache, or one latent as both keys and values.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
 
+from paged_kv.integrations.rebinding import rebind
 from paged_kv.paged_array import PagedKeys, PagedMask, PagedRead, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
@@ -46,7 +46,7 @@ def _pages_of(keys: Any, values: Any) -> PagedRead | None:
 def _reads_alike(read: PagedRead, mask: mx.array | str | None, queries: int) -> bool:
     """Whether a kernel that knows only lengths and a window hides what the mask hides."""
     if isinstance(mask, PagedMask):
-        return mask.context_lens == read.rows.context_lens and mask.shape[-2] == queries
+        return mask.hides_in(read.rows, queries)
     return not isinstance(mask, mx.array) and mask in (None, "causal")
 
 
@@ -56,8 +56,4 @@ def install_attention_hook() -> None:
     For arrays that are not pages the replacement calls the original, so models that use other
     caches are not affected.
     """
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        for name in [name for name, value in names.items() if value is _stock_attention]:
-            if module is not sys.modules[__name__]:
-                setattr(module, name, paged_attention)
+    rebind(_stock_attention, paged_attention)

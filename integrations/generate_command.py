@@ -3,11 +3,10 @@
 import argparse
 import sys
 from importlib.resources import files
-from typing import Any
 
 from tqdm import tqdm
 
-from paged_kv.sizes import format_size, parse_size
+from paged_kv.sizes import parse_size
 
 # Shorter prompts are read before anyone would look at a progress bar.
 _LONG_PROMPT = 512
@@ -28,9 +27,20 @@ def add_generate_parser(
         help="folder or Hugging Face repository of a model; without it, a small model that comes "
         "with this package and writes what looks like Python",
     )
-    parser.add_argument("--prompt", required=True, help="the prompt, or - to read standard input")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        required=True,
+        help="the prompt, or - to read standard input; several are generated as one batch",
+    )
     parser.add_argument(
         "--ignore-chat-template", action="store_true", help="give the model the prompt as it is"
+    )
+    parser.add_argument(
+        "--num-samples",
+        type=_positive,
+        default=1,
+        help="texts for each prompt, which share its pages; with --temp (default: 1)",
     )
     parser.add_argument("--max-tokens", type=_positive, default=100, help="default: 100")
     parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
@@ -44,39 +54,29 @@ def add_generate_parser(
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and print a summary; returns the exit status."""
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if not prompt:
-        print("paged-kv generate: the prompt is empty: give --prompt some text", file=sys.stderr)
+    prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
+    if not all(prompts):
+        print("paged-kv generate: a prompt is empty: give --prompt some text", file=sys.stderr)
         return 2
     # Loading mlx-lm takes seconds, which --help and usage errors need not wait for.
-    import mlx.core as mx
-    from mlx_lm import load, stream_generate
-    from mlx_lm.sample_utils import make_sampler
+    from paged_kv.integrations.text_generation import TextGeneration
 
-    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-
-    if arguments.seed is not None:
-        mx.random.seed(arguments.seed)
-    loaded = load(arguments.model or embedded_model())
-    model, tokenizer = loaded[0], loaded[1]
-    factory = PagedCacheFactory(
-        model, page_format=arguments.page_format, max_bytes=arguments.max_bytes
-    )
-    tokens = _encode(tokenizer, prompt, use_template=not arguments.ignore_chat_template)
-    responses = stream_generate(
-        model,
-        tokenizer,
-        tokens,
+    generation = TextGeneration(
+        arguments.model or embedded_model(),
+        page_format=arguments.page_format,
+        max_bytes=arguments.max_bytes,
         max_tokens=arguments.max_tokens,
-        sampler=make_sampler(temp=arguments.temp),
-        prompt_cache=(prompt_cache := factory.make_cache()),
-        prompt_progress_callback=_Progress(len(tokens)),
+        temp=arguments.temp,
+        seed=arguments.seed,
     )
-    for response in responses:
-        print(response.text, end="", flush=True)
-    print()
-    _print_summary(response, factory.stats())
-    del prompt_cache
+    encoded = [
+        generation.encode(prompt, use_template=not arguments.ignore_chat_template)
+        for prompt in prompts
+    ]
+    if len(encoded) == 1 and arguments.num_samples == 1:
+        generation.stream(encoded[0], _Progress(len(encoded[0])))
+    else:
+        generation.batch(encoded, arguments.num_samples)
     return 0
 
 
@@ -91,15 +91,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _encode(tokenizer: Any, prompt: str, *, use_template: bool) -> list[int]:
-    """The prompt's tokens, as `mlx_lm.generate` makes them."""
-    if use_template and tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer.encode(prompt, add_special_tokens=False))
-    return list(tokenizer.encode(prompt))
-
-
 class _Progress:
     """A progress bar for the prompt, on a terminal and for long prompts only."""
 
@@ -112,16 +103,3 @@ class _Progress:
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()
-
-
-def _print_summary(response: Any, stats: Any) -> None:
-    print(
-        f"prompt      {response.prompt_tokens} tokens, {response.prompt_tps:.1f} tokens/s\n"
-        f"generation  {response.generation_tokens} tokens, "
-        f"{response.generation_tps:.1f} tokens/s\n"
-        f"pages       {stats.blocks_used} blocks in use, {stats.blocks_free} free; "
-        f"{format_size(stats.bytes_active)} of {format_size(stats.bytes_mapped)} mapped, "
-        f"{format_size(stats.bytes_budget)} allowed\n"
-        f"peak memory {format_size(int(response.peak_memory * 1e9))}",
-        file=sys.stderr,
-    )

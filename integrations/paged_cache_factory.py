@@ -8,9 +8,14 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.prompt_cache_hook import (
+    install_make_cache,
+    stock_make_prompt_cache,
+    uninstall_make_cache,
+)
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.sequence import Sequence
@@ -39,6 +44,8 @@ class PagedCacheFactory:
     Example:
         >>> factory = PagedCacheFactory(model, max_bytes=4 * 2**30)
         >>> generate(model, tokenizer, prompt, prompt_cache=factory.make_cache())
+        >>> with factory:  # everything in mlx-lm that makes its own caches for this model
+        ...     batch_generate(model, tokenizer, prompts)
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class PagedCacheFactory:
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
         self._closed = False
         num_layers = count()
-        for cache in make_prompt_cache(model):
+        for cache in stock_make_prompt_cache(model):
             self._convert(cache, lambda cache: next(num_layers))
         self.pool = PagePool(
             next(num_layers), page_format=page_format, max_bytes=max_bytes, name=_file_of(model)
@@ -69,14 +76,35 @@ class PagedCacheFactory:
                 f"max_kv_size={max_kv_size} asks for a rotating cache, which has no pages in this "
                 "version: leave it unset, and bound the memory of all sequences with max_bytes"
             )
-        if self._closed:
-            raise RuntimeError("this factory was closed: make a new PagedCacheFactory(model)")
+        self._require_open()
         install_attention_hook()
         sequence, layers = Sequence(self.pool), count()
         return [
             self._convert(cache, lambda _: PagedKVCache(self.pool, next(layers), [sequence]))
-            for cache in make_prompt_cache(self._model)
+            for cache in stock_make_prompt_cache(self._model)
         ]
+
+    def install(self) -> None:
+        """Let mlx-lm use paged caches for this model wherever it is given none; again changes
+        nothing, and other models are not affected.
+
+        Raises:
+            ValueError: another factory is installed for this model.
+            RuntimeError: the factory was closed.
+        """
+        self._require_open()
+        install_make_cache(self._model, self.make_cache)
+
+    def uninstall(self) -> None:
+        """Undo `install()`; caches that were made go on working."""
+        uninstall_make_cache(self._model, self.make_cache)
+
+    def __enter__(self) -> PagedCacheFactory:
+        self.install()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.uninstall()
 
     def can_admit(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens would fit in the pool now.
@@ -98,10 +126,17 @@ class PagedCacheFactory:
         self.pool.clear()
 
     def close(self) -> None:
-        """Make no more caches, and give back what no sequence uses; the caches that are still
-        held go on working, and free their pages when they are dropped."""
+        """Uninstall, make no more caches, and give back what no sequence uses.
+
+        The caches that are still held go on working, and free their pages when they are dropped.
+        """
         self._closed = True
+        self.uninstall()
         self.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this factory was closed: make a new PagedCacheFactory(model)")
 
     def _convert(self, cache: Any, paged: Any) -> Any:
         """`cache` with `paged(...)` in the place of what can be paged."""

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-Mask = mx.array | str | None
+from paged_kv.kernels.page_rows import PageRows
 
 
 def causal_window_mask(length: int, queries: int, window: int | None) -> mx.array:
@@ -14,20 +14,9 @@ def causal_window_mask(length: int, queries: int, window: int | None) -> mx.arra
     return mask if window is None else mask & (at < keys + window)
 
 
-def context_mask(
-    context_lens: tuple[int, ...], queries: int, *, causal: bool, window: int | None
-) -> Mask:
-    """The mask for rows that end at the longest context: None, "causal" or boolean
-    [B, 1, queries, longest], whichever is the least that says it."""
-    longest = max(context_lens)
-    ragged = min(context_lens) < longest
-    windowed = window is not None and longest > window
-    hides_later = causal and queries > 1
-    if not ragged and not windowed:
-        return "causal" if hides_later else None
-    mask = causal_window_mask(longest, queries, window) if hides_later or windowed else None
-    if not ragged:
-        return mask
-    starts = mx.array([longest - length for length in context_lens])[:, None, None, None]
-    present = mx.arange(longest) >= starts
-    return present if mask is None else present & mask
+def batch_mask(rows: PageRows, queries: int, window: int | None) -> mx.array:
+    """Boolean [B, 1, queries, T] for keys laid out as `Backend.gather` does: the mask above, which
+    is the same for all rows, and for each row without what lies before its first token."""
+    length = max(rows.ends)
+    starts = mx.array([length - end for end in rows.ends])[:, None, None, None]
+    return causal_window_mask(length, queries, window) & (mx.arange(length) >= starts)

@@ -28,8 +28,8 @@ class Backend(Protocol):
         ...
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
-        """Write keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] as the last S of
-        each row's `context_lens` tokens."""
+        """Write a step of keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim], without
+        its padding, as the last of each row's tokens."""
         ...
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
@@ -41,8 +41,8 @@ class Backend(Protocol):
         ...
 
     def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
-        """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context;
-        shorter rows end at T and begin with zeros. Lazy."""
+        """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context
+        with its right padding. Rows end at T, and padding is zeros. Lazy."""
         ...
 
     def attend(
@@ -56,8 +56,8 @@ class Backend(Protocol):
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attention of queries [B, q_heads, S, k_dim], the last S tokens of each row, over all of
-        its tokens; [B, q_heads, S, v_dim].
+        """Attention of a step of queries [B, q_heads, S, k_dim], over all tokens of their rows;
+        [B, q_heads, S, v_dim], finite where the step is padding.
 
         `causal` hides later tokens, `window` those that are `window` or more positions back.
         `sinks` [q_heads] are logits of one more key without a value.

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.attention_mask import context_mask
+from paged_kv.kernels.attention_mask import causal_window_mask
 from paged_kv.kernels.page_format import PAGE_SIZE, WORD, Plane
 from paged_kv.kernels.page_rows import PageRows
 
@@ -35,20 +35,23 @@ class PlainBackend:
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         mx.synchronize()
-        entries, token_rows = _last_tokens(rows, keys.shape[2])
-        slabs, page_ids = np.divmod(entries, pages.slab_stride)
+        step = rows.own_tokens(keys.shape[2])
+        slabs, page_ids, page_rows = _places(rows, step, pages.slab_stride)
+        tokens = _step_indices(step, keys.shape[2])
         layout = pages.layout
         encoded = pages.page_format.encode(keys, values)
         for plane, offset, plane_rows in zip(layout.planes, layout.offsets, encoded, strict=True):
             if not plane.words:
                 continue
             first = page_ids * layout.page_units + offset // layout.unit_words
-            indices = _row_indices(first, token_rows, plane, layout.unit_words)
-            updates = plane_rows.transpose(0, 2, 1, 3).reshape(*indices.shape, -1)
+            indices = _row_indices(first, page_rows, plane, layout.unit_words)
+            updates = plane_rows.transpose(0, 2, 1, 3).reshape(
+                -1, *indices.shape[1:], layout.unit_words
+            )
             for slab in np.unique(slabs):
                 mine = np.flatnonzero(slabs == slab)
                 target = mx.array(indices[mine].reshape(-1))
-                chosen = updates if len(mine) == len(slabs) else updates[mx.array(mine)]
+                chosen = updates if len(mine) == len(updates) else updates[mx.array(tokens[mine])]
                 pages.slabs[int(slab)][target] = chosen.reshape(-1, layout.unit_words)
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
@@ -65,13 +68,13 @@ class PlainBackend:
         self.load(pages, contents)
 
     def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
-        longest = max(rows.context_lens)
+        length = max(rows.ends)
         per_row = [
-            _gather_row(pages, table, length)
-            for table, length in zip(rows.block_tables, rows.context_lens, strict=True)
+            _gather_row(pages, table, context_len)
+            for table, context_len in zip(rows.block_tables, rows.context_lens, strict=True)
         ]
         keys, values = zip(*per_row, strict=True)
-        return _stack_ending_at(longest, keys), _stack_ending_at(longest, values)
+        return _stack(length, keys, rows.right_padding), _stack(length, values, rows.right_padding)
 
     def attend(
         self,
@@ -84,24 +87,60 @@ class PlainBackend:
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        keys, values = self.gather(pages, rows)
-        mask = context_mask(rows.context_lens, queries.shape[2], causal=causal, window=window)
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
+        _, heads, count, _ = queries.shape
+        outputs = []
+        for row, own in enumerate(rows.own_tokens(count)):
+            if not own:
+                nothing = (1, heads, count, pages.geometry.v_dim)
+                outputs.append(mx.zeros(nothing, dtype=queries.dtype))
+                continue
+            context_len = rows.context_lens[row]
+            keys, values = _gather_row(pages, rows.block_tables[row], context_len)
+            output = mx.fast.scaled_dot_product_attention(
+                queries[row : row + 1, :, own.start : own.stop],
+                keys[None],
+                values[None],
+                scale=scale,
+                mask=_row_mask(context_len, len(own), causal=causal, window=window),
+                sinks=sinks,
+            )
+            outputs.append(_with_padding(output, own, count))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def _last_tokens(rows: PageRows, count: int) -> tuple[Indices, Indices]:
-    """The table entry and the page row of each row's last `count` tokens, row by row."""
-    last = np.arange(-count, 0)
-    positions = [length + last for length in rows.context_lens]
-    entries = [
-        np.array(table[at[0] // PAGE_SIZE : at[-1] // PAGE_SIZE + 1])[
-            at // PAGE_SIZE - at[0] // PAGE_SIZE
-        ]
-        for table, at in zip(rows.block_tables, positions, strict=True)
-    ]
-    return np.concatenate(entries), np.concatenate(positions) % PAGE_SIZE
+def _row_mask(
+    context_len: int, queries: int, *, causal: bool, window: int | None
+) -> mx.array | str | None:
+    """What hides the least that must be hidden from the last tokens of a row."""
+    if window is not None and context_len > window:
+        return causal_window_mask(context_len, queries, window)
+    return "causal" if causal and queries > 1 else None
+
+
+def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
+    """Zeros for the step's tokens that are not the row's own."""
+    if len(own) == count:
+        return output
+    return mx.pad(output, [(0, 0), (0, 0), (own.start, count - own.stop), (0, 0)])
+
+
+def _places(
+    rows: PageRows, step: list[range], slab_stride: int
+) -> tuple[Indices, Indices, Indices]:
+    """Slab, page and row in the page of the tokens that a step writes, row by row."""
+    entries, positions = [], []
+    for table, context_len, own in zip(rows.block_tables, rows.context_lens, step, strict=True):
+        at = np.arange(context_len - len(own), context_len)
+        first = (context_len - len(own)) // PAGE_SIZE
+        entries.append(np.array(table[first:], dtype=np.int64)[at // PAGE_SIZE - first])
+        positions.append(at)
+    slabs, page_ids = np.divmod(np.concatenate(entries), slab_stride)
+    return slabs, page_ids, np.concatenate(positions) % PAGE_SIZE
+
+
+def _step_indices(step: list[range], count: int) -> Indices:
+    """The same tokens as indices into [B * S]."""
+    return np.concatenate([row * count + np.array(own, int) for row, own in enumerate(step)])
 
 
 def _row_indices(first: Indices, token_rows: Indices, plane: Plane, unit_words: int) -> Indices:
@@ -142,8 +181,13 @@ def _gather_row(
     return pages.page_format.decode(pages.geometry, rows)
 
 
-def _stack_ending_at(longest: int, rows: tuple[mx.array, ...]) -> mx.array:
-    """[B, heads, longest, dim] of rows [heads, length, dim], zeros before the shorter ones."""
-    if len(rows) == 1:
+def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
+    """[B, heads, length, dim] of rows [heads, tokens, dim] that end where their padding begins."""
+    if len(rows) == 1 and not right_padding[0]:
         return rows[0][None]
-    return mx.stack([mx.pad(row, [(0, 0), (longest - row.shape[1], 0), (0, 0)]) for row in rows])
+    return mx.stack(
+        [
+            mx.pad(row, [(0, 0), (length - padding - row.shape[1], padding), (0, 0)])
+            for row, padding in zip(rows, right_padding, strict=True)
+        ]
+    )

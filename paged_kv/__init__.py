@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paged_kv.allocator.errors import BlockStateError, PagedKVError, PoolExhausted
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+    from paged_kv.integrations.samples import generate_samples
     from paged_kv.page_pool import PagePool
     from paged_kv.paged_kv_cache import PagedKVCache
     from paged_kv.sequence import Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "PoolStats",
     "Sequence",
     "__version__",
+    "generate_samples",
 ]
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "PagedKVCache": "paged_kv_cache",
     "PoolStats": "stats",
     "Sequence": "sequence",
+    "generate_samples": "integrations.samples",
 }
 
 

@@ -9,6 +9,7 @@ from paged_kv.kernels.backend import Backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
+from paged_kv.kernels.page_rows import PageRows
 
 
 class LayerGroup:
@@ -25,6 +26,9 @@ class LayerGroup:
         self.layers = layers
         self.page_format = page_format
         self.pages: dict[int, LayerPages] = {}
+        # The layers of a step read the same rows one after the other. What backends make of
+        # them, such as arrays of the tables, is then made once.
+        self.latest_rows = PageRows((), (), ())
         self._backend = backend
         self._budget = budget
         self._allocator: BlockAllocator | None = None

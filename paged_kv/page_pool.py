@@ -65,6 +65,12 @@ class PagePool:
         _pools.add(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
 
+    def __repr__(self) -> str:
+        return (
+            f"PagePool {self.serial} ({self.name}, {self.num_layers} layers, "
+            f"{self.page_format.name} pages)"
+        )
+
     @property
     def is_open(self) -> bool:
         """Whether anything was written, so that it is known how large a block is."""
@@ -77,7 +83,7 @@ class PagePool:
     def append(
         self, layer: int, sequences: list[Sequence], keys: mx.array, values: mx.array
     ) -> None:
-        """Write S new tokens of each sequence into its pages, in one layer.
+        """Write S new tokens of each sequence into its pages, in one layer, padding left out.
 
         keys [B, k_heads, S, k_dim], values [B, v_heads, S, v_dim], B the number of sequences.
 
@@ -100,9 +106,27 @@ class PagePool:
             for sequence in sequences:
                 sequence.undo_step()
             raise
-        pages.write(keys, values, self._rows(layer, sequences, count))
         for sequence in sequences:
             sequence.advance(layer, count)
+        rows = self.rows(layer, sequences)
+        if any(map(len, rows.own_tokens(count))):
+            pages.write(keys, values, rows)
+
+    def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
+        """Own blocks in all groups for the next `count` tokens of each sequence.
+
+        Writing does so by itself. A model that is asked for masks first can be stopped here,
+        before any of its layers has changed anything.
+
+        Raises:
+            PoolExhausted: the budget does not hold the blocks; nothing was changed.
+        """
+        writes = self._unreserved(layer, sequences, count)
+        for group, group_writes in writes.items():
+            group.allocator.ensure_free(blocks_needed(group_writes))
+        for group, group_writes in writes.items():
+            for write in group_writes:
+                group.copy_pages(write.table.reserve(write.start, write.end))
 
     def read(self, layer: int, sequences: list[Sequence]) -> tuple[PagedKeys, PagedValues]:
         """All keys and values of the sequences in one layer.
@@ -113,8 +137,20 @@ class PagePool:
         pages = self.group_of(layer).pages.get(layer)
         if pages is None:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
-        rows = self._rows(layer, sequences)
+        rows = self.rows(layer, sequences)
         return paged_arrays(pages, rows, partial(self._note_gather, layer))
+
+    def rows(self, layer: int, sequences: list[Sequence]) -> PageRows:
+        """The sequences' pages in one layer; the same object for all layers of a step."""
+        group = self.group_of(layer)
+        rows = PageRows(
+            block_tables=tuple([sequence.blocks(group) for sequence in sequences]),
+            context_lens=tuple([sequence.context_lens[layer] for sequence in sequences]),
+            right_padding=tuple([sequence.padding[layer].right for sequence in sequences]),
+        )
+        if rows != group.latest_rows:
+            group.latest_rows = rows
+        return group.latest_rows
 
     def geometry(self, layer: int) -> LayerGeometry | None:
         """What a layer holds, or None before its first write."""
@@ -154,7 +190,7 @@ class PagePool:
                 f"layer {layer} needs {len(expected)} pages of {expected[:1]} words for "
                 f"{context_len} tokens, got {[tuple(content.shape) for content in contents]}"
             )
-        self._reserve(layer, [sequence], context_len)
+        self.reserve(layer, [sequence], context_len)
         pages.load(dict(zip(sequence.blocks(group), contents, strict=False)))
         sequence.advance(layer, context_len)
 
@@ -214,30 +250,23 @@ class PagePool:
         for sequence in sequences:
             if sequence.begin_write(layer, count) and sequence.length:
                 group.settle()
-        self._reserve(layer, sequences, count)
+        self.reserve(layer, sequences, count)
         return pages
 
-    def _reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
-        """Own blocks for `count` more tokens in all groups: all or nothing."""
-        writes: dict[LayerGroup, list[Write]] = {
-            group: [] for group in self.groups if group.is_open
-        }
-        for group in writes:
-            for sequence in sequences:
-                start = sequence.context_lens[layer]
-                writes[group].append(Write(sequence.table(group), start, start + count))
-        for group, group_writes in writes.items():
-            group.allocator.ensure_free(blocks_needed(group_writes))
-        for group, group_writes in writes.items():
-            for write in group_writes:
-                group.copy_pages(write.table.reserve(write.start, write.end))
-
-    def _rows(self, layer: int, sequences: list[Sequence], new: int = 0) -> PageRows:
-        group = self.group_of(layer)
-        return PageRows(
-            block_tables=tuple(sequence.blocks(group) for sequence in sequences),
-            context_lens=tuple(sequence.context_lens[layer] + new for sequence in sequences),
-        )
+    def _unreserved(
+        self, layer: int, sequences: list[Sequence], count: int
+    ) -> dict[LayerGroup, list[Write]]:
+        """The writes of a step that no earlier layer has reserved blocks for, by group."""
+        writes: dict[LayerGroup, list[Write]] = {}
+        open_groups = [group for group in self.groups if group.is_open]
+        for sequence in sequences:
+            start = sequence.context_lens[layer]
+            end = start + sequence.padding[layer].own(count)
+            for group in open_groups:
+                table = sequence.table(group)
+                if end > start and not table.is_reserved(end):
+                    writes.setdefault(group, []).append(Write(table, start, end))
+        return writes
 
     def _note_gather(self, layer: int) -> None:
         self._gather_fallbacks += 1

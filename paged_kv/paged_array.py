@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from paged_kv.kernels.attention_mask import causal_window_mask
+from paged_kv.kernels.attention_mask import batch_mask, causal_window_mask
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_rows import PageRows
 
@@ -42,7 +42,7 @@ class PagedRead:
         window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attention of queries [B, q_heads, S, k_dim] over the pages; see `Backend.attend`."""
+        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`."""
         self._attended = True
         return self._pages.attend(
             queries, self.rows, scale=scale, causal=causal, window=window, sinks=sinks
@@ -62,15 +62,27 @@ class PagedValues(mx.array):
 
 
 class PagedMask(mx.array):
-    """A causal mask that a cache made, boolean [S, T], computed when looked at.
+    """A causal mask that a cache made, computed when looked at.
+
+    Boolean [S, T] for one sequence, [B, 1, S, T] for a batch.
 
     Attributes:
         context_lens: tokens of each row, those of this step included.
+        right_padding: tokens of padding behind those, as in `PageRows`.
         window: how many tokens a query sees, itself included; None for all.
     """
 
     context_lens: tuple[int, ...]
+    right_padding: tuple[int, ...]
     window: int | None
+
+    def hides_in(self, rows: PageRows, queries: int) -> bool:
+        """Whether this is the mask of a step of `queries` tokens that ends as `rows` do."""
+        ends_alike = (self.context_lens, self.right_padding) == (
+            rows.context_lens,
+            rows.right_padding,
+        )
+        return ends_alike and self.shape[-2] == queries
 
 
 def paged_arrays(
@@ -83,9 +95,13 @@ def paged_arrays(
     return keys, values
 
 
-def paged_mask(length: int, queries: int, window: int | None) -> PagedMask:
-    """The mask of the last `queries` of `length` tokens."""
-    mask = PagedMask(causal_window_mask(length, queries, window))
-    mask.context_lens = (length,)
+def paged_mask(rows: PageRows, queries: int, window: int | None) -> PagedMask:
+    """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
+    if len(rows.context_lens) == 1:
+        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window))
+    else:
+        mask = PagedMask(batch_mask(rows, queries, window))
+    mask.context_lens = rows.context_lens
+    mask.right_padding = rows.right_padding
     mask.window = window
     return mask

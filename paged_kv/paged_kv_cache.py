@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from paged_kv.kernels.page_rows import PageRows
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_array import PagedKeys, PagedValues, paged_mask
 from paged_kv.saved_state import restore_layer, saved_state
@@ -31,17 +34,18 @@ class PagedKVCache:
         self._depends_on: list[mx.array] = []
 
     @property
-    def offset(self) -> int:
-        """Tokens in the cache."""
-        return self._context_lens()[0]
+    def offset(self) -> int | mx.array:
+        """The position of the next token: a number for one sequence, int32 [B] for a batch."""
+        offsets = [sequence.offset(self.layer) for sequence in self.sequences]
+        return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
     def size(self) -> int:
-        """Tokens in the cache."""
-        return self.offset
+        """Tokens of the longest sequence."""
+        return max((sequence.context_lens[self.layer] for sequence in self.sequences), default=0)
 
     def empty(self) -> bool:
         """Whether nothing was written, or all of it was trimmed."""
-        return self.offset == 0
+        return self.size() == 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
         """Append S tokens and return all T so far.
@@ -86,29 +90,140 @@ class PagedKVCache:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """The mask for the next N tokens: None, "causal", or boolean [N, offset + N]."""
-        if window_size is None and N == 1:
+        """The mask for the next N tokens.
+
+        For one sequence None, "causal", or boolean [N, offset + N]; for a batch always boolean
+        [B, 1, N, T], T the longest of the rows after these tokens.
+
+        Models ask for masks before any layer writes, so the blocks that the step needs are
+        reserved here: if there are none, no layer of any kind has changed yet.
+
+        Raises:
+            PoolExhausted: the pool's budget does not hold the tokens.
+        """
+        self.pool.reserve(self.layer, self.sequences, N)
+        one = len(self.sequences) == 1
+        if one and window_size is None and N == 1:
             return None
-        if window_size is None and not return_array:
+        if one and window_size is None and not return_array:
             return "causal"
-        return paged_mask(self.offset + N, N, window_size)
+        return paged_mask(self._rows_after(N), N, window_size)
 
     def is_trimmable(self) -> bool:
         """Whether tokens can be taken off the end; always."""
         return True
 
     def trim(self, n: int) -> int:
-        """Take the last n tokens off, or all if there are fewer; returns how many.
+        """Take the last n tokens off every sequence, or all of one that has fewer; returns the
+        most that were taken off one.
 
         Raises:
             ValueError: n is negative.
         """
-        if n < 0:
-            raise ValueError(f"trim needs a count of tokens that is not negative, got {n}")
-        n = min(n, self.offset)
+        return max(self.trim_per_sequence([n] * len(self.sequences)), default=0)
+
+    def trim_per_sequence(self, n: list[int] | mx.array) -> list[int]:
+        """Take the last n[i] tokens off sequence i, or all if it has fewer; returns how many.
+
+        n is a list or an integer array [B].
+
+        Raises:
+            ValueError: there are not B counts, or one is negative; nothing was changed.
+        """
+        counts = _integers(n)
+        if len(counts) != len(self.sequences):
+            raise ValueError(
+                f"trim needs one count for each of {len(self.sequences)} sequences, "
+                f"got {len(counts)}"
+            )
+        if min(counts, default=0) < 0:
+            raise ValueError(
+                f"trim needs counts of tokens that are not negative, got {min(counts)}"
+            )
+        return [
+            sequence.trim(self.layer, count)
+            for sequence, count in zip(self.sequences, counts, strict=True)
+        ]
+
+    def prepare(
+        self,
+        *,
+        left_padding: list[int] | None = None,
+        lengths: list[int] | None = None,
+        right_padding: list[int] | None = None,
+    ) -> None:
+        """Announce padding in the steps to come, which no page will hold; one number a sequence.
+
+        Args:
+            left_padding: how many of the next tokens are padding.
+            lengths: how many tokens follow until padding does.
+            right_padding: how many tokens of padding that is. Without `lengths` it is not known
+                where they begin: they are written, and trimmed by `finalize`.
+
+        Raises:
+            ValueError: there are not as many numbers as sequences.
+        """
+        batch = len(self.sequences)
+        for name, numbers in (
+            ("left_padding", left_padding),
+            ("lengths", lengths),
+            ("right_padding", right_padding),
+        ):
+            if numbers is not None and len(numbers) != batch:
+                raise ValueError(f"{name} needs {batch} numbers, one a sequence, got {numbers}")
+        is_padded = right_padding is not None and any(right_padding)
+        for row, sequence in enumerate(self.sequences):
+            padding = sequence.padding[self.layer]
+            if left_padding is not None:
+                padding = replace(padding, left=padding.left + left_padding[row])
+            if is_padded and lengths is not None:
+                padding = replace(padding, tokens=lengths[row])
+            elif is_padded and right_padding is not None:
+                padding = replace(padding, to_trim=right_padding[row])
+            sequence.prepare(self.layer, padding)
+
+    def finalize(self) -> None:
+        """End the steps that `prepare` announced."""
         for sequence in self.sequences:
-            sequence.trim(self.layer, n)
-        return n
+            sequence.finalize(self.layer)
+
+    def filter(self, batch_indices: list[int] | mx.array) -> None:
+        """Keep these sequences, in this order; one that is named again is forked.
+
+        Raises:
+            IndexError: there is no such sequence; nothing was changed.
+        """
+        kept = [self.sequences[index] for index in _integers(batch_indices)]
+        self.sequences = self._distinct(kept)
+
+    def extend(self, other: PagedKVCache) -> None:
+        """Take over the other cache's sequences, as rows behind this one's.
+
+        Raises:
+            ValueError: they are not in the same layer of the same pool.
+        """
+        self._require_same_pages(other)
+        self.sequences = self._distinct(self.sequences + other.sequences)
+
+    def extract(self, idx: int) -> PagedKVCache:
+        """A fork of one sequence, as a cache of its own."""
+        return type(self)(self.pool, self.layer, [self.sequences[idx].fork(self.layer)])
+
+    @classmethod
+    def merge(cls, caches: list[PagedKVCache]) -> PagedKVCache:
+        """A batch of forks of all caches' sequences; the caches themselves stay as they are.
+
+        Raises:
+            ValueError: they are not in the same layer of the same pool, or there are none.
+        """
+        if not caches:
+            raise ValueError("merge needs at least one cache, got an empty list")
+        first = caches[0]
+        for other in caches[1:]:
+            first._require_same_pages(other)
+        sequences = [sequence for cache in caches for sequence in cache.sequences]
+        forks = [sequence.fork(first.layer) for sequence in sequences]
+        return cls(first.pool, first.layer, forks)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
         """Refused: this version has 16-bit pages only.
@@ -161,7 +276,37 @@ class PagedKVCache:
         return type(self)(self.pool, self.layer, forks)
 
     def __repr__(self) -> str:
-        return f"PagedKVCache(layer={self.layer}, offset={self.offset})"
+        lengths = [sequence.context_lens[self.layer] for sequence in self.sequences]
+        return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
 
-    def _context_lens(self) -> list[int]:
-        return [sequence.context_lens[self.layer] for sequence in self.sequences]
+    def _rows_after(self, count: int) -> PageRows:
+        """How rows end after a step of `count` tokens; without their tables."""
+        context_lens, right_padding = [], []
+        for sequence in self.sequences:
+            padding = sequence.padding[self.layer]
+            context_lens.append(sequence.context_lens[self.layer] + padding.own(count))
+            right_padding.append(padding.after(count).right)
+        return PageRows((), tuple(context_lens), tuple(right_padding))
+
+    def _distinct(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The sequences, with a fork for each that appeared before: rows are written alone."""
+        seen: set[Sequence] = set()
+        rows = []
+        for sequence in sequences:
+            rows.append(sequence.fork(self.layer) if sequence in seen else sequence)
+            seen.add(sequence)
+        return rows
+
+    def _require_same_pages(self, other: PagedKVCache) -> None:
+        if not isinstance(other, PagedKVCache):
+            raise ValueError(f"a PagedKVCache cannot be batched with a {type(other).__name__}")
+        if (self.pool, self.layer) != (other.pool, other.layer):
+            raise ValueError(
+                f"caches can be batched within one layer of one pool, got layer {self.layer} of "
+                f"{self.pool} and layer {other.layer} of {other.pool}: make them with one factory"
+            )
+
+
+def _integers(numbers: Iterable[int] | mx.array) -> list[int]:
+    listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else numbers
+    return list(listed)

@@ -20,7 +20,11 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any, count: int, step: int 
     """`count` tokens from mlx-lm's own generator."""
     produced = list(
         generate_step(
-            mx.array(list(prompt)), model, max_tokens=count, prompt_cache=cache, prefill_step_size=step
+            mx.array(list(prompt)),
+            model,
+            max_tokens=count,
+            prompt_cache=cache,
+            prefill_step_size=step,
         )
     )
     return Run([int(token) for token, _ in produced], mx.stack([row for _, row in produced]))

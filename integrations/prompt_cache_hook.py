@@ -1,0 +1,52 @@
+"""mlx-lm's `make_prompt_cache`, with paged caches for the models that have a factory installed.
+
+Everything in mlx-lm that is not given a prompt cache makes one with this function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlx.nn.layers.base import Module
+from mlx_lm.models import cache as mlx_lm_cache
+
+from paged_kv.integrations.rebinding import rebind
+
+MakeCache = Callable[[int | None], list[Any]]
+
+stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
+
+# Models are dictionaries, which cannot be keys. Each is held here, so that its id stays its own.
+_installed: dict[int, tuple[Module, MakeCache]] = {}
+
+
+def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
+    """What mlx-lm's function of this name makes, or the model's factory if it has one."""
+    if id(model) in _installed:
+        _, make_cache = _installed[id(model)]
+        return make_cache(max_kv_size)
+    return stock_make_prompt_cache(model, max_kv_size)
+
+
+def install_make_cache(model: Module, make_cache: MakeCache) -> None:
+    """Let mlx-lm make this model's prompt caches with `make_cache`; again changes nothing.
+
+    Raises:
+        ValueError: another function is installed for this model.
+    """
+    _, installed = _installed.setdefault(id(model), (model, make_cache))
+    if installed != make_cache:
+        raise ValueError(
+            "another factory is installed for this model: uninstall() it before this one"
+        )
+    rebind(stock_make_prompt_cache, make_prompt_cache)
+
+
+def uninstall_make_cache(model: Module, make_cache: MakeCache) -> None:
+    """Undo `install_make_cache`; what was not installed is left as it is."""
+    _, installed = _installed.get(id(model), (model, None))
+    if installed == make_cache:
+        del _installed[id(model)]
+    if not _installed:
+        rebind(make_prompt_cache, stock_make_prompt_cache)

@@ -1,0 +1,132 @@
+"""What `paged-kv generate` does: texts to standard output, and a summary to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from re import fullmatch
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import batch_generate, load, stream_generate
+from mlx_lm.generate import BatchResponse
+from mlx_lm.sample_utils import make_sampler
+
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.samples import generate_samples
+from paged_kv.sizes import format_size
+
+
+class TextGeneration:
+    """A model of mlx-lm on paged caches, and how to sample from it."""
+
+    def __init__(
+        self,
+        path_or_repo: str,
+        *,
+        page_format: str,
+        max_bytes: int | None,
+        max_tokens: int,
+        temp: float,
+        seed: int | None,
+    ) -> None:
+        if seed is not None:
+            mx.random.seed(seed)
+        self._model, self._tokenizer = load(_existing(path_or_repo))[:2]
+        self._factory = PagedCacheFactory(self._model, page_format=page_format, max_bytes=max_bytes)
+        self._max_tokens = max_tokens
+        self._sampler = make_sampler(temp=temp)
+
+    def encode(self, prompt: str, *, use_template: bool) -> list[int]:
+        """The prompt's tokens, as `mlx_lm.generate` makes them."""
+        tokenizer: Any = self._tokenizer
+        if use_template and tokenizer.has_chat_template:
+            messages = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(prompt))
+
+    def stream(self, prompt: list[int], progress: Callable[[int, int], None]) -> None:
+        """Print one text as it comes."""
+        prompt_cache = self._factory.make_cache()
+        for response in stream_generate(
+            self._model,
+            self._tokenizer,
+            prompt,
+            max_tokens=self._max_tokens,
+            sampler=self._sampler,
+            prompt_cache=prompt_cache,
+            prompt_progress_callback=progress,
+        ):
+            print(response.text, end="", flush=True)
+        print()
+        self._summarise(f"{len(prompt)} tokens, {response.prompt_tps:.1f} tokens/s", response)
+        del prompt_cache
+
+    def batch(self, prompts: list[list[int]], num_samples: int) -> None:
+        """Print `num_samples` texts for each of several prompts, when all are there."""
+        with self._factory:
+            if num_samples == 1:
+                responses = [batch_generate(self._model, self._tokenizer, prompts, **self._options)]
+            else:
+                responses = [self._samples(prompt, num_samples) for prompt in prompts]
+        texts = [text for response in responses for text in response.texts]
+        for number, text in enumerate(texts):
+            prompt, sample = divmod(number, num_samples)
+            title = f"prompt {prompt + 1}"
+            print(f"==> {title if num_samples == 1 else f'{title}, sample {sample + 1}'} <==")
+            print(text, end="\n\n")
+        figures = responses[0].stats
+        for response in responses[1:]:
+            figures += response.stats
+        self._summarise(f"{sum(map(len, prompts))} tokens", figures)
+
+    def _samples(self, prompt: list[int], count: int) -> BatchResponse:
+        return generate_samples(
+            self._model,
+            self._tokenizer,
+            prompt,
+            count,
+            prompt_cache=self._factory.make_cache(),
+            **self._options,
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        # The caches are kept until the summary has counted their pages.
+        return {
+            "max_tokens": self._max_tokens,
+            "sampler": self._sampler,
+            "return_prompt_caches": True,
+        }
+
+    def _summarise(self, prompt: str, figures: Any) -> None:
+        """Print speeds of a `GenerationResponse` or `BatchStats`, and what the pages hold."""
+        stats = self._factory.stats()
+        print(
+            f"prompt      {prompt}\n"
+            f"generation  {figures.generation_tokens} tokens, "
+            f"{figures.generation_tps:.1f} tokens/s\n"
+            f"pages       {stats.blocks_used} blocks in use, {stats.blocks_shared} of them shared, "
+            f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
+            f"{format_size(stats.bytes_mapped)} mapped, {format_size(stats.bytes_budget)} allowed\n"
+            f"peak memory {format_size(int(figures.peak_memory * 1e9))}",
+            file=sys.stderr,
+        )
+
+
+def _existing(path_or_repo: str) -> str:
+    """What may be a model; mlx-lm takes a folder that does not exist for a repository.
+
+    Raises:
+        FileNotFoundError: it is neither a folder nor the name of a repository.
+    """
+    if Path(path_or_repo).is_dir() or fullmatch(r"[\w.-]+/[\w.-]+", path_or_repo):
+        return path_or_repo
+    raise FileNotFoundError(
+        f"there is no folder {path_or_repo!r}: give --model the folder of a model, or a Hugging "
+        "Face repository such as mlx-community/Llama-3.2-1B-Instruct-4bit"
+    )
