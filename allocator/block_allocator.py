@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from sortedcontainers import SortedList
 
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.slabs import block_range, count_by_slab, plan_slabs, slab_of
 
@@ -56,10 +56,8 @@ class BlockAllocator:
         map_slab: Callable[[int, int], None] = lambda slab, pages: None,
         unmap_slab: Callable[[int], None] = lambda slab: None,
     ) -> None:
-        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size <= 0:
-            raise ValueError(f"page_size must be a positive integer, got {page_size!r}")
-        if block_bytes <= 0:
-            raise ValueError(f"block_bytes must be positive, got {block_bytes}")
+        require_positive("page_size", page_size)
+        require_positive("block_bytes", block_bytes)
         self.page_size = page_size
         self.budget = budget
         self.block_bytes = block_bytes
@@ -80,35 +78,41 @@ class BlockAllocator:
         return len(self._free) + len(self._ref_counts)
 
     def ref_count(self, block: int) -> int:
-        """References to a block; 0 when it is free."""
+        """References to a block, those of dropped tables included until `drain`; 0 if free."""
         return self._ref_counts.get(block, 0)
 
     def available(self) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
-        self._drain()
+        self.drain()
         growth = plan_slabs(self.budget.left, self.slabs, self.budget, self.block_bytes)
         return len(self._free) + sum(plan.pages for plan in growth)
 
     def new_table(self) -> BlockTable:
         """An empty block table, known to this allocator until it is dropped."""
-        self._drain()
+        self.drain()
         return self._register(())
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks, each with one reference more. O(blocks)."""
-        self._drain()
+        self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
         return self._register(table.blocks)
 
     def drop(self, table: BlockTable) -> None:
         """Release a table's blocks and forget it."""
-        self._drain()
+        self.drain()
         self._forget(table)
 
     def drop_later(self, table: BlockTable) -> None:
         """Drop a table at the next call. For finalisers, which may run in the middle of one."""
         self._dropped.append(table)
+
+    def drain(self) -> None:
+        """Drop the tables that finalisers left, so that reference counts are those of now."""
+        # Finalisers append in the middle of anything; both operations are atomic.
+        while self._dropped:
+            self._forget(self._dropped.popleft())
 
     def ensure_free(self, count: int) -> None:
         """Map slabs until `count` blocks are free.
@@ -116,7 +120,10 @@ class BlockAllocator:
         Raises:
             PoolExhausted: the budget does not allow it; nothing was changed.
         """
-        self._drain()
+        self.drain()
+        self._grow(count)
+
+    def _grow(self, count: int) -> None:
         missing = count - len(self._free)
         if missing <= 0:
             return
@@ -146,7 +153,12 @@ class BlockAllocator:
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
-        self.ensure_free(count)
+        self.drain()
+        return self.take_free(count)
+
+    def take_free(self, count: int) -> list[int]:
+        """As `allocate`, but drops no table, so that a plan made from reference counts holds."""
+        self._grow(count)
         if count == 1:
             blocks = [self._free.pop(0)]
         else:
@@ -199,7 +211,7 @@ class BlockAllocator:
 
         No move needs a page that is not free now, and none goes into a slab that is emptied.
         """
-        self._drain()
+        self.drain()
         victims = self._slabs_to_empty()
         targets = (block for block in self._free if slab_of(block) not in victims)
         sources = sorted(block for block in self._ref_counts if slab_of(block) in victims)
@@ -217,7 +229,7 @@ class BlockAllocator:
 
     def unmap_empty_slabs(self) -> int:
         """Give back every slab in which no block is used; returns how many."""
-        self._drain()
+        self.drain()
         empty = [slab for slab in self.slabs if not self._used_in_slab[slab]]
         for slab in empty:
             self._unmap(slab)
@@ -227,20 +239,21 @@ class BlockAllocator:
         """Correct the size of a block, as more of its group's layers become known.
 
         Raises:
+            ValueError: it is not a positive integer.
             PoolExhausted: what is mapped would no longer fit; nothing was changed.
         """
+        require_positive("block_bytes", block_bytes)
         growth = (block_bytes - self.block_bytes) * self.capacity
         if growth > self.budget.left:
             self.allocation_failures += 1
             room = self.budget.left + self.capacity * self.block_bytes
-            fitting = room // block_bytes - len(self._ref_counts)
-            raise PoolExhausted(self.capacity, max(0, fitting), 0, self.budget.max_bytes)
+            raise PoolExhausted(self.capacity, room // block_bytes, 0, self.budget.max_bytes)
         self.budget.take(growth)
         self.block_bytes = block_bytes
 
     def stats(self) -> AllocatorStats:
         """A snapshot. O(used blocks)."""
-        self._drain()
+        self.drain()
         used = len(self._ref_counts)
         return AllocatorStats(
             blocks_used=used,
@@ -256,7 +269,7 @@ class BlockAllocator:
 
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
-        self._drain()
+        self.drain()
         free = list(self._free)
         used = self._ref_counts
         mapped = {block for slab, pages in self.slabs.items() for block in block_range(slab, pages)}
@@ -273,12 +286,8 @@ class BlockAllocator:
         self.tables.add(table)
         return table
 
-    def _drain(self) -> None:
-        """Drop the tables that finalisers left; `popleft` and `append` are atomic."""
-        while self._dropped:
-            self._forget(self._dropped.popleft())
-
     def _forget(self, table: BlockTable) -> None:
+        assert table.allocator is self, "this table is another allocator's"
         self.release(table.blocks)
         table.blocks = ()
         self.tables.discard(table)

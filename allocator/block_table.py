@@ -46,12 +46,15 @@ class BlockTable:
             PoolExhausted: there are not enough blocks; nothing was changed.
         """
         allocator = self.allocator
+        # No table is dropped between the plan and the copies: a block to copy from stays in use.
+        allocator.drain()
+        assert self in allocator.tables, "this table was dropped"
         shared = self._shared_entries(start, end)
         missing = self._entries_for(end) - len(self.blocks)
         if not shared and missing <= 0:
             self._reserved_end = end
             return {}
-        fresh = allocator.allocate(len(shared) + max(0, missing))
+        fresh = allocator.take_free(len(shared) + max(0, missing))
         copies: dict[int, int] = {}
         blocks = list(self.blocks)
         for entry, block in zip(shared, fresh, strict=False):
@@ -65,6 +68,7 @@ class BlockTable:
 
     def truncate(self, num_tokens: int) -> None:
         """Release the blocks behind the first `num_tokens` tokens."""
+        assert num_tokens >= 0, num_tokens
         self.forget_reserved()
         keep = self._entries_for(num_tokens)
         tail = self.blocks[keep:]
@@ -76,6 +80,8 @@ class BlockTable:
         return -(-num_tokens // self.allocator.page_size)
 
     def _shared_entries(self, start: int, end: int) -> list[int]:
+        if start >= end:
+            return []
         first = start // self.allocator.page_size
         last = min(self._entries_for(end), len(self.blocks))
         ref_count = self.allocator.ref_count
@@ -101,6 +107,7 @@ def blocks_needed(writes: Iterable[Write]) -> int:
     ref_counts: dict[int, int] = {}
     for write in writes:
         table = write.table
+        table.allocator.drain()
         appended += max(0, table._entries_for(write.end) - len(table.blocks))
         for entry in table._shared_entries(write.start, write.end):
             block = table.blocks[entry]

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 
 
+def require_positive(name: str, number: int) -> None:
+    """Raises a ValueError that names the number, unless it is a positive integer."""
+    if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
+        raise ValueError(f"{name} must be a positive integer, got {number!r}")
+
+
 @dataclass
 class ByteBudget:
     """Counts mapped bytes against a limit: `0 <= mapped <= max_bytes`, at all times."""
@@ -11,10 +17,7 @@ class ByteBudget:
     mapped: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_bytes, bool) or not isinstance(self.max_bytes, int):
-            raise ValueError(f"max_bytes must be a positive integer, got {self.max_bytes!r}")
-        if self.max_bytes <= 0:
-            raise ValueError(f"max_bytes must be a positive integer, got {self.max_bytes}")
+        require_positive("max_bytes", self.max_bytes)
 
     @property
     def left(self) -> int:

@@ -59,7 +59,8 @@ class Backend(Protocol):
         """Attention of a step of queries [B, q_heads, S, k_dim], over all tokens of their rows;
         [B, q_heads, S, v_dim], finite where the step is padding.
 
-        `causal` hides later tokens, `window` those that are `window` or more positions back.
+        `causal` hides later tokens; `window` hides them too, and those that are `window` or more
+        positions back.
         `sinks` [q_heads] are logits of one more key without a value.
         """
         ...

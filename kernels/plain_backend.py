@@ -16,6 +16,7 @@ import numpy.typing as npt
 from paged_kv.kernels.attention_mask import causal_window_mask
 from paged_kv.kernels.page_format import PAGE_SIZE, WORD, Plane
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.untouched_memory import untouched
 
 if TYPE_CHECKING:
     from paged_kv.kernels.layer_pages import LayerPages
@@ -29,9 +30,7 @@ class PlainBackend:
     name = "plain"
 
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
-        slab = mx.zeros((pages * page_units, unit_words), dtype=WORD)
-        mx.eval(slab)
-        return slab
+        return untouched((pages * page_units, unit_words))
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         mx.synchronize()
@@ -114,7 +113,8 @@ def _row_mask(
     """What hides the least that must be hidden from the last tokens of a row."""
     if window is not None and context_len > window:
         return causal_window_mask(context_len, queries, window)
-    return "causal" if causal and queries > 1 else None
+    hides_later = causal or window is not None
+    return "causal" if hides_later and queries > 1 else None
 
 
 def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
@@ -156,7 +156,9 @@ def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[mx.array
     units = pages.layout.page_units
     start = 0
     for end in range(1, len(table) + 1):
-        if end < len(table) and table[end] == table[end - 1] + 1:
+        # The first page of a slab may have the number after the last one of the slab before.
+        side_by_side = end < len(table) and table[end] == table[end - 1] + 1
+        if side_by_side and table[end] % pages.slab_stride:
             continue
         slab, page = divmod(table[start], pages.slab_stride)
         yield pages.slabs[slab][page * units : (page + end - start) * units]

@@ -1,0 +1,193 @@
+"""What growing to 16K tokens costs, beside mlx-lm's own cache: python -m benches.growth
+
+Both caches take the same tokens, float16 of 8 layers with 8 heads of 128, and nothing attends.
+Every step appends to one layer after the other, and evaluates what holds the layer's tokens
+before it goes on, as layers that follow each other do; all layers in one evaluation would make
+KVCache hold eight old arrays beside eight new ones. Decode appends one token at a time, prefill
+2,048. All bytes are MLX's own count of active memory.
+
+    held                what the cache holds at the end
+    peak above held     the highest peak of any step, less what is held at the end
+    largest spike       the most that one step's peak lies above what was held before the step
+    largest transient   the same, above the larger of before and after: what the step gave back
+    copied for growth   KVCache: not counted but derived, from the sizes of its arrays: each time
+                        they change, the tokens before are concatenated into the new ones.
+                        Pages: slabs that exist, whenever their address changes, and pages that
+                        the pool reports as copied on write.
+
+A pool's slabs depend on its budget, so pages are measured with two of them.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from benches.results_file import write_result
+from paged_kv import PagedKVCache, PagePool, Sequence
+
+LAYERS, HEADS, DIM, TOKENS = 8, 8, 128, 16_384
+TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * mx.float16.size
+STEPS = {"decode": 1, "prefill": 2_048}
+MIB = 1 << 20
+
+
+class Subject(Protocol):
+    """A cache of all layers."""
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Append to every layer, and wait for it."""
+        ...
+
+    def copied(self) -> int:
+        """Bytes that were copied for growth since the last call."""
+        ...
+
+
+class Contiguous:
+    """mlx-lm's KVCache."""
+
+    def __init__(self) -> None:
+        self._caches = [KVCache() for _ in range(LAYERS)]
+        self._room = 0
+        self._tokens = 0
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        for cache in self._caches:
+            cache.update_and_fetch(keys, values)
+            mx.eval(cache.keys, cache.values)
+
+    def copied(self) -> int:
+        before, self._tokens = self._tokens, self._caches[0].offset
+        keys = self._caches[0].keys
+        room, self._room = self._room, 0 if keys is None else keys.shape[2]
+        return before * TOKEN_BYTES if room != self._room else 0
+
+
+class Paged:
+    """Pages of a pool."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._pool = PagePool(LAYERS, max_bytes=max_bytes)
+        sequence = Sequence(self._pool)
+        self._caches = [PagedKVCache(self._pool, layer, [sequence]) for layer in range(LAYERS)]
+        self._addresses: dict[tuple[int, int], int] = {}
+        self._cow_copies = 0
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        layers = self._pool.groups[0].pages
+        for layer, cache in enumerate(self._caches):
+            cache.update_and_fetch(keys, values)
+            mx.eval(layers[layer].slabs)
+
+    def copied(self) -> int:
+        slabs = self._slabs()
+        found = {name: np.asarray(slab).ctypes.data for name, slab in slabs.items()}
+        moved = [name for name, at in self._addresses.items() if found.get(name) != at]
+        stats = self._pool.stats()
+        copies = stats.cow_copies - self._cow_copies
+        self._addresses, self._cow_copies = found, stats.cow_copies
+        block_bytes = stats.bytes_active // stats.blocks_used
+        return sum(slabs[name].nbytes for name in moved if name in slabs) + copies * block_bytes
+
+    def _slabs(self) -> dict[tuple[int, int], mx.array]:
+        return {
+            (layer, slab): memory
+            for layer, pages in self._pool.groups[0].pages.items()
+            for slab, memory in pages.slabs.items()
+        }
+
+
+@dataclass
+class Growth:
+    """Figures of one cache that grew to all tokens."""
+
+    held_bytes: int
+    peak_above_held_bytes: int
+    largest_spike_bytes: int
+    largest_transient_bytes: int
+    copied_for_growth_bytes: int
+    median_step_seconds: float
+    max_step_seconds: float
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "KVCache": Contiguous,
+    "pages, budget 1 GiB": lambda: Paged(1 << 30),
+    "pages, budget 8 GiB": lambda: Paged(8 << 30),
+}
+
+
+def measure(make: Callable[[], Subject], step: int) -> Growth:
+    """Grow a new cache to all tokens, `step` at a time."""
+    gc.collect()
+    mx.clear_cache()
+    keys = mx.random.normal((1, HEADS, step, DIM)).astype(mx.float16)
+    values = keys + 1
+    mx.eval(keys, values)
+    start = mx.get_active_memory()
+    subject = make()
+    seconds, peaks, held, copied = [], [], [start], 0
+    for _ in range(TOKENS // step):
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        subject.append(keys, values)
+        seconds.append(time.perf_counter() - began)
+        held.append(mx.get_active_memory())
+        peaks.append(max(mx.get_peak_memory(), held[-1]))
+        copied += subject.copied()
+    steps = list(zip(peaks, held, held[1:], strict=False))
+    return Growth(
+        held_bytes=held[-1] - start,
+        peak_above_held_bytes=max(peaks) - held[-1],
+        largest_spike_bytes=max(peak - before for peak, before, _ in steps),
+        largest_transient_bytes=max(peak - max(around) for peak, *around in steps),
+        copied_for_growth_bytes=copied,
+        median_step_seconds=statistics.median(seconds),
+        max_step_seconds=max(seconds),
+    )
+
+
+def with_ratios(growths: dict[str, Growth]) -> dict[str, Any]:
+    """The figures, and step times over the median of KVCache."""
+    unit = growths["KVCache"].median_step_seconds
+    return {
+        name: {
+            **asdict(growth),
+            "median_step_over_kv_cache_median": growth.median_step_seconds / unit,
+            "max_step_over_kv_cache_median": growth.max_step_seconds / unit,
+        }
+        for name, growth in growths.items()
+    }
+
+
+def print_table(phase: str, rows: dict[str, Any]) -> None:
+    print(f"\n{phase}: {TOKENS:,} tokens, {STEPS[phase]:,} a step, MiB and multiples of KVCache")
+    heads = ("held", "above", "spike", "transient", "copied", "median", "max")
+    print(f"{'':22}" + "".join(f"{head:>11}" for head in heads))
+    for name, row in rows.items():
+        mib = [row[key] / MIB for key in row if key.endswith("_bytes")]
+        times = [row[key] for key in row if key.endswith("_kv_cache_median")]
+        print(f"{name:22}" + "".join(f"{number:11,.2f}" for number in mib + times))
+
+
+def main() -> None:
+    measured = {
+        phase: with_ratios({name: measure(make, step) for name, make in SUBJECTS.items()})
+        for phase, step in STEPS.items()
+    }
+    for phase, rows in measured.items():
+        print_table(phase, rows)
+    geometry = {"layers": LAYERS, "heads": HEADS, "dim": DIM, "dtype": "float16"}
+    tokens = {"tokens": TOKENS, "token_bytes": TOKEN_BYTES, "tokens_per_step": STEPS}
+    print("\nwritten to", write_result("growth", {**geometry, **tokens, **measured}).name)
+
+
+if __name__ == "__main__":
+    main()

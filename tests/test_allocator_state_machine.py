@@ -1,0 +1,216 @@
+"""Random histories of an allocator against an oracle that shares nothing and moves nothing.
+
+Pages are lists of rows, in memory that lives as long as its slab, so that a copy left out, a page
+moved without its tables, or a page used after its slab was given back shows as wrong contents.
+"""
+
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.slabs import block_range, slab_of
+
+PAGE_SIZE, BLOCK_BYTES, BUDGET_BLOCKS, MAX_TABLES = 4, 8, 40, 6
+NEVER_WRITTEN, FREED = -1, -2
+
+picks = st.integers(0, MAX_TABLES - 1)
+rarely = st.sampled_from([False] * 9 + [True])
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: dict[int, list[int]] = {}
+        self.contents: dict[BlockTable, list[int]] = {}
+        self.values = count()
+        self.collected_by_map: list[BlockTable] = []
+        self.next_slab_fails = False
+        budget = ByteBudget(BUDGET_BLOCKS * BLOCK_BYTES)
+        self.allocator = BlockAllocator(
+            budget, BLOCK_BYTES, PAGE_SIZE, self.map_slab, self.unmap_slab
+        )
+
+        # What the oldest table holds from the start on, and is never dropped, is there to share.
+        self.new_table()
+        self.append(0, 30, slab_fails=False)
+
+    def map_slab(self, slab: int, pages: int) -> None:
+        while self.collected_by_map:
+            self.allocator.drop_later(self.collected_by_map.pop())
+        if self.next_slab_fails:
+            raise MemoryError("planted")
+        for block in block_range(slab, pages):
+            assert block not in self.pages, "a slab is mapped twice"
+            self.pages[block] = [NEVER_WRITTEN] * PAGE_SIZE
+
+    def unmap_slab(self, slab: int) -> None:
+        for block in [block for block in self.pages if slab_of(block) == slab]:
+            del self.pages[block]
+
+    def table(self, pick: int) -> BlockTable:
+        return list(self.contents)[pick % len(self.contents)]
+
+    def used_blocks(self) -> set[int]:
+        return {block for table in self.allocator.tables for block in table.blocks}
+
+    def copy_pages(self, copies: dict[int, int]) -> None:
+        for source, target in copies.items():
+            self.pages[target] = list(self.pages[source])
+
+    @rule()
+    def new_table(self) -> None:
+        if len(self.contents) < MAX_TABLES:
+            self.contents[self.allocator.new_table()] = []
+
+    @rule(pick=picks, tokens=st.integers(1, 20), slab_fails=rarely)
+    def append(self, pick: int, tokens: int, slab_fails: bool) -> None:
+        table = self.table(pick)
+        self.write(table, len(self.contents[table]), tokens, slab_fails)
+
+    @rule(some=st.lists(picks, min_size=1), back=st.integers(0, 20), tokens=st.integers(1, 20))
+    def write_over(self, some: list[int], back: int, tokens: int) -> None:
+        for table in dict.fromkeys(map(self.table, some)):
+            self.write(table, max(0, len(self.contents[table]) - back), tokens)
+
+    def write(self, table: BlockTable, start: int, tokens: int, slab_fails: bool = False) -> None:
+        before = table.blocks
+        self.next_slab_fails = slab_fails
+        try:
+            copies = table.reserve(start, start + tokens)
+        except (PoolExhausted, MemoryError) as error:
+            assert table.blocks == before
+            self.expect_no_room(error, Write(table, start, start + tokens))
+            return
+        finally:
+            self.next_slab_fails = False
+        for source in copies:
+            assert self.allocator.ref_count(source), "a copy's source was freed"
+        self.copy_pages(copies)
+        self.write_rows(table, start, tokens)
+
+    def expect_no_room(self, error: Exception, write: Write) -> None:
+        if isinstance(error, PoolExhausted):
+            available = self.allocator.available()
+            assert available == error.free < error.needed == blocks_needed([write])
+
+    def write_rows(self, table: BlockTable, start: int, tokens: int) -> None:
+        values = [next(self.values) for _ in range(tokens)]
+        for position, value in enumerate(values, start):
+            block = table.blocks[position // PAGE_SIZE]
+            assert self.allocator.ref_count(block) == 1, "a shared block is written"
+            self.pages[block][position % PAGE_SIZE] = value
+        self.contents[table][start : start + tokens] = values
+
+    @rule(some=st.lists(picks, min_size=1))
+    def fork(self, some: list[int]) -> None:
+        for table in map(self.table, some):
+            if len(self.contents) < MAX_TABLES:
+                self.contents[self.allocator.fork(table)] = list(self.contents[table])
+
+    @rule(pick=picks, tokens=st.integers(0, 14))
+    def trim(self, pick: int, tokens: int) -> None:
+        table = self.table(pick)
+        keep = max(0, len(self.contents[table]) - tokens)
+        table.truncate(keep)
+        del self.contents[table][keep:]
+
+    @rule(pick=picks, when=st.sampled_from(["now", "next call", "next slab"]))
+    def drop(self, pick: int, when: str) -> None:
+        """At the next call: as a finaliser does, which may also run while a slab is mapped."""
+        table = self.table(pick)
+        if table is self.table(0):
+            return
+        del self.contents[table]
+        if when == "now":
+            self.allocator.drop(table)
+        elif when == "next call":
+            self.allocator.drop_later(table)
+        else:
+            self.collected_by_map.append(table)
+
+    @rule()
+    def compact(self) -> None:
+        moves = self.allocator.compaction_plan()
+        emptied = {slab_of(source) for source in moves}
+        used = self.used_blocks()
+        assert moves.keys() <= used
+        assert used.isdisjoint(moves.values())
+        assert emptied.isdisjoint(map(slab_of, moves.values()))
+        self.copy_pages(moves)
+        self.allocator.apply_moves(moves)
+        self.allocator.unmap_empty_slabs()
+        assert emptied.isdisjoint(self.allocator.slabs)
+
+    @rule()
+    def unmap_empty(self) -> None:
+        self.allocator.unmap_empty_slabs()
+        assert self.allocator.slabs.keys() == set(map(slab_of, self.used_blocks()))
+
+    @rule(number=st.integers(0, 12))
+    def the_lowest_free_blocks_are_handed_out(self, number: int) -> None:
+        number = min(number, self.allocator.available())
+        blocks = self.allocator.allocate(number)
+        assert blocks == sorted(self.pages.keys() - self.used_blocks())[:number]
+        self.allocator.release(blocks)
+        if blocks:
+            with pytest.raises(BlockStateError):
+                self.allocator.release(blocks[:1])
+
+    @rule()
+    def exhaust(self) -> None:
+        available = self.allocator.available()
+        slabs = dict(self.allocator.slabs)
+        with pytest.raises(PoolExhausted) as error:
+            self.allocator.allocate(available + 1)
+        assert (error.value.needed, error.value.free) == (available + 1, available)
+        assert self.allocator.slabs == slabs
+        blocks = self.allocator.allocate(available)
+        assert self.used_blocks().isdisjoint(blocks)
+        self.allocator.release(blocks)
+
+    @invariant()
+    def contents_are_those_of_the_oracle(self) -> None:
+        for table, values in self.contents.items():
+            rows: list[Any] = []
+            for block in table.blocks:
+                rows += self.pages[block]
+            assert rows[: len(values)] == values
+            assert len(table.blocks) == -(-len(values) // PAGE_SIZE)
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        allocator = self.allocator
+        assert allocator.capacity == len(self.pages) == sum(allocator.slabs.values())
+        assert allocator.budget.mapped == len(self.pages) * BLOCK_BYTES
+        assert len(self.pages) <= BUDGET_BLOCKS
+        # Both would drop at once what a finaliser left, and the next rule must find it.
+        if not self.allocator._dropped:
+            allocator.check()
+            stats = allocator.stats()
+            assert stats.blocks_used + stats.blocks_free == len(self.pages)
+            assert stats.blocks_used == len(self.used_blocks())
+
+    @invariant()
+    def what_is_free_is_overwritten(self) -> None:
+        for block in self.pages.keys() - self.used_blocks():
+            self.pages[block] = [FREED] * PAGE_SIZE
+
+    def teardown(self) -> None:
+        for table in list(self.allocator.tables):
+            self.allocator.drop(table)
+        self.allocator.check()
+        assert self.allocator.stats().blocks_used == 0
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
+)

@@ -1,0 +1,408 @@
+"""The allocator: states, order, slabs, and what a refused call leaves as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+
+# Ids of the first blocks of slabs 1 and 2; those of slab 0 begin at 0.
+S1, S2 = 65536, 131072
+BLOCK_BYTES = 10
+
+
+def new_allocator(blocks: int = 1000, **callbacks: Any) -> BlockAllocator:
+    return BlockAllocator(ByteBudget(blocks * BLOCK_BYTES), BLOCK_BYTES, 256, **callbacks)
+
+
+def state(allocator: BlockAllocator) -> Any:
+    """All that a refused call must leave as it was."""
+    tables = {id(table): list(table.blocks) for table in allocator.tables}
+    mapped, slabs = allocator.budget.mapped, dict(allocator.slabs)
+    counts = dict(allocator._ref_counts), +allocator._used_in_slab
+    return list(allocator._free), counts, slabs, mapped, allocator.block_bytes, tables
+
+
+class SlabLog:
+    """The callbacks of an allocator: notes each call, and can fail at the n-th slab."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.sizes: list[int] = []
+        self.mapped: list[int] = []
+        self.unmapped: list[int] = []
+        self.fail_at = fail_at
+
+    def map_slab(self, slab: int, pages: int) -> None:
+        if len(self.mapped) == self.fail_at:
+            raise MemoryError("planted")
+        self.mapped.append(slab)
+        self.sizes.append(pages)
+
+    def new_allocator(self, blocks: int = 1000) -> BlockAllocator:
+        callbacks = {"map_slab": self.map_slab, "unmap_slab": self.unmapped.append}
+        return new_allocator(blocks, **callbacks)
+
+
+def test_a_block_is_free_until_allocated_and_again_after_its_last_release() -> None:
+    allocator = new_allocator()
+    (block,) = allocator.allocate(1)
+    counts = [allocator.ref_count(block)]
+    for step in (allocator.retain, allocator.release, allocator.release):
+        step([block])
+        counts.append(allocator.ref_count(block))
+    assert counts == [1, 2, 1, 0]
+    assert (allocator.capacity, len(allocator._free)) == (4, 4)
+    allocator.check()
+
+
+def test_the_lowest_free_ids_are_handed_out_first() -> None:
+    allocator = new_allocator()
+    assert allocator.allocate(6) == [0, 1, 2, 3, S1, S1 + 1]
+    allocator.release([S1, 1])
+    assert allocator.allocate(1) == [1]
+    assert allocator.allocate(2) == [S1, S1 + 2]
+    allocator.release([3, 0, 2])
+    assert allocator.allocate(4) == [0, 2, 3, S1 + 3]
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator(blocks=10)
+    allocator.allocate(3)
+    before = state(allocator)
+    with pytest.raises(PoolExhausted) as error:
+        allocator.allocate(8)
+    found = error.value
+    assert (found.needed, found.free, found.evictable, found.budget) == (8, 7, 0, 100)
+    assert str(found).startswith("8 blocks were needed, 7 are free and 0 evictable")
+    assert state(allocator) == before
+    assert log.mapped == [0, 1, 2]
+    assert allocator.stats().allocation_failures == 1
+    assert len(allocator.allocate(7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("call", "blocks", "block", "found"),
+    [
+        ("retain", [0, 2], 2, "free"),
+        ("retain", [0, 77], 77, "unknown to this pool"),
+        ("retain", [0, -1], -1, "unknown to this pool"),
+        ("release", [0, 2], 2, "free"),
+        ("release", [1, 0, S1], S1, "unknown to this pool"),
+        ("release", [0, 1, 0], 0, "free"),
+        ("release", [1, 1, 0, 1], 1, "free"),
+    ],
+)
+def test_a_block_that_is_not_used_is_refused_and_nothing_changes(
+    call: str, blocks: list[int], block: int, found: str
+) -> None:
+    allocator = new_allocator()
+    allocator.allocate(2)
+    allocator.retain([1])
+    before = state(allocator)
+    with pytest.raises(BlockStateError) as error:
+        getattr(allocator, call)(blocks)
+    assert (error.value.block, error.value.state) == (block, found)
+    assert str(error.value).startswith(f"block {block} is {found}: it was released before")
+    assert state(allocator) == before
+
+
+def test_a_block_may_be_named_as_often_as_it_has_references() -> None:
+    allocator = new_allocator()
+    allocator.allocate(1)
+    allocator.retain([0, 0])
+    allocator.release([0, 0, 0])
+    assert allocator.ref_count(0) == 0
+    allocator.check()
+
+
+def test_a_second_release_is_refused_also_after_the_slab_was_given_back() -> None:
+    allocator = new_allocator()
+    blocks = allocator.allocate(12)
+    allocator.release(blocks)
+    assert 0 not in allocator.slabs
+    with pytest.raises(BlockStateError, match="block 0 is unknown to this pool"):
+        allocator.release(blocks)
+
+
+def test_slabs_double_up_to_an_eighth_of_the_budget_and_end_with_what_it_leaves() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator(blocks=1000)
+    allocator.allocate(1000)
+    assert log.sizes == [4, 8, 16, 32, 64, 125, 125, 125, 125, 125, 125, 125, 1]
+    assert log.mapped == list(range(13))
+    assert allocator.budget.left == 0
+
+
+def test_slabs_are_mapped_only_as_they_are_needed() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    sizes = [(allocator.allocate(1), list(log.sizes))[1] for _ in range(13)]
+    assert sizes == [[4]] * 4 + [[4, 8]] * 8 + [[4, 8, 16]]
+
+
+def test_a_budget_below_eight_blocks_is_mapped_block_by_block() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator(blocks=3)
+    assert allocator.allocate(3) == [0, S1, S2]
+    assert log.sizes == [1, 1, 1]
+
+
+def test_ensure_free_counts_what_is_free_already() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    assert (allocator.allocate(0), log.sizes) == ([], [])
+    for count in (3, 4, 1, 0):
+        allocator.ensure_free(count)
+    assert log.sizes == [4]
+    allocator.ensure_free(5)
+    assert log.sizes == [4, 8]
+    allocator.check()
+
+
+@pytest.mark.parametrize(("free_elsewhere", "given_back"), [(0, []), (7, []), (8, [2])])
+def test_an_empty_slab_is_kept_until_half_of_it_is_free_elsewhere(
+    free_elsewhere: int, given_back: list[int]
+) -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    blocks = allocator.allocate(4 + 8 + 16)
+    allocator.release(blocks[4 : 4 + free_elsewhere])
+    allocator.release(blocks[12:])
+    assert log.unmapped == given_back
+    assert (2 in allocator.slabs) == (not given_back)
+    pages = 28 - 16 * len(given_back)
+    assert allocator.capacity == pages
+    assert allocator.budget.mapped == pages * BLOCK_BYTES
+
+
+def test_coming_and_going_at_the_edge_of_a_slab_maps_it_once() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    allocator.allocate(4)
+    for _ in range(5):
+        allocator.release(allocator.allocate(1))
+    assert (log.mapped, log.unmapped) == ([0, 1], [])
+
+
+def test_the_slot_of_a_slab_that_was_given_back_is_used_again() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    blocks = allocator.allocate(12)
+    allocator.release(blocks[4:])
+    allocator.release(blocks[:4])
+    assert log.unmapped == [0]
+    assert allocator.allocate(9) == [0, 1, 2, 3, *range(S1, S1 + 5)]
+    assert log.mapped == [0, 1, 0]
+
+
+@pytest.mark.parametrize("fail_at", range(1, 6))
+def test_a_slab_that_cannot_be_mapped_leaves_all_as_it_was(fail_at: int) -> None:
+    log = SlabLog(fail_at)
+    allocator = log.new_allocator()
+    allocator.allocate(3)
+    before = state(allocator)
+    with pytest.raises(MemoryError, match="planted"):
+        allocator.allocate(200)
+    assert state(allocator) == before
+    assert log.unmapped == log.mapped[1:]
+    assert len(log.unmapped) == fail_at - 1
+    log.fail_at = -1
+    assert allocator.allocate(2) == [3, S1]
+    assert len(allocator.allocate(200)) == 200
+
+
+def test_the_first_slab_may_fail_too() -> None:
+    allocator = SlabLog(fail_at=0).new_allocator()
+    with pytest.raises(MemoryError):
+        allocator.allocate(1)
+    assert (allocator.slabs, allocator.budget.mapped, allocator.capacity) == ({}, 0, 0)
+
+
+def test_compaction_empties_the_emptiest_slab_and_tables_follow() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator(blocks=100)
+    tables = [allocator.new_table() for _ in range(3)]
+    for table, blocks in zip(tables, (4, 8, 12), strict=True):
+        table.reserve(0, blocks * 256)
+    tables[1].truncate(6 * 256)
+    tables[2].truncate(2 * 256)
+    fork = allocator.fork(tables[2])
+    moves = allocator.compaction_plan()
+    assert moves == {S2: S1 + 6, S2 + 1: S1 + 7}
+    allocator.apply_moves(moves)
+    assert tables[2].blocks == fork.blocks == (S1 + 6, S1 + 7)
+    assert [allocator.ref_count(block) for block in (S2, S1 + 6, S1 + 7)] == [0, 2, 2]
+    assert tables[0].blocks + tables[1].blocks == (0, 1, 2, 3, *range(S1, S1 + 6))
+    allocator.check()
+    assert (allocator.unmap_empty_slabs(), log.unmapped) == (1, [2])
+    assert (allocator.slabs, allocator.compaction_plan()) == ({0: 4, 1: 8}, {})
+
+
+def test_compaction_moves_nothing_where_no_slab_can_be_emptied() -> None:
+    allocator = new_allocator()
+    table = allocator.new_table()
+    table.reserve(0, 9 * 256)
+    assert len(allocator._free) == 3
+    assert allocator.compaction_plan() == {}
+
+
+def test_only_empty_slabs_are_given_back_on_request() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    allocator.allocate(5)
+    allocator.ensure_free(20)
+    assert log.sizes == [4, 8, 16]
+    assert (allocator.unmap_empty_slabs(), log.unmapped) == (1, [2])
+    assert allocator.unmap_empty_slabs() == 0
+    assert allocator.allocate(8) == [*range(S1 + 1, S1 + 8), S2]
+
+
+def test_the_size_of_a_block_can_grow_and_shrink_within_the_budget() -> None:
+    allocator = new_allocator(blocks=32)
+    allocator.allocate(2)
+    for block_bytes, mapped in ((80, 320), (10, 40), (15, 60)):
+        allocator.set_block_bytes(block_bytes)
+        assert (allocator.block_bytes, allocator.budget.mapped) == (block_bytes, mapped)
+        assert allocator.stats().bytes_active == 2 * block_bytes
+    # 260 bytes are left, a slab of two blocks, the eighth that is now 40 bytes, at a time.
+    assert allocator.available() == 2 + 17
+
+
+def test_a_size_that_no_longer_fits_is_refused() -> None:
+    allocator = new_allocator(blocks=32)
+    allocator.allocate(2)
+    before = state(allocator)
+    with pytest.raises(PoolExhausted) as error:
+        allocator.set_block_bytes(81)
+    assert error.value.needed > error.value.free
+    assert (error.value.evictable, error.value.budget) == (0, 320)
+    assert state(allocator) == before
+    assert allocator.stats().allocation_failures == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7, 8, 9, 31, 100, 1000])
+@pytest.mark.parametrize("used", [0, 1, 5, 13])
+def test_available_is_what_can_be_had_and_not_one_more(blocks: int, used: int) -> None:
+    allocator = new_allocator(blocks)
+    allocator.allocate(min(used, blocks))
+    before = state(allocator)
+    available = allocator.available()
+    assert available == blocks - min(used, blocks)
+    with pytest.raises(PoolExhausted):
+        allocator.allocate(available + 1)
+    assert state(allocator) == before
+    assert len(allocator.allocate(available)) == available
+
+
+def test_what_another_allocator_mapped_is_not_available() -> None:
+    budget = ByteBudget(100 * BLOCK_BYTES)
+    first, second = BlockAllocator(budget, BLOCK_BYTES), BlockAllocator(budget, 2 * BLOCK_BYTES)
+    first.allocate(24)
+    assert first.available() == 76
+    assert second.available() == 38
+    second.check()
+
+
+def test_stats_add_up() -> None:
+    allocator = new_allocator()
+    table = allocator.new_table()
+    table.reserve(0, 5 * 256)
+    fork = allocator.fork(table)
+    fork.reserve(0, 1)
+    stats = allocator.stats()
+    assert (stats.blocks_used, stats.blocks_free, stats.blocks_shared) == (6, 6, 4)
+    assert (stats.table_entries, stats.slabs, stats.cow_copies) == (10, 2, 1)
+    assert stats.table_entries == sum(map(allocator.ref_count, {*table.blocks, *fork.blocks}))
+    assert stats.blocks_used + stats.blocks_free == allocator.capacity
+    assert stats.bytes_mapped == allocator.budget.mapped == 12 * BLOCK_BYTES
+    assert stats.bytes_active == 6 * BLOCK_BYTES
+    assert stats.allocation_failures == 0
+
+
+def add_reference(allocator: BlockAllocator) -> None:
+    allocator._ref_counts[1] += 1
+
+
+def lose_an_entry(allocator: BlockAllocator) -> None:
+    table = next(iter(allocator.tables))
+    table.blocks = table.blocks[:-1]
+
+
+def miscount_slab(allocator: BlockAllocator) -> None:
+    allocator._used_in_slab[0] += 1
+
+
+def miscount_bytes(allocator: BlockAllocator) -> None:
+    allocator.budget.mapped -= 1
+
+
+def overspend(allocator: BlockAllocator) -> None:
+    allocator.budget.max_bytes = allocator.budget.mapped - 1
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda allocator: allocator._free.add(2), "a block is free twice"),
+        (lambda allocator: allocator._free.add(0), "a block is free and used"),
+        (lambda allocator: allocator._free.remove(3), "a block is lost"),
+        (lambda allocator: allocator._free.add(99), "lies outside every slab"),
+        (lambda allocator: allocator.slabs.pop(0), "lies outside every slab"),
+        (add_reference, "references and table entries differ"),
+        (lose_an_entry, "references and table entries differ"),
+        (lambda allocator: allocator.tables.clear(), "references and table entries differ"),
+        (miscount_slab, "a slab's count is wrong"),
+        (miscount_bytes, None),
+        (overspend, None),
+    ],
+)
+def test_check_finds_planted_corruption(
+    corrupt: Callable[[BlockAllocator], Any], message: str | None
+) -> None:
+    allocator = new_allocator()
+    allocator.new_table().reserve(0, 300)
+    allocator.check()
+    corrupt(allocator)
+    with pytest.raises(AssertionError, match=message):
+        allocator.check()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "256", None])
+def test_bad_sizes_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"page_size must be a positive integer, got {value!r}"):
+        BlockAllocator(ByteBudget(100), 10, value)
+    with pytest.raises(ValueError, match=f"max_bytes must be a positive integer, got {value!r}"):
+        ByteBudget(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
+def test_bad_block_bytes_are_refused(value: Any) -> None:
+    allocator = new_allocator()
+    for attempt in (
+        lambda: BlockAllocator(ByteBudget(100), value),
+        lambda: allocator.set_block_bytes(value),
+    ):
+        with pytest.raises(
+            ValueError, match=f"block_bytes must be a positive integer, got {value!r}"
+        ):
+            attempt()
+
+
+def test_a_negative_count_is_refused() -> None:
+    allocator = new_allocator()
+    with pytest.raises(ValueError, match="count must not be negative, got -1"):
+        allocator.allocate(-1)
+    assert allocator.capacity == 0
+
+
+def test_a_budget_never_counts_beyond_its_limits() -> None:
+    budget = ByteBudget(100)
+    budget.take(100)
+    for nbytes in (1, -101):
+        with pytest.raises(AssertionError):
+            budget.take(nbytes)
+    assert (budget.mapped, budget.left) == (100, 0)

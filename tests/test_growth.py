@@ -1,0 +1,113 @@
+"""Growth to 16K tokens: it maps one more slab, and never moves what is there."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, Sequence
+
+HEADS, DIM, TOKENS, STEP = 2, 64, 16_384, 2_048
+TOKEN_BYTES = 2 * HEADS * DIM * 2  # keys and values, of one layer, in float16
+
+
+@dataclass
+class WatchedGrowth:
+    """Appends to every layer of one sequence, and verifies each step.
+
+    Attributes:
+        transient: the most bytes that a step may take beside what it maps.
+    """
+
+    pool: PagePool
+    transient: int
+    slabs: dict[tuple[int, int], int] = field(default_factory=dict)
+    growths: int = 0
+
+    def __post_init__(self) -> None:
+        sequence = Sequence(self.pool)
+        layers = range(self.pool.num_layers)
+        self.caches = [PagedKVCache(self.pool, layer, [sequence]) for layer in layers]
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        mapped = self.pool.stats().bytes_mapped
+        active = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for cache in self.caches:
+            cache.update_and_fetch(keys, values)
+        found = self.addresses()
+        stats = self.pool.stats()
+        grown = stats.bytes_mapped - mapped
+        assert mx.get_peak_memory() - active <= grown + self.transient
+        assert {slab: found[slab] for slab in self.slabs} == self.slabs, "a slab was copied"
+        assert stats.bytes_mapped <= stats.bytes_budget
+        assert stats.cow_copies == 0
+        assert grown == 0 or len(found) > len(self.slabs)
+        self.slabs = found
+        self.growths += grown > 0
+
+    def addresses(self) -> dict[tuple[int, int], int]:
+        """Where each layer's slabs lie; waits for their writes."""
+        return {
+            (layer, slab): np.asarray(memory).ctypes.data
+            for layer, pages in self.pool.groups[0].pages.items()
+            for slab, memory in pages.slabs.items()
+        }
+
+    def assert_no_slab_is_over_an_eighth_of_the_budget(self) -> None:
+        layers = self.pool.groups[0].pages.values()
+        for slab in self.pool.groups[0].allocator.slabs:
+            assert (
+                sum(pages.slabs[slab].nbytes for pages in layers) <= self.pool.budget.max_bytes // 8
+            )
+
+
+def random_tokens(count: int) -> tuple[mx.array, mx.array]:
+    keys = mx.random.normal((1, HEADS, count, DIM), key=mx.random.key(0)).astype(mx.float16)
+    values = keys + 1
+    mx.eval(keys, values)
+    return keys, values
+
+
+def test_decode_to_16k_tokens_copies_nothing() -> None:
+    """The budget is twice what the tokens need, so that slabs stop doubling at 16 pages."""
+    pool = PagePool(1, max_bytes=2 * TOKENS * TOKEN_BYTES)
+    growth = WatchedGrowth(pool, transient=32 * TOKEN_BYTES)
+    keys, values = random_tokens(TOKENS)
+    for at in range(TOKENS):
+        growth.append(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+    assert growth.growths == 6  # 4, 8, and four of 16 pages
+    growth.assert_no_slab_is_over_an_eighth_of_the_budget()
+    assert mx.array_equal(growth.caches[0].keys, keys)
+    assert mx.array_equal(growth.caches[0].values, values)
+    pool.check()
+
+
+@pytest.mark.parametrize(("budget_in_tokens", "growths"), [(2 * TOKENS, 5), (8 * TOKENS, 4)])
+def test_prefill_of_16k_tokens_copies_nothing(budget_in_tokens: int, growths: int) -> None:
+    """A step may hold its tokens, in the pages' order and in the graph, three times over."""
+    layers = 2
+    pool = PagePool(layers, max_bytes=budget_in_tokens * layers * TOKEN_BYTES)
+    growth = WatchedGrowth(pool, transient=3 * layers * STEP * TOKEN_BYTES)
+    keys, values = random_tokens(TOKENS)
+    for at in range(0, TOKENS, STEP):
+        growth.append(keys[:, :, at : at + STEP], values[:, :, at : at + STEP])
+    assert growth.growths == growths
+    growth.assert_no_slab_is_over_an_eighth_of_the_budget()
+    for cache in growth.caches:
+        assert mx.array_equal(cache.keys, keys)
+        assert mx.array_equal(cache.values, values)
+    pool.check()
+
+
+def test_a_budget_that_the_tokens_fill_is_used_to_the_last_page() -> None:
+    """Slabs that keep to an eighth never leave a remainder that the budget would still hold."""
+    pool = PagePool(1, max_bytes=TOKENS * TOKEN_BYTES)
+    growth = WatchedGrowth(pool, transient=3 * STEP * TOKEN_BYTES)
+    keys, values = random_tokens(TOKENS)
+    for at in range(0, TOKENS, STEP):
+        growth.append(keys[:, :, at : at + STEP], values[:, :, at : at + STEP])
+    stats = pool.stats()
+    assert stats.bytes_mapped == stats.bytes_active == stats.bytes_budget
+    growth.assert_no_slab_is_over_an_eighth_of_the_budget()

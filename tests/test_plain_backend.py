@@ -1,0 +1,397 @@
+"""Pages through plain MLX operations, against dense attention in float64."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.page_format import PAGE_SIZE, WORD, SixteenBit
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
+from tests.page_rows import unpadded
+
+Numbers = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint16]
+
+SLAB_PAGES = (3, 5, 8)
+STRIDE = 8
+ENTRIES = [slab * STRIDE + page for slab, pages in enumerate(SLAB_PAGES) for page in range(pages)]
+NAN_WORD = 0x7FC0  # a NaN in float16, in bfloat16 and, twice, in float32
+
+# Largest difference from float64. MLX rounds scores and weights to the dtype: float16 has 11
+# significant bits, bfloat16 has 8, and the values here are of size 1.
+TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
+
+
+def same(heads: int, k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
+    return LayerGeometry(heads, k_dim, dtype, heads, v_dim, dtype)
+
+
+def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def numbers(array: mx.array) -> Numbers:
+    return np.asarray(array.astype(mx.float32)).astype(np.float64)
+
+
+def words(array: mx.array) -> Words:
+    return np.asarray(array.view(WORD))
+
+
+def addresses(pages: LayerPages) -> dict[int, int]:
+    """Where each slab lies; waits for its writes."""
+    return {slab: np.asarray(memory).ctypes.data for slab, memory in pages.slabs.items()}
+
+
+def new_pages(geometry: LayerGeometry) -> LayerPages:
+    """Three slabs full of NaN, as freed pages may be."""
+    pages = LayerPages(geometry, SixteenBit(), PlainBackend(), STRIDE)
+    for slab, count in enumerate(SLAB_PAGES):
+        pages.map_slab(slab, count)
+    nans = mx.full(pages.page(0).shape, NAN_WORD, dtype=WORD)
+    pages.load(dict.fromkeys(ENTRIES, nans))
+    return pages
+
+
+def new_tables(lengths: Sequence[int], seed: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Tables for rows of those lengths, of pages in any order and any slab."""
+    free = [int(entry) for entry in np.random.default_rng(seed).permutation(ENTRIES)]
+    return tuple(tuple(free.pop() for _ in range(-(-length // PAGE_SIZE))) for length in lengths)
+
+
+@dataclass
+class Batch:
+    """Pages, and what was written to each row of them: [heads, tokens, dim]."""
+
+    pages: LayerPages
+    rows: PageRows
+    keys: list[mx.array]
+    values: list[mx.array]
+
+
+def written(geometry: LayerGeometry, lengths: Sequence[int], *, joint: int = 0) -> Batch:
+    """Rows of those lengths; each was written alone, but for `joint` steps of one token each that
+    the whole batch took together at the end."""
+    pages, tables = new_pages(geometry), new_tables(lengths)
+    k_shapes = [(geometry.k_heads, length, geometry.k_dim) for length in lengths]
+    v_shapes = [(geometry.v_heads, length, geometry.v_dim) for length in lengths]
+    keys = [normal(shape, geometry.k_dtype, 10 + row) for row, shape in enumerate(k_shapes)]
+    values = [normal(shape, geometry.v_dtype, 20 + row) for row, shape in enumerate(v_shapes)]
+    for table, k, v, length in zip(tables, keys, values, lengths, strict=True):
+        alone = length - joint
+        if alone:
+            pages.write(k[None, :, :alone], v[None, :, :alone], unpadded((table,), (alone,)))
+    for left in range(joint, 0, -1):
+        ends = tuple(length - left + 1 for length in lengths)
+        step_keys = mx.stack([k[:, end - 1 : end] for k, end in zip(keys, ends, strict=True)])
+        step_values = mx.stack([v[:, end - 1 : end] for v, end in zip(values, ends, strict=True)])
+        pages.write(step_keys, step_values, unpadded(tables, ends))
+    return Batch(pages, unpadded(tables, tuple(lengths)), keys, values)
+
+
+def dense_attention(
+    queries: Numbers,
+    keys: Numbers,
+    values: Numbers,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    sinks: Numbers | None,
+) -> Numbers:
+    """Attention of one row, [q_heads, S, v_dim], one query after the other."""
+    q_heads, count, _ = queries.shape
+    kv_heads, length, _ = keys.shape
+    result = np.zeros((q_heads, count, values.shape[2]))
+    for head in range(q_heads):
+        kv_head = head * kv_heads // q_heads
+        for query in range(count):
+            at = length - count + query
+            first = 0 if window is None else max(0, at - window + 1)
+            last = at + 1 if causal or window is not None else length
+            scores = keys[kv_head, first:last] @ queries[head, query] * scale
+            top = max(scores.max(), -np.inf if sinks is None else sinks[head])
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - top))
+            result[head, query] = weights / total @ values[kv_head, first:last]
+    return result
+
+
+def assert_attends(
+    batch: Batch,
+    q_heads: int,
+    queries: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    with_sinks: bool = False,
+) -> None:
+    geometry = batch.pages.geometry
+    shape = (len(batch.keys), q_heads, queries, geometry.k_dim)
+    asked = normal(shape, geometry.k_dtype, seed=1)
+    sinks = 2 * normal((q_heads,), geometry.k_dtype, seed=2) if with_sinks else None
+    options: Any = {"scale": geometry.k_dim**-0.5, "causal": causal, "window": window}
+    found = batch.pages.attend(asked, batch.rows, sinks=sinks, **options)
+    assert (found.dtype, found.shape) == (geometry.k_dtype, (*shape[:3], geometry.v_dim))
+    options["sinks"] = None if sinks is None else numbers(sinks)
+    for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        expected = dense_attention(numbers(asked[row]), numbers(keys), numbers(values), **options)
+        assert np.abs(numbers(found[row]) - expected).max() <= TOLERANCES[geometry.k_dtype]
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 513])
+@pytest.mark.parametrize("queries", [1, 7, 513])
+def test_decode_and_prefill_at_the_edges_of_pages(length: int, queries: int) -> None:
+    batch = written(same(2, 32, 32), [length])
+    assert_attends(batch, q_heads=4, queries=min(queries, length))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "k_dim", "v_dim"),
+    [
+        (1, 32, 32),
+        (4, 64, 64),
+        (7, 80, 80),
+        (16, 96, 96),
+        (4, 128, 128),
+        (1, 192, 128),
+        (7, 64, 96),
+    ],
+)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_head_counts_and_head_sizes(
+    ratio: int, k_dim: int, v_dim: int, dtype: mx.Dtype, queries: int
+) -> None:
+    batch = written(same(2, k_dim, v_dim, dtype), [300])
+    assert_attends(batch, q_heads=2 * ratio, queries=queries)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 256, 1000])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_rows_of_different_lengths_with_windows_and_sinks(
+    causal: bool, window: int | None, with_sinks: bool, queries: int
+) -> None:
+    batch = written(same(2, 32, 48), [6, 513, 256, 257], joint=3)
+    assert_attends(batch, 4, queries, causal=causal, window=window, with_sinks=with_sinks)
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "causal": st.booleans(),
+        "window": st.none() | st.integers(1, 800),
+        "with_sinks": st.booleans(),
+    }
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(
+    geometry=st.builds(
+        same, st.integers(1, 3), st.sampled_from([32, 40, 64]), st.sampled_from([32, 56])
+    ),
+    lengths=st.lists(st.integers(4, 700), min_size=1, max_size=4),
+    joint=st.integers(0, 4),
+    ratio=st.sampled_from([1, 2, 5]),
+    queries=st.integers(1, 4),
+    options=OPTIONS,
+)
+def test_any_batch_attends_to_what_was_written(
+    geometry: LayerGeometry,
+    lengths: list[int],
+    joint: int,
+    ratio: int,
+    queries: int,
+    options: dict[str, Any],
+) -> None:
+    batch = written(geometry, lengths, joint=joint)
+    assert_attends(batch, geometry.k_heads * ratio, queries, **options)
+
+
+WRITES = [((0, 0), 1), ((0, 256), 256), ((255, 700), 2), ((100, 13), 600), ((256, 511), 257)]
+MIXED = LayerGeometry(3, 24, mx.float32, 2, 40, mx.float16)
+
+
+@pytest.mark.parametrize("geometry", [same(2, 192, 128, mx.float16), MIXED])
+@pytest.mark.parametrize(("starts", "count"), WRITES)
+def test_a_write_changes_its_rows_and_nothing_else(
+    geometry: LayerGeometry, starts: tuple[int, int], count: int
+) -> None:
+    pages = new_pages(geometry)
+    rng = np.random.default_rng(count)
+    memory = {
+        entry: rng.integers(0, 1 << 16, pages.layout.page_words, dtype=np.uint16)
+        for entry in ENTRIES
+    }
+    shape = pages.page(0).shape
+    pages.load({entry: mx.array(page).reshape(shape) for entry, page in memory.items()})
+    keys = normal((2, geometry.k_heads, count, geometry.k_dim), geometry.k_dtype, seed=1)
+    values = normal((2, geometry.v_heads, count, geometry.v_dim), geometry.v_dtype, seed=2)
+    ends = tuple(start + count for start in starts)
+    tables = new_tables(ends, seed=count)
+    pages.write(keys, values, unpadded(tables, ends))
+
+    key_words = geometry.k_heads * PAGE_SIZE * geometry.k_dim * geometry.k_dtype.size // 2
+    for row, (table, start) in enumerate(zip(tables, starts, strict=True)):
+        for token in range(count):
+            page = memory[table[(start + token) // PAGE_SIZE]]
+            at = (start + token) % PAGE_SIZE
+            for plane, new in ((page[:key_words], keys), (page[key_words:], values)):
+                plane.reshape(new.shape[1], PAGE_SIZE, -1)[:, at] = words(new[row, :, token])
+    for entry in ENTRIES:
+        assert (np.asarray(pages.page(entry)).reshape(-1) == memory[entry]).all()
+
+
+@pytest.mark.parametrize("geometry", [same(2, 64, 64, mx.bfloat16), MIXED])
+@pytest.mark.parametrize("lengths", [(1,), (513,), (257, 256, 3), (5, 0, 600), (0,)])
+def test_gather_gives_what_was_written_and_zeros_before_shorter_rows(
+    geometry: LayerGeometry, lengths: tuple[int, ...]
+) -> None:
+    batch = written(geometry, lengths)
+    gathered = batch.pages.gather(batch.rows)
+    for found, rows in zip(gathered, (batch.keys, batch.values), strict=True):
+        heads, _, dim = rows[0].shape
+        assert found.shape == (len(lengths), heads, max(lengths), dim)
+        assert found.dtype == rows[0].dtype
+        for found_row, row, length in zip(found, rows, lengths, strict=True):
+            before = max(lengths) - length
+            assert (words(found_row[:, before:]) == words(row)).all()
+            assert (words(found_row[:, :before]) == 0).all()
+
+
+def test_a_run_of_pages_ends_with_its_slab() -> None:
+    """The last entry of a slab with as many pages as the stride and the next slab's first are
+    neighbours by number only."""
+    geometry = same(2, 32, 32)
+    pages = LayerPages(geometry, SixteenBit(), PlainBackend(), slab_stride=2)
+    for slab in range(2):
+        pages.map_slab(slab, 2)
+    keys = normal((1, 2, 800, 32), mx.float32, seed=1)
+    rows = unpadded(((0, 1, 2, 3),), (800,))
+    pages.write(keys, keys + 1, rows)
+    found_keys, found_values = pages.gather(rows)
+    assert mx.array_equal(found_keys, keys)
+    assert mx.array_equal(found_values, keys + 1)
+
+
+def test_values_without_numbers_take_no_room() -> None:
+    """Latent attention keeps everything in its keys."""
+    batch = written(LayerGeometry(1, 72, mx.float16, 1, 0, mx.float16), [300, 20], joint=2)
+    keys, values = batch.pages.gather(batch.rows)
+    assert (words(keys[0]) == words(batch.keys[0])).all()
+    assert values.shape == (2, 1, 300, 0)
+
+
+def test_a_row_that_takes_over_pages_sees_only_its_own_tokens() -> None:
+    """The one before wrote NaN, and more of it."""
+    geometry = same(2, 32, 32)
+    batch = written(geometry, [600])
+    nans = mx.full((1, 2, 600, 32), mx.nan)
+    batch.pages.write(nans, nans, batch.rows)
+    table = batch.rows.block_tables[0][::-1]
+    keys, values = normal((1, 2, 300, 32), mx.float32, 1), normal((1, 2, 300, 32), mx.float32, 2)
+    rows = unpadded((table,), (300,))
+    batch.pages.write(keys, values, rows)
+    for queries in (1, 300):
+        assert_attends(Batch(batch.pages, rows, [keys[0]], [values[0]]), 4, queries)
+
+
+def test_copies_are_exact_and_leave_every_other_page_alone() -> None:
+    pages = written(same(2, 32, 48), [700, 700]).pages
+    before = {entry: np.array(pages.page(entry)) for entry in ENTRIES}
+    at = addresses(pages)
+    copies = {0: 2, 9: 23, 17: 8}  # within a slab, up and down
+    pages.copy(copies)
+    expected = {**before, **{target: before[source] for source, target in copies.items()}}
+    for entry in ENTRIES:
+        assert (np.asarray(pages.page(entry)) == expected[entry]).all()
+    assert addresses(pages) == at
+
+
+def test_loaded_pages_are_what_was_given_and_gather_as_tokens() -> None:
+    source = written(same(2, 32, 32), [600])
+    table = source.rows.block_tables[0]
+    target = new_pages(same(2, 32, 32))
+    at = addresses(target)
+    entries = (19, 1, 10)
+    saved = [source.pages.page(entry) + 0 for entry in table]
+    target.load(dict(zip(entries, saved, strict=True)))
+    for gathered, kept in zip(
+        target.gather(unpadded((entries,), (600,))), (source.keys, source.values), strict=True
+    ):
+        assert mx.array_equal(gathered[0], kept[0])
+    for entry in set(ENTRIES) - set(entries):
+        assert (np.asarray(target.page(entry)) == NAN_WORD).all()
+    assert addresses(target) == at
+
+
+def test_a_page_is_a_view_that_costs_nothing() -> None:
+    pages = new_pages(same(4, 128, 128))
+    before = mx.get_active_memory()
+    views = {entry: pages.page(entry) for entry in ENTRIES}
+    mx.eval(views)
+    assert mx.get_active_memory() - before < pages.page_bytes
+    for entry, view in views.items():
+        slab, page = divmod(entry, STRIDE)
+        start = addresses(pages)[slab] + page * pages.page_bytes
+        assert np.asarray(view).ctypes.data == start
+        assert view.nbytes == pages.page_bytes
+
+
+def test_a_slab_that_was_given_back_gives_its_memory_back() -> None:
+    pages = new_pages(same(4, 128, 128))
+    before = mx.get_active_memory()
+    pages.unmap_slab(1)
+    pages.unmap_slab(1)
+    assert before - mx.get_active_memory() >= SLAB_PAGES[1] * pages.page_bytes
+    assert set(pages.slabs) == {0, 2}
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+def test_writes_stay_in_place(tokens: int) -> None:
+    pages = new_pages(same(2, 64, 64))
+    at = addresses(pages)
+    keys = normal((1, 2, tokens, 64), mx.float32, seed=1)
+    for step in range(20):
+        table = new_tables([1000], seed=step)
+        pages.write(keys, keys, unpadded(table, (tokens + 17 * step,)))
+        assert addresses(pages) == at
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_writes_stay_in_place_while_attention_is_in_flight(own_stream: bool) -> None:
+    """A read in flight holds the slab, and a write that does not wait for it copies all of it.
+
+    mlx-lm generates in a stream of its own.
+    """
+    pages = new_pages(same(4, 128, 128))
+    at = addresses(pages)
+    step = normal((1, 4, 1, 128), mx.float32, seed=1)
+    slow = normal((600, 600), mx.float32, seed=2)
+    mx.eval(step, slow)
+    start: Callable[[mx.array], None] = mx.async_eval
+    device = mx.default_device()
+    spikes = []
+    with mx.stream(mx.new_stream(device) if own_stream else mx.default_stream(device)):
+        for length in range(245, 265):
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            rows = unpadded(((0, 8, 16),), (length,))
+            pages.write(step, step, rows)
+            mx.eval(pages.slabs)
+            spikes.append(mx.get_peak_memory() - before)
+            queries = step + 0 * (slow @ slow).sum()
+            start(pages.attend(queries, rows, scale=0.1))
+    assert addresses(pages) == at
+    assert max(spikes) < SLAB_PAGES[0] * pages.page_bytes
