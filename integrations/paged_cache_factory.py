@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,7 @@ from paged_kv.integrations.prompt_cache_hook import (
     stock_make_prompt_cache,
     uninstall_make_cache,
 )
+from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.sequence import Sequence
@@ -54,6 +56,7 @@ class PagedCacheFactory:
         self._model = model
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
         self._closed = False
+        self._installed_on_entry: list[bool] = []
         num_layers = count()
         for cache in stock_make_prompt_cache(model):
             self._convert(cache, lambda cache: next(num_layers))
@@ -84,27 +87,30 @@ class PagedCacheFactory:
             for cache in stock_make_prompt_cache(self._model)
         ]
 
-    def install(self) -> None:
-        """Let mlx-lm use paged caches for this model wherever it is given none; again changes
-        nothing, and other models are not affected.
+    def install(self) -> bool:
+        """Let mlx-lm use paged caches for this model wherever it is given none; false if it does.
+
+        Other models are not affected. `with factory:` installs it, and afterwards leaves things
+        as they were before.
 
         Raises:
             ValueError: another factory is installed for this model.
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        install_make_cache(self._model, self.make_cache)
+        return install_make_cache(self._model, self.make_cache)
 
     def uninstall(self) -> None:
         """Undo `install()`; caches that were made go on working."""
         uninstall_make_cache(self._model, self.make_cache)
 
     def __enter__(self) -> PagedCacheFactory:
-        self.install()
+        self._installed_on_entry.append(self.install())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.uninstall()
+        if self._installed_on_entry.pop():
+            self.uninstall()
 
     def can_admit(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens would fit in the pool now.
@@ -113,8 +119,7 @@ class PagedCacheFactory:
             ValueError: `tokens` is negative.
         """
         if not self.pool.is_open:
-            # What the layers write is known only when they write. Nothing of this is computed.
-            self._model(mx.array([[0]]), cache=self.make_cache())
+            self._learn_geometry()
         return self.pool.can_admit(tokens)
 
     def stats(self) -> PoolStats:
@@ -133,6 +138,17 @@ class PagedCacheFactory:
         self._closed = True
         self.uninstall()
         self.clear()
+
+    def _learn_geometry(self) -> None:
+        """Tell the pool what the layers write, from a step with mlx-lm's own caches that is never
+        computed."""
+        stock, paged = stock_make_prompt_cache(self._model), self.make_cache()
+        self._model(mx.array([[0]]), cache=stock)
+        for written, cache in _pairs(stock, paged):
+            keys, values = written.keys, written.values
+            if keys is not None and values is not None:
+                geometry = LayerGeometry.of(keys, values)
+                self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -153,3 +169,12 @@ class PagedCacheFactory:
 def _file_of(model: Module) -> str:
     """The model file, such as "llama"."""
     return type(model).__module__.rpartition(".")[2]
+
+
+def _pairs(stock: Iterable[Any], paged: Iterable[Any]) -> Iterator[tuple[KVCache, PagedKVCache]]:
+    """The caches of `stock` whose place in `paged` a `PagedKVCache` has."""
+    for theirs, ours in zip(stock, paged, strict=True):
+        if isinstance(ours, PagedKVCache):
+            yield theirs, ours
+        elif isinstance(ours, CacheList):
+            yield from _pairs(theirs.caches, ours.caches)

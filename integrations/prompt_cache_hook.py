@@ -29,18 +29,20 @@ def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any
     return stock_make_prompt_cache(model, max_kv_size)
 
 
-def install_make_cache(model: Module, make_cache: MakeCache) -> None:
-    """Let mlx-lm make this model's prompt caches with `make_cache`; again changes nothing.
+def install_make_cache(model: Module, make_cache: MakeCache) -> bool:
+    """Let mlx-lm make this model's prompt caches with `make_cache`; false if it did already.
 
     Raises:
         ValueError: another function is installed for this model.
     """
+    before = len(_installed)
     _, installed = _installed.setdefault(id(model), (model, make_cache))
     if installed != make_cache:
         raise ValueError(
             "another factory is installed for this model: uninstall() it before this one"
         )
     rebind(stock_make_prompt_cache, make_prompt_cache)
+    return len(_installed) > before
 
 
 def uninstall_make_cache(model: Module, make_cache: MakeCache) -> None:

@@ -4,6 +4,8 @@ tested against.
 MLX arrays are values. A slab is written by replacing it with the result of a scatter, which MLX
 does in the slab's own memory when nobody else holds it. A read that is still in flight does hold
 it, and the write would copy the whole slab; so a write first waits for the stream to be idle.
+It is computed at once: what one thread leaves to be computed later no other thread can compute,
+and a slab is shared by the sequences of all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,6 +54,7 @@ class PlainBackend:
                 target = mx.array(indices[mine].reshape(-1))
                 chosen = updates if len(mine) == len(updates) else updates[mx.array(tokens[mine])]
                 pages.slabs[int(slab)][target] = chosen.reshape(-1, layout.unit_words)
+        mx.eval([pages.slabs[int(slab)] for slab in np.unique(slabs)])
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         mx.synchronize()
@@ -59,6 +62,7 @@ class PlainBackend:
         for entry, content in contents.items():
             slab, page = divmod(entry, pages.slab_stride)
             pages.slabs[slab][page * units : (page + 1) * units] = content
+        mx.eval([pages.slabs[entry // pages.slab_stride] for entry in contents])
 
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
         # A copy of its own, evaluated: a view of the slab would make the write copy all of it.

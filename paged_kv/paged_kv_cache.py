@@ -58,6 +58,9 @@ class PagedKVCache:
             ValueError: shapes or dtypes are not what this layer holds.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
+        if len(self.sequences) == 1 and self.empty() and keys.shape[0] > 1:
+            # A new prompt cache takes a batch of any size.
+            self.sequences = self.sequences[0].batch_of(keys.shape[0])
         if self._depends_on:
             keys = mx.depends(keys, self._depends_on)
         self.pool.append(self.layer, self.sequences, keys, values)

@@ -36,6 +36,7 @@ class Sequence:
         self._furthest = 0
         self._tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[weakref.ref[Sequence], set[int]]] = []
+        self._others: list[weakref.ref[Sequence]] = []
         weakref.finalize(self, _drop_tables, self._tables).atexit = False
 
     @property
@@ -101,6 +102,14 @@ class Sequence:
         to_trim = self.padding[layer].to_trim
         self.padding[layer] = NO_PADDING
         self.trim(layer, to_trim)
+
+    def batch_of(self, count: int) -> list[Sequence]:
+        """This sequence and new ones, `count` in all: the same ones for every layer that asks."""
+        others = [ref() for ref in self._others[: count - 1]]
+        others += [None] * (count - 1 - len(others))
+        rows = [self, *(other or Sequence(self.pool) for other in others)]
+        self._others = [weakref.ref(row) for row in rows[1:]]
+        return rows
 
     def fork(self, layer: int) -> Sequence:
         """A sequence that shares all blocks with this one, as it is now.

@@ -381,3 +381,18 @@ def test_everything_is_freed_with_the_last_view(pool: PagePool) -> None:
     del extracted
     pool.check()
     assert pool.stats().blocks_used == 0
+
+
+def test_a_new_cache_takes_a_batch_and_layers_stay_together(pool: PagePool) -> None:
+    sequence = Sequence(pool)
+    batch = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+    for tokens in (300, 1):
+        write(batch, random_step(tokens, tokens, batch=3))
+    assert lengths(batch) == [[301] * 3] * LAYERS
+    assert batch[0].sequences == batch[1].sequences
+    assert row(batch[1], 2)[0] != row(batch[1], 1)[0]
+    with pytest.raises(ValueError, match="layer 0 holds 3 sequences, got a batch of 2"):
+        batch[0].update_and_fetch(*random_step(1, 1, batch=2))
+    del batch, sequence
+    pool.check()
+    assert pool.stats().blocks_used == 0

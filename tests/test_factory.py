@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -123,6 +124,26 @@ def test_a_generator_that_is_not_finished_frees_its_blocks(model: Any) -> None:
     steps.close()
     del steps
     assert_nothing_is_used(factory)
+
+
+def test_what_a_thread_left_uncomputed_does_not_hinder_others(model: Any) -> None:
+    factory = PagedCacheFactory(model, max_bytes=1 << 24)
+    thread = Thread(target=lambda: model(mx.array([PROMPT]), cache=factory.make_cache()))
+    thread.start()
+    thread.join()
+    stock = greedy(model, PROMPT, make_prompt_cache(model), 4)
+    assert_same_run(greedy(model, PROMPT, factory.make_cache(), 4), stock, 0.0)
+
+
+def test_nothing_is_computed_to_learn_how_large_blocks_are(model: Any) -> None:
+    factory = PagedCacheFactory(model, max_bytes=1 << 24)
+    assert factory.can_admit(1)
+    assert (factory.stats().slabs, factory.stats().gather_fallbacks) == (0, 0)
+    expected = block_bytes(model)
+    cache = factory.make_cache()
+    greedy(model, PROMPT[:3], cache, 1)
+    assert factory.pool.groups[0].allocator.block_bytes == expected
+    assert sum(layer.nbytes for layer in cache) == expected
 
 
 def test_clear_gives_back_what_no_sequence_uses(model: Any) -> None:

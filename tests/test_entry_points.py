@@ -1,0 +1,400 @@
+"""An installed factory reaches everything in mlx-lm that makes its own caches, and nothing else."""
+
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import batch_generate, cache_prompt, chat, generate, server, stream_generate
+from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import KVCache, load_prompt_cache
+
+from paged_kv import PagedCacheFactory, PagedKVCache
+from tests.zoo import small_model
+
+# Several rows at once, or masks in another form: float32 sums in another order.
+FLOAT32_TOLERANCE = 1e-3
+NEW_TOKENS = 20
+# `mlx_lm.generate` is a function wherever the package was imported.
+MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
+
+
+@pytest.fixture
+def model_and_tokenizer(trained: Any) -> Any:
+    return trained("stdlib-llama")
+
+
+@pytest.fixture
+def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
+    """Closed at the end, so that a test that fails leaves nothing installed."""
+    made = PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
+    """The first reaches a page border while it is continued."""
+    tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
+    return [tokens[:245], tokens[100:160], tokens[300:301]]
+
+
+def assert_written_and_free(*factories: PagedCacheFactory) -> None:
+    gc.collect()
+    for factory in factories:
+        factory.pool.check()
+        assert factory.stats().slabs > 0
+        assert factory.stats().blocks_used == 0
+
+
+def streamed(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
+    return [r.token for r in stream_generate(model, tokenizer, prompts[0], max_tokens=NEW_TOKENS)]
+
+
+def generated(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
+    return generate(model, tokenizer, prompts[0], max_tokens=NEW_TOKENS)
+
+
+def batched(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
+    return batch_generate(model, tokenizer, prompts, max_tokens=NEW_TOKENS).texts
+
+
+def generated_in_turns(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
+    """A batch that prompts join and leave at different steps."""
+    generator = BatchGenerator(model, prefill_batch_size=1, completion_batch_size=2)
+    waiting = list(zip(prompts, (6, NEW_TOKENS, 9), strict=True))
+    tokens: dict[int, list[int]] = {}
+    while True:
+        if waiting:
+            prompt, count = waiting.pop()
+            generator.insert([prompt], max_tokens=[count], caches=None)
+        responses = generator.next_generated()
+        for response in responses:
+            tokens.setdefault(response.uid, []).append(response.token)
+        if not responses and not waiting:
+            return tokens
+
+
+def speculated(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
+    return [
+        token
+        for token, _, _ in speculative_generate_step(
+            mx.array(prompts[0]), model, model, max_tokens=NEW_TOKENS, num_draft_tokens=3
+        )
+    ]
+
+
+@pytest.mark.parametrize("run", [generated, streamed, batched, generated_in_turns, speculated])
+def test_the_same_output_from_installed_caches(
+    run: Callable[..., Any],
+    model_and_tokenizer: Any,
+    prompts: list[list[int]],
+    factory: PagedCacheFactory,
+) -> None:
+    stock = run(*model_and_tokenizer, prompts)
+    assert factory.stats().slabs == 0
+    with factory:
+        assert run(*model_and_tokenizer, prompts) == stock
+    assert_written_and_free(factory)
+
+
+def test_a_batch_has_the_same_log_probabilities_and_gives_paged_caches(
+    model_and_tokenizer: Any, prompts: list[list[int]], factory: PagedCacheFactory
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    options: dict[str, Any] = {
+        "max_tokens": 8,
+        "return_logprobs": True,
+        "return_prompt_caches": True,
+    }
+    stock: Any = batch_generate(model, tokenizer, prompts, **options)
+    with factory:
+        ours: Any = batch_generate(model, tokenizer, prompts, **options)
+    assert ours.texts == stock.texts
+    for row, expected in zip(ours.logprobs, stock.logprobs, strict=True):
+        assert row == pytest.approx(expected, abs=FLOAT32_TOLERANCE)
+    assert {type(layer) for cache in ours.caches for layer in cache} == {PagedKVCache}
+    assert [cache[0].size() for cache in ours.caches] == [cache[0].size() for cache in stock.caches]
+    del ours
+    assert_written_and_free(factory)
+
+
+def run_main(module: Any, monkeypatch: pytest.MonkeyPatch, loaded: Any, *arguments: str) -> None:
+    """A command of mlx-lm, with the model in the place of the one that it loads."""
+
+    def load(*args: Any, return_config: bool = False, **options: Any) -> Any:
+        return (*loaded, {}) if return_config else loaded
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--model", "any", *arguments])
+    module.main()
+
+
+def test_chat_says_the_same(
+    model_and_tokenizer: Any,
+    factory: PagedCacheFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def conversation() -> list[str]:
+        """Two turns in one cache, and after a reset a third one."""
+        lines = iter(["def read_file(path):\n", "class Reader:\n", "r", "import os\n", "q"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+        run_main(chat, monkeypatch, model_and_tokenizer, "--max-tokens", "16")
+        said = capsys.readouterr().out.splitlines()
+        return [line for line in said if "tok/s" not in line]
+
+    stock = conversation()
+    assert any("return" in line or "self" in line for line in stock)
+    with factory:
+        assert conversation() == stock
+    assert_written_and_free(factory)
+
+
+def test_a_prompt_cached_in_a_file_is_continued_alike(
+    model_and_tokenizer: Any,
+    source_text: str,
+    factory: PagedCacheFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def saved_and_continued(name: str) -> str:
+        file = str(tmp_path / f"{name}.safetensors")
+        saved = ["--prompt-cache-file", file, "--prompt"]
+        run_main(cache_prompt, monkeypatch, model_and_tokenizer, *saved, source_text[20000:20900])
+        capsys.readouterr()
+        continued = ["--verbose", "False", "--max-tokens", "16", *saved, "def "]
+        generate_module = MODULES[1]
+        run_main(generate_module, monkeypatch, model_and_tokenizer, *continued)
+        return capsys.readouterr().out
+
+    stock = saved_and_continued("stock")
+    assert stock.strip()
+    with factory:
+        assert saved_and_continued("ours") == stock
+    assert_written_and_free(factory)
+    loaded, metadata = load_prompt_cache(str(tmp_path / "ours.safetensors"), return_metadata=True)
+    assert {type(layer) for layer in loaded} == {PagedKVCache}
+    assert loaded[0].pool is factory.pool
+    assert json.loads(metadata["tokenizer_config"]) == {"trust_remote_code": False}
+    assert factory.stats().blocks_used > 0
+    del loaded
+    assert_written_and_free(factory)
+
+
+@pytest.fixture
+def evaluated(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """mlx-lm's model for lm_eval, which need not be installed."""
+
+    def stub(name: str, **members: Any) -> None:
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    stub("lm_eval")
+    stub("lm_eval.api")
+    stub("lm_eval.api.model", LM=object)
+    stub("lm_eval.api.registry", register_model=lambda name: lambda model: model)
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    module = importlib.import_module("mlx_lm.evaluate")
+    monkeypatch.setattr(module, "load", lambda *args, **options: model_and_tokenizer)
+    yield module.MLXLM("any", use_chat_template=False)
+    # It has the stubs in it.
+    sys.modules.pop("mlx_lm.evaluate", None)
+
+
+def test_evaluation_gives_the_same_scores(
+    evaluated: Any, prompts: list[list[int]], factory: PagedCacheFactory
+) -> None:
+    pairs = [
+        ("def read_file(path):\n", "    return path\n"),
+        ("def read_file(path):\n", "    with open(path) as file:\n"),
+        ("import sys\n", "import os\n"),
+    ]
+    requests = [SimpleNamespace(args=pair) for pair in pairs]
+
+    def scores() -> list[Any]:
+        logprobs, cache = evaluated._process_prompt(prompts[0], step_size=100)
+        assert cache[0].offset == len(prompts[0])
+        continued = evaluated._score_fn([prompts[1]], cache=cache)
+        alone = evaluated._score_fn([prompts[1]], step_size=32)
+        arrays = [logprobs, *continued, *alone]
+        return [[array.tolist() for array in arrays], evaluated.loglikelihood(requests)]
+
+    stock = scores()
+    with factory:
+        ours = scores()
+    for mine, theirs in zip(flat(ours), flat(stock), strict=True):
+        assert mine == pytest.approx(theirs, abs=FLOAT32_TOLERANCE)
+    # Continuations are scored on copies of the cache of what they continue.
+    assert factory.stats().cow_copies > 0
+    assert_written_and_free(factory)
+
+
+def flat(tree: Any) -> list[float]:
+    if isinstance(tree, list | tuple):
+        return [leaf for branch in tree for leaf in flat(branch)]
+    return [tree]
+
+
+@pytest.fixture
+def stock_function() -> Callable[..., Any]:
+    """mlx-lm's own function, held where no installation replaces it."""
+    function: Callable[..., Any] = mlx_lm_cache.make_prompt_cache
+    assert function.__module__ == mlx_lm_cache.__name__
+    return function
+
+
+def assert_nothing_is_installed(stock: Callable[..., Any], model: Any) -> None:
+    names = [vars(module)["make_prompt_cache"] for module in MODULES]
+    assert all(function is stock for function in names)
+    assert {type(cache) for cache in mlx_lm_cache.make_prompt_cache(model)} == {KVCache}
+
+
+def is_paged(model: Any) -> bool:
+    """What every module of mlx-lm makes for a model that gives it no cache."""
+    kinds = {type(cache) for module in MODULES for cache in module.make_prompt_cache(model)}
+    assert len(kinds) == 1
+    return kinds == {PagedKVCache}
+
+
+def test_installing_and_uninstalling_twice_is_as_once(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model = model_and_tokenizer[0]
+    factory.uninstall()
+    assert_nothing_is_installed(stock_function, model)
+    for _ in range(2):
+        factory.install()
+        assert is_paged(model)
+    for _ in range(2):
+        factory.uninstall()
+        assert_nothing_is_installed(stock_function, model)
+    factory.install()
+    assert is_paged(model)
+    factory.close()
+    assert_nothing_is_installed(stock_function, model)
+
+
+def test_a_body_that_raises_leaves_nothing_installed(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    def body() -> None:
+        with factory:
+            assert is_paged(model_and_tokenizer[0])
+            raise KeyError("the body's own")
+
+    with pytest.raises(KeyError, match="the body's own"):
+        body()
+    assert_nothing_is_installed(stock_function, model_and_tokenizer[0])
+
+
+def test_two_models_have_pools_of_their_own_and_a_third_has_none(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    second, third = small_model("phi3"), small_model("phi3")
+    other = PagedCacheFactory(second)
+    with factory:
+        with other:
+            assert (is_paged(model), is_paged(second), is_paged(third)) == (True, True, False)
+            assert mlx_lm_cache.make_prompt_cache(second)[0].pool is other.pool
+            for untouched in (third, second):
+                assert other.stats().slabs == 0
+                generate(untouched, tokenizer, [1, 2, 3], max_tokens=2)
+        assert (is_paged(model), is_paged(second)) == (True, False)
+        assert other.stats().slabs > 0
+        assert factory.stats().slabs == 0
+        # What is not for a model with a factory is for mlx-lm's function, arguments and all.
+        assert mlx_lm_cache.make_prompt_cache(third, 64)[0].max_size == 64
+    assert_nothing_is_installed(stock_function, model)
+
+
+def test_names_in_modules_imported_before_and_after_are_replaced_and_put_back(
+    stock_function: Callable[..., Any],
+    factory: PagedCacheFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = {}
+    for when in ("before", "after"):
+        source = "from mlx_lm.models.cache import make_prompt_cache as new_cache\n"
+        (tmp_path / f"imported_{when}.py").write_text(source)
+    modules["before"] = importlib.import_module("imported_before")
+    with factory:
+        modules["after"] = importlib.import_module("imported_after")
+        replacement = mlx_lm_cache.make_prompt_cache
+        assert replacement is not stock_function
+        assert all(module.new_cache is replacement for module in modules.values())
+    assert all(module.new_cache is stock_function for module in modules.values())
+    for when in modules:
+        monkeypatch.delitem(sys.modules, f"imported_{when}")
+
+
+def test_a_second_factory_of_a_model_is_refused_and_cannot_uninstall_the_first(
+    factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model = model_and_tokenizer[0]
+    second = PagedCacheFactory(model)
+    with factory:
+        with pytest.raises(ValueError, match="another factory is installed"):
+            second.install()
+        second.close()
+        assert mlx_lm_cache.make_prompt_cache(model)[0].pool is factory.pool
+
+
+def test_a_closed_factory_is_refused(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    factory.close()
+    for use in (factory.install, factory.__enter__, factory.make_cache):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+    assert_nothing_is_installed(stock_function, model_and_tokenizer[0])
+
+
+@pytest.mark.parametrize(
+    ("option", "others"), [("max_kv_size", {}), ("kv_bits", {"quantized_kv_start": 0})]
+)
+def test_what_pages_cannot_do_is_refused_and_not_ignored(
+    option: str,
+    others: dict[str, int],
+    model_and_tokenizer: Any,
+    prompts: list[list[int]],
+    factory: PagedCacheFactory,
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    options: dict[str, Any] = {option: 8, "max_tokens": 4, **others}
+    stock = generate(model, tokenizer, prompts[1], max_tokens=4)
+    # mlx-lm's own caches take the option.
+    assert generate(model, tokenizer, prompts[1], **options)
+    with factory:
+        with pytest.raises(ValueError, match=f"{option}=8 asks for"):
+            generate(model, tokenizer, prompts[1], **options)
+        # Nothing of the refused run is left to disturb another.
+        assert generate(model, tokenizer, prompts[1], max_tokens=4) == stock
+    assert_written_and_free(factory)
+
+
+def test_commands_refuse_a_rotating_cache(
+    model_and_tokenizer: Any, factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with factory:
+        for module, arguments in (
+            (chat, ()),
+            (cache_prompt, ("--prompt", "def ", "--prompt-cache-file", "unwritten")),
+        ):
+            with pytest.raises(ValueError, match="max_kv_size=64 asks for a rotating cache"):
+                run_main(
+                    module, monkeypatch, model_and_tokenizer, "--max-kv-size", "64", *arguments
+                )
+    assert factory.stats().slabs == 0

@@ -1,0 +1,169 @@
+"""The command `paged-kv generate`, and several samples of one prompt."""
+
+import gc
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm import generate
+from mlx_lm.sample_utils import make_sampler
+
+from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
+from paged_kv.command_line import main
+
+PROMPT = "def read_file(path):"
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Any) -> Any:
+    """A function of prompt and tokens: what mlx-lm generates with its own caches."""
+    import mlx.core as mx
+
+    model, tokenizer = trained("stdlib-llama", mx.bfloat16)
+    return lambda prompt, count: generate(model, tokenizer, prompt, max_tokens=count)
+
+
+def run(*arguments: str) -> int:
+    return main(["generate", *arguments])
+
+
+def test_the_embedded_model_writes_what_mlx_lm_writes(
+    capsys: pytest.CaptureFixture[str], expected: Any
+) -> None:
+    assert run("--prompt", PROMPT, "--max-tokens", "20") == 0
+    output = capsys.readouterr()
+    assert output.out == expected(PROMPT, 20) + "\n"
+    summary = [line.split()[0] for line in output.err.splitlines()]
+    assert summary == ["prompt", "generation", "pages", "peak"]
+    assert "7 tokens" in output.err
+    assert "1 blocks in use" in output.err
+
+
+def test_the_prompt_may_come_from_standard_input(
+    capsys: pytest.CaptureFixture[str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert run("--prompt", "-", "--max-tokens", "5") == 0
+    assert capsys.readouterr().out == expected(PROMPT, 5) + "\n"
+
+
+def test_several_prompts_are_a_batch(capsys: pytest.CaptureFixture[str], expected: Any) -> None:
+    other = "import os\nimport sys\n"
+    assert run("--prompt", PROMPT, "--prompt", other, "--max-tokens", "8") == 0
+    output = capsys.readouterr()
+    texts = [f"==> prompt {n} <==\n{expected(p, 8)}\n\n" for n, p in ((1, PROMPT), (2, other))]
+    assert output.out == "".join(texts)
+    assert "2 blocks in use" in output.err
+
+
+def test_samples_of_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt", PROMPT, "--prompt", "class A:", "--num-samples", "2", "--temp", "0.9"]
+    outputs = []
+    for _ in range(2):
+        assert run(*arguments, "--max-tokens", "12", "--seed", "3") == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    titles = [line for line in outputs[0].splitlines() if line.startswith("==> ")]
+    assert titles == [f"==> prompt {p}, sample {s} <==" for p in (1, 2) for s in (1, 2)]
+    first, second = outputs[0].split("==> ")[1:3]
+    assert first.partition("\n")[2] != second.partition("\n")[2]
+
+
+def test_a_long_prompt_shows_progress_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_prompt = "import os\n" * 300
+    assert run("--prompt", long_prompt, "--max-tokens", "1") == 0
+    assert "prompt:" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run("--prompt", long_prompt, "--max-tokens", "1") == 0
+    assert "prompt:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--prompt", ""], 2, "a prompt is empty: give --prompt some text"),
+        (["--prompt", "a", "--model", "/no/such"], 1, "no folder '/no/such': give --model the"),
+        (["--prompt", "a", "--page-format", "q3"], 1, "must be one of 'fp16', got 'q3'"),
+        (["--prompt", "a", "--max-bytes", "10kB"], 1, "budget of 10,000 bytes: raise max_bytes"),
+    ],
+)
+def test_what_fails_says_why(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, message: str
+) -> None:
+    assert run(*arguments) == status
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.startswith("paged-kv generate: ")
+    assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--prompt"),
+        (["--prompt", "a", "--max-bytes", "10GBB"], "write one like 512MB, 4GB or 1.5GiB"),
+        (["--prompt", "a", "--max-tokens", "0"], "a positive whole number is needed, got '0'"),
+        (["--prompt", "a", "--num-samples", "-1"], "a positive whole number is needed, got '-1'"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        run(*arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("--prompt", "a", "--model", str(tmp_path)) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_samples_share_the_prompts_pages(trained: Any, source_text: str) -> None:
+    model, tokenizer = trained("stdlib-llama")
+    prompt = tokenizer.encode(source_text)[:700]
+    factory = PagedCacheFactory(model, max_bytes=64 << 20)
+    cache = factory.make_cache()
+    response = generate_samples(
+        model,
+        tokenizer,
+        prompt,
+        4,
+        prompt_cache=cache,
+        max_tokens=10,
+        sampler=make_sampler(temp=1.0),
+        return_prompt_caches=True,
+    )
+    assert len(set(response.texts)) > 1
+    assert cache[0].offset == 699
+    stats = factory.stats()
+    # Two full blocks are held by all five; each has a third, partly filled one of its own.
+    assert (stats.blocks_used, stats.blocks_shared, stats.table_entries) == (2 + 5, 2, 15)
+    assert stats.cow_copies == 4
+    del response, cache
+    gc.collect()
+    assert factory.stats().blocks_used == 0
+
+
+def test_greedy_samples_are_what_generate_gives(trained: Any) -> None:
+    model, tokenizer = trained("stdlib-llama")
+    for prompt in (PROMPT, tokenizer.encode(PROMPT)[:1]):
+        alone = generate(model, tokenizer, prompt, max_tokens=15)
+        assert generate_samples(model, tokenizer, prompt, 3, max_tokens=15).texts == [alone] * 3
+
+
+def test_samples_refuse_what_makes_no_sense(trained: Any) -> None:
+    model, tokenizer = trained("stdlib-llama")
+    with pytest.raises(ValueError, match="n must be a positive number of samples, got 0"):
+        generate_samples(model, tokenizer, PROMPT, 0)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate_samples(model, tokenizer, [], 2)
+    small = PagedCacheFactory(model, max_bytes=4000)
+    with pytest.raises(PoolExhausted):
+        generate_samples(model, tokenizer, PROMPT, 2, prompt_cache=small.make_cache())

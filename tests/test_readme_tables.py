@@ -1,0 +1,252 @@
+"""The tables of the README: made from results files, and up to date."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benches.readme_tables import TABLES, main, measured_on, newest, rewritten, section
+
+MACHINE = {
+    "chip": "Chip",
+    "cores": "2 cores",
+    "memory_bytes": 24 * 2**30,
+    "system": "Linux x86_64",
+}
+VERSIONS = {"python": "3.11.7", "mlx": "0.32.4", "mlx-lm": "0.32.2", "numpy": "2.4.6"}
+PHASE = {"seconds": 0.002, "new_bytes": 2**20, "blocks_used": 128, "blocks_copied_change": 8}
+GROWN = {
+    "held_bytes": 512 * 2**20,
+    "peak_above_held_bytes": 2**20,
+    "copied_for_growth_bytes": 3 * 2**30,
+    "median_step_seconds": 0.00064,
+    "max_step_seconds": 0.98,
+}
+RUN = {
+    "wall_seconds": 90.25,
+    "prompt_tokens_per_second": 1234.5,
+    "generation_tokens_per_second": 99.6,
+    "all_tokens_per_second": 400.0,
+    "peak_memory_bytes": 2**30,
+    "peak_tokens_held": 1024,
+}
+FIGURES: dict[str, dict[str, Any]] = {
+    "allocator": {
+        "blocks_used": 100_000,
+        "blocks_free": 100_000,
+        "pairs_per_second": 146_382,
+        "bulk_allocated_blocks_per_second": 6_800_797,
+        "bulk_released_blocks_per_second": 4_824_961,
+        "pair_p50_ns": 7324,
+        "pair_p99_ns": 10260,
+        "pair_p99.9_ns": 88604,
+        "fork_of_128_blocks_ns": 21324,
+        "targets": {
+            "pairs_per_second": 150_000,
+            "bulk_allocated_blocks_per_second": 1_000_000,
+            "bulk_released_blocks_per_second": 1_000_000,
+        },
+    },
+    "growth": {
+        "tokens": 16_384,
+        "tokens_per_step": {"decode": 1, "prefill": 2_048},
+        "decode": {"KVCache": GROWN, "pages": GROWN},
+        "prefill": {"KVCache": GROWN, "pages": GROWN},
+    },
+    "batch_operations": {
+        "tokens": 4_096,
+        "lengths": [4_094, 4_062],
+        "operations": {
+            "merge": {
+                "mlx_lm": {"operation": PHASE, "next_write": PHASE},
+                "paged": {"operation": PHASE, "next_write": PHASE},
+                "ratios": {"operation": {"seconds": 681.2}, "next_write": {"seconds": 0.25}},
+            }
+        },
+    },
+    "serving": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "backend": "plain",
+        "requests": 32,
+        "token_bytes": 6144,
+        "requests_with_equal_tokens_in_all_runs": 31,
+        "mlx_lm": {**RUN, "peak_kv_bytes": {"nbytes": 3 * 2**20}},
+        "paged": {**RUN, "peak_kv_bytes": {"active": 2**20, "mapped": 2**21}},
+    },
+    "model_families": {
+        "files": {
+            "bitnet": {"gets": "not run", "reason": "runs on Metal only"},
+            "gemma2": {
+                "gets": "gather",
+                "paged_layers": 2,
+                "mlx_lm_caches": {},
+                "stock_repeats": True,
+                "alone": "equal",
+                "batch": "equal",
+            },
+            "gpt_oss": {
+                "gets": "paged",
+                "paged_layers": 2,
+                "mlx_lm_caches": {"RotatingKVCache": 2},
+                "stock_repeats": True,
+                "alone": "equal",
+                "batch": "differs",
+            },
+            "mamba": {
+                "gets": "own",
+                "paged_layers": 0,
+                "mlx_lm_caches": {"ArraysCache": 2},
+                "stock_repeats": False,
+                "alone": "equal",
+                "batch": "equal",
+            },
+        }
+    },
+}
+ROWS = {
+    "allocator": "| one block allocated and released | 146,382 a second | 150,000 |",
+    "growth": "| decode, 1 a step: pages | 512.0 MiB | 1.0 MiB | 3,072.0 MiB | 0.64 ms | 980 ms |",
+    "batch_operations": "| merge | 2 ms | 2 ms | 681 | 1.0 MiB | 1.0 MiB | 8 of 128 |",
+    "serving": "| peak of keys and values | 3.0 MiB | 1.0 MiB in use, 2.0 MiB mapped |",
+    "model_families": "- **Attention reads pages** (1): `gpt_oss`",
+}
+
+
+def written(
+    folder: Path, bench: str, *, name: str = "", chip: str = "Chip", mlx: str = "0.32.4"
+) -> None:
+    """A results file as benches write it."""
+    content = {
+        "bench": bench,
+        "machine": {**MACHINE, "chip": chip},
+        "versions": {**VERSIONS, "mlx": mlx},
+        "figures": FIGURES[bench],
+    }
+    (folder / f"{name or bench}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A folder with a results file of every bench."""
+    for bench in FIGURES:
+        written(tmp_path, bench)
+    return tmp_path
+
+
+def marked(name: str, body: str = "") -> str:
+    return f"before\n<!-- table: {name} -->\n{body}<!-- end -->\nafter\n"
+
+
+def test_every_table_is_tested() -> None:
+    assert TABLES.keys() == FIGURES.keys() == ROWS.keys()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_table_stands_between_its_markers(name: str, results: Path) -> None:
+    text = rewritten(marked(name, "what was here before\n"), results)
+    assert text.startswith(f"before\n<!-- table: {name} -->\n\n")
+    assert text.endswith("*\n\n<!-- end -->\nafter\n")
+    assert ROWS[name] in text.splitlines()
+    assert "what was here before" not in text
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_again_changes_nothing(name: str, results: Path) -> None:
+    text = rewritten(marked(name) + marked("growth"), results)
+    assert rewritten(text, results) == text
+
+
+@pytest.mark.parametrize("name", ["allocator", "growth", "batch_operations", "serving"])
+def test_rows_are_as_long_as_their_head(name: str) -> None:
+    lines = [line for line in TABLES[name](FIGURES[name]).splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_text_without_markers_stays() -> None:
+    assert rewritten("no tables\n", Path("nowhere")) == "no tables\n"
+
+
+def test_machine_and_versions_follow_the_table(results: Path) -> None:
+    line = (
+        "*Chip, 2 cores, 24 GiB, Linux x86_64; "
+        "python 3.11.7, mlx 0.32.4, mlx-lm 0.32.2, numpy 2.4.6.*"
+    )
+    assert measured_on({"machine": MACHINE, "versions": VERSIONS}) == line
+    assert section("growth", results).endswith(f"|\n\n{line}\n\n")
+
+
+def test_serving_says_how_many_requests_are_equal() -> None:
+    assert TABLES["serving"](FIGURES["serving"]).endswith("equal in 31 of 32 requests.")
+
+
+def test_model_families_are_grouped_and_exceptions_named() -> None:
+    assert TABLES["model_families"](FIGURES["model_families"]).splitlines() == [
+        "- **Attention reads pages** (1): `gpt_oss`",
+        "- **Pages, gathered for attention of the model's own** (1): `gemma2`",
+        "- **Nothing to page, mlx-lm's caches only** (1): `mamba`",
+        "- **Not run** (1): `bitnet` (runs on Metal only)",
+        "",
+        "- Layers that keep mlx-lm's RotatingKVCache beside pages (1): `gpt_oss`",
+        "- Tokens alone: equal to mlx-lm's in 3 of 3 files",
+        "- Tokens in a batch: equal to mlx-lm's in 2 of 3 files",
+        "  - differs: `gpt_oss`",
+        "- mlx-lm itself gives other tokens when asked again: `mamba`",
+    ]
+
+
+def test_only_the_newest_versions_are_shown(results: Path) -> None:
+    written(results, "growth", name="growth-z", mlx="0.32.10")
+    written(results, "growth", name="growth-a", mlx="0.32.10", chip="Other")
+    shown = newest("growth", results)
+    assert [result["machine"]["chip"] for result in shown] == ["Other", "Chip"]
+    assert {result["versions"]["mlx"] for result in shown} == {"0.32.10"}
+    assert section("growth", results).count("16,384 tokens") == 2
+
+
+def test_unknown_table_is_refused(results: Path) -> None:
+    with pytest.raises(ValueError, match="no table 'speed': use one of allocator, batch_op"):
+        rewritten(marked("speed"), results)
+
+
+def test_missing_result_names_the_bench_to_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"run python -m benches[.]growth"):
+        rewritten(marked("growth"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table: growth -->\n",
+        "<!-- end -->\n",
+        "<!-- table: growth -->\n" + marked("growth"),
+        marked("growth") + "<!-- table: growth -->\n",
+    ],
+)
+def test_markers_come_in_pairs(text: str, results: Path) -> None:
+    with pytest.raises(ValueError, match="needs an end"):
+        rewritten(text, results)
+
+
+def test_outdated_readme_is_found_and_mended(
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("no tables\n")
+    monkeypatch.setattr("benches.readme_tables.README", readme)
+    assert main(["--check"]) == 0
+    monkeypatch.setattr("benches.readme_tables.rewritten", lambda text: "tables\n")
+    assert main(["--check"]) == 1
+    assert "not up to date" in capsys.readouterr().err
+    assert readme.read_text() == "no tables\n"
+    assert main([]) == 0
+    assert readme.read_text() == "tables\n"
+    assert main(["--check"]) == 0
+
+
+def test_readme_is_up_to_date() -> None:
+    assert main(["--check"]) == 0

@@ -1,0 +1,248 @@
+"""mlx_lm.server answers the same on installed paged caches as on its own."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection, RemoteDisconnected
+from http.server import ThreadingHTTPServer
+from threading import Event, Thread
+from time import monotonic, sleep
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import generate, server
+from mlx_lm.models.cache import LRUPromptCache
+
+from paged_kv import PagedCacheFactory, PagedKVCache
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
+
+PATIENCE_S = 60
+Serve = Callable[..., Any]
+
+
+class Server:
+    """What `mlx_lm.server.main` runs, with a way to stop it."""
+
+    def __init__(self, provider: Any) -> None:
+        prompt_cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
+        self.generator = server.ResponseGenerator(provider, prompt_cache)
+        self._listening = Event()
+        self._http: ThreadingHTTPServer | None = None
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+        assert self._listening.wait(PATIENCE_S)
+
+    def post(self, **body: Any) -> tuple[int, str]:
+        """Status and body of one completion request."""
+        connection = HTTPConnection("127.0.0.1", self._started.server_port, timeout=PATIENCE_S)
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        answer = response.status, response.read().decode()
+        connection.close()
+        return answer
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """What a client reads: text, why it ended, and token counts."""
+        status, text = self.post(**body)
+        assert status == 200, text
+        answer = json.loads(text)
+        choice = answer["choices"][0]
+        return {"text": choice["text"], "end": choice["finish_reason"], "usage": answer["usage"]}
+
+    def stream(self, **body: Any) -> dict[str, Any]:
+        """The same from a stream of events."""
+        options = {"include_usage": True}
+        status, text = self.post(stream=True, stream_options=options, **body)
+        assert status == 200, text
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if "data: " in line]
+        assert events.pop() == "[DONE]"
+        usage = json.loads(events.pop())["usage"]
+        choices = [json.loads(event)["choices"][0] for event in events]
+        assert len(choices) > 2
+        texts = [choice["text"] for choice in choices]
+        return {"text": "".join(texts), "end": choices[-1]["finish_reason"], "usage": usage}
+
+    def stop(self) -> None:
+        """End both threads; the generating one drops its caches itself."""
+        self._started.shutdown()
+        self._started.server_close()
+        self._thread.join()
+        self.generator.stop_and_join()
+
+    @property
+    def _started(self) -> ThreadingHTTPServer:
+        assert self._http is not None
+        return self._http
+
+    def _serve(self) -> None:
+        outer = self
+
+        class Http(ThreadingHTTPServer):
+            def server_activate(self) -> None:
+                super().server_activate()
+                outer._http = self
+                outer._listening.set()
+
+        server._run_http_server("127.0.0.1", 0, self.generator, server_class=Http)
+
+
+@pytest.fixture
+def model_and_tokenizer(trained: Any) -> Any:
+    model, tokenizer = trained("stdlib-llama")
+    # Another thread is to generate, and cannot compute what this one has put off.
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+@pytest.fixture
+def serve(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """A context manager (clients, *arguments) -> Server, with the model in the place of any.
+
+    It loads the model when so many clients wait, so that their requests become one batch.
+    """
+
+    @contextmanager
+    def running(clients: int = 1, *arguments: str) -> Iterator[Server]:
+        started: list[Server] = []
+
+        def load(path: str, **options: Any) -> Any:
+            deadline = monotonic() + PATIENCE_S
+            while not started or started[0].generator.requests.qsize() < clients:
+                assert monotonic() < deadline
+                sleep(0.01)
+            return (*model_and_tokenizer, {}) if options else model_and_tokenizer
+
+        monkeypatch.setattr(server, "load", load)
+        always = ["server", "--model", "any", "--max-tokens", "24"]
+        monkeypatch.setattr(sys, "argv", [*always, *arguments])
+        monkeypatch.setattr(
+            server, "run", lambda host, port, provider: started.append(Server(provider))
+        )
+        server.main()
+        try:
+            yield started[0]
+        finally:
+            started[0].stop()
+
+    return running
+
+
+@pytest.fixture
+def prompts(model_and_tokenizer: Any, source_text: str) -> list[str]:
+    """Texts of different lengths, one of which reaches a page border while it is continued."""
+    tokenizer = model_and_tokenizer[1]
+    tokens = tokenizer.encode(source_text[20000:22500])
+    texts = [tokenizer.decode(tokens[start : start + 40 + start]) for start in (0, 50, 90)]
+    return [*texts, tokenizer.decode(tokens[100:346])]
+
+
+@pytest.fixture
+def factory(model_and_tokenizer: Any) -> PagedCacheFactory:
+    return PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
+
+
+def spy_on_batches(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The numbers of sequences that steps will have written."""
+    sizes: set[int] = set()
+    write = PagedKVCache.update_and_fetch
+
+    def spied(cache: PagedKVCache, keys: mx.array, values: mx.array) -> Any:
+        sizes.add(keys.shape[0])
+        return write(cache, keys, values)
+
+    monkeypatch.setattr(PagedKVCache, "update_and_fetch", spied)
+    return sizes
+
+
+def conversation(serve: Serve, prompts: list[str]) -> list[Any]:
+    """Clients that ask at the same time, half of them streaming, and one that asks further."""
+    with serve(len(prompts)) as running, ThreadPoolExecutor(len(prompts)) as clients:
+        asked = [
+            clients.submit(running.stream if number % 2 else running.complete, prompt=prompt)
+            for number, prompt in enumerate(prompts)
+        ]
+        answers = [answer.result() for answer in asked]
+        further = prompts[-1] + answers[-1]["text"] + "\n"
+        return [*answers, running.complete(prompt=further)]
+
+
+def assert_written_and_free(factory: PagedCacheFactory) -> None:
+    gc.collect()
+    factory.pool.check()
+    assert factory.stats().slabs > 0
+    assert factory.stats().blocks_used == 0
+
+
+def test_concurrent_clients_read_the_same_text(
+    serve: Serve, prompts: list[str], factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = conversation(serve, prompts)
+    batches = spy_on_batches(monkeypatch)
+    with factory:
+        assert conversation(serve, prompts) == stock
+    assert max(batches) == len(prompts)
+    # The last prompt was found in the server's prompt cache, for the most part.
+    assert stock[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
+    assert_written_and_free(factory)
+
+
+def test_requests_that_cannot_be_batched_read_the_same_text(
+    serve: Serve, prompts: list[str], factory: PagedCacheFactory
+) -> None:
+    """A seed, or a draft model, makes the server generate for one client at a time."""
+
+    def answers(*arguments: str) -> list[Any]:
+        with serve(1, *arguments) as running:
+            # The second time, the server trims the cache that it has kept.
+            return [running.complete(prompt=prompts[3], seed=1) for _ in range(2)]
+
+    draft = ["--draft-model", "the same"]
+    stock = [answers(), answers(*draft)]
+    with factory:
+        assert [answers(), answers(*draft)] == stock
+    assert_written_and_free(factory)
+
+
+def test_prompts_that_the_server_keeps_share_their_pages(
+    serve: Serve, prompts: list[str], factory: PagedCacheFactory
+) -> None:
+    with factory, serve() as running:
+        for ending in ("", "a", "b", "c"):
+            # More than a block, so that one is full and stays shared.
+            running.complete(prompt="".join(prompts) + ending, max_tokens=1)
+        # Clients have their answer before the server keeps the last prompt.
+        assert len(running.generator.prompt_cache) >= 3
+        assert factory.stats().table_entries > factory.stats().blocks_used > 0
+    assert_written_and_free(factory)
+
+
+def test_quantised_pages_are_refused_and_the_server_lives_on(
+    serve: Serve, prompts: list[str], factory: PagedCacheFactory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused = ["--kv-bits", "8", "--quantized-kv-start", "0"]
+    with factory, serve(1, *refused) as running:
+        for _ in range(2):
+            # It has promised an answer before it generates, and can only hang up.
+            with pytest.raises(RemoteDisconnected):
+                running.post(prompt=prompts[0], max_tokens=4)
+            assert "ValueError: kv_bits=8" in capfd.readouterr().err
+        assert running.generator.is_healthy
+    assert_written_and_free(factory)
+
+
+def test_a_stopped_server_leaves_a_pool_that_other_threads_can_use(
+    serve: Serve, prompts: list[str], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    """Nothing stays in slabs that only the thread that has ended could compute."""
+    model, tokenizer = model_and_tokenizer
+    stock = generate(model, tokenizer, prompts[3], max_tokens=16)
+    with factory:
+        with serve() as running:
+            running.complete(prompt=prompts[3])
+        assert generate(model, tokenizer, prompts[3], max_tokens=16) == stock
+    assert_written_and_free(factory)
