@@ -1,11 +1,14 @@
-"""Greedy generation with logits, and the comparison of two runs."""
+"""Greedy generation with logits, the comparison of two runs, and what is left after them."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
+
+from paged_kv import PagedCacheFactory
 
 
 @dataclass
@@ -46,3 +49,17 @@ def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
             best = mx.sort(stock.logprobs[at])[-2:]
             assert float(best[1] - best[0]) <= tolerance, f"token {at} differs without a tie"
             return
+
+
+def assert_nothing_is_used(*factories: PagedCacheFactory) -> None:
+    """Every block has come back, and the books agree."""
+    gc.collect()
+    for factory in factories:
+        factory.pool.check()
+        assert factory.stats().blocks_used == 0
+
+
+def assert_written_and_free(*factories: PagedCacheFactory) -> None:
+    """Pages were written, and every block has come back."""
+    assert all(factory.stats().slabs for factory in factories)
+    assert_nothing_is_used(*factories)

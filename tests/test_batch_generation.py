@@ -1,6 +1,5 @@
 """mlx-lm's BatchGenerator gives every row of a paged batch what it gives the row alone."""
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PoolExhausted
-from tests.generation import Run, assert_same_run, greedy
+from tests.generation import Run, assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import small_model
 
 # A row of a batch is multiplied as part of a larger matrix: float32 sums in another order.
@@ -103,12 +102,6 @@ def runs_out(work: Callable[[], Any]) -> bool:
 def assert_same_runs(ours: list[Run], expected: list[Run]) -> None:
     for our_run, expected_run in zip(ours, expected, strict=True):
         assert_same_run(our_run, expected_run, TOLERANCE)
-
-
-def assert_nothing_is_used(factory: PagedCacheFactory) -> None:
-    gc.collect()
-    factory.pool.check()
-    assert factory.stats().blocks_used == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PoolExhausted
-from tests.generation import assert_same_run, greedy
+from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import small_model
 
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(300)]
@@ -30,12 +30,6 @@ def block_bytes(model: Any) -> int:
     factory = PagedCacheFactory(model, max_bytes=1 << 30)
     factory.can_admit(1)
     return factory.pool.groups[0].allocator.block_bytes
-
-
-def assert_nothing_is_used(factory: PagedCacheFactory) -> None:
-    gc.collect()
-    factory.pool.check()
-    assert factory.stats().blocks_used == 0
 
 
 def test_make_cache_replaces_what_has_keys_and_values_and_no_window() -> None:

@@ -1,6 +1,5 @@
 """mlx_lm.server answers the same on installed paged caches as on its own."""
 
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from mlx_lm import generate, server
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
+from tests.generation import assert_written_and_free
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 
@@ -169,13 +169,6 @@ def conversation(serve: Serve, prompts: list[str]) -> list[Any]:
         answers = [answer.result() for answer in asked]
         further = prompts[-1] + answers[-1]["text"] + "\n"
         return [*answers, running.complete(prompt=further)]
-
-
-def assert_written_and_free(factory: PagedCacheFactory) -> None:
-    gc.collect()
-    factory.pool.check()
-    assert factory.stats().slabs > 0
-    assert factory.stats().blocks_used == 0
 
 
 def test_concurrent_clients_read_the_same_text(

@@ -14,7 +14,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from tests.generation import Run, assert_same_run, greedy
+from tests.generation import Run, assert_same_run, assert_written_and_free, greedy
 from tests.zoo import small_model
 
 # Drafts are verified several tokens at a time, so float32 sums run in another order.
@@ -85,14 +85,6 @@ def factories_of(case: Case, draft: Any) -> tuple[PagedCacheFactory, PagedCacheF
         PagedCacheFactory(case.model, max_bytes=64 << 20),
         PagedCacheFactory(draft, max_bytes=64 << 20),
     )
-
-
-def assert_written_and_free(*factories: PagedCacheFactory) -> None:
-    gc.collect()
-    for factory in factories:
-        factory.pool.check()
-        assert factory.stats().slabs > 0
-        assert factory.stats().blocks_used == 0
 
 
 @pytest.mark.parametrize(

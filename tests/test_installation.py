@@ -1,0 +1,193 @@
+"""What is installed is undone, and does not touch what belongs to others."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm import cache_prompt, chat, generate, server
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import KVCache
+
+from paged_kv import PagedCacheFactory, PagedKVCache
+from tests.generation import assert_written_and_free
+from tests.zoo import small_model
+
+# Several rows at once, or masks in another form: float32 sums in another order.
+FLOAT32_TOLERANCE = 1e-3
+NEW_TOKENS = 20
+# `mlx_lm.generate` is a function wherever the package was imported.
+MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
+
+
+@pytest.fixture
+def model_and_tokenizer(trained: Any) -> Any:
+    return trained("stdlib-llama")
+
+
+@pytest.fixture
+def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
+    """Closed at the end, so that a test that fails leaves nothing installed."""
+    made = PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
+    """The first reaches a page border while it is continued."""
+    tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
+    return [tokens[:245], tokens[100:160], tokens[300:301]]
+
+
+@pytest.fixture
+def stock_function() -> Callable[..., Any]:
+    """mlx-lm's own function, held where no installation replaces it."""
+    function: Callable[..., Any] = mlx_lm_cache.make_prompt_cache
+    assert function.__module__ == mlx_lm_cache.__name__
+    return function
+
+
+def assert_nothing_is_installed(stock: Callable[..., Any], model: Any) -> None:
+    names = [vars(module)["make_prompt_cache"] for module in MODULES]
+    assert all(function is stock for function in names)
+    assert {type(cache) for cache in mlx_lm_cache.make_prompt_cache(model)} == {KVCache}
+
+
+def is_paged(model: Any) -> bool:
+    """What every module of mlx-lm makes for a model that gives it no cache."""
+    kinds = {type(cache) for module in MODULES for cache in module.make_prompt_cache(model)}
+    assert len(kinds) == 1
+    return kinds == {PagedKVCache}
+
+
+def test_installing_and_uninstalling_twice_is_as_once(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model = model_and_tokenizer[0]
+    factory.uninstall()
+    assert_nothing_is_installed(stock_function, model)
+    for _ in range(2):
+        factory.install()
+        assert is_paged(model)
+    for _ in range(2):
+        factory.uninstall()
+        assert_nothing_is_installed(stock_function, model)
+    factory.install()
+    assert is_paged(model)
+    factory.close()
+    assert_nothing_is_installed(stock_function, model)
+
+
+def test_an_inner_with_leaves_what_an_outer_one_installed(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model = model_and_tokenizer[0]
+    with factory:
+        with factory:
+            assert is_paged(model)
+        assert is_paged(model)
+    assert_nothing_is_installed(stock_function, model)
+
+
+def test_a_body_that_raises_leaves_nothing_installed(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    def body() -> None:
+        with factory:
+            assert is_paged(model_and_tokenizer[0])
+            raise KeyError("the body's own")
+
+    with pytest.raises(KeyError, match="the body's own"):
+        body()
+    assert_nothing_is_installed(stock_function, model_and_tokenizer[0])
+
+
+def test_two_models_have_pools_of_their_own_and_a_third_has_none(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    second, third = small_model("phi3"), small_model("phi3")
+    other = PagedCacheFactory(second)
+    with factory:
+        with other:
+            assert (is_paged(model), is_paged(second), is_paged(third)) == (True, True, False)
+            assert mlx_lm_cache.make_prompt_cache(second)[0].pool is other.pool
+            for untouched in (third, second):
+                assert other.stats().slabs == 0
+                generate(untouched, tokenizer, [1, 2, 3], max_tokens=2)
+        assert (is_paged(model), is_paged(second)) == (True, False)
+        assert other.stats().slabs > 0
+        assert factory.stats().slabs == 0
+        # What is not for a model with a factory is for mlx-lm's function, arguments and all.
+        assert mlx_lm_cache.make_prompt_cache(third, 64)[0].max_size == 64
+    assert_nothing_is_installed(stock_function, model)
+
+
+def test_names_in_modules_imported_before_and_after_are_replaced_and_put_back(
+    stock_function: Callable[..., Any],
+    factory: PagedCacheFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = {}
+    for when in ("before", "after"):
+        source = "from mlx_lm.models.cache import make_prompt_cache as new_cache\n"
+        (tmp_path / f"imported_{when}.py").write_text(source)
+    modules["before"] = importlib.import_module("imported_before")
+    with factory:
+        modules["after"] = importlib.import_module("imported_after")
+        replacement = mlx_lm_cache.make_prompt_cache
+        assert replacement is not stock_function
+        assert all(module.new_cache is replacement for module in modules.values())
+    assert all(module.new_cache is stock_function for module in modules.values())
+    for when in modules:
+        monkeypatch.delitem(sys.modules, f"imported_{when}")
+
+
+def test_a_second_factory_of_a_model_is_refused_and_cannot_uninstall_the_first(
+    factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    model = model_and_tokenizer[0]
+    second = PagedCacheFactory(model)
+    with factory:
+        with pytest.raises(ValueError, match="another factory is installed"):
+            second.install()
+        second.close()
+        assert mlx_lm_cache.make_prompt_cache(model)[0].pool is factory.pool
+
+
+def test_a_closed_factory_is_refused(
+    stock_function: Callable[..., Any], factory: PagedCacheFactory, model_and_tokenizer: Any
+) -> None:
+    factory.close()
+    for use in (factory.install, factory.__enter__, factory.make_cache):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+    assert_nothing_is_installed(stock_function, model_and_tokenizer[0])
+
+
+@pytest.mark.parametrize(
+    ("option", "others"), [("max_kv_size", {}), ("kv_bits", {"quantized_kv_start": 0})]
+)
+def test_what_pages_cannot_do_is_refused_and_not_ignored(
+    option: str,
+    others: dict[str, int],
+    model_and_tokenizer: Any,
+    prompts: list[list[int]],
+    factory: PagedCacheFactory,
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    options: dict[str, Any] = {option: 8, "max_tokens": 4, **others}
+    stock = generate(model, tokenizer, prompts[1], max_tokens=4)
+    # mlx-lm's own caches take the option.
+    assert generate(model, tokenizer, prompts[1], **options)
+    with factory:
+        with pytest.raises(ValueError, match=f"{option}=8 asks for"):
+            generate(model, tokenizer, prompts[1], **options)
+        # Nothing of the refused run is left to disturb another.
+        assert generate(model, tokenizer, prompts[1], max_tokens=4) == stock
+    assert_written_and_free(factory)
