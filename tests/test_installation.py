@@ -15,9 +15,6 @@ from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.generation import assert_written_and_free
 from tests.zoo import small_model
 
-# Several rows at once, or masks in another form: float32 sums in another order.
-FLOAT32_TOLERANCE = 1e-3
-NEW_TOKENS = 20
 # `mlx_lm.generate` is a function wherever the package was imported.
 MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
 

@@ -189,8 +189,9 @@ def test_model_families_are_grouped_and_exceptions_named() -> None:
         "- **Not run** (1): `bitnet` (runs on Metal only)",
         "",
         "- Layers that keep mlx-lm's RotatingKVCache beside pages (1): `gpt_oss`",
-        "- Tokens alone: equal to mlx-lm's in 3 of 3 files",
-        "- Tokens in a batch: equal to mlx-lm's in 2 of 3 files",
+        "- Tokens of prompts alone: equal to mlx-lm's in 3 of 3 files",
+        "- Tokens of a ragged batch: equal to mlx-lm's batch and to its prompts alone "
+        "in 2 of 3 files",
         "  - differs: `gpt_oss`",
         "- mlx-lm itself gives other tokens when asked again: `mamba`",
     ]

@@ -1,6 +1,5 @@
 """Every model file of mlx-lm that can be built small: alone and in a batch, paged as with stock."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from tests.generation import Run, assert_same_run, greedy
+from tests.generation import Run, assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import ZOO, small_model
 
 # The same operations in the same order; near ties among random weights lie closer than this.
@@ -18,16 +17,18 @@ ALONE_TOLERANCE = 1e-5
 BATCH_TOLERANCE = 2e-3
 # What mlx-lm cannot batch with its own caches, by the error it gives.
 STOCK_CANNOT_BATCH = {"deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small"}
-# Stock's batch differs from its single runs: the paged batch is compared with those instead.
-STOCK_BATCH_DIFFERS = {"bailing_moe_linear", "jamba"}
+# Padding enters their recurrent states, with stock caches too: a row of a batch depends on how
+# much it is padded. Two prompts of one length, read together, are not.
+PADDING_LEAKS = {"baichuan_m1", "bailing_moe_linear", "jamba", "olmo_hybrid"}
 # The configuration has a layer without attention that stock's batch does not provide for.
 ONLY_PAGED_CAN_BATCH = {"nemotron-nas"}
 LENGTHS = (3, 70, 1, 40)
-PROMPTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
+RAGGED = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
+EVEN = [RAGGED[1][k : k + 40] for k in range(2)]
 NEW_TOKENS = 5
 
 
-def batched(model: Any, make_cache: Callable[[], Any]) -> list[Run]:
+def batched(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]]) -> list[Run]:
     generator = BatchGenerator(
         model,
         max_tokens=NEW_TOKENS,
@@ -35,7 +36,7 @@ def batched(model: Any, make_cache: Callable[[], Any]) -> list[Run]:
         completion_batch_size=3,
         prefill_batch_size=2,
     )
-    uids = generator.insert([list(p) for p in PROMPTS], caches=[make_cache() for _ in PROMPTS])
+    uids = generator.insert([list(p) for p in prompts], caches=[make_cache() for _ in prompts])
     given: dict[int, list[Any]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():
         for response in responses:
@@ -46,8 +47,8 @@ def batched(model: Any, make_cache: Callable[[], Any]) -> list[Run]:
     ]
 
 
-def alone(model: Any, make_cache: Callable[[], Any]) -> list[Run]:
-    return [greedy(model, prompt, make_cache(), NEW_TOKENS, 16) for prompt in PROMPTS]
+def alone(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]]) -> list[Run]:
+    return [greedy(model, prompt, make_cache(), NEW_TOKENS, 16) for prompt in prompts]
 
 
 def assert_same_runs(ours: list[Run], stock: list[Run], tolerance: float) -> None:
@@ -59,17 +60,18 @@ def assert_same_runs(ours: list[Run], stock: list[Run], tolerance: float) -> Non
 def test_paged_equals_stock(name: str) -> None:
     model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
-    stock_alone = alone(model, lambda: make_prompt_cache(model))
-    assert_same_runs(alone(model, factory.make_cache), stock_alone, ALONE_TOLERANCE)
+    prompts = EVEN if name in PADDING_LEAKS else RAGGED
+
+    def stock() -> list[Any]:
+        return make_prompt_cache(model)
+
+    stock_alone = alone(model, stock, prompts)
+    assert_same_runs(alone(model, factory.make_cache, prompts), stock_alone, ALONE_TOLERANCE)
     if name in STOCK_CANNOT_BATCH:
-        for make_cache in (lambda: make_prompt_cache(model), factory.make_cache):
+        for make_cache in (stock, factory.make_cache):
             with pytest.raises(ValueError, match=r"batching|broadcast|scalars|dimension"):
-                batched(model, make_cache)
-    elif name in STOCK_BATCH_DIFFERS | ONLY_PAGED_CAN_BATCH:
-        assert_same_runs(batched(model, factory.make_cache), stock_alone, BATCH_TOLERANCE)
+                batched(model, make_cache, prompts)
     else:
-        expected = batched(model, lambda: make_prompt_cache(model))
-        assert_same_runs(batched(model, factory.make_cache), expected, BATCH_TOLERANCE)
-    gc.collect()
-    factory.pool.check()
-    assert factory.stats().blocks_used == 0
+        expected = stock_alone if name in ONLY_PAGED_CAN_BATCH else batched(model, stock, prompts)
+        assert_same_runs(batched(model, factory.make_cache, prompts), expected, BATCH_TOLERANCE)
+    assert_nothing_is_used(factory)
