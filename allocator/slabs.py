@@ -9,7 +9,6 @@ whose slab was given back is used again before a new one is opened.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paged_kv.allocator.byte_budget import ByteBudget
@@ -38,14 +37,19 @@ def block_range(slab: int, pages: int) -> range:
     return range(slab << PAGE_BITS, (slab << PAGE_BITS) + pages)
 
 
-def count_by_slab(blocks: list[int]) -> Iterator[tuple[int, int]]:
+def count_by_slab(blocks: list[int]) -> list[tuple[int, int]]:
     """(slab, how many of the blocks it holds) of an ascending list. O(slabs log n)."""
+    # Nearly always they are in one, and this is most of what a single block costs.
+    if blocks and slab_of(blocks[0]) == slab_of(blocks[-1]):
+        return [(slab_of(blocks[0]), len(blocks))]
+    counts = []
     start = 0
     while start < len(blocks):
         slab = slab_of(blocks[start])
         end = bisect_left(blocks, (slab + 1) << PAGE_BITS, start)
-        yield slab, end - start
+        counts.append((slab, end - start))
         start = end
+    return counts
 
 
 @dataclass(frozen=True)

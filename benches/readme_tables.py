@@ -1,0 +1,296 @@
+"""The README's tables, from the files of benches/results: python -m benches.readme_tables
+
+Rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md. NAME is a
+bench; of its files those of the newest mlx and mlx-lm are shown, one table for each machine. With
+--check nothing is written, and the exit status is 1 if README.md is not up to date.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benches.results_file import RESULTS
+
+README = RESULTS.parents[1] / "README.md"
+_MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_OPENING, _CLOSING = "<!-- table: ", "<!-- end -->"
+
+# What a results file holds, and its "figures".
+Result = dict[str, Any]
+Figures = dict[str, Any]
+
+
+def rewritten(text: str, results: Path = RESULTS) -> str:
+    """The text with every marked part made anew from the newest results.
+
+    Raises:
+        ValueError: a marker has no end, or names no table.
+        FileNotFoundError: a table's bench has no results.
+    """
+    closed = [match for match in _MARKED.finditer(text) if _OPENING not in match[3]]
+    if not len(closed) == text.count(_OPENING) == text.count(_CLOSING):
+        raise ValueError(f"every {_OPENING!r}... needs an end {_CLOSING!r} of its own")
+    return _MARKED.sub(lambda match: match[1] + section(match[2], results) + match[4], text)
+
+
+def section(name: str, results: Path = RESULTS) -> str:
+    """A bench's tables, each followed by a line that says what it was measured on.
+
+    Raises:
+        ValueError: there is no table of that name.
+        FileNotFoundError: the bench has no results.
+    """
+    if name not in TABLES:
+        raise ValueError(f"there is no table {name!r}: use one of {', '.join(sorted(TABLES))}")
+    tables = [
+        f"{TABLES[name](result['figures'])}\n\n{measured_on(result)}\n"
+        for result in newest(name, results)
+    ]
+    return "\n" + "\n".join(tables) + "\n"
+
+
+def newest(name: str, results: Path) -> list[Result]:
+    """A bench's results with the newest mlx and mlx-lm, in the order of their files' names.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    contents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    of_bench = [content for content in contents if content["bench"] == name]
+    if not of_bench:
+        raise FileNotFoundError(f"no results of {name} in {results}: run python -m benches.{name}")
+    latest = max(map(_version, of_bench))
+    return [content for content in of_bench if _version(content) == latest]
+
+
+def _version(result: Result) -> list[list[int]]:
+    versions = result["versions"]
+    return [[int(n) for n in re.findall(r"\d+", versions[name])] for name in ("mlx", "mlx-lm")]
+
+
+def measured_on(result: Result) -> str:
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
+    where = f"{machine['chip']}, {machine['cores']}, {memory}, {machine['system']}"
+    return f"*{where}; {versions}.*"
+
+
+def allocator(figures: Figures) -> str:
+    """Rates and latencies of the block allocator."""
+    targets = figures["targets"]
+    rates = {
+        "pairs_per_second": "one block allocated and released",
+        "bulk_allocated_blocks_per_second": "blocks allocated in one call",
+        "bulk_released_blocks_per_second": "blocks released in one call",
+    }
+    rows = [
+        (label, f"{figures[name]:,} a second", f"{targets[name]:,}")
+        for name, label in rates.items()
+    ]
+    latencies = " / ".join(
+        _micros(figures[f"pair_{percentile}_ns"]) for percentile in ("p50", "p99", "p99.9")
+    )
+    rows.append(("one block allocated and released, p50 / p99 / p99.9", latencies, ""))
+    forks = [name for name in figures if name.startswith("fork_of_")]
+    rows += [
+        (_spaced(name.removesuffix("_ns")), _micros(figures[name]), "") for name in sorted(forks)
+    ]
+    used, free = f"{figures['blocks_used']:,}", f"{figures['blocks_free']:,}"
+    return _table((f"{used} blocks in use, {free} free", "measured", "target"), rows)
+
+
+def growth(figures: Figures) -> str:
+    """What growing to many tokens costs in memory and time, for each way of growing."""
+    head = ("held", "peak above held", "copied to grow", "median step", "longest step")
+    rows: list[tuple[str, ...]] = []
+    for phase, step in figures["tokens_per_step"].items():
+        rows += [
+            (
+                f"{phase}, {step:,} a step: {cache}",
+                _mebibytes(row["held_bytes"]),
+                _mebibytes(row["peak_above_held_bytes"]),
+                _mebibytes(row["copied_for_growth_bytes"]),
+                _millis(row["median_step_seconds"]),
+                _millis(row["max_step_seconds"]),
+            )
+            for cache, row in figures[phase].items()
+        ]
+    return _table((f"{figures['tokens']:,} tokens", *head), rows)
+
+
+def batch_operations(figures: Figures) -> str:
+    """Operations on batches and the write behind each, on mlx-lm's caches and on pages."""
+    head = ("mlx-lm", "pages", "mlx-lm / pages", "new in mlx-lm", "new in pages", "blocks copied")
+    rows = []
+    for operation, result in figures["operations"].items():
+        for phase, label in (("operation", operation), ("next_write", "its next token")):
+            stock, paged = result["mlx_lm"][phase], result["paged"][phase]
+            rows.append(
+                (
+                    label,
+                    _millis(stock["seconds"]),
+                    _millis(paged["seconds"]),
+                    _ratio(result["ratios"][phase]["seconds"]),
+                    _mebibytes(stock["new_bytes"]),
+                    _mebibytes(paged["new_bytes"]),
+                    f"{paged['blocks_copied_change']:.0f} of {paged['blocks_used']:.0f}",
+                )
+            )
+    return _table(
+        (f"{len(figures['lengths'])} rows of up to {figures['tokens']:,} tokens", *head), rows
+    )
+
+
+def serving(figures: Figures) -> str:
+    """One load on mlx-lm's caches and on pages."""
+    stock, paged = figures["mlx_lm"], figures["paged"]
+    names = {
+        "wall_seconds": ("wall time", _seconds),
+        "prompt_tokens_per_second": ("prompt tokens a second", _count),
+        "generation_tokens_per_second": ("generated tokens a second", _count),
+        "all_tokens_per_second": ("all tokens over wall time, a second", _count),
+        "peak_memory_bytes": ("peak memory, weights included", _mebibytes),
+    }
+    rows: list[tuple[str, ...]] = [
+        (label, show(stock[name]), show(paged[name])) for name, (label, show) in names.items()
+    ]
+    kv_bytes = paged["peak_kv_bytes"]
+    in_pages = f"{_mebibytes(kv_bytes['active'])} in use, {_mebibytes(kv_bytes['mapped'])} mapped"
+    rows.append(("peak of keys and values", _mebibytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
+    held = [_mebibytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
+    rows.append(("what the tokens themselves need", *held))
+    load = f"{figures['requests']} requests, {figures['model']} in {figures['dtype']}"
+    equal = figures["requests_with_equal_tokens_in_all_runs"]
+    return (
+        _table((load, "mlx-lm", f"pages, {figures['backend']} backend"), rows)
+        + f"\n\nTokens are equal in {equal} of {figures['requests']} requests."
+    )
+
+
+_GETS = {
+    "paged": "Attention reads pages",
+    "gather": "Pages, gathered for attention of the model's own",
+    "own": "Nothing to page, mlx-lm's caches only",
+    "fails": "Fails on pages",
+    "not run": "Not run",
+}
+
+
+def model_families(figures: Figures) -> str:
+    """The model files, grouped by what they get, and what is not as in most of them."""
+    files: dict[str, Figures] = figures["files"]
+    lines = []
+    for gets, title in _GETS.items():
+        names = [
+            f"`{name}` ({entry['reason']})" if "reason" in entry else f"`{name}`"
+            for name, entry in files.items()
+            if entry["gets"] == gets
+        ]
+        if names:
+            lines.append(f"- **{title}** ({len(names)}): {', '.join(names)}")
+    return "\n".join([*lines, "", *_kept(files), *_exceptions(files)])
+
+
+def _kept(files: dict[str, Figures]) -> list[str]:
+    """Which files keep which of mlx-lm's caches beside pages."""
+    beside: dict[str, list[str]] = {}
+    for name, entry in files.items():
+        for cache in entry.get("mlx_lm_caches", {}) if entry.get("paged_layers") else ():
+            beside.setdefault(cache, []).append(name)
+    return [
+        f"- Layers that keep mlx-lm's {cache} beside pages ({len(names)}): {_names(names)}"
+        for cache, names in sorted(beside.items())
+    ]
+
+
+def _exceptions(files: dict[str, Figures]) -> list[str]:
+    """How the tokens compare with mlx-lm's: how many are equal, and which are not."""
+    ran = {name: entry for name, entry in files.items() if entry["gets"] != "not run"}
+    lines = []
+    labels = {
+        "alone": "Tokens of prompts alone: equal to mlx-lm's",
+        "batch": "Tokens of a ragged batch: equal to mlx-lm's batch and to its prompts alone",
+    }
+    for key, label in labels.items():
+        others: dict[str, list[str]] = {}
+        for name, entry in ran.items():
+            if entry[key] != "equal":
+                others.setdefault(entry[key], []).append(name)
+        equal = len(ran) - sum(map(len, others.values()))
+        lines.append(f"- {label} in {equal} of {len(ran)} files")
+        lines += [f"  - {what}: {_names(names)}" for what, names in sorted(others.items())]
+    unsteady = [name for name, entry in ran.items() if not entry["stock_repeats"]]
+    if unsteady:
+        lines.append(f"- mlx-lm itself gives other tokens when asked again: {_names(unsteady)}")
+    return lines
+
+
+TABLES: dict[str, Callable[[Figures], str]] = {
+    "allocator": allocator,
+    "growth": growth,
+    "batch_operations": batch_operations,
+    "serving": serving,
+    "model_families": model_families,
+}
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    heads = list(head)
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _ratio(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s"
+
+
+def _millis(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
+
+
+def _micros(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e3:,.1f} µs"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the README's tables from benches/results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
+    check = parser.parse_args(arguments).check
+    text = README.read_text(encoding="utf-8")
+    new = rewritten(text)
+    if check and new != text:
+        print("README.md is not up to date: run python -m benches.readme_tables", file=sys.stderr)
+        return 1
+    if not check:
+        README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

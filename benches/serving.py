@@ -1,0 +1,269 @@
+"""A server's load through mlx-lm's BatchGenerator, on its caches and on pages:
+python -m benches.serving
+
+The embedded model in float32 serves 32 requests. Their prompts are 64 to 2,000 tokens of Python's
+standard library, each is given 16 to 256 new tokens, greedy, and they arrive at random steps of the
+generator: all drawn from one seed, and the same for both caches. A step is one call of next().
+
+Both caches take turns in one process, and each figure is the median of its repetitions.
+
+    prompt and generation speeds   as BatchGenerator.stats() counts them. What it has not waited
+                                   for counts where it is waited for, so only the wall time is
+                                   exact.
+    peak KV bytes                  the most after any step. mlx-lm: nbytes of all batches, which is
+                                   BatchGenerator.prompt_cache_nbytes. Pages: bytes of the pages in
+                                   use, and of all that is mapped.
+    tokens held                    the most after any step: prompts that were read and what was
+                                   generated, of the requests that were not finished. One token is
+                                   `token_bytes`.
+    peak memory                    of everything MLX holds, weights and what models compute included
+
+A request whose tokens differ is looked into: the gap between the best two logits of mlx-lm's own
+run over the same text, at the first token that differs, says whether that was a tie.
+"""
+
+import gc
+import inspect
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from benches.results_file import write_result
+from paged_kv import PagedCacheFactory
+
+SEED = 0
+REQUESTS = 32
+PROMPT_TOKENS = (64, 2_000)
+NEW_TOKENS = (16, 256)
+# Characters of source that hold the longest prompt.
+WINDOW = 12_000
+MEAN_STEPS_BETWEEN_ARRIVALS = 8
+REPETITIONS = 3
+# Holds all requests at once and at their longest.
+POOL_BYTES = 512 << 20
+MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"
+SOURCES = Path(inspect.getfile(json)).parents[1]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client sends, and before which step it comes."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrives: int
+
+
+@dataclass
+class Served:
+    """One run of the load."""
+
+    prompt_tokens_per_second: float = 0.0
+    generation_tokens_per_second: float = 0.0
+    all_tokens_per_second: float = 0.0
+    wall_seconds: float = 0.0
+    steps: int = 0
+    peak_rows: int = 0
+    peak_tokens_held: int = 0
+    peak_memory_bytes: int = 0
+    peak_kv_bytes: dict[str, int] = field(default_factory=dict)
+
+
+# What a run generated, by request.
+Texts = list[list[int]]
+
+
+def make_requests(tokenizer: Any) -> list[Request]:
+    """The load, in the order of arrival."""
+    rng = random.Random(SEED)
+    sources = sorted(path for path in SOURCES.glob("*.py") if path.stat().st_size > 30_000)
+    requests, arrives = [], 0.0
+    for _ in range(REQUESTS):
+        text = rng.choice(sources).read_text(encoding="utf-8")
+        start = rng.randrange(len(text) - WINDOW)
+        count = rng.randint(*PROMPT_TOKENS)
+        prompt = tokenizer.encode(text[start : start + WINDOW])[:count]
+        assert len(prompt) == count, "the window is too short for the prompt"
+        requests.append(Request(prompt, rng.randint(*NEW_TOKENS), round(arrives)))
+        arrives += rng.expovariate(1 / MEAN_STEPS_BETWEEN_ARRIVALS)
+    return requests
+
+
+def serve(
+    model: Any,
+    requests: list[Request],
+    make_cache: Callable[[], list[Any]],
+    kv_bytes: Callable[[BatchGenerator], dict[str, int]],
+) -> tuple[Served, Texts]:
+    """Serve the load once."""
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    run, texts = Served(), [list[int]() for _ in requests]
+    generator = BatchGenerator(model)
+    with generator.stats() as stats:
+        for step, held in enumerate(_steps(generator, requests, make_cache, texts)):
+            run.steps = step + 1
+            run.peak_rows = max(run.peak_rows, len(held))
+            run.peak_tokens_held = max(run.peak_tokens_held, sum(held))
+            for name, size in kv_bytes(generator).items():
+                run.peak_kv_bytes[name] = max(run.peak_kv_bytes.get(name, 0), size)
+    run.peak_memory_bytes = mx.get_peak_memory()
+    run.prompt_tokens_per_second = stats.prompt_tps
+    run.generation_tokens_per_second = stats.generation_tps
+    run.wall_seconds = stats.wall_time
+    run.all_tokens_per_second = (
+        sum(len(request.prompt) for request in requests) + sum(map(len, texts))
+    ) / stats.wall_time
+    return run, texts
+
+
+def _steps(
+    generator: BatchGenerator,
+    requests: list[Request],
+    make_cache: Callable[[], list[Any]],
+    texts: Texts,
+) -> Iterator[list[int]]:
+    """Let requests arrive and the generator step; yields the tokens that each unfinished request
+    holds in its cache, and fills `texts`."""
+    waiting, read, finished = deque(enumerate(requests)), dict[int, int](), 0
+    step = 0
+    while finished < len(requests):
+        while waiting and waiting[0][1].arrives <= step:
+            number, request = waiting.popleft()
+            uids = generator.insert([request.prompt], [request.max_tokens], caches=[make_cache()])
+            assert uids == [number]
+        prompts, tokens = generator.next()
+        for progress in prompts:
+            read[progress.uid] = progress.progress[0]
+        for response in tokens:
+            texts[response.uid].append(response.token)
+            if response.finish_reason:
+                finished += 1
+                read.pop(response.uid)
+        _report(step, len(requests), finished)
+        yield [count + len(texts[uid]) for uid, count in read.items()]
+        step += 1
+
+
+def _report(step: int, requests: int, finished: int) -> None:
+    if step % 100 == 0:
+        print(f"  step {step}: {finished} of {requests} finished", file=sys.stderr)
+
+
+def differences(
+    model: Any, requests: list[Request], stock: Texts, ours: Texts
+) -> dict[int, dict[str, Any]]:
+    """By request, where texts first differ and the gap between stock's best two logits there."""
+    found = {}
+    for number, request in enumerate(requests):
+        pairs = zip(stock[number], ours[number], strict=True)
+        at = next((i for i, (theirs, mine) in enumerate(pairs) if theirs != mine), None)
+        if at is not None:
+            text = request.prompt + stock[number][:at]
+            best = mx.sort(model(mx.array([text]))[0, -1])[-2:]
+            found[number] = {"token": at, "gap": float(best[1] - best[0])}
+    return found
+
+
+def medians(runs: list[Served]) -> dict[str, Any]:
+    """The median of each figure."""
+    rows = [asdict(run) for run in runs]
+    peaks = [row.pop("peak_kv_bytes") for row in rows]
+    figures = {name: median(row[name] for row in rows) for name in rows[0]}
+    return {
+        **figures,
+        "wall_seconds_of_runs": [run.wall_seconds for run in runs],
+        "peak_kv_bytes": {name: median(peak[name] for peak in peaks) for name in peaks[0]},
+    }
+
+
+def token_bytes(model: Any) -> int:
+    """Keys and values of one token, in all layers."""
+    args = model.args
+    head = args.head_dim or args.hidden_size // args.num_attention_heads
+    return int(args.num_hidden_layers * 2 * args.num_key_value_heads * head * mx.float32.size)
+
+
+def run_all(model: Any, requests: list[Request]) -> dict[str, Any]:
+    """Both caches in turns, and whether their texts are equal."""
+    stock_runs, paged_runs, differing = [], [], dict[int, Any]()
+    for repetition in range(1, REPETITIONS + 1):
+        print(f"run {repetition} of {REPETITIONS}, mlx-lm's caches", file=sys.stderr)
+        stock, stock_texts = serve(
+            model,
+            requests,
+            lambda: make_prompt_cache(model),
+            lambda generator: {"nbytes": generator.prompt_cache_nbytes},
+        )
+        print(f"run {repetition} of {REPETITIONS}, pages", file=sys.stderr)
+        ours, texts = serve_paged(model, requests)
+        differing |= differences(model, requests, stock_texts, texts)
+        stock_runs.append(stock)
+        paged_runs.append(ours)
+    return {
+        "mlx_lm": medians(stock_runs),
+        "paged": medians(paged_runs),
+        "requests_with_equal_tokens_in_all_runs": len(requests) - len(differing),
+        "first_differences": differing,
+    }
+
+
+def serve_paged(model: Any, requests: list[Request]) -> tuple[Served, Texts]:
+    """Serve the load once on a pool of its own."""
+    factory = PagedCacheFactory(model, max_bytes=POOL_BYTES)
+
+    def kv_bytes(generator: BatchGenerator) -> dict[str, int]:
+        stats = factory.stats()
+        return {"active": stats.bytes_active, "mapped": stats.bytes_mapped}
+
+    run, texts = serve(model, requests, factory.make_cache, kv_bytes)
+    gc.collect()
+    factory.pool.check()
+    stats = factory.stats()
+    assert stats.blocks_used == 0, "blocks are in use after the last request"
+    assert stats.gather_fallbacks == 0, "attention did not read pages"
+    return run, texts
+
+
+def main() -> None:
+    model, tokenizer, *_ = load(str(MODEL))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    requests = make_requests(tokenizer)
+    figures = {
+        "model": MODEL.name,
+        "dtype": "float32",
+        "blas": BLAS,
+        "backend": PagedCacheFactory(model, max_bytes=POOL_BYTES).stats().backend,
+        "requests": REQUESTS,
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "new_tokens": sum(request.max_tokens for request in requests),
+        "mean_steps_between_arrivals": MEAN_STEPS_BETWEEN_ARRIVALS,
+        "seed": SEED,
+        "repetitions": REPETITIONS,
+        "pool_bytes": POOL_BYTES,
+        "token_bytes": token_bytes(model),
+        "weight_bytes": mx.get_active_memory(),
+        **run_all(model, requests),
+    }
+    print(json.dumps(figures, indent=2))
+    print("written to", write_result("serving", figures).name)
+
+
+if __name__ == "__main__":
+    main()
