@@ -108,9 +108,7 @@ class PagePool:
             raise
         for sequence in sequences:
             sequence.advance(layer, count)
-        rows = self.rows(layer, sequences)
-        if any(map(len, rows.own_tokens(count))):
-            pages.write(keys, values, rows)
+        pages.write(keys, values, self.rows(layer, sequences))
 
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
         """Own blocks in all groups for the next `count` tokens of each sequence.

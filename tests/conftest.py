@@ -20,6 +20,8 @@ import mlx.core as mx  # after the library above
 import pytest
 from mlx_lm import load
 
+from paged_kv import PagedCacheFactory
+
 ROOT = Path(__file__).parent.parent
 MODEL_FOLDERS = {
     "stdlib-llama": ROOT / "paged_kv" / "models" / "stdlib-llama",
@@ -56,3 +58,23 @@ def source_text() -> str:
     import argparse
 
     return inspect.getsource(argparse)
+
+
+@pytest.fixture
+def model_and_tokenizer(trained: Any) -> Any:
+    return trained("stdlib-llama")
+
+
+@pytest.fixture
+def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
+    """Closed at the end, so that a test that fails leaves nothing installed."""
+    made = PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
+    """The first reaches a page border while it is continued."""
+    tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
+    return [tokens[:245], tokens[100:160], tokens[300:301]]

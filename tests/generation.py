@@ -51,6 +51,12 @@ def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
             return
 
 
+def assert_same_runs(ours: list[Run], stock: list[Run], tolerance: float) -> None:
+    """`assert_same_run` for each of two lists."""
+    for our_run, stock_run in zip(ours, stock, strict=True):
+        assert_same_run(our_run, stock_run, tolerance)
+
+
 def assert_nothing_is_used(*factories: PagedCacheFactory) -> None:
     """Every block has come back, and the books agree."""
     gc.collect()

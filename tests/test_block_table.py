@@ -126,6 +126,19 @@ def test_the_last_table_to_write_a_shared_block_keeps_it() -> None:
     allocator.check()
 
 
+def test_what_was_reserved_is_looked_at_again_once_it_may_be_shared_or_gone() -> None:
+    allocator = new_allocator()
+    table = new_table(allocator, 300)
+    assert [table.is_reserved(end) for end in (299, 300, 301)] == [True, True, False]
+    fork = allocator.fork(table)
+    assert not table.is_reserved(300)
+    assert not fork.is_reserved(1)
+    assert table.reserve(299, 300) == {1: 2}
+    assert table.is_reserved(300)
+    table.truncate(299)
+    assert not table.is_reserved(299)
+
+
 def test_a_fork_of_an_empty_table_is_empty() -> None:
     allocator = new_allocator()
     fork = allocator.fork(allocator.new_table())

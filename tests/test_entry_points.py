@@ -10,9 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import batch_generate, cache_prompt, chat, generate, server, stream_generate
+from mlx_lm import batch_generate, cache_prompt, chat, generate, stream_generate
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
-from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import load_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
@@ -21,28 +20,6 @@ from tests.generation import assert_written_and_free
 # Several rows at once, or masks in another form: float32 sums in another order.
 FLOAT32_TOLERANCE = 1e-3
 NEW_TOKENS = 20
-# `mlx_lm.generate` is a function wherever the package was imported.
-MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
-
-
-@pytest.fixture
-def model_and_tokenizer(trained: Any) -> Any:
-    return trained("stdlib-llama")
-
-
-@pytest.fixture
-def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
-    """Closed at the end, so that a test that fails leaves nothing installed."""
-    made = PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
-    """The first reaches a page border while it is continued."""
-    tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
-    return [tokens[:245], tokens[100:160], tokens[300:301]]
 
 
 def streamed(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Any:
@@ -163,7 +140,8 @@ def test_a_prompt_cached_in_a_file_is_continued_alike(
         run_main(cache_prompt, monkeypatch, model_and_tokenizer, *saved, source_text[20000:20900])
         capsys.readouterr()
         continued = ["--verbose", "False", "--max-tokens", "16", *saved, "def "]
-        generate_module = MODULES[1]
+        # `mlx_lm.generate` is a function wherever the package was imported.
+        generate_module = importlib.import_module("mlx_lm.generate")
         run_main(generate_module, monkeypatch, model_and_tokenizer, *continued)
         return capsys.readouterr().out
 

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,6 @@ from tests.zoo import small_model
 
 # `mlx_lm.generate` is a function wherever the package was imported.
 MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
-
-
-@pytest.fixture
-def model_and_tokenizer(trained: Any) -> Any:
-    return trained("stdlib-llama")
-
-
-@pytest.fixture
-def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
-    """Closed at the end, so that a test that fails leaves nothing installed."""
-    made = PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
-    """The first reaches a page border while it is continued."""
-    tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
-    return [tokens[:245], tokens[100:160], tokens[300:301]]
 
 
 @pytest.fixture

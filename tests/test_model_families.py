@@ -15,27 +15,10 @@ from mlx_lm.models.cache import (
 
 from paged_kv import PagedCacheFactory
 from tests.generation import assert_same_run, greedy
-from tests.zoo import small_model
+from tests.zoo import FAMILIES, small_model
 
 # The same operations in the same order on the same numbers.
 TOLERANCE = 0.0
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "gemma3n",
-    "deepseek_v3",
-    "qwen3_next",
-    "phi3",
-    "cohere2",
-    "stablelm",
-    "minimax_m3_vl",
-    "plamo3",
-    "iquestloopcoder",
-]
 # These compute attention themselves, or on keys and values that they transform first.
 GATHERING = {"gemma2", "deepseek_v3", "stablelm", "minimax_m3_vl"}
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(270)]

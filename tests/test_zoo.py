@@ -9,7 +9,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from tests.generation import Run, assert_nothing_is_used, assert_same_run, greedy
+from tests.generation import Run, assert_nothing_is_used, assert_same_runs, greedy
 from tests.zoo import ZOO, small_model
 
 # The same operations in the same order; near ties among random weights lie closer than this.
@@ -49,11 +49,6 @@ def batched(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]])
 
 def alone(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]]) -> list[Run]:
     return [greedy(model, prompt, make_cache(), NEW_TOKENS, 16) for prompt in prompts]
-
-
-def assert_same_runs(ours: list[Run], stock: list[Run], tolerance: float) -> None:
-    for our_run, stock_run in zip(ours, stock, strict=True):
-        assert_same_run(our_run, stock_run, tolerance)
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -20,6 +20,25 @@ from mlx.utils import tree_map
 ZOO: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("zoo.json").read_text())
 """Model file name, as in ``mlx_lm.models.<name>``, to what its ``ModelArgs.from_dict`` takes."""
 
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "gemma3n",
+    "deepseek_v3",
+    "qwen3_next",
+    "phi3",
+    "cohere2",
+    "stablelm",
+    "minimax_m3_vl",
+    "plamo3",
+    "iquestloopcoder",
+]
+"""One of each that asks something of its own from a cache."""
+
 
 def small_model(name: str, *, seed: int = 0) -> Module:
     """Build ``ZOO[name]`` in float32 with weights that depend only on ``name`` and ``seed``.
