@@ -1,0 +1,141 @@
+"""Decoding with a whole model, on mlx-lm's caches and on pages: python -m benches.whole_model
+
+    stdlib-llama     the trained model that comes with the package, in float32
+    half a billion   a random llama as large as a 0.5B model (24 layers, 14 query heads on
+                     2 key-value heads of 64, hidden size 896), in float32 and bfloat16
+
+Caches are filled with random keys and values up to the context, the same for both kinds, and steps
+of one token for each row are timed in turns. Each figure is the median of its repetitions, and the
+ratio of speeds the median of the ratios within a turn. The share of attention is that part of a
+step that goes when its context is one token: the time of the same step behind an empty cache, taken
+in the same turns, is what everything else takes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from benches.results_file import write_result
+from benches.timing import in_turns, ratio, spread
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.generate_command import embedded_model
+
+Caches = list[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the contexts and batches at which its steps are timed."""
+
+    name: str
+    model: Any
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    repetitions: int
+
+
+def stdlib_llama() -> Any:
+    model = load(embedded_model())[0]
+    model.set_dtype(mx.float32)
+    return model
+
+
+def half_a_billion(dtype: mx.Dtype) -> Any:
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=896,
+        num_hidden_layers=24,
+        intermediate_size=4864,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        vocab_size=32_000,
+        tie_word_embeddings=True,
+    )
+    model = llama.Model(args)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def filled(model: Any, caches: Caches, batch: int, context: int) -> Caches:
+    """Caches for a batch that hold `context` random tokens a row."""
+    attention = model.layers[0].self_attn
+    shape = (batch, attention.n_kv_heads, context, model.args.head_dim or 64)
+    if batch > 1:
+        caches = [cache.merge([cache] * batch) for cache in caches]
+    for layer, cache in enumerate(caches):
+        keys = mx.random.normal(shape, key=mx.random.key(layer)).astype(
+            attention.k_proj.weight.dtype
+        )
+        cache.update_and_fetch(keys, keys)
+        mx.eval(cache.state)
+    return caches
+
+
+def step(model: Any, caches: Caches, batch: int) -> Callable[[], None]:
+    tokens = mx.ones((batch, 1), dtype=mx.int32)
+
+    def run() -> None:
+        mx.eval(model(tokens, cache=caches))
+        for cache in caches:
+            cache.trim(1)
+
+    return run
+
+
+def measured(case: Case, batch: int, context: int) -> dict[str, Any]:
+    """One model at one batch and context, on both kinds of caches."""
+    model = case.model
+    factory = PagedCacheFactory(model, max_bytes=4 << 30)
+    kinds: dict[str, Callable[[], Caches]] = {
+        "mlx_lm": lambda: make_prompt_cache(model),
+        "paged": factory.make_cache,
+    }
+    steps = [
+        step(model, filled(model, make(), batch, tokens), batch)
+        for tokens in (context, 1)
+        for make in kinds.values()
+    ]
+    stock, paged, stock_rest, paged_rest = in_turns(*steps, repetitions=case.repetitions)
+    return {
+        "mlx_lm_tokens_per_second": batch / median(stock),
+        "paged_tokens_per_second": batch / median(paged),
+        "paged_over_mlx_lm": ratio(stock, paged),
+        "spread_of_mlx_lm": spread(stock),
+        "mlx_lm_attention_share": 1 - median(stock_rest) / median(stock),
+        "paged_attention_share": 1 - median(paged_rest) / median(paged),
+    }
+
+
+def main() -> None:
+    mx.random.seed(0)
+    cases = [
+        Case("stdlib-llama, float32", stdlib_llama(), (256, 1024, 4096), (1, 8), 41),
+        Case("0.5B random llama, float32", half_a_billion(mx.float32), (512, 8192), (1,), 9),
+        Case("0.5B random llama, bfloat16", half_a_billion(mx.bfloat16), (512, 8192), (1,), 5),
+    ]
+    rows = []
+    for case in cases:
+        for batch in case.batches:
+            for context in case.contexts:
+                row = measured(case, batch, context)
+                rows.append({"model": case.name, "batch": batch, "context": context, **row})
+                print(rows[-1], flush=True)
+    backend = PagedCacheFactory(cases[0].model).stats().backend
+    figures = {"backend": backend, "blas": BLAS, "rows": rows}
+    print(f"written to {write_result('whole_model', figures)}")
+
+
+if __name__ == "__main__":
+    main()
