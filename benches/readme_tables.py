@@ -9,11 +9,23 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benches.results_file import RESULTS
+from benches.speed_tables import cpu_kernels, whole_model
+from benches.table_cells import (
+    count,
+    mebibytes,
+    micros,
+    millis,
+    quoted,
+    ratio,
+    seconds,
+    spaced,
+    table,
+)
 
 README = RESULTS.parents[1] / "README.md"
 _MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -93,15 +105,15 @@ def allocator(figures: Figures) -> str:
         for name, label in rates.items()
     ]
     latencies = " / ".join(
-        _micros(figures[f"pair_{percentile}_ns"]) for percentile in ("p50", "p99", "p99.9")
+        micros(figures[f"pair_{percentile}_ns"]) for percentile in ("p50", "p99", "p99.9")
     )
     rows.append(("one block allocated and released, p50 / p99 / p99.9", latencies, ""))
     forks = [name for name in figures if name.startswith("fork_of_")]
     rows += [
-        (_spaced(name.removesuffix("_ns")), _micros(figures[name]), "") for name in sorted(forks)
+        (spaced(name.removesuffix("_ns")), micros(figures[name]), "") for name in sorted(forks)
     ]
     used, free = f"{figures['blocks_used']:,}", f"{figures['blocks_free']:,}"
-    return _table((f"{used} blocks in use, {free} free", "measured", "target"), rows)
+    return table((f"{used} blocks in use, {free} free", "measured", "target"), rows)
 
 
 def growth(figures: Figures) -> str:
@@ -112,15 +124,15 @@ def growth(figures: Figures) -> str:
         rows += [
             (
                 f"{phase}, {step:,} a step: {cache}",
-                _mebibytes(row["held_bytes"]),
-                _mebibytes(row["peak_above_held_bytes"]),
-                _mebibytes(row["copied_for_growth_bytes"]),
-                _millis(row["median_step_seconds"]),
-                _millis(row["max_step_seconds"]),
+                mebibytes(row["held_bytes"]),
+                mebibytes(row["peak_above_held_bytes"]),
+                mebibytes(row["copied_for_growth_bytes"]),
+                millis(row["median_step_seconds"]),
+                millis(row["max_step_seconds"]),
             )
             for cache, row in figures[phase].items()
         ]
-    return _table((f"{figures['tokens']:,} tokens", *head), rows)
+    return table((f"{figures['tokens']:,} tokens", *head), rows)
 
 
 def batch_operations(figures: Figures) -> str:
@@ -133,15 +145,15 @@ def batch_operations(figures: Figures) -> str:
             rows.append(
                 (
                     label,
-                    _millis(stock["seconds"]),
-                    _millis(paged["seconds"]),
-                    _ratio(result["ratios"][phase]["seconds"]),
-                    _mebibytes(stock["new_bytes"]),
-                    _mebibytes(paged["new_bytes"]),
+                    millis(stock["seconds"]),
+                    millis(paged["seconds"]),
+                    ratio(result["ratios"][phase]["seconds"]),
+                    mebibytes(stock["new_bytes"]),
+                    mebibytes(paged["new_bytes"]),
                     f"{paged['blocks_copied_change']:.0f} of {paged['blocks_used']:.0f}",
                 )
             )
-    return _table(
+    return table(
         (f"{len(figures['lengths'])} rows of up to {figures['tokens']:,} tokens", *head), rows
     )
 
@@ -150,24 +162,24 @@ def serving(figures: Figures) -> str:
     """One load on mlx-lm's caches and on pages."""
     stock, paged = figures["mlx_lm"], figures["paged"]
     names = {
-        "wall_seconds": ("wall time", _seconds),
-        "prompt_tokens_per_second": ("prompt tokens a second", _count),
-        "generation_tokens_per_second": ("generated tokens a second", _count),
-        "all_tokens_per_second": ("all tokens over wall time, a second", _count),
-        "peak_memory_bytes": ("peak memory, weights included", _mebibytes),
+        "wall_seconds": ("wall time", seconds),
+        "prompt_tokens_per_second": ("prompt tokens a second", count),
+        "generation_tokens_per_second": ("generated tokens a second", count),
+        "all_tokens_per_second": ("all tokens over wall time, a second", count),
+        "peak_memory_bytes": ("peak memory, weights included", mebibytes),
     }
     rows: list[tuple[str, ...]] = [
         (label, show(stock[name]), show(paged[name])) for name, (label, show) in names.items()
     ]
     kv_bytes = paged["peak_kv_bytes"]
-    in_pages = f"{_mebibytes(kv_bytes['active'])} in use, {_mebibytes(kv_bytes['mapped'])} mapped"
-    rows.append(("peak of keys and values", _mebibytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
-    held = [_mebibytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
+    in_pages = f"{mebibytes(kv_bytes['active'])} in use, {mebibytes(kv_bytes['mapped'])} mapped"
+    rows.append(("peak of keys and values", mebibytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
+    held = [mebibytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
     rows.append(("what the tokens themselves need", *held))
     load = f"{figures['requests']} requests, {figures['model']} in {figures['dtype']}"
     equal = figures["requests_with_equal_tokens_in_all_runs"]
     return (
-        _table((load, "mlx-lm", f"pages, {figures['backend']} backend"), rows)
+        table((load, "mlx-lm", f"pages, {figures['backend']} backend"), rows)
         + f"\n\nTokens are equal in {equal} of {figures['requests']} requests."
     )
 
@@ -203,7 +215,7 @@ def _kept(files: dict[str, Figures]) -> list[str]:
         for cache in entry.get("mlx_lm_caches", {}) if entry.get("paged_layers") else ():
             beside.setdefault(cache, []).append(name)
     return [
-        f"- Layers that keep mlx-lm's {cache} beside pages ({len(names)}): {_names(names)}"
+        f"- Layers that keep mlx-lm's {cache} beside pages ({len(names)}): {quoted(names)}"
         for cache, names in sorted(beside.items())
     ]
 
@@ -223,10 +235,10 @@ def _exceptions(files: dict[str, Figures]) -> list[str]:
                 others.setdefault(entry[key], []).append(name)
         equal = len(ran) - sum(map(len, others.values()))
         lines.append(f"- {label} in {equal} of {len(ran)} files")
-        lines += [f"  - {what}: {_names(names)}" for what, names in sorted(others.items())]
+        lines += [f"  - {what}: {quoted(names)}" for what, names in sorted(others.items())]
     unsteady = [name for name, entry in ran.items() if not entry["stock_repeats"]]
     if unsteady:
-        lines.append(f"- mlx-lm itself gives other tokens when asked again: {_names(unsteady)}")
+        lines.append(f"- mlx-lm itself gives other tokens when asked again: {quoted(unsteady)}")
     return lines
 
 
@@ -235,47 +247,10 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "growth": growth,
     "batch_operations": batch_operations,
     "serving": serving,
+    "cpu_kernels": cpu_kernels,
+    "whole_model": whole_model,
     "model_families": model_families,
 }
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    heads = list(head)
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _spaced(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}"
-
-
-def _mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"
-
-
-def _ratio(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.1f} s"
-
-
-def _millis(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
-
-
-def _micros(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e3:,.1f} µs"
 
 
 def main(arguments: list[str] | None = None) -> int:

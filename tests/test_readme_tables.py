@@ -75,6 +75,34 @@ FIGURES: dict[str, dict[str, Any]] = {
         "mlx_lm": {**RUN, "peak_kv_bytes": {"nbytes": 3 * 2**20}},
         "paged": {**RUN, "peak_kv_bytes": {"active": 2**20, "mapped": 2**21}},
     },
+    "cpu_kernels": {
+        "backend": "native",
+        "read_bytes_per_second": 40e9,
+        "float16": {
+            "decode_of_1_at_32k": {"pages_bytes_per_second": 30e9, "times_mlx": 80.4},
+            "decode_of_1_at_1k": {"pages_bytes_per_second": 20e9, "times_mlx": 60.0},
+            "decode_of_8_at_32k": {"pages_bytes_per_second": 34e9},
+            "prefill": {"pages_flops": 2e11, "share_of_matrix_product": 0.7, "times_mlx": 90.0},
+            "write": {"large_pool_seconds": 2e-5, "copy_seconds": 1e-6},
+            "overhead": {"at_300_seconds": 8e-5, "at_1_seconds": 6e-5},
+            "shuffled_pages": {"shuffled_over_in_order": 1.01, "spread_of_in_order": 1.02},
+        },
+    },
+    "whole_model": {
+        "backend": "native",
+        "rows": [
+            {
+                "model": "stdlib-llama",
+                "batch": 8,
+                "context": 4096,
+                "mlx_lm_tokens_per_second": 100.0,
+                "paged_tokens_per_second": 250.0,
+                "paged_over_mlx_lm": 2.5,
+                "mlx_lm_attention_share": 0.8,
+                "paged_attention_share": 0.3,
+            }
+        ],
+    },
     "model_families": {
         "files": {
             "bitnet": {"gets": "not run", "reason": "runs on Metal only"},
@@ -110,6 +138,8 @@ ROWS = {
     "growth": "| decode, 1 a step: pages | 512.0 MiB | 1.0 MiB | 3,072.0 MiB | 0.64 ms | 980 ms |",
     "batch_operations": "| merge | 2 ms | 2 ms | 681 | 1.0 MiB | 1.0 MiB | 8 of 128 |",
     "serving": "| peak of keys and values | 3.0 MiB | 1.0 MiB in use, 2.0 MiB mapped |",
+    "cpu_kernels": "| float16: prefill of 512 on 4K | 200.0 GFLOP/s | 70% of a matrix product, ",
+    "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
 }
 

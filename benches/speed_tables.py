@@ -1,0 +1,68 @@
+"""The README's tables of how fast pages are read and written."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benches.table_cells import count, giga, micros, percent, ratio, table
+
+Figures = dict[str, Any]
+Row = tuple[str, str, str]
+
+
+def cpu_kernels(figures: Figures) -> str:
+    """Attention over pages and writes into them, beside MLX, the memory and the processor."""
+    bandwidth = figures["read_bytes_per_second"]
+    rows: list[Row] = []
+    for dtype in [name for name in figures if isinstance(figures[name], dict)]:
+        rows += _decode_rows(dtype, figures[dtype], bandwidth)
+        rows += [_prefill_row(dtype, figures[dtype]["prefill"])]
+        rows += _step_rows(dtype, figures[dtype])
+    beside = f"beside; two threads read {giga(bandwidth, 'B/s')}"
+    return table((f"{figures['backend']} backend", "measured", beside), rows)
+
+
+def _decode_rows(dtype: str, of: Figures, bandwidth: float) -> Iterator[Row]:
+    for label, name in (
+        ("1 row at 32K", "decode_of_1_at_32k"),
+        ("1 row at 1K", "decode_of_1_at_1k"),
+        ("8 rows at 32K", "decode_of_8_at_32k"),
+    ):
+        rate = of[name]["pages_bytes_per_second"]
+        beside = f"{percent(rate / bandwidth)} of what is read"
+        if "times_mlx" in of[name]:
+            beside += f", {ratio(of[name]['times_mlx'])} times MLX"
+        yield f"{dtype}: decode of {label}", giga(rate, "B/s"), beside
+
+
+def _prefill_row(dtype: str, prefill: Figures) -> Row:
+    share = percent(prefill["share_of_matrix_product"])
+    beside = f"{share} of a matrix product, {ratio(prefill['times_mlx'])} times MLX"
+    return f"{dtype}: prefill of 512 on 4K", giga(prefill["pages_flops"], "FLOP/s"), beside
+
+
+def _step_rows(dtype: str, of: Figures) -> Iterator[Row]:
+    write, step, order = of["write"], of["overhead"], of["shuffled_pages"]
+    copied = f"{micros(1e9 * write['copy_seconds'])} to copy the bytes"
+    yield f"{dtype}: write of 8 tokens", micros(1e9 * write["large_pool_seconds"]), copied
+    at_1 = f"{micros(1e9 * step['at_1_seconds'])} at 1 token"
+    yield f"{dtype}: write and decode at 300", micros(1e9 * step["at_300_seconds"]), at_1
+    mixed = f"{order['shuffled_over_in_order']:.2f} times"
+    itself = f"{order['spread_of_in_order']:.2f} of the latter against itself"
+    yield f"{dtype}: shuffled pages over pages in order", mixed, itself
+
+
+def whole_model(figures: Figures) -> str:
+    """Tokens a second of whole models, and what share of a step attention takes."""
+    rows = [
+        (
+            f"{row['model']}, batch {row['batch']}, context {row['context']:,}",
+            count(row["mlx_lm_tokens_per_second"]),
+            count(row["paged_tokens_per_second"]),
+            ratio(row["paged_over_mlx_lm"]),
+            percent(row["mlx_lm_attention_share"]),
+            percent(row["paged_attention_share"]),
+        )
+        for row in figures["rows"]
+    ]
+    head = ("mlx-lm", "pages", "pages / mlx-lm", "attention in mlx-lm", "attention in pages")
+    return table((f"tokens a second, {figures['backend']} backend", *head), rows)

@@ -1,0 +1,50 @@
+"""Numbers and names as the README's tables show them."""
+
+from collections.abc import Iterable
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    heads = list(head)
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def ratio(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s"
+
+
+def millis(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
+
+
+def micros(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e3:,.1f} µs"
+
+
+def giga(number: float, unit: str) -> str:
+    return f"{number / 1e9:,.1f} G{unit}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}"
