@@ -4,17 +4,25 @@ A backend alone decides how a write reaches a slab and what later reads must wai
 outside this room touches page memory.
 """
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.native_library import load_native_library
+from paged_kv.kernels.page_format import PageFormat
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
 
 if TYPE_CHECKING:
     from paged_kv.kernels.layer_pages import LayerPages
+
+logger = logging.getLogger("paged_kv")
 
 
 class Backend(Protocol):
@@ -23,8 +31,16 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    def supports(self, geometry: LayerGeometry, page_format: PageFormat) -> bool:
+        """Whether the other operations work on such pages."""
+        ...
+
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
-        """Memory for `pages` pages, uint16 [pages * page_units, unit_words]."""
+        """Memory for `pages` pages, uint16 [pages * page_units, unit_words].
+
+        Raises:
+            MemoryError: the machine has not that much.
+        """
         ...
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
@@ -66,17 +82,50 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, type[Backend]] = {"plain": PlainBackend}
+def _native() -> Backend:
+    library, reason = load_native_library()
+    if library is None:
+        raise ValueError(
+            f"PAGED_KV_BACKEND is 'native', and there is no native library: {reason}. Install a "
+            "C++ compiler and paged-kv again (pip install --force-reinstall --no-deps paged-kv)"
+        )
+    return NativeBackend(library)
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"plain": PlainBackend, "native": _native}
 
 
 def choose_backend() -> Backend:
     """The best backend for this device, or the one that PAGED_KV_BACKEND names.
 
     Raises:
-        ValueError: PAGED_KV_BACKEND names none.
+        ValueError: PAGED_KV_BACKEND names none, or one that is not there; or another variable
+            that a backend reads is wrong.
     """
-    name = os.environ.get("PAGED_KV_BACKEND", "plain")
+    name = os.environ.get("PAGED_KV_BACKEND")
+    if name is None:
+        return _best()
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise ValueError(f"PAGED_KV_BACKEND must be one of {known}, got {name!r}")
     return BACKENDS[name]()
+
+
+def backend_for(backend: Backend, geometry: LayerGeometry, page_format: PageFormat) -> Backend:
+    """The backend for one layer's pages: the given one, or the plain one where that cannot."""
+    return backend if backend.supports(geometry, page_format) else PlainBackend()
+
+
+def _best() -> Backend:
+    if mx.default_device() != mx.Device(mx.cpu):
+        return PlainBackend()
+    library, reason = load_native_library()
+    if library is None:
+        _say_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
+        return PlainBackend()
+    return NativeBackend(library)
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)

@@ -1,11 +1,13 @@
 """The pages of one layer: its slabs, and the operations on them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 
 from paged_kv.kernels.backend import Backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.lazy_reads import LazyReads
 from paged_kv.kernels.page_format import PageFormat, PageLayout
 from paged_kv.kernels.page_rows import PageRows
 
@@ -18,6 +20,11 @@ class LayerPages:
         page_format: how its pages hold it.
         backend: who writes and reads them.
         slab_stride: a table entry is slab * slab_stride + page.
+
+    Attributes:
+        lazy_reads: what was read from the pages and may not be computed yet. It is computed
+            before a page changes.
+        memo: what the backend has made of the slabs, until they change.
     """
 
     def __init__(
@@ -32,6 +39,8 @@ class LayerPages:
         self.layout = PageLayout(page_format.planes(geometry))
         self.slab_stride = slab_stride
         self.slabs: dict[int, mx.array] = {}
+        self.lazy_reads = LazyReads()
+        self.memo: dict[str, Any] = {}
         self._backend = backend
 
     @property
@@ -43,15 +52,18 @@ class LayerPages:
         self.slabs[slab] = self._backend.new_slab(
             pages, self.layout.page_units, self.layout.unit_words
         )
+        self.memo.clear()
 
     def unmap_slab(self, slab: int) -> None:
         """Give a slab's memory back; one that was not mapped is ignored."""
         self.slabs.pop(slab, None)
+        self.memo.clear()
 
     def page(self, entry: int) -> mx.array:
         """A view of one page, uint16 [page_units, unit_words]; it costs nothing.
 
-        While it lives, a write may have to copy the whole slab: never keep it.
+        A later write may show in it, or may have to copy the whole slab because of it: never
+        keep it.
         """
         slab, page = divmod(entry, self.slab_stride)
         units = self.layout.page_units
@@ -59,14 +71,17 @@ class LayerPages:
 
     def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
         """See `Backend.write`."""
+        self.lazy_reads.compute()
         self._backend.write(self, keys, values, rows)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""
+        self.lazy_reads.compute()
         self._backend.load(self, contents)
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """See `Backend.copy`."""
+        self.lazy_reads.compute()
         self._backend.copy(self, copies)
 
     def gather(self, rows: PageRows) -> tuple[mx.array, mx.array]:

@@ -24,6 +24,20 @@ def recommended_bytes() -> int:
     return max(usable, 1)
 
 
+def require_memory(needed: int) -> None:
+    """Check that an array of so many bytes fits beside what MLX holds now.
+
+    Raises:
+        MemoryError: it does not.
+    """
+    total, held = _device_bytes(), mx.get_active_memory()
+    if needed > total - held:
+        raise MemoryError(
+            f"a slab of {needed:,} bytes does not fit: this machine has {total:,}, of which MLX "
+            f"holds {held:,}. Give the pool a smaller max_bytes"
+        )
+
+
 def _device_bytes() -> int:
     if mx.default_device().type == mx.gpu:
         info = mx.device_info()

@@ -1,6 +1,11 @@
 """A batch as the kernels see it."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,21 @@ class PageRows:
     def ends(self) -> tuple[int, ...]:
         """Per row the tokens and the padding behind them."""
         return tuple(map(sum, zip(self.context_lens, self.right_padding, strict=True)))
+
+    @cached_property
+    def block_table_array(self) -> npt.NDArray[np.int32]:
+        """The tables as int32 [rows, entries of the longest], zeros behind shorter ones."""
+        longest = max(map(len, self.block_tables), default=0)
+        tables = np.zeros((len(self.block_tables), longest), dtype=np.int32)
+        for row, table in zip(tables, self.block_tables, strict=True):
+            row[: len(table)] = table
+        return tables
+
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """What a backend has made of these rows, under its name: all layers of a step read the
+        same object."""
+        return {}
 
     def own_tokens(self, count: int) -> list[range]:
         """Which of a step's `count` tokens are not padding, for each row."""

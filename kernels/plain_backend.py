@@ -8,7 +8,7 @@ It is computed at once: what one thread leaves to be computed later no other thr
 and a slab is shared by the sequences of all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.attention_mask import causal_window_mask
-from paged_kv.kernels.page_format import PAGE_SIZE, WORD, Plane
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, Plane
+from paged_kv.kernels.page_gather import gather, read_row
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.untouched_memory import untouched
 
@@ -30,6 +32,9 @@ class PlainBackend:
     """See `Backend` for the operations."""
 
     name = "plain"
+
+    def supports(self, geometry: LayerGeometry, page_format: PageFormat) -> bool:
+        return True
 
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
         return untouched((pages * page_units, unit_words))
@@ -71,13 +76,7 @@ class PlainBackend:
         self.load(pages, contents)
 
     def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
-        length = max(rows.ends)
-        per_row = [
-            _gather_row(pages, table, context_len)
-            for table, context_len in zip(rows.block_tables, rows.context_lens, strict=True)
-        ]
-        keys, values = zip(*per_row, strict=True)
-        return _stack(length, keys, rows.right_padding), _stack(length, values, rows.right_padding)
+        return gather(pages, rows)
 
     def attend(
         self,
@@ -98,7 +97,7 @@ class PlainBackend:
                 outputs.append(mx.zeros(nothing, dtype=queries.dtype))
                 continue
             context_len = rows.context_lens[row]
-            keys, values = _gather_row(pages, rows.block_tables[row], context_len)
+            keys, values = read_row(pages, rows.block_tables[row], context_len)
             output = mx.fast.scaled_dot_product_attention(
                 queries[row : row + 1, :, own.start : own.stop],
                 keys[None],
@@ -153,47 +152,3 @@ def _row_indices(first: Indices, token_rows: Indices, plane: Plane, unit_words: 
     heads = np.arange(plane.heads)[None, :, None] * PAGE_SIZE
     in_plane = (heads + token_rows[:, None, None]) * units + np.arange(units)
     return first[:, None, None] + in_plane
-
-
-def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[mx.array]:
-    """Views of the longest runs of pages that lie side by side, in table order."""
-    units = pages.layout.page_units
-    start = 0
-    for end in range(1, len(table) + 1):
-        # The first page of a slab may have the number after the last one of the slab before.
-        side_by_side = end < len(table) and table[end] == table[end - 1] + 1
-        if side_by_side and table[end] % pages.slab_stride:
-            continue
-        slab, page = divmod(table[start], pages.slab_stride)
-        yield pages.slabs[slab][page * units : (page + end - start) * units]
-        start = end
-
-
-def _gather_row(
-    pages: "LayerPages", table: tuple[int, ...], length: int
-) -> tuple[mx.array, mx.array]:
-    """Keys and values [heads, length, dim] of one row."""
-    used = table[: -(-length // PAGE_SIZE)]
-    runs = list(_page_runs(pages, used)) or [mx.zeros((0, pages.layout.unit_words), dtype=WORD)]
-    whole = runs[0] if len(runs) == 1 else mx.concatenate(runs)
-    whole = whole.reshape(len(used), pages.layout.page_words)
-    rows = []
-    for plane, offset in zip(pages.layout.planes, pages.layout.offsets, strict=True):
-        part = whole[:, offset : offset + plane.words]
-        part = part.reshape(len(used), plane.heads, PAGE_SIZE, plane.row_words)
-        tokens = len(used) * PAGE_SIZE
-        part = part.transpose(1, 0, 2, 3).reshape(plane.heads, tokens, plane.row_words)
-        rows.append(part[:, :length])
-    return pages.page_format.decode(pages.geometry, rows)
-
-
-def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
-    """[B, heads, length, dim] of rows [heads, tokens, dim] that end where their padding begins."""
-    if len(rows) == 1 and not right_padding[0]:
-        return rows[0][None]
-    return mx.stack(
-        [
-            mx.pad(row, [(0, 0), (length - padding - row.shape[1], padding), (0, 0)])
-            for row, padding in zip(rows, right_padding, strict=True)
-        ]
-    )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES
-from paged_kv.kernels.backend import Backend
+from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
@@ -54,7 +54,8 @@ class LayerGroup:
         """
         pages = self.pages.get(layer)
         if pages is None:
-            pages = LayerPages(geometry, self.page_format, self._backend, MAX_SLAB_PAGES)
+            backend = backend_for(self._backend, geometry, self.page_format)
+            pages = LayerPages(geometry, self.page_format, backend, MAX_SLAB_PAGES)
             self._add_layer(layer, pages)
         elif pages.geometry != geometry:
             raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")

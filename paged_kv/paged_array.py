@@ -6,6 +6,7 @@ which pages they stand for, so that attention can read the pages instead.
 """
 
 from collections.abc import Callable
+from threading import get_ident
 
 import mlx.core as mx
 
@@ -20,17 +21,28 @@ class PagedRead:
     Args:
         pages: the layer's pages.
         rows: which of them, and how many tokens.
+        gathered: keys and values as they are computed if somebody looks at them.
         on_gather: called once, when this is dropped, if attention never read the pages.
     """
 
-    def __init__(self, pages: LayerPages, rows: PageRows, on_gather: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pages: LayerPages,
+        rows: PageRows,
+        gathered: tuple[mx.array, mx.array],
+        on_gather: Callable[[], None],
+    ) -> None:
         self.rows = rows
         self._pages = pages
+        self._gathered = gathered
         self._on_gather = on_gather
         self._attended = False
+        self._thread = get_ident()
 
     def __del__(self) -> None:
         if not self._attended:
+            # Who did not attend has them in a graph, which may be computed later.
+            self._pages.lazy_reads.leave(self._gathered, self._thread)
             self._on_gather()
 
     def attend(
@@ -89,9 +101,11 @@ def paged_arrays(
     pages: LayerPages, rows: PageRows, on_gather: Callable[[], None]
 ) -> tuple[PagedKeys, PagedValues]:
     """The keys and values that stand for the pages of `rows`."""
-    gathered_keys, gathered_values = pages.gather(rows)
-    keys, values = PagedKeys(gathered_keys), PagedValues(gathered_values)
-    keys.read = values.read = PagedRead(pages, rows, on_gather)
+    gathered = pages.gather(rows)
+    keys, values = PagedKeys(gathered[0]), PagedValues(gathered[1])
+    keys.read = values.read = PagedRead(pages, rows, gathered, on_gather)
+    pages.lazy_reads.watch(keys)
+    pages.lazy_reads.watch(values)
     return keys, values
 
 

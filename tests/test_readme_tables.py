@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benches.readme_tables import TABLES, main, measured_on, newest, rewritten, section
 
 MACHINE = {

@@ -1,0 +1,197 @@
+// Attention of a few query rows: reading keys and values is what takes the time.
+//
+// Each row of keys or values is read from memory once for all query rows. A page's keys of one head
+// fit the second-level cache, so a second group of query rows reads them from there. While keys are
+// multiplied the page's values are fetched, and the next page's keys while values are.
+#pragma once
+
+#include "row_loaders.h"
+
+namespace {
+
+constexpr int LINE = 64;  // bytes of a cache line
+
+INLINE void fetch(const RowRun* next, int t, int tokens) {
+  if (!next) return;
+  const char* from = next->data + t * next->stride;
+  for (ptrdiff_t i = 0; i < tokens * next->stride; i += LINE) __builtin_prefetch(from + i, 0, 2);
+}
+
+// scores[g * PAGE_SIZE + t] of G query rows [G, q_stride] with `count` keys.
+template <int FORMAT, int G>
+void multiply_keys(RowRun keys, int count, int dim, const float* q, int q_stride, float* scores,
+                   const RowRun* next) {
+  typedef Loader<FORMAT> L;
+  constexpr int R = ACCUMULATORS / G;
+  alignas(64) float sums[ACCUMULATORS];
+  for (int t = 0; t < count; t += R) {
+    vec acc[ACCUMULATORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < ACCUMULATORS; i++) acc[i] = zero();
+    typename L::Row rows[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) rows[r] = L::at(keys, smaller(t + r, count - 1));
+    fetch(next, t, smaller(R, count - t));
+    auto step = [&](auto half, int d) __attribute__((always_inline)) {
+      vec k[R];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) k[r] = L::template load<decltype(half)::value>(rows[r], d);
+#pragma GCC unroll 16
+      for (int g = 0; g < G; g++) {
+        vec x = load(q + g * q_stride + d);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) acc[g * R + r] = fma(k[r], x, acc[g * R + r]);
+      }
+    };
+    int d = 0;
+    for (; d + W <= dim; d += W) step(Constant<false>(), d);
+    if (d < dim) step(Constant<true>(), d);
+    sum_lanes(acc, sums);
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) scores[g * PAGE_SIZE + t + r] = sums[g * R + r];
+  }
+}
+
+// N vectors, from number d on, of the sums over `count` values, weighted for each of G query rows.
+template <int FORMAT, int G, int N, bool HALF>
+INLINE void multiply_values_at(int d, RowRun values, int count, const float* weights,
+                               const float* decay, float* out, int stride, const RowRun* next) {
+  typedef Loader<FORMAT> L;
+  vec acc[G][N];
+#pragma GCC unroll 16
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++)
+      acc[g][j] = mul(set1(decay[g]), load(out + g * stride + d + j * W));
+  for (int t = 0; t < count; t++) {
+    typename L::Row row = L::at(values, t);
+    fetch(next, t, 1);
+    vec x[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) x[j] = L::template load<HALF>(row, d + j * W);
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++) {
+      vec weight = set1(weights[g * PAGE_SIZE + t]);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; j++) acc[g][j] = fma(weight, x[j], acc[g][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) store(out + g * stride + d + j * W, acc[g][j]);
+}
+
+constexpr int power_of_2_up_to(int x) { return x < 2 ? 1 : 2 * power_of_2_up_to(x / 2); }
+
+// out [G, stride] becomes decay[g] * out + weights @ values.
+template <int FORMAT, int G>
+void multiply_values(RowRun values, int count, int dim, const float* weights, const float* decay,
+                     float* out, int stride, const RowRun* next) {
+  constexpr int N = power_of_2_up_to(smaller(8, (ACCUMULATORS + G - 1) / G));
+  int d = 0;
+  for (; d + N * W <= dim; d += N * W) {
+    multiply_values_at<FORMAT, G, N, false>(d, values, count, weights, decay, out, stride, next);
+    next = nullptr;
+  }
+  for (; d + W <= dim; d += W)
+    multiply_values_at<FORMAT, G, 1, false>(d, values, count, weights, decay, out, stride, nullptr);
+  if (d < dim)
+    multiply_values_at<FORMAT, G, 1, true>(d, values, count, weights, decay, out, stride, nullptr);
+}
+
+typedef void (*MultiplyKeys)(RowRun, int, int, const float*, int, float*, const RowRun*);
+typedef void (*MultiplyValues)(RowRun, int, int, const float*, const float*, float*, int,
+                               const RowRun*);
+
+template <int FORMAT>
+struct ForGroup {
+  static constexpr MultiplyKeys keys[] = {
+      multiply_keys<FORMAT, 1>, multiply_keys<FORMAT, 2>, multiply_keys<FORMAT, 3>,
+      multiply_keys<FORMAT, 4>, multiply_keys<FORMAT, smaller(5, MAX_GROUP)>,
+      multiply_keys<FORMAT, smaller(6, MAX_GROUP)>, multiply_keys<FORMAT, smaller(7, MAX_GROUP)>,
+      multiply_keys<FORMAT, MAX_GROUP>};
+  static constexpr MultiplyValues values[] = {
+      multiply_values<FORMAT, 1>, multiply_values<FORMAT, 2>, multiply_values<FORMAT, 3>,
+      multiply_values<FORMAT, 4>, multiply_values<FORMAT, smaller(5, MAX_GROUP)>,
+      multiply_values<FORMAT, smaller(6, MAX_GROUP)>,
+      multiply_values<FORMAT, smaller(7, MAX_GROUP)>, multiply_values<FORMAT, MAX_GROUP>};
+};
+
+constexpr const MultiplyKeys* MULTIPLY_KEYS[FORMATS] = {
+    ForGroup<0>::keys, ForGroup<1>::keys, ForGroup<2>::keys};
+constexpr const MultiplyValues* MULTIPLY_VALUES[FORMATS] = {
+    ForGroup<0>::values, ForGroup<1>::values, ForGroup<2>::values};
+
+// Turns the scores [from, to) of `count` into weights, the others into 0; returns what earlier
+// weighted sums are to be multiplied with.
+INLINE float soften(float* scores, int count, int from, int to, float* maximum, float* sum) {
+  int end = (count + W - 1) / W * W;
+  for (int i = 0; i < from; i++) scores[i] = NEVER;
+  for (int i = to; i < end; i++) scores[i] = NEVER;
+  vec top = set1(*maximum);
+  for (int i = 0; i < end; i += W) top = max(load(scores + i), top);
+  float new_maximum = reduce_max(top);
+  vec shift = set1(new_maximum), total = zero();
+  for (int i = 0; i < end; i += W) {
+    vec weight = exp2_vec(sub(load(scores + i), shift));
+    total = add(total, weight);
+    store(scores + i, weight);
+  }
+  float decay = exp2f(*maximum - new_maximum);
+  *maximum = new_maximum;
+  *sum = *sum * decay + reduce_add(total);
+  return decay;
+}
+
+size_t few_scratch(const Attention& a, int rows) {
+  return (size_t)rows * (padded(a.pages->k_dim) + PAGE_SIZE + 3) + 3 * LANES;
+}
+
+void read_queries(const Attention& a, const QueryBlock& block, float* q) {
+  int rows = block.queries * a.ratio, stride = padded(a.pages->k_dim);
+  for (int r = 0; r < rows; r++)
+    READ_ROW[a.q_format](query_row(a, block, r), a.pages->k_dim, a.scale, q + r * stride);
+}
+
+void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, Partial part,
+                float* scratch) {
+  int rows = block.queries * a.ratio, k_dim = a.pages->k_dim, v_dim = a.pages->v_dim;
+  int q_stride = padded(k_dim), stride = padded(v_dim), length = a.rows->context_lens[block.row];
+  float* q = scratch;
+  float* scores = q + (size_t)rows * q_stride;
+  float* decay = scores + (size_t)rows * PAGE_SIZE;
+  read_queries(a, block, q);
+  for (int r = 0; r < rows; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
+  memset(part.values, 0, sizeof(float) * rows * stride);
+
+  int groups = (rows + MAX_GROUP - 1) / MAX_GROUP;
+  KeyRun run, next;
+  if (begin < end) next = key_run(a, block, begin, end);
+  for (int at = begin; at < end; at += run.count) {
+    run = next;
+    bool last = at + run.count >= end;
+    if (!last) next = key_run(a, block, at + run.count, end);
+    for (int i = 0; i < groups; i++) {
+      int g = rows * i / groups, size = rows * (i + 1) / groups - g;
+      MULTIPLY_KEYS[run.k_format][size - 1](run.keys, run.count, k_dim, q + g * q_stride, q_stride,
+                                            scores + g * PAGE_SIZE, i ? nullptr : &run.values);
+    }
+    for (int r = 0; r < rows; r++) {
+      int position = block.position + r / a.ratio;
+      int from = clamped(first_seen(a, position) - at, 0, run.count);
+      int to = clamped(seen_end(a, position, length) - at, 0, run.count);
+      decay[r] = soften(scores + r * PAGE_SIZE, run.count, from, to, part.maximum + r, part.sum + r);
+    }
+    for (int i = 0; i < groups; i++) {
+      int g = rows * i / groups, size = rows * (i + 1) / groups - g;
+      MULTIPLY_VALUES[run.v_format][size - 1](
+          run.values, run.count, v_dim, scores + g * PAGE_SIZE, decay + g,
+          part.values + (size_t)g * stride, stride, i || last ? nullptr : &next.keys);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,185 @@
+// Attention of many query rows: matrix products, at the speed of the arithmetic units.
+//
+// Query rows go through in panels that fill the vectors of a register tile. Keys and values are
+// turned into floats a tile of tokens at a time, once for all panels of a block. Scores are computed
+// transposed, [token, query]: a panel's queries then lie side by side in a vector, so that softmax
+// needs no sums across lanes, and neither product needs anything transposed.
+#pragma once
+
+#include "row_loaders.h"
+
+namespace {
+
+constexpr int PANEL = TILE_VECTORS * W;
+constexpr int TILE_TOKENS = 128;
+constexpr int BLOCK_ROWS = 256;
+
+// C [R, N vectors] = decay * C + A^T B for k in [0, depth): A is [R, a_row], or transposed.
+// decay is null where C is to be overwritten.
+template <int R, int N>
+void multiply_tile(const float* a, int a_row, int a_depth, const float* b, int b_stride, float* c,
+                   int c_stride, int depth, const float* decay) {
+  vec acc[R][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++)
+      acc[i][j] = decay ? mul(set1(decay[i]), load(c + i * c_stride + j * W)) : zero();
+  for (int k = 0; k < depth; k++) {
+    vec x[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) x[j] = load(b + (size_t)k * b_stride + j * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) {
+      vec y = set1(a[i * a_row + (size_t)k * a_depth]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) acc[i][j] = fma(y, x[j], acc[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) store(c + i * c_stride + j * W, acc[i][j]);
+}
+
+typedef void (*MultiplyTile)(const float*, int, int, const float*, int, float*, int, int,
+                             const float*);
+
+template <int N>
+struct ForRows {
+  static constexpr MultiplyTile tiles[TILE_ROWS + 1] = {
+      nullptr,           multiply_tile<1, N>, multiply_tile<2, N>, multiply_tile<3, N>,
+      multiply_tile<4, N>, multiply_tile<5, N>, multiply_tile<6, N>};
+};
+
+constexpr const MultiplyTile* MULTIPLY_TILE[] = {
+    nullptr, ForRows<1>::tiles, ForRows<2>::tiles, ForRows<smaller(3, TILE_VECTORS)>::tiles,
+    ForRows<smaller(4, TILE_VECTORS)>::tiles};
+
+// The product of all rows, one register tile after the other; `vectors` is at most TILE_VECTORS.
+INLINE void multiply(int rows, int vectors, const float* a, int a_row, int a_depth, const float* b,
+                     int b_stride, float* c, int c_stride, int depth, const float* decay) {
+  for (int i = 0; i < rows; i += TILE_ROWS)
+    MULTIPLY_TILE[vectors][smaller(TILE_ROWS, rows - i)](
+        a + (size_t)i * a_row, a_row, a_depth, b, b_stride, c + (size_t)i * c_stride, c_stride,
+        depth, decay ? decay + i : nullptr);
+}
+
+INLINE int panels(int count) { return (count + PANEL - 1) / PANEL; }
+
+struct Buffers {
+  float* q;       // [panels of rows, k_dim, PANEL]
+  float* first;   // [rows] first key that is seen, as floats, and
+  float* behind;  // [rows] the one behind the last
+  float* keys;    // [TILE_TOKENS, padded k_dim]
+  float* values;  // [TILE_TOKENS, padded v_dim]
+  float* scores;  // [TILE_TOKENS, PANEL]
+  float* decay;   // [PANEL]
+
+  Buffers(const Attention& a, int query_rows, float* scratch) {
+    int rows = panels(query_rows) * PANEL;
+    q = scratch;
+    first = q + (size_t)rows * a.pages->k_dim;
+    behind = first + rows;
+    keys = behind + rows;
+    values = keys + TILE_TOKENS * padded(a.pages->k_dim);
+    scores = values + TILE_TOKENS * padded(a.pages->v_dim);
+    decay = scores + TILE_TOKENS * PANEL;
+  }
+};
+
+size_t many_scratch(const Attention& a, int query_rows) {
+  size_t rows = panels(query_rows) * PANEL, k_dim = a.pages->k_dim;
+  size_t tile_row = padded(a.pages->k_dim) + padded(a.pages->v_dim) + PANEL;
+  return rows * (k_dim + 2) + TILE_TOKENS * tile_row + PANEL;
+}
+
+// Queries are put into columns; columns without one see no key.
+void arrange_queries(const Attention& a, const QueryBlock& block, const Buffers& to) {
+  int rows = block.queries * a.ratio, k_dim = a.pages->k_dim;
+  int length = a.rows->context_lens[block.row];
+  for (int r = 0; r < panels(rows) * PANEL; r++) {
+    float* column = to.q + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
+    bool is_query = r < rows;
+    int position = block.position + r / a.ratio;
+    to.first[r] = is_query ? (float)first_seen(a, position) : 0.f;
+    to.behind[r] = is_query ? (float)seen_end(a, position, length) : 0.f;
+    if (is_query) READ_ROW[a.q_format](query_row(a, block, r), k_dim, a.scale, to.keys);
+    for (int d = 0; d < k_dim; d++) column[d * PANEL] = is_query ? to.keys[d] : 0.f;
+  }
+}
+
+// Softmax of a panel's scores with the `count` tokens from position `at` on.
+template <bool MASKED>
+void soften_panel(float* scores, int count, int vectors, int at, const float* first,
+                  const float* behind, float* maximum, float* sum, float* decay) {
+  for (int j = 0; j < vectors * W; j += W) {
+    vec low = load(first + j), high = load(behind + j), old = load(maximum + j), top = old;
+    for (int t = 0; t < count; t++) {
+      vec x = load(scores + t * PANEL + j);
+      if (MASKED) {
+        x = between(set1((float)(at + t)), low, high, x, set1(NEVER));
+        store(scores + t * PANEL + j, x);
+      }
+      top = max(x, top);
+    }
+    vec total = zero();
+    for (int t = 0; t < count; t++) {
+      vec weight = exp2_vec(sub(load(scores + t * PANEL + j), top));
+      total = add(total, weight);
+      store(scores + t * PANEL + j, weight);
+    }
+    vec shrink = exp2_vec(sub(old, top));
+    store(maximum + j, top);
+    store(sum + j, fma(load(sum + j), shrink, total));
+    store(decay + j, shrink);
+  }
+}
+
+// Attention of one panel's query rows [from, from + rows) of the block to a tile of tokens.
+void attend_panel(const Attention& a, const Buffers& at, const Partial& part, int from, int rows,
+                  int position, int count) {
+  int k_dim = a.pages->k_dim, v_dim = a.pages->v_dim, stride = padded(v_dim);
+  int low = (int)at.first[from], high = (int)at.behind[from + rows - 1];
+  int full_low = (int)at.first[from + rows - 1], full_high = (int)at.behind[from];
+  // Rows are in the order of their positions: the first sees least behind, the last least before.
+  int begin = larger(low - position, 0), end = smaller(high - position, count);
+  if (begin >= end) return;
+  int vectors = (rows + W - 1) / W, tokens = end - begin;
+  multiply(tokens, vectors, at.keys + (size_t)begin * padded(k_dim), padded(k_dim), 1,
+           at.q + (size_t)from * k_dim, PANEL, at.scores, PANEL, k_dim, nullptr);
+  bool masked = full_low > position + begin || full_high < position + end;
+  (masked ? soften_panel<true> : soften_panel<false>)(
+      at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,
+      part.maximum + from, part.sum + from, at.decay);
+  for (int d = 0; d < stride; d += PANEL)
+    multiply(rows, smaller(TILE_VECTORS, (stride - d) / W), at.scores, 1, PANEL,
+             at.values + (size_t)begin * stride + d, stride, part.values + (size_t)from * stride + d,
+             stride, tokens, at.decay);
+}
+
+void attend_many(const Attention& a, const QueryBlock& block, int begin, int end, Partial part,
+                 float* scratch) {
+  int rows = block.queries * a.ratio, all = panels(rows) * PANEL;
+  int k_stride = padded(a.pages->k_dim), v_stride = padded(a.pages->v_dim);
+  Buffers at(a, rows, scratch);
+  arrange_queries(a, block, at);
+  memset(at.values, 0, sizeof(float) * TILE_TOKENS * v_stride);
+  for (int r = 0; r < all; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
+  memset(part.values, 0, sizeof(float) * rows * v_stride);
+
+  KeyRun run;
+  for (int position = begin; position < end; position += run.count) {
+    run = key_run(a, block, position, smaller(end, position + TILE_TOKENS));
+    for (int t = 0; t < run.count; t++) {
+      READ_ROW[run.k_format](run.keys.data + t * run.keys.stride, a.pages->k_dim, 1.f,
+                             at.keys + t * k_stride);
+      READ_ROW[run.v_format](run.values.data + t * run.values.stride, a.pages->v_dim, 1.f,
+                             at.values + t * v_stride);
+    }
+    for (int from = 0; from < rows; from += PANEL)
+      attend_panel(a, at, part, from, smaller(PANEL, rows - from), position, run.count);
+  }
+}
+
+}  // namespace

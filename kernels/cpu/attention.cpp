@@ -1,0 +1,252 @@
+// Plans attention: which query rows and which keys make a task, for how many threads.
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "instruction_sets.h"
+#include "thread_pool.h"
+#include "tensors.h"
+
+namespace paged_kv {
+namespace {
+
+// Query rows of one KV head up to which reading takes longer than computing.
+constexpr int FEW_ROWS = 16;
+// So many tasks to a thread, so that none waits long for the last one.
+constexpr int TASKS_PER_THREAD = 8;
+// Bytes of keys and values below which waking a thread takes longer than it saves.
+constexpr int64_t ALONE_BYTES = 256 << 10;
+
+struct Task {
+  int block;
+  int begin, end;
+  int part;
+};
+
+// A thread's working memory; it grows to what the largest call needed.
+class Scratch {
+ public:
+  float* floats(size_t count) {
+    if (count > size_) {
+      memory_.reset();
+      memory_.reset(static_cast<float*>(operator new(count * sizeof(float), ALIGNMENT)));
+      size_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr std::align_val_t ALIGNMENT{64};
+  struct Free {
+    void operator()(float* memory) const { operator delete(memory, ALIGNMENT); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  size_t size_ = 0;
+};
+
+thread_local Scratch task_scratch;
+thread_local Scratch call_scratch;
+
+class Plan {
+ public:
+  Plan(const Attention& attention, const Kernels& kernels) : a_(attention), kernels_(kernels) {
+    for (int row = 0; row < a_.rows->batch; row++) add_blocks(row);
+    // Queries that see most come first: the last task to end should be a short one.
+    for (size_t i = blocks_.size(); i-- > 0;) add_tasks(static_cast<int>(i));
+    unfinished_ = std::vector<std::atomic<int>>(blocks_.size());
+    for (size_t i = 0; i < blocks_.size(); i++) unfinished_[i] = parts_[i];
+  }
+
+  void run() {
+    size_t width = part_floats();
+    float* shared = call_scratch.floats(width * shared_parts_);
+    auto run_task = [&](int i) { run_one(tasks_[i], shared, width); };
+    int count = static_cast<int>(tasks_.size());
+    if (bytes_ < ALONE_BYTES)
+      for (int i = 0; i < count; i++) run_task(i);
+    else
+      parallel_for(count, run_task);
+  }
+
+ private:
+  const Attention& a_;
+  const Kernels& kernels_;
+  std::vector<QueryBlock> blocks_;
+  std::vector<int> parts_, first_parts_;
+  std::vector<std::atomic<int>> unfinished_;
+  std::vector<Task> tasks_;
+  int most_rows_ = 0, shared_parts_ = 0;
+  int64_t bytes_ = 0, keys_ = 0;
+
+  bool is_few(const QueryBlock& block) const { return block.queries * a_.ratio <= FEW_ROWS; }
+
+  void add_blocks(int row) {
+    int length = a_.rows->context_lens[row];
+    Own own = own_tokens(*a_.rows, row, a_.steps);
+    int count = own.end - own.begin;
+    int most = std::max(1, kernels_.block_rows / a_.ratio);
+    if (count * a_.ratio <= FEW_ROWS) most = count;
+    for (int head = 0; head < a_.pages->kv_heads; head++)
+      for (int first = 0; first < count; first += most) {
+        int queries = std::min(most, count - first), position = length - count + first;
+        bool hides_later = a_.causal || a_.window;
+        int begin = a_.window ? std::max(0, position - a_.window + 1) : 0;
+        int end = hides_later ? position + queries : length;
+        blocks_.push_back({row, head, own.begin + first, position, queries, begin, end});
+        most_rows_ = std::max(most_rows_, queries * a_.ratio);
+        keys_ += end - begin;
+      }
+    parts_.resize(blocks_.size());
+    first_parts_.resize(blocks_.size());
+  }
+
+  // Cuts a block's keys at the ends of pages.
+  void add_tasks(int index) {
+    const QueryBlock& block = blocks_[index];
+    int64_t wanted = keys_ / (TASKS_PER_THREAD * thread_count()) + 1;
+    int64_t step = (wanted + PAGE_SIZE - 1) / PAGE_SIZE * PAGE_SIZE;
+    int64_t first = block.key_begin / PAGE_SIZE * PAGE_SIZE;
+    int count = static_cast<int>((block.key_end - first + step - 1) / step);
+    for (int i = 0; i < count; i++) {
+      int64_t begin = std::max<int64_t>(first + i * step, block.key_begin);
+      int64_t end = std::min<int64_t>(first + (i + 1) * step, block.key_end);
+      tasks_.push_back({index, static_cast<int>(begin), static_cast<int>(end), i});
+    }
+    parts_[index] = count;
+    first_parts_[index] = shared_parts_;
+    if (count > 1) shared_parts_ += count;
+    int64_t numbers = a_.pages->k_dim + a_.pages->v_dim;
+    bytes_ += (block.key_end - block.key_begin) * numbers * block.queries;
+  }
+
+  size_t padded_rows() const { return (most_rows_ + kernels_.panel - 1) / kernels_.panel * kernels_.panel; }
+  size_t part_floats() const { return padded_rows() * (2 + padded(a_.pages->v_dim)); }
+
+  Partial part_in(float* memory) const {
+    return {memory, memory + padded_rows(), memory + 2 * padded_rows()};
+  }
+
+  void run_one(const Task& task, float* shared, size_t width) {
+    const QueryBlock& block = blocks_[task.block];
+    bool few = is_few(block), alone = parts_[task.block] == 1;
+    size_t needed = (few ? kernels_.few_scratch : kernels_.many_scratch)(a_, most_rows_);
+    float* own = task_scratch.floats(width + needed + padded(a_.pages->v_dim));
+    float* first = shared + width * first_parts_[task.block];
+    float* mine = alone ? own : first + width * task.part;
+    (few ? kernels_.attend_few : kernels_.attend_many)(a_, block, task.begin, task.end,
+                                                       part_in(mine), own + width);
+    if (unfinished_[task.block].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    int count = parts_[task.block];
+    std::vector<Partial> parts;
+    for (int i = 0; i < count; i++) parts.push_back(part_in(alone ? own : first + width * i));
+    kernels_.finish(a_, block, parts.data(), count, own + width);
+  }
+};
+
+void clear_padding(const Attention& a) {
+  int heads = a.pages->kv_heads * a.ratio;
+  size_t bytes = static_cast<size_t>(a.pages->v_dim) * size_of(*a.outputs);
+  for (int row = 0; row < a.rows->batch; row++) {
+    Own own = own_tokens(*a.rows, row, a.steps);
+    if (own.end - own.begin == a.steps) continue;
+    for (int head = 0; head < heads; head++)
+      for (int step = 0; step < a.steps; step++) {
+        if (step >= own.begin && step < own.end) continue;
+        size_t place = (static_cast<size_t>(row) * heads + head) * a.steps + step;
+        memset(data_of(*a.outputs) + place * bytes, 0, bytes);
+        if (a.log_sum_exp) a.log_sum_exp[place] = -INFINITY;
+      }
+  }
+}
+
+bool fits(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTensor& queries,
+          const PagedKvTensor& outputs, const PagedKvOptions& options) {
+  bool sizes = has_shape(queries, rows.batch, -1, -1, pages.k_dim) &&
+               queries.shape[1] % pages.kv_heads == 0 &&
+               has_shape(outputs, rows.batch, queries.shape[1], queries.shape[2], pages.v_dim);
+  bool dtypes = format_of(queries) >= 0 && format_of(queries) == format_of(outputs);
+  if (!sizes || !dtypes || !is_contiguous(outputs) || !rows_are_contiguous(queries)) return false;
+  const PagedKvTensor* sinks = options.sinks;
+  if (sinks && (sinks->ndim != 1 || sinks->shape[0] != queries.shape[1] || format_of(*sinks) < 0))
+    return false;
+  const PagedKvTensor *k = options.tail_k, *v = options.tail_v;
+  return !k || (v && has_shape(*k, rows.batch, pages.kv_heads, -1, pages.k_dim) &&
+                has_shape(*v, rows.batch, pages.kv_heads, k->shape[2], pages.v_dim) &&
+                rows_are_contiguous(*k) && rows_are_contiguous(*v) && format_of(*k) >= 0 &&
+                format_of(*v) >= 0);
+}
+
+}  // namespace
+
+KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int end) {
+  int in_pages = a.rows->context_lens[block.row];
+  Own tail{0, 0};
+  if (a.tail_k) {
+    tail = own_tokens(*a.rows, block.row, a.tail_tokens);
+    in_pages -= tail.end - tail.begin;
+  }
+  if (position >= in_pages) {
+    int token = tail.begin + position - in_pages;
+    return {{row_of(*a.tail_k, block.row, block.kv_head, token), token_stride(*a.tail_k)},
+            {row_of(*a.tail_v, block.row, block.kv_head, token), token_stride(*a.tail_v)},
+            format_of(*a.tail_k),
+            format_of(*a.tail_v),
+            std::min(PAGE_SIZE - position % PAGE_SIZE, end - position)};
+  }
+  const PagedKvPages& pages = *a.pages;
+  const char* page = page_at(pages, a.rows->block_tables[static_cast<int64_t>(block.row) *
+                                                             a.rows->table_stride +
+                                                         position / PAGE_SIZE]);
+  int64_t row = static_cast<int64_t>(block.kv_head) * PAGE_SIZE + position % PAGE_SIZE;
+  int64_t k_bytes = row_bytes(pages.k_format, pages.k_dim);
+  int64_t v_bytes = row_bytes(pages.v_format, pages.v_dim);
+  int page_end = std::min(in_pages, (position / PAGE_SIZE + 1) * PAGE_SIZE);
+  return {{page + row * k_bytes, k_bytes},
+          {page + pages.value_offset + row * v_bytes, v_bytes},
+          pages.k_format,
+          pages.v_format,
+          std::min(page_end, end) - position};
+}
+
+}  // namespace paged_kv
+
+using namespace paged_kv;
+
+int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
+                    const PagedKvTensor* queries, const PagedKvTensor* outputs,
+                    const PagedKvOptions* options) {
+  return guarded([&] {
+    Strided q(*queries), out(*outputs), tail_k(options->tail_k), tail_v(options->tail_v);
+    if (!fits(*pages, *rows, q, out, *options)) return PAGED_KV_BAD_ARRAY;
+    Attention a{};
+    a.pages = pages;
+    a.rows = rows;
+    a.queries = &q.tensor;
+    a.outputs = &out.tensor;
+    a.q_format = format_of(q);
+    a.steps = static_cast<int>(q.tensor.shape[2]);
+    a.ratio = static_cast<int>(q.tensor.shape[1] / pages->kv_heads);
+    a.scale = options->scale * LOG2_E;
+    a.causal = options->causal;
+    a.window = options->window;
+    a.log_sum_exp = options->log_sum_exp;
+    if (options->tail_k) {
+      a.tail_k = &tail_k.tensor;
+      a.tail_v = &tail_v.tensor;
+      a.tail_tokens = static_cast<int>(tail_k.tensor.shape[2]);
+    }
+    std::vector<float> sinks;
+    if (options->sinks) {
+      sinks = floats_of(*options->sinks);
+      for (float& sink : sinks) sink *= LOG2_E;
+      a.sinks = sinks.data();
+    }
+    clear_padding(a);
+    Plan(a, chosen_kernels()).run();
+    return PAGED_KV_OK;
+  });
+}

@@ -1,0 +1,87 @@
+// What the instruction sets' kernels and the code that plans their work share.
+//
+// The kernels are compiled once for each instruction set. They call no inline function of the
+// standard library: the linker keeps one copy of those, and it may be the one for a better machine.
+#pragma once
+
+#include <stddef.h>
+
+#include "paged_kv_cpu.h"
+
+namespace paged_kv {
+
+constexpr int PAGE_SIZE = 256;
+constexpr int LANES = 16;  // the widest vector; buffers of floats are padded to it
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+// Logits are kept in base 2. A hidden one is NEVER, and a running maximum starts at LOWEST: the
+// difference of the two is so far below zero that the weight is exactly 0.
+constexpr float NEVER = -1e30f;
+constexpr float LOWEST = -1e29f;
+
+static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
+
+// Token t of a run of tokens is at data + t * stride bytes.
+struct RowRun {
+  const char* data;
+  ptrdiff_t stride;
+};
+
+// Positions [0, count) of a run lie in one page, or in the tail.
+struct KeyRun {
+  RowRun keys, values;
+  int k_format, v_format;
+  int count;
+};
+
+// One call, decoded.
+struct Attention {
+  const PagedKvPages* pages;
+  const PagedKvRows* rows;
+  const PagedKvTensor *queries, *outputs, *tail_k, *tail_v;
+  int q_format;
+  int steps;      // tokens of the step, S
+  int ratio;      // query heads to a KV head
+  float scale;    // of base-2 logits
+  bool causal;
+  int window;     // 0: none
+  int tail_tokens;
+  const float* sinks;  // [q_heads] base-2 logits, or null
+  float* log_sum_exp;
+};
+
+// The attention of consecutive queries of one row by the query heads of one KV head. Query row r of
+// a block is query r / ratio, head r % ratio.
+struct QueryBlock {
+  int row, kv_head;
+  int step;         // the first query's place in the step
+  int position;     // and in its row
+  int queries;
+  int key_begin, key_end;  // what at least one query sees
+};
+
+// Softmax over a part of the keys, unfinished: per query row the maximum, the sum of weights and
+// the weighted values, padded(v_dim) floats a row.
+struct Partial {
+  float *maximum, *sum, *values;
+};
+
+struct Kernels {
+  const char* name;
+  int panel;         // query rows are padded to a multiple of this in `attend_many`
+  int block_rows;    // query rows of a block for `attend_many`
+  size_t (*few_scratch)(const Attention&, int query_rows);
+  size_t (*many_scratch)(const Attention&, int query_rows);
+  // Both attend from a block to keys [begin, end), of which runs are found by `key_run`.
+  void (*attend_few)(const Attention&, const QueryBlock&, int begin, int end, Partial, float* scratch);
+  void (*attend_many)(const Attention&, const QueryBlock&, int begin, int end, Partial, float* scratch);
+  // Merges the parts of a block and writes its outputs.
+  void (*finish)(const Attention&, const QueryBlock&, const Partial* parts, int count, float* scratch);
+};
+
+// The run of tokens that begins at a position of a row and ends before `end`.
+KeyRun key_run(const Attention&, const QueryBlock&, int position, int end);
+
+extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
+
+}  // namespace paged_kv

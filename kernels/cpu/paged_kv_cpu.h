@@ -1,0 +1,93 @@
+// The C interface of the CPU kernels: the only thing that Python knows of them.
+//
+// Arrays come as DLPack tensors, whose layout is a public standard, so that nothing here depends on
+// MLX's or Python's binary interface. Pages are memory that the caller owns. Every function may be
+// called from several threads at once, and keeps nothing that it was given.
+#pragma once
+
+#include <stdint.h>
+
+#define PAGED_KV_EXPORT __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// https://github.com/dmlc/dlpack, version 0.8.
+typedef struct {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t type_code, type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;  // in elements; null where the array is contiguous
+  uint64_t byte_offset;
+} PagedKvTensor;
+
+// How a page holds numbers.
+enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2 };
+
+enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2 };
+
+// The pages of one layer: keys [kv_heads, 256, k_dim], and at value_offset bytes values
+// [kv_heads, 256, v_dim]. A table entry is slab * slab_stride + page.
+typedef struct {
+  char* const* slabs;
+  int64_t page_bytes, value_offset;
+  int32_t slab_stride;
+  int32_t kv_heads, k_dim, v_dim;
+  int32_t k_format, v_format;
+} PagedKvPages;
+
+// Where the tokens of each row of a batch are. Of a step of S tokens, row b owns
+// [S - end, S - right_padding), end the row's context_len + right_padding; the rest is padding.
+// The last of its own is the row's last token.
+typedef struct {
+  const int32_t* block_tables;   // [batch, table_stride]
+  const int32_t* context_lens;   // [batch]
+  const int32_t* right_padding;  // [batch]
+  int32_t batch, table_stride;
+} PagedKvRows;
+
+typedef struct {
+  float scale;
+  int32_t causal;               // a query does not see later tokens
+  int32_t window;               // nor those `window` or more before it, nor later ones; 0: no window
+  const PagedKvTensor* sinks;   // [q_heads] logits of a key without a value, or null
+  const PagedKvTensor* tail_k;  // [batch, kv_heads, N, k_dim] and [.., v_dim], or null: a step that
+  const PagedKvTensor* tail_v;  // the rows count but that no page holds yet
+  float* log_sum_exp;           // [batch, q_heads, S] natural logarithms, or null
+} PagedKvOptions;
+
+// The instruction sets that this library has and this machine supports, the best first, separated
+// by commas.
+PAGED_KV_EXPORT const char* paged_kv_instruction_sets(void);
+// Which of them later calls use; nonzero if there is no such set. The best, until one is chosen.
+PAGED_KV_EXPORT int paged_kv_use_instruction_set(const char* name);
+// How many threads later calls use, the caller's included.
+PAGED_KV_EXPORT void paged_kv_use_threads(int32_t count);
+
+// Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim] of the pages' formats,
+// without its padding, as the last tokens of each row.
+PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvRows* rows,
+                                   const PagedKvTensor* keys, const PagedKvTensor* values);
+// Attention of a step of queries [batch, q_heads, S, k_dim] over all tokens of their rows, to
+// outputs [batch, q_heads, S, v_dim], contiguous and of the queries' dtype. Padding gets zeros.
+PAGED_KV_EXPORT int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
+                                    const PagedKvTensor* queries, const PagedKvTensor* outputs,
+                                    const PagedKvOptions* options);
+// Collects keys [batch, kv_heads, T, k_dim] and values [.., v_dim], contiguous. Row b ends at
+// T - right_padding[b]; what is before its first token and behind its last is zeros.
+PAGED_KV_EXPORT int paged_kv_gather(const PagedKvPages* pages, const PagedKvRows* rows,
+                                    const PagedKvTensor* keys, const PagedKvTensor* values);
+// Copies whole pages. No entry is both a source and a target.
+PAGED_KV_EXPORT int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources,
+                                  const int32_t* targets, int32_t count);
+// Fills a page.
+PAGED_KV_EXPORT int paged_kv_load(const PagedKvPages* pages, int32_t entry,
+                                  const PagedKvTensor* content);
+
+#ifdef __cplusplus
+}
+#endif

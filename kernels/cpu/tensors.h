@@ -1,0 +1,117 @@
+// What is asked of arrays and pages by the code that plans the kernels' work.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+
+namespace paged_kv {
+
+// An array of up to 4 dimensions with its offset applied and its strides filled in.
+struct Strided {
+  PagedKvTensor tensor{};
+  int64_t strides[4] = {};
+
+  explicit Strided(const PagedKvTensor* given) {
+    if (given) fill(*given);
+  }
+  explicit Strided(const PagedKvTensor& given) { fill(given); }
+  Strided(const Strided&) = delete;
+  operator const PagedKvTensor&() const { return tensor; }
+
+ private:
+  void fill(const PagedKvTensor& given) {
+    tensor = given;
+    tensor.data = static_cast<char*>(given.data) + given.byte_offset;
+    tensor.byte_offset = 0;
+    tensor.strides = strides;
+    if (given.ndim > 4) {
+      tensor.ndim = -1;  // no shape is asked for that it has
+      return;
+    }
+    for (int64_t i = given.ndim, step = 1; i-- > 0; step *= given.shape[i])
+      strides[i] = given.strides ? given.strides[i] : step;
+  }
+};
+
+inline char* data_of(const PagedKvTensor& tensor) { return static_cast<char*>(tensor.data); }
+
+inline int size_of(const PagedKvTensor& tensor) { return tensor.type_bits / 8; }
+
+// The format of a row of such numbers; negative if no page holds them.
+inline int format_of(const PagedKvTensor& tensor) {
+  enum { FLOAT = 2, BFLOAT = 4 };  // DLPack's type codes
+  if (tensor.type_lanes != 1) return -1;
+  if (tensor.type_code == FLOAT && tensor.type_bits == 32) return PAGED_KV_F32;
+  if (tensor.type_code == FLOAT && tensor.type_bits == 16) return PAGED_KV_F16;
+  if (tensor.type_code == BFLOAT && tensor.type_bits == 16) return PAGED_KV_BF16;
+  return -1;
+}
+
+// -1 stands for any size.
+inline bool has_shape(const PagedKvTensor& tensor, int64_t a, int64_t b, int64_t c, int64_t d) {
+  const int64_t wanted[] = {a, b, c, d};
+  if (tensor.ndim != 4) return false;
+  for (int i = 0; i < 4; i++)
+    if (wanted[i] >= 0 && wanted[i] != tensor.shape[i]) return false;
+  return true;
+}
+
+inline bool rows_are_contiguous(const PagedKvTensor& tensor) {
+  return tensor.strides[3] == 1 || tensor.shape[3] == 1;
+}
+
+inline bool is_contiguous(const PagedKvTensor& tensor) {
+  int64_t step = 1;
+  for (int i = tensor.ndim; i-- > 0; step *= tensor.shape[i])
+    if (tensor.shape[i] != 1 && tensor.strides[i] != step) return false;
+  return true;
+}
+
+inline char* row_of(const PagedKvTensor& tensor, int64_t batch, int64_t head, int64_t token) {
+  const int64_t* strides = tensor.strides;
+  return data_of(tensor) +
+         (batch * strides[0] + head * strides[1] + token * strides[2]) * size_of(tensor);
+}
+
+inline ptrdiff_t token_stride(const PagedKvTensor& tensor) {
+  return tensor.strides[2] * size_of(tensor);
+}
+
+std::vector<float> floats_of(const PagedKvTensor& tensor);
+
+inline int64_t row_bytes(int format, int dim) {
+  return static_cast<int64_t>(dim) * (format == PAGED_KV_F32 ? 4 : 2);
+}
+
+inline char* page_at(const PagedKvPages& pages, int32_t entry) {
+  return pages.slabs[entry / pages.slab_stride] + entry % pages.slab_stride * pages.page_bytes;
+}
+
+// A step's tokens [begin, end) that are not padding.
+struct Own {
+  int begin, end;
+};
+
+inline Own own_tokens(const PagedKvRows& rows, int row, int count) {
+  int padding = rows.right_padding[row], end = rows.context_lens[row] + padding;
+  int first = std::max(0, count - end);
+  return {first, std::max(first, count - padding)};
+}
+
+// No exception leaves the library.
+template <class Function>
+int guarded(Function&& function) {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+    return PAGED_KV_NO_MEMORY;
+  }
+}
+
+}  // namespace paged_kv

@@ -1,0 +1,96 @@
+// 8 floats in a register of AVX2, with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int W = 8;
+constexpr int ACCUMULATORS = 8;  // of the 16 registers
+constexpr int MAX_GROUP = 4;     // query rows that share one pass over keys
+constexpr int TILE_ROWS = 6;     // register tile of a matrix product, 6 x 2 vectors
+constexpr int TILE_VECTORS = 2;
+
+typedef __m256 vec;
+
+INLINE vec zero() { return _mm256_setzero_ps(); }
+INLINE vec set1(float x) { return _mm256_set1_ps(x); }
+INLINE vec load(const float* p) { return _mm256_loadu_ps(p); }
+INLINE void store(float* p, vec x) { _mm256_storeu_ps(p, x); }
+INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+INLINE vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec max(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec round_to_int(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+// n is whole; at -127 and below the result is 0.
+INLINE vec times_power_of_2(vec x, vec n) {
+  __m256i e = _mm256_cvtps_epi32(_mm256_max_ps(n, _mm256_set1_ps(-127.f)));
+  e = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(e));
+}
+INLINE float reduce_add(vec x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE float reduce_max(vec x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+// x where low <= at < high, else the other.
+INLINE vec between(vec at, vec low, vec high, vec x, vec other) {
+  vec inside = _mm256_and_ps(_mm256_cmp_ps(low, at, _CMP_LE_OQ), _mm256_cmp_ps(at, high, _CMP_LT_OQ));
+  return _mm256_blendv_ps(other, x, inside);
+}
+
+// Sizes are multiples of 8, so there are no halves to load.
+template <bool HALF>
+INLINE vec load_f32(const float* p) {
+  return _mm256_loadu_ps(p);
+}
+template <bool HALF>
+INLINE vec load_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+template <bool HALF>
+INLINE vec load_bf16(const uint16_t* p) {
+  __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+}
+template <bool HALF>
+INLINE void store_f32(float* p, vec x) {
+  _mm256_storeu_ps(p, x);
+}
+template <bool HALF>
+INLINE void store_f16(uint16_t* p, vec x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+template <bool HALF>
+INLINE void store_bf16(uint16_t* p, vec x) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(nan));
+  rounded = _mm256_srli_epi32(rounded, 16);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(rounded),
+                                                 _mm256_extracti128_si256(rounded, 1)));
+}
+
+INLINE vec sum_fours(const vec* x) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+}
+// sums[i] is the sum of the lanes of x[i].
+INLINE void sum_lanes(const vec* x, float* sums) {
+  vec a = sum_fours(x), b = sum_fours(x + 4);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
+  _mm_storeu_ps(sums + 4, _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+}
+
+}  // namespace

@@ -1,0 +1,99 @@
+// 16 floats in a register of AVX-512 (F, BW, DQ, VL).
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int W = 16;
+constexpr int ACCUMULATORS = 16;   // of the 32 registers
+constexpr int MAX_GROUP = 8;       // query rows that share one pass over keys
+constexpr int TILE_ROWS = 6;       // register tile of a matrix product, 6 x 4 vectors
+constexpr int TILE_VECTORS = 4;
+
+typedef __m512 vec;
+
+INLINE vec zero() { return _mm512_setzero_ps(); }
+INLINE vec set1(float x) { return _mm512_set1_ps(x); }
+INLINE vec load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store(float* p, vec x) { _mm512_storeu_ps(p, x); }
+INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+INLINE vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec round_to_int(vec x) { return _mm512_roundscale_ps(x, 0); }
+INLINE vec times_power_of_2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+INLINE float reduce_add(vec x) { return _mm512_reduce_add_ps(x); }
+INLINE float reduce_max(vec x) { return _mm512_reduce_max_ps(x); }
+
+// x where low <= at < high, else the other.
+INLINE vec between(vec at, vec low, vec high, vec x, vec other) {
+  __mmask16 inside = _mm512_cmp_ps_mask(low, at, _CMP_LE_OQ) & _mm512_cmp_ps_mask(at, high, _CMP_LT_OQ);
+  return _mm512_mask_blend_ps(inside, other, x);
+}
+
+// HALF: only the lower 8, and zeros above.
+template <bool HALF>
+INLINE __m256i load_16_bit(const uint16_t* p) {
+  if (HALF) return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  return _mm256_loadu_si256((const __m256i*)p);
+}
+template <bool HALF>
+INLINE void store_16_bit(uint16_t* p, __m256i x) {
+  if (HALF) _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(x));
+  else _mm256_storeu_si256((__m256i*)p, x);
+}
+template <bool HALF>
+INLINE vec load_f32(const float* p) {
+  return HALF ? _mm512_maskz_loadu_ps(0x00ff, p) : _mm512_loadu_ps(p);
+}
+template <bool HALF>
+INLINE vec load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(load_16_bit<HALF>(p));
+}
+template <bool HALF>
+INLINE vec load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_16_bit<HALF>(p)), 16));
+}
+template <bool HALF>
+INLINE void store_f32(float* p, vec x) {
+  _mm512_mask_storeu_ps(p, HALF ? 0x00ff : 0xffff, x);
+}
+template <bool HALF>
+INLINE void store_f16(uint16_t* p, vec x) {
+  store_16_bit<HALF>(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+template <bool HALF>
+INLINE void store_bf16(uint16_t* p, vec x) {
+  __m512i bits = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  store_16_bit<HALF>(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+INLINE vec sum_pairs(vec a, vec b) {
+  return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+INLINE vec sum_fours(vec a, vec b) {
+  __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+INLINE vec sum_blocks(vec a, vec b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+// sums[i] is the sum of the lanes of x[i].
+INLINE void sum_lanes(const vec* x, float* sums) {
+  vec s[4];
+  for (int i = 0; i < 4; i++)
+    s[i] = sum_fours(sum_pairs(x[4 * i], x[4 * i + 1]), sum_pairs(x[4 * i + 2], x[4 * i + 3]));
+  store(sums, sum_blocks(sum_blocks(s[0], s[1]), sum_blocks(s[2], s[3])));
+}
+
+}  // namespace

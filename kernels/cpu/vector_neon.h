@@ -1,0 +1,78 @@
+// 4 floats in a register of NEON, as every 64-bit ARM has it.
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int W = 4;
+constexpr int ACCUMULATORS = 16;  // of the 32 registers
+constexpr int MAX_GROUP = 8;      // query rows that share one pass over keys
+constexpr int TILE_ROWS = 6;      // register tile of a matrix product, 6 x 4 vectors
+constexpr int TILE_VECTORS = 4;
+
+typedef float32x4_t vec;
+
+INLINE vec zero() { return vdupq_n_f32(0.f); }
+INLINE vec set1(float x) { return vdupq_n_f32(x); }
+INLINE vec load(const float* p) { return vld1q_f32(p); }
+INLINE void store(float* p, vec x) { vst1q_f32(p, x); }
+INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
+INLINE vec sub(vec a, vec b) { return vsubq_f32(a, b); }
+INLINE vec mul(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec max(vec a, vec b) { return vmaxq_f32(a, b); }
+INLINE vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE vec round_to_int(vec x) { return vrndnq_f32(x); }
+// n is whole; at -127 and below the result is 0.
+INLINE vec times_power_of_2(vec x, vec n) {
+  int32x4_t e = vcvtq_s32_f32(vmaxq_f32(n, vdupq_n_f32(-127.f)));
+  return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, vdupq_n_s32(127)), 23)));
+}
+INLINE float reduce_add(vec x) { return vaddvq_f32(x); }
+INLINE float reduce_max(vec x) { return vmaxvq_f32(x); }
+
+// x where low <= at < high, else the other.
+INLINE vec between(vec at, vec low, vec high, vec x, vec other) {
+  return vbslq_f32(vandq_u32(vcleq_f32(low, at), vcltq_f32(at, high)), x, other);
+}
+
+// Sizes are multiples of 8, so there are no halves to load.
+template <bool HALF>
+INLINE vec load_f32(const float* p) {
+  return vld1q_f32(p);
+}
+template <bool HALF>
+INLINE vec load_f16(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+template <bool HALF>
+INLINE vec load_bf16(const uint16_t* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+template <bool HALF>
+INLINE void store_f32(float* p, vec x) {
+  vst1q_f32(p, x);
+}
+template <bool HALF>
+INLINE void store_f16(uint16_t* p, vec x) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+template <bool HALF>
+INLINE void store_bf16(uint16_t* p, vec x) {
+  uint32x4_t bits = vreinterpretq_u32_f32(x);
+  uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  rounded = vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000));
+  vst1_u16(p, vshrn_n_u32(rounded, 16));
+}
+
+// sums[i] is the sum of the lanes of x[i].
+INLINE void sum_lanes(const vec* x, float* sums) {
+  for (int i = 0; i < ACCUMULATORS; i += 4)
+    store(sums + i, vpaddq_f32(vpaddq_f32(x[i], x[i + 1]), vpaddq_f32(x[i + 2], x[i + 3])));
+}
+
+}  // namespace

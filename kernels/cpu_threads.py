@@ -1,0 +1,63 @@
+"""How many threads the CPU kernels use."""
+
+import os
+from math import ceil
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def thread_count() -> int:
+    """The cores that this process may use, or what PAGED_KV_THREADS says.
+
+    Raises:
+        ValueError: PAGED_KV_THREADS is not a number from 1 on.
+    """
+    asked = os.environ.get("PAGED_KV_THREADS")
+    if asked is None:
+        return available_cores()
+    if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
+        raise ValueError(f"PAGED_KV_THREADS must be a number of threads from 1 on, got {asked!r}")
+    return int(asked)
+
+
+def available_cores() -> int:
+    """Cores that this process may run on, and that its control group pays for."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, min([cores, *_quotas(_own_groups())]))
+
+
+def _own_groups() -> list[Path]:
+    """The folders of this process's control groups and of those around them."""
+    names = {"/"}
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        names.add(line.rpartition(":")[2])
+    folders = []
+    for root in (CGROUPS, CGROUPS / "cpu"):
+        for name in names:
+            path = root / name.lstrip("/")
+            folders += [path, *(parent for parent in path.parents if root in parent.parents)]
+    return folders
+
+
+def _quotas(folders: list[Path]) -> list[int]:
+    """Whole cores that limits of version 2 and of version 1 allow."""
+    quotas = []
+    for folder in folders:
+        limit, _, period = _read(folder / "cpu.max").partition(" ")
+        if not limit:
+            limit = _read(folder / "cpu.cfs_quota_us")
+            period = _read(folder / "cpu.cfs_period_us")
+        if limit.isdigit() and period.isdigit() and int(period):
+            quotas.append(ceil(int(limit) / int(period)))
+    return quotas
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

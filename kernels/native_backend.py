@@ -1,0 +1,214 @@
+"""Pages through the compiled CPU kernels, which write them in place.
+
+Nothing here is lazy but `gather`: what a call needs is computed first, and when it returns the
+pages are written, or the output is there.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.memory import require_memory
+from paged_kv.kernels.native_library import (
+    FORMATS,
+    NativeLibrary,
+    OptionsStruct,
+    PagesStruct,
+    RowsStruct,
+    Tensor,
+)
+from paged_kv.kernels.page_format import WORD, PageFormat
+from paged_kv.kernels.page_gather import gather
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.untouched_memory import untouched
+
+if TYPE_CHECKING:
+    from paged_kv.kernels.layer_pages import LayerPages
+
+HEAD_SIZES = range(8, 577, 8)
+ALIGNMENT = 64
+
+# Bytes up to which copying zeros into a new array takes less than computing zeros, which goes
+# through MLX's scheduler: 2 microseconds against 23 for 8 KiB, and as long at 64 KiB.
+COPIED_BYTES = 1 << 16
+
+
+class NativeBackend:
+    """See `Backend` for the operations."""
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self.library = library
+        self._zeros: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
+
+    def supports(self, geometry: LayerGeometry, page_format: PageFormat) -> bool:
+        return (
+            page_format.name == "fp16"
+            and geometry.k_heads == geometry.v_heads
+            and geometry.k_dim in HEAD_SIZES
+            and geometry.v_dim in HEAD_SIZES
+            and {geometry.k_dtype, geometry.v_dtype} <= FORMATS.keys()
+        )
+
+    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
+        count = pages * page_units * unit_words
+        spare = ALIGNMENT // WORD.size
+        require_memory((count + spare) * WORD.size)
+        memory = untouched((1, count + spare)).reshape(-1)
+        mx.eval(memory)
+        first = -_address(memory) % ALIGNMENT // WORD.size
+        slab = memory[first : first + count].reshape(pages * page_units, unit_words)
+        mx.eval(slab)
+        return slab
+
+    def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        mx.eval(keys, values)
+        self.library.write(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
+
+    def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
+        whole = {entry: mx.contiguous(content) for entry, content in contents.items()}
+        mx.eval(whole)
+        for entry, content in whole.items():
+            self.library.load(_pages_struct(pages), entry, Tensor(content))
+
+    def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
+        self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
+
+    def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
+        return gather(pages, rows)
+
+    def attend(
+        self,
+        pages: "LayerPages",
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        return self._attend(pages, queries, rows, options, sinks)
+
+    def attend_with_tail(
+        self,
+        pages: "LayerPages",
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+        tail: tuple[mx.array, mx.array] | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """What `attend` gives, and the log-sum-exp of each query, float32 [B, q_heads, S].
+
+        `tail` is a step of keys [B, heads, N, k_dim] and values [B, heads, N, v_dim], of any of
+        the dtypes of pages, which the rows count as theirs but which no page holds: it stands for
+        the last tokens of each row, as if it had been written.
+        The log-sum-exp counts the sinks; it is -inf where a query is padding.
+        """
+        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        tensors = []
+        if tail is not None:
+            arrays = [mx.contiguous(part) for part in tail]
+            mx.eval(arrays)
+            tensors = [Tensor(part) for part in arrays]
+            options.tail_k, options.tail_v = (tensor.address for tensor in tensors)
+        log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
+        options.log_sum_exp = log_sum_exp.ctypes.data
+        output = self._attend(pages, queries, rows, options, sinks)
+        return output, mx.array(log_sum_exp)
+
+    def _attend(
+        self,
+        pages: "LayerPages",
+        queries: mx.array,
+        rows: PageRows,
+        options: OptionsStruct,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        if sinks is not None:
+            mx.eval(queries, sinks)
+            sinks_tensor = Tensor(sinks)
+            options.sinks = sinks_tensor.address
+        else:
+            mx.eval(queries)
+        batch, heads, count, _ = queries.shape
+        output = self._new_array((batch, heads, count, pages.geometry.v_dim), queries.dtype)
+        self.library.attend(
+            _pages_struct(pages), _rows_struct(rows), Tensor(queries), Tensor(output), options
+        )
+        return output
+
+    def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """An array whose memory is nobody else's."""
+        if math.prod(shape) * dtype.size > COPIED_BYTES:
+            array = mx.zeros(shape, dtype=dtype)
+            mx.eval(array)
+            return array
+        zeros = self._zeros.get((shape, dtype))
+        if zeros is None:
+            if len(self._zeros) >= 64:
+                self._zeros.clear()
+            zeros = mx.zeros(shape, dtype=dtype)
+            mx.eval(zeros)
+            self._zeros[shape, dtype] = zeros
+        return mx.from_dlpack(zeros, copy=True)
+
+
+def _address(array: mx.array) -> int:
+    return int(np.asarray(array).ctypes.data)
+
+
+def _pages_struct(pages: "LayerPages") -> PagesStruct:
+    """Made when the layer's slabs have changed."""
+    if "native" not in pages.memo:
+        pages.memo["native"] = _new_pages_struct(pages)
+    struct: PagesStruct = pages.memo["native"]
+    return struct
+
+
+def _new_pages_struct(pages: "LayerPages") -> PagesStruct:
+    geometry, layout = pages.geometry, pages.layout
+    slabs = (ctypes.c_void_p * (max(pages.slabs, default=0) + 1))()
+    for slab, memory in pages.slabs.items():
+        slabs[slab] = _address(memory)
+    return PagesStruct(
+        slabs=slabs,
+        page_bytes=layout.page_bytes,
+        value_offset=layout.offsets[1] * WORD.size,
+        slab_stride=pages.slab_stride,
+        kv_heads=geometry.k_heads,
+        k_dim=geometry.k_dim,
+        v_dim=geometry.v_dim,
+        k_format=FORMATS[geometry.k_dtype],
+        v_format=FORMATS[geometry.v_dtype],
+    )
+
+
+def _rows_struct(rows: PageRows) -> RowsStruct:
+    """Made once for all layers that read the same rows."""
+    if "native" not in rows.memo:
+        tables = rows.block_table_array
+        context_lens = np.array(rows.context_lens, np.int32)
+        right_padding = np.array(rows.right_padding, np.int32)
+        struct = RowsStruct(
+            block_tables=tables.ctypes.data,
+            context_lens=context_lens.ctypes.data,
+            right_padding=right_padding.ctypes.data,
+            batch=len(rows.context_lens),
+            table_stride=tables.shape[1],
+        )
+        # The struct points to the arrays.
+        rows.memo["native"] = struct, context_lens, right_padding
+    result: RowsStruct = rows.memo["native"][0]
+    return result

@@ -1,0 +1,180 @@
+"""The compiled CPU kernels, as Python calls them.
+
+kernels/cpu/paged_kv_cpu.h is the interface; the structures here are the ones of that file. Arrays
+are handed over as DLPack tensors, without a copy.
+"""
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from paged_kv.kernels.cpu_threads import thread_count
+
+LIBRARY = Path(__file__).with_name(
+    "libpaged_kv_cpu.dylib" if sys.platform == "darwin" else "libpaged_kv_cpu.so"
+)
+
+# How a page holds numbers.
+FORMATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+
+_int_pointer = ctypes.POINTER(ctypes.c_int32)
+
+
+class PagesStruct(ctypes.Structure):
+    """PagedKvPages."""
+
+    _fields_ = (
+        ("slabs", ctypes.POINTER(ctypes.c_void_p)),
+        ("page_bytes", ctypes.c_int64),
+        ("value_offset", ctypes.c_int64),
+        ("slab_stride", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("k_dim", ctypes.c_int32),
+        ("v_dim", ctypes.c_int32),
+        ("k_format", ctypes.c_int32),
+        ("v_format", ctypes.c_int32),
+    )
+
+
+class RowsStruct(ctypes.Structure):
+    """PagedKvRows."""
+
+    _fields_ = (
+        ("block_tables", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("right_padding", ctypes.c_void_p),
+        ("batch", ctypes.c_int32),
+        ("table_stride", ctypes.c_int32),
+    )
+
+
+class OptionsStruct(ctypes.Structure):
+    """PagedKvOptions."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("sinks", ctypes.c_void_p),
+        ("tail_k", ctypes.c_void_p),
+        ("tail_v", ctypes.c_void_p),
+        ("log_sum_exp", ctypes.c_void_p),
+    )
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+class Tensor:
+    """A DLPack tensor of a computed array, at `address` for as long as this lives."""
+
+    __slots__ = ("_capsule", "address")
+
+    def __init__(self, array: mx.array) -> None:
+        self._capsule = array.__dlpack__()
+        self.address: int = _capsule_pointer(self._capsule, b"dltensor")
+
+
+class NativeLibrary:
+    """The functions of the library; see the header for what they do.
+
+    Raises:
+        OSError: the file is missing, or is not a library of this machine.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Not PyDLL: the interpreter runs other threads meanwhile.
+        self._library = ctypes.CDLL(str(path))
+        self._library.paged_kv_instruction_sets.restype = ctypes.c_char_p
+        pages, rows = ctypes.POINTER(PagesStruct), ctypes.POINTER(RowsStruct)
+        tensor, options = ctypes.c_void_p, ctypes.POINTER(OptionsStruct)
+        self._write = self._function("write", pages, rows, tensor, tensor)
+        self._attend = self._function("attend", pages, rows, tensor, tensor, options)
+        self._gather = self._function("gather", pages, rows, tensor, tensor)
+        self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
+        self._load = self._function("load", pages, ctypes.c_int32, tensor)
+
+    @property
+    def instruction_sets(self) -> tuple[str, ...]:
+        """Those that the library has and this machine supports, the best first."""
+        names: bytes = self._library.paged_kv_instruction_sets()
+        return tuple(names.decode().split(","))
+
+    def use_instruction_set(self, name: str) -> None:
+        """Use one from now on.
+
+        Raises:
+            ValueError: the library has none of that name that runs here.
+        """
+        if name not in self.instruction_sets:
+            known = ", ".join(self.instruction_sets)
+            raise ValueError(f"PAGED_KV_ISA must be one of {known} on this machine, got {name!r}")
+        self._library.paged_kv_use_instruction_set(name.encode())
+
+    def use_threads(self, count: int) -> None:
+        self._library.paged_kv_use_threads(count)
+
+    def write(self, pages: PagesStruct, rows: RowsStruct, keys: Tensor, values: Tensor) -> None:
+        _check(self._write(pages, rows, keys.address, values.address))
+
+    def attend(
+        self,
+        pages: PagesStruct,
+        rows: RowsStruct,
+        queries: Tensor,
+        outputs: Tensor,
+        options: OptionsStruct,
+    ) -> None:
+        _check(self._attend(pages, rows, queries.address, outputs.address, options))
+
+    def gather(self, pages: PagesStruct, rows: RowsStruct, keys: Tensor, values: Tensor) -> None:
+        _check(self._gather(pages, rows, keys.address, values.address))
+
+    def copy(self, pages: PagesStruct, sources: list[int], targets: list[int]) -> None:
+        array = ctypes.c_int32 * len(sources)
+        _check(self._copy(pages, array(*sources), array(*targets), len(sources)))
+
+    def load(self, pages: PagesStruct, entry: int, content: Tensor) -> None:
+        _check(self._load(pages, entry, content.address))
+
+    def _function(self, name: str, *types: type) -> "ctypes._NamedFuncPointer":
+        function = self._library[f"paged_kv_{name}"]
+        function.argtypes = types
+        function.restype = ctypes.c_int
+        return function
+
+
+def _check(status: int) -> None:
+    if status == 1:
+        raise MemoryError("the CPU kernels found no memory for their intermediate results")
+    if status:
+        raise ValueError(
+            "the CPU kernels were given arrays whose shapes or dtypes do not fit the pages"
+        )
+
+
+@cache
+def load_native_library() -> tuple[NativeLibrary | None, str]:
+    """The library, ready for use; or None, and why there is none.
+
+    PAGED_KV_ISA names the instruction set to use, PAGED_KV_THREADS the number of threads.
+
+    Raises:
+        ValueError: one of the two is set to what cannot be.
+    """
+    if not LIBRARY.exists():
+        return None, "it was not built: there was no C++ compiler when paged_kv was installed"
+    try:
+        library = NativeLibrary(LIBRARY)
+    except (OSError, AttributeError) as error:
+        return None, f"it does not load: {error}"
+    library.use_threads(thread_count())
+    if name := os.environ.get("PAGED_KV_ISA"):
+        library.use_instruction_set(name)
+    return library, ""

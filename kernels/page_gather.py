@@ -1,0 +1,74 @@
+"""Keys and values collected from pages, lazily.
+
+A slab may be written in place once what was read from it has been computed. So what `gather`
+gives never is a view of a slab: computed, it has memory of its own.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from paged_kv.kernels.page_format import PAGE_SIZE, WORD
+from paged_kv.kernels.page_rows import PageRows
+
+if TYPE_CHECKING:
+    from paged_kv.kernels.layer_pages import LayerPages
+
+
+def gather(pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
+    """See `Backend.gather`."""
+    length = max(rows.ends)
+    per_row = [
+        read_row(pages, table, context_len, own_memory=True)
+        for table, context_len in zip(rows.block_tables, rows.context_lens, strict=True)
+    ]
+    keys, values = zip(*per_row, strict=True)
+    return _stack(length, keys, rows.right_padding), _stack(length, values, rows.right_padding)
+
+
+def read_row(
+    pages: "LayerPages", table: tuple[int, ...], length: int, *, own_memory: bool = False
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [heads, length, dim] of one row; a view of its pages where that is possible
+    and no memory of their own is asked for."""
+    used = table[: -(-length // PAGE_SIZE)]
+    runs = list(_page_runs(pages, used)) or [mx.zeros((0, pages.layout.unit_words), dtype=WORD)]
+    whole = mx.concatenate(runs) if len(runs) > 1 else runs[0]
+    if own_memory and len(runs) == 1:
+        whole = whole + 0
+    whole = whole.reshape(len(used), pages.layout.page_words)
+    rows = []
+    for plane, offset in zip(pages.layout.planes, pages.layout.offsets, strict=True):
+        part = whole[:, offset : offset + plane.words]
+        part = part.reshape(len(used), plane.heads, PAGE_SIZE, plane.row_words)
+        tokens = len(used) * PAGE_SIZE
+        part = part.transpose(1, 0, 2, 3).reshape(plane.heads, tokens, plane.row_words)
+        rows.append(part[:, :length])
+    return pages.page_format.decode(pages.geometry, rows)
+
+
+def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[mx.array]:
+    """Views of the longest runs of pages that lie side by side, in table order."""
+    units = pages.layout.page_units
+    start = 0
+    for end in range(1, len(table) + 1):
+        # The first page of a slab may have the number after the last one of the slab before.
+        side_by_side = end < len(table) and table[end] == table[end - 1] + 1
+        if side_by_side and table[end] % pages.slab_stride:
+            continue
+        slab, page = divmod(table[start], pages.slab_stride)
+        yield pages.slabs[slab][page * units : (page + end - start) * units]
+        start = end
+
+
+def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
+    """[B, heads, length, dim] of rows [heads, tokens, dim] that end where their padding begins."""
+    if len(rows) == 1 and not right_padding[0]:
+        return rows[0][None]
+    return mx.stack(
+        [
+            mx.pad(row, [(0, 0), (length - padding - row.shape[1], padding), (0, 0)])
+            for row, padding in zip(rows, right_padding, strict=True)
+        ]
+    )
