@@ -18,6 +18,7 @@ from sortedcontainers import SortedList
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, plan_slabs, slab_of
 
 
@@ -87,17 +88,17 @@ class BlockAllocator:
         growth = plan_slabs(self.budget.left, self.slabs, self.budget, self.block_bytes)
         return len(self._free) + sum(plan.pages for plan in growth)
 
-    def new_table(self) -> BlockTable:
+    def new_table(self, ring: Ring | None = None) -> BlockTable:
         """An empty block table, known to this allocator until it is dropped."""
         self.drain()
-        return self._register(())
+        return self._register((), ring)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks, each with one reference more. O(blocks)."""
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        return self._register(table.blocks)
+        return self._register(table.blocks, table.ring)
 
     def drop(self, table: BlockTable) -> None:
         """Release a table's blocks and forget it."""
@@ -281,8 +282,8 @@ class BlockAllocator:
         assert +self._used_in_slab == Counter(map(slab_of, used)), "a slab's count is wrong"
         assert self.capacity * self.block_bytes <= self.budget.mapped <= self.budget.max_bytes
 
-    def _register(self, blocks: tuple[int, ...]) -> BlockTable:
-        table = BlockTable(self, blocks)
+    def _register(self, blocks: tuple[int, ...], ring: Ring | None) -> BlockTable:
+        table = BlockTable(self, blocks, ring)
         self.tables.add(table)
         return table
 

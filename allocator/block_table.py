@@ -1,5 +1,5 @@
-"""A sequence's blocks in one group: the token at position p lives in entry p // page_size,
-row p % page_size."""
+"""A sequence's blocks in one group: the token at position p lives in the entry of block
+p // page_size, row p % page_size. The entry of block b is b, or what the ring says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from paged_kv.allocator.ring import Ring
 
 if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
@@ -21,12 +23,24 @@ class BlockTable:
     Attributes:
         blocks: the ids. A tuple, which is replaced when it changes: whoever reads tables, layer
             after layer, may keep it, and sees by its identity that nothing has changed.
+        ring: how entries are used again; None if they are not.
     """
 
-    def __init__(self, allocator: BlockAllocator, blocks: tuple[int, ...]) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, blocks: tuple[int, ...], ring: Ring | None
+    ) -> None:
         self.allocator = allocator
         self.blocks = blocks
+        self.ring = ring
         self._reserved_end = 0
+
+    def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
+        """The blocks that hold the tokens at [start, end), in their order. In a ring the last may
+        be the first again."""
+        first, last = start // self.allocator.page_size, self._pages(end)
+        if self.ring is None:
+            return self.blocks[first:last]
+        return tuple([self.blocks[self.ring.entry(block)] for block in range(first, last)])
 
     def is_reserved(self, end: int) -> bool:
         """Whether `reserve` has been up to `end`, and nothing was forked or truncated since."""
@@ -67,7 +81,11 @@ class BlockTable:
         return copies
 
     def truncate(self, num_tokens: int) -> None:
-        """Release the blocks behind the first `num_tokens` tokens."""
+        """Release the blocks behind the first `num_tokens` tokens.
+
+        Those of a ring that was used again hold earlier tokens too: call this only for one that
+        was not.
+        """
         assert num_tokens >= 0, num_tokens
         self.forget_reserved()
         keep = self._entries_for(num_tokens)
@@ -76,16 +94,27 @@ class BlockTable:
             self.blocks = self.blocks[:keep]
             self.allocator.release(tail)
 
-    def _entries_for(self, num_tokens: int) -> int:
+    def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)
+
+    def _entries_for(self, num_tokens: int) -> int:
+        pages = self._pages(num_tokens)
+        return pages if self.ring is None else min(pages, self.ring.size)
 
     def _shared_entries(self, start: int, end: int) -> list[int]:
         if start >= end:
             return []
-        first = start // self.allocator.page_size
-        last = min(self._entries_for(end), len(self.blocks))
+        written = range(start // self.allocator.page_size, self._pages(end))
+        if self.ring is not None:
+            entries = {self.ring.entry(block) for block in written}
+        else:
+            entries = set(written)
         ref_count = self.allocator.ref_count
-        return [entry for entry in range(first, last) if ref_count(self.blocks[entry]) > 1]
+        return sorted(
+            entry
+            for entry in entries
+            if entry < len(self.blocks) and ref_count(self.blocks[entry]) > 1
+        )
 
 
 @dataclass(frozen=True)

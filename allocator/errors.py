@@ -2,7 +2,8 @@
 
 PagedKVError
 ├── PoolExhausted       the byte budget cannot hold the blocks that were asked for
-└── BlockStateError     a block was used in a state that does not allow it
+├── BlockStateError     a block was used in a state that does not allow it
+└── RollbackError       tokens that a trim would need were written over
 """
 
 
@@ -50,3 +51,24 @@ class BlockStateError(PagedKVError):
 
     def __str__(self) -> str:
         return f"block {self.block} is {self.state}: it was released before, or is another pool's"
+
+
+class RollbackError(PagedKVError, ValueError):
+    """A sequence with a sliding window cannot be trimmed so far; nothing was changed.
+
+    Attributes:
+        asked: tokens that were to be trimmed.
+        possible: the most that can be.
+    """
+
+    def __init__(self, asked: int, possible: int) -> None:
+        super().__init__(asked, possible)
+        self.asked = asked
+        self.possible = possible
+
+    def __str__(self) -> str:
+        return (
+            f"{self.asked} tokens were to be trimmed, and {self.possible} can be: tokens that the "
+            "window would need behind those were written over. Ask can_trim(n) first, or begin "
+            "again from a copy that was made before"
+        )

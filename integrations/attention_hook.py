@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.paged_array import PagedKeys, PagedMask, PagedRead, PagedValues
+from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 
@@ -30,10 +30,9 @@ def paged_attention(
     """What `scaled_dot_product_attention` computes, from pages where keys and values stand for
     some, and by mlx-lm's own function otherwise."""
     read = _pages_of(keys, values)
-    if read is None or not _reads_alike(read, mask, queries.shape[2]):
+    if read is None or not read.sees_as(mask, queries.shape[2]):
         return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
-    window = mask.window if isinstance(mask, PagedMask) else None
-    return read.attend(queries, scale=scale, causal=mask is not None, window=window, sinks=sinks)
+    return read.attend(queries, mask, scale=scale, sinks=sinks)
 
 
 def _pages_of(keys: Any, values: Any) -> PagedRead | None:
@@ -41,13 +40,6 @@ def _pages_of(keys: Any, values: Any) -> PagedRead | None:
     if isinstance(keys, PagedKeys) and isinstance(values, PagedValues):
         return keys.read if keys.read is values.read else None
     return None
-
-
-def _reads_alike(read: PagedRead, mask: mx.array | str | None, queries: int) -> bool:
-    """Whether a kernel that knows only lengths and a window hides what the mask hides."""
-    if isinstance(mask, PagedMask):
-        return mask.hides_in(read.rows, queries)
-    return not isinstance(mask, mx.array) and mask in (None, "causal")
 
 
 def install_attention_hook() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.prompt_cache_hook import (
@@ -22,6 +22,7 @@ from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.sequence import Sequence
 from paged_kv.stats import PoolStats
+from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
 
 # mlx-lm's load_prompt_cache looks classes up by name among its own.
 setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)
@@ -39,6 +40,9 @@ class PagedCacheFactory:
         page_format: how pages hold numbers: "fp16", the model's own 16 bits.
         max_bytes: the most bytes that pages may take. None means 80 % of what the machine
             recommends, less what is in use; `stats()` tells.
+        write_chunk: in layers with a sliding window, the longest step that is written before it
+            is read, and one more than the tokens that can always be rolled back. None means 256,
+            or the window where that is smaller.
 
     Raises:
         ValueError: an argument is out of its range; the message says which.
@@ -51,24 +55,38 @@ class PagedCacheFactory:
     """
 
     def __init__(
-        self, model: Module, *, page_format: str = "fp16", max_bytes: int | None = None
+        self,
+        model: Module,
+        *,
+        page_format: str = "fp16",
+        max_bytes: int | None = None,
+        write_chunk: int | None = None,
     ) -> None:
         self._model = model
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
         self._closed = False
         self._installed_on_entry: list[bool] = []
-        num_layers = count()
+        paged: list[KVCache | RotatingKVCache] = []
         for cache in stock_make_prompt_cache(model):
-            self._convert(cache, lambda cache: next(num_layers))
+            self._convert(cache, paged.append)
+        windows = {
+            layer: _window_of(cache, write_chunk)
+            for layer, cache in enumerate(paged)
+            if isinstance(cache, RotatingKVCache)
+        }
         self.pool = PagePool(
-            next(num_layers), page_format=page_format, max_bytes=max_bytes, name=_file_of(model)
+            len(paged),
+            windows=windows,
+            page_format=page_format,
+            max_bytes=max_bytes,
+            name=_file_of(model),
         )
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
-        `PagedKVCache` in the place of every `KVCache`.
+        `PagedKVCache` in the place of every `KVCache` and `RotatingKVCache`.
 
-        Layers without keys and values, and layers with a sliding window, keep mlx-lm's caches.
+        Layers without keys and values keep mlx-lm's caches.
 
         Raises:
             ValueError: `max_kv_size` was given; it asks for a rotating cache.
@@ -156,7 +174,7 @@ class PagedCacheFactory:
 
     def _convert(self, cache: Any, paged: Any) -> Any:
         """`cache` with `paged(...)` in the place of what can be paged."""
-        if type(cache) is KVCache:
+        if type(cache) in (KVCache, RotatingKVCache):
             return paged(cache)
         if type(cache) is CacheList:
             first, *rest = cache.caches
@@ -166,12 +184,20 @@ class PagedCacheFactory:
         return cache
 
 
+def _window_of(cache: RotatingKVCache, write_chunk: int | None) -> Window:
+    size = cache.max_size - cache.keep
+    chunk = min(DEFAULT_WRITE_CHUNK, size) if write_chunk is None else write_chunk
+    return Window(size, chunk, cache.keep)
+
+
 def _file_of(model: Module) -> str:
     """The model file, such as "llama"."""
     return type(model).__module__.rpartition(".")[2]
 
 
-def _pairs(stock: Iterable[Any], paged: Iterable[Any]) -> Iterator[tuple[KVCache, PagedKVCache]]:
+def _pairs(
+    stock: Iterable[Any], paged: Iterable[Any]
+) -> Iterator[tuple[KVCache | RotatingKVCache, PagedKVCache]]:
     """The caches of `stock` whose place in `paged` a `PagedKVCache` has."""
     for theirs, ours in zip(stock, paged, strict=True):
         if isinstance(ours, PagedKVCache):

@@ -16,7 +16,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.native_backend import NativeBackend
 from paged_kv.kernels.native_library import load_native_library
 from paged_kv.kernels.page_format import PageFormat
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.plain_backend import PlainBackend
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ class Backend(Protocol):
         """Copy whole pages (from entry, to entry). No entry is both."""
         ...
 
-    def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
+    def gather(
+        self, pages: "LayerPages", rows: PageRows, tail: Tail | None
+    ) -> tuple[mx.array, mx.array]:
         """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context
         with its right padding. Rows end at T, and padding is zeros. Lazy."""
         ...
@@ -71,6 +73,7 @@ class Backend(Protocol):
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        tail: Tail | None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim], over all tokens of their rows;
         [B, q_heads, S, v_dim], finite where the step is padding.

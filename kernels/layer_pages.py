@@ -9,7 +9,7 @@ from paged_kv.kernels.backend import Backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.lazy_reads import LazyReads
 from paged_kv.kernels.page_format import PageFormat, PageLayout
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 
 
 class LayerPages:
@@ -84,9 +84,9 @@ class LayerPages:
         self.lazy_reads.compute()
         self._backend.copy(self, copies)
 
-    def gather(self, rows: PageRows) -> tuple[mx.array, mx.array]:
+    def gather(self, rows: PageRows, tail: Tail | None = None) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""
-        return self._backend.gather(self, rows)
+        return self._backend.gather(self, rows, tail)
 
     def attend(
         self,
@@ -97,8 +97,9 @@ class LayerPages:
         causal: bool = True,
         window: int | None = None,
         sinks: mx.array | None = None,
+        tail: Tail | None = None,
     ) -> mx.array:
         """See `Backend.attend`."""
         return self._backend.attend(
-            self, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks
+            self, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks, tail=tail
         )

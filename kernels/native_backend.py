@@ -24,7 +24,7 @@ from paged_kv.kernels.native_library import (
 )
 from paged_kv.kernels.page_format import WORD, PageFormat
 from paged_kv.kernels.page_gather import gather
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.untouched_memory import untouched
 
 if TYPE_CHECKING:
@@ -80,8 +80,10 @@ class NativeBackend:
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
 
-    def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
-        return gather(pages, rows)
+    def gather(
+        self, pages: "LayerPages", rows: PageRows, tail: Tail | None
+    ) -> tuple[mx.array, mx.array]:
+        return gather(pages, rows, tail)
 
     def attend(
         self,
@@ -93,8 +95,16 @@ class NativeBackend:
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        tail: Tail | None,
     ) -> mx.array:
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        if tail is None:
+            return self._attend(pages, queries, rows, options, sinks)
+        step = [mx.contiguous(part) for part in tail]
+        mx.eval(step)
+        # The struct holds addresses only.
+        tensors = [Tensor(part) for part in step]
+        options.tail_k, options.tail_v = (tensor.address for tensor in tensors)
         return self._attend(pages, queries, rows, options, sinks)
 
     def attend_with_tail(

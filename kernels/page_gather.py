@@ -10,42 +10,63 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from paged_kv.kernels.page_format import PAGE_SIZE, WORD
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 
 if TYPE_CHECKING:
     from paged_kv.kernels.layer_pages import LayerPages
 
 
-def gather(pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
+def gather(pages: "LayerPages", rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
     length = max(rows.ends)
     per_row = [
-        read_row(pages, table, context_len, own_memory=True)
-        for table, context_len in zip(rows.block_tables, rows.context_lens, strict=True)
+        read_row(pages, rows, row, tail, own_memory=True) for row in range(len(rows.context_lens))
     ]
     keys, values = zip(*per_row, strict=True)
     return _stack(length, keys, rows.right_padding), _stack(length, values, rows.right_padding)
 
 
 def read_row(
-    pages: "LayerPages", table: tuple[int, ...], length: int, *, own_memory: bool = False
+    pages: "LayerPages",
+    rows: PageRows,
+    row: int,
+    tail: Tail | None,
+    *,
+    own_memory: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values [heads, length, dim] of one row; a view of its pages where that is possible
-    and no memory of their own is asked for."""
-    used = table[: -(-length // PAGE_SIZE)]
+    """Keys and values [heads, tokens, dim] of a row's own tokens; views of its pages where that is
+    possible and no memory of their own is asked for."""
+    end = rows.context_lens[row]
+    first = rows.first_tokens[row] if rows.first_tokens else 0
+    if tail is None:
+        return _read_pages(pages, rows.block_tables[row], first, end, own_memory=own_memory)
+    own = rows.own_tokens(tail[0].shape[2])[row]
+    before = _read_pages(pages, rows.block_tables[row], first, end - len(own), own_memory=False)
+    step = [part[row, :, own.start : own.stop] for part in tail]
+    keys, values = (
+        mx.concatenate([old, new], axis=1) for old, new in zip(before, step, strict=True)
+    )
+    return keys, values
+
+
+def _read_pages(
+    pages: "LayerPages", table: tuple[int, ...], first: int, end: int, *, own_memory: bool
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [heads, end - first, dim] of the tokens at [first, end) of a table."""
+    used = table[: -(-end // PAGE_SIZE)]
     runs = list(_page_runs(pages, used)) or [mx.zeros((0, pages.layout.unit_words), dtype=WORD)]
     whole = mx.concatenate(runs) if len(runs) > 1 else runs[0]
     if own_memory and len(runs) == 1:
         whole = whole + 0
     whole = whole.reshape(len(used), pages.layout.page_words)
-    rows = []
+    planes = []
     for plane, offset in zip(pages.layout.planes, pages.layout.offsets, strict=True):
         part = whole[:, offset : offset + plane.words]
         part = part.reshape(len(used), plane.heads, PAGE_SIZE, plane.row_words)
         tokens = len(used) * PAGE_SIZE
         part = part.transpose(1, 0, 2, 3).reshape(plane.heads, tokens, plane.row_words)
-        rows.append(part[:, :length])
-    return pages.page_format.decode(pages.geometry, rows)
+        planes.append(part[:, first:end])
+    return pages.page_format.decode(pages.geometry, planes)
 
 
 def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[mx.array]:

@@ -4,8 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+Tail = tuple[mx.array, mx.array]
+"""The keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] of a step that rows count among
+their tokens, as their last, and that no page holds yet."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +25,30 @@ class PageRows:
     Attributes:
         block_tables: per row the entries of its blocks, in the order of their tokens. Position p
             is row p % 256 of the page that entry p // 256 names.
-        context_lens: per row how many tokens are in its pages, those of this step included.
+        context_lens: per row how many tokens its table reaches, those of this step included.
         right_padding: per row how many tokens of padding follow the last one.
+        first_tokens: per row how many tokens at the beginning of its table are its own no longer,
+            because the window has passed them: only attention with that window may be asked for.
+            Empty stands for none in any row.
     """
 
     block_tables: tuple[tuple[int, ...], ...]
     context_lens: tuple[int, ...]
     right_padding: tuple[int, ...]
+    first_tokens: tuple[int, ...] = ()
+
+    @property
+    def visible_lens(self) -> tuple[int, ...]:
+        """Per row the tokens that are its own."""
+        if not self.first_tokens:
+            return self.context_lens
+        pairs = zip(self.context_lens, self.first_tokens, strict=True)
+        return tuple([length - first for length, first in pairs])
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Per row the tokens and the padding behind them."""
-        return tuple(map(sum, zip(self.context_lens, self.right_padding, strict=True)))
+        """Per row the tokens that are its own and the padding behind them."""
+        return tuple(map(sum, zip(self.visible_lens, self.right_padding, strict=True)))
 
     @cached_property
     def block_table_array(self) -> npt.NDArray[np.int32]:

@@ -19,7 +19,7 @@ from paged_kv.kernels.attention_mask import causal_window_mask
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, Plane
 from paged_kv.kernels.page_gather import gather, read_row
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.untouched_memory import untouched
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ class PlainBackend:
         mx.eval(contents)
         self.load(pages, contents)
 
-    def gather(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
-        return gather(pages, rows)
+    def gather(
+        self, pages: "LayerPages", rows: PageRows, tail: Tail | None
+    ) -> tuple[mx.array, mx.array]:
+        return gather(pages, rows, tail)
 
     def attend(
         self,
@@ -88,6 +90,7 @@ class PlainBackend:
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        tail: Tail | None,
     ) -> mx.array:
         _, heads, count, _ = queries.shape
         outputs = []
@@ -96,14 +99,13 @@ class PlainBackend:
                 nothing = (1, heads, count, pages.geometry.v_dim)
                 outputs.append(mx.zeros(nothing, dtype=queries.dtype))
                 continue
-            context_len = rows.context_lens[row]
-            keys, values = read_row(pages, rows.block_tables[row], context_len)
+            keys, values = read_row(pages, rows, row, tail)
             output = mx.fast.scaled_dot_product_attention(
                 queries[row : row + 1, :, own.start : own.stop],
                 keys[None],
                 values[None],
                 scale=scale,
-                mask=_row_mask(context_len, len(own), causal=causal, window=window),
+                mask=_row_mask(keys.shape[1], len(own), causal=causal, window=window),
                 sinks=sinks,
             )
             outputs.append(_with_padding(output, own, count))

@@ -1,8 +1,10 @@
-"""The layers that share one block table: one allocator, and the pages of each layer."""
+"""The layers that share one block table: all without a window, or all with the same one. One
+allocator, and the pages of each layer."""
 
 from collections.abc import Mapping
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES
 from paged_kv.kernels.backend import Backend, backend_for
@@ -10,6 +12,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.window import Window
 
 
 class LayerGroup:
@@ -21,9 +24,15 @@ class LayerGroup:
     """
 
     def __init__(
-        self, layers: range, page_format: PageFormat, backend: Backend, budget: ByteBudget
+        self,
+        layers: list[int],
+        window: Window | None,
+        page_format: PageFormat,
+        backend: Backend,
+        budget: ByteBudget,
     ) -> None:
         self.layers = layers
+        self.window = window
         self.page_format = page_format
         self.pages: dict[int, LayerPages] = {}
         # The layers of a step read the same rows one after the other. What backends make of
@@ -44,6 +53,10 @@ class LayerGroup:
         """The group's allocator; there is one from the first write on."""
         assert self._allocator is not None, "no layer of this group was written yet"
         return self._allocator
+
+    def new_table(self) -> BlockTable:
+        """A block table for a sequence, a ring if the group has a window."""
+        return self.allocator.new_table(self.window.ring if self.window else None)
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
         """The pages of a layer, made at its first write.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections.abc import Mapping
 from functools import partial
 
 import mlx.core as mx
@@ -17,11 +18,14 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.memory import recommended_bytes
 from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
-from paged_kv.paged_array import PagedKeys, PagedValues, paged_arrays
+from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
+from paged_kv.pending_step import PendingStep
+from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
 from paged_kv.stats import PoolStats
+from paged_kv.window import Window
 
 logger = logging.getLogger("paged_kv")
 
@@ -35,6 +39,7 @@ class PagePool:
 
     Args:
         num_layers: layers that keep keys and values.
+        windows: what the layers see that see a window only.
         page_format: how pages hold numbers: "fp16", the model's own 16 bits.
         max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
             less what is in use.
@@ -48,18 +53,20 @@ class PagePool:
         self,
         num_layers: int,
         *,
+        windows: Mapping[int, Window] | None = None,
         page_format: str = "fp16",
         max_bytes: int | None = None,
         name: str = "pool",
     ) -> None:
         self.num_layers = num_layers
+        self.windows = dict(windows or {})
         self.name = name
         self.serial = next(_serials)
         self.page_format = page_format_named(page_format)
         self.backend = choose_backend()
         self.budget = ByteBudget(recommended_bytes() if max_bytes is None else max_bytes)
-        layers = LayerGroup(range(num_layers), self.page_format, self.backend, self.budget)
-        self.groups = [layers]
+        self.groups = self._new_groups()
+        self._group_of = {layer: group for group in self.groups for layer in group.layers}
         self._gather_fallbacks = 0
         self._fallback_reported = False
         _pools.add(self)
@@ -78,7 +85,7 @@ class PagePool:
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
-        return next(group for group in self.groups if layer in group.layers)
+        return self._group_of[layer]
 
     def append(
         self, layer: int, sequences: list[Sequence], keys: mx.array, values: mx.array
@@ -100,6 +107,7 @@ class PagePool:
             )
         if count == 0:
             return
+        self.commit(sequences, layer)
         try:
             pages = self._prepare(layer, sequences, geometry, count)
         except PoolExhausted:
@@ -108,7 +116,13 @@ class PagePool:
             raise
         for sequence in sequences:
             sequence.advance(layer, count)
-        pages.write(keys, values, self.rows(layer, sequences))
+        window = self.windows.get(layer)
+        if window is None or count <= window.write_chunk:
+            pages.write(keys, values, self.rows(layer, sequences))
+            return
+        steps = self.rows(layer, sequences, in_tail=True).own_tokens(count)
+        for row, (sequence, own) in enumerate(zip(sequences, steps, strict=True)):
+            sequence.pending[layer] = PendingStep((keys, values), row, own)
 
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
         """Own blocks in all groups for the next `count` tokens of each sequence.
@@ -135,17 +149,26 @@ class PagePool:
         pages = self.group_of(layer).pages.get(layer)
         if pages is None:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
-        rows = self.rows(layer, sequences)
-        return paged_arrays(pages, rows, partial(self._note_gather, layer))
-
-    def rows(self, layer: int, sequences: list[Sequence]) -> PageRows:
-        """The sequences' pages in one layer; the same object for all layers of a step."""
-        group = self.group_of(layer)
-        rows = PageRows(
-            block_tables=tuple([sequence.blocks(group) for sequence in sequences]),
-            context_lens=tuple([sequence.context_lens[layer] for sequence in sequences]),
-            right_padding=tuple([sequence.padding[layer].right for sequence in sequences]),
+        tail = self._tail(layer, sequences)
+        rows = self.rows(layer, sequences, in_tail=tail is not None)
+        read = PagedRead(
+            pages, rows, self.windows.get(layer), tail, partial(self._note_gather, layer)
         )
+        return paged_arrays(read)
+
+    def commit(self, sequences: list[Sequence], layer: int | None = None) -> None:
+        """Write what the sequences' layers, or one of them, have not written yet."""
+        for sequence in sequences:
+            pending = sequence.pending
+            for each in [each for each in pending if layer in (None, each)]:
+                self._write_pending(each, sequence, pending.pop(each))
+                sequence.step_lens[each] = 0
+
+    def rows(self, layer: int, sequences: list[Sequence], *, in_tail: bool = False) -> PageRows:
+        """What the sequences' latest step sees in one layer; the same object for all layers of a
+        step. `in_tail` says that the step itself is in no page yet."""
+        group = self.group_of(layer)
+        rows = rows_of(group, layer, sequences, in_tail=in_tail)
         if rows != group.latest_rows:
             group.latest_rows = rows
         return group.latest_rows
@@ -156,13 +179,13 @@ class PagePool:
         return None if pages is None else pages.geometry
 
     def page_views(self, layer: int, sequence: Sequence) -> list[mx.array]:
-        """Views of a layer's pages of a sequence, in the order of their tokens; they cost nothing.
+        """Views of a layer's pages of a sequence, in the order of its table; they cost nothing.
 
-        While one lives, a write may have to copy the whole slab: never keep them.
+        A later write may show in them, or may have to copy the whole slab: never keep them.
         """
         group = self.group_of(layer)
-        used = -(-sequence.context_lens[layer] // PAGE_SIZE)
-        return [group.pages[layer].page(block) for block in sequence.blocks(group)[:used]]
+        count = self._pages_held(layer, sequence.context_lens[layer], sequence.written_lens[layer])
+        return [group.pages[layer].page(block) for block in sequence.blocks(group)[:count]]
 
     def load(
         self,
@@ -170,6 +193,7 @@ class PagePool:
         sequence: Sequence,
         geometry: LayerGeometry,
         context_len: int,
+        written_len: int,
         contents: list[mx.array],
     ) -> None:
         """Fill a layer of a sequence that is empty there, with pages as `page_views` gave them.
@@ -180,17 +204,16 @@ class PagePool:
         """
         group = self.group_of(layer)
         pages = group.open_layer(layer, geometry)
-        expected = [(pages.layout.page_units, pages.layout.unit_words)] * -(
-            -context_len // PAGE_SIZE
-        )
+        shape = (pages.layout.page_units, pages.layout.unit_words)
+        expected = [shape] * self._pages_held(layer, context_len, written_len)
         if [tuple(content.shape) for content in contents] != expected:
             raise ValueError(
-                f"layer {layer} needs {len(expected)} pages of {expected[:1]} words for "
+                f"layer {layer} needs {len(expected)} pages of {shape} words for "
                 f"{context_len} tokens, got {[tuple(content.shape) for content in contents]}"
             )
-        self.reserve(layer, [sequence], context_len)
+        self.reserve(layer, [sequence], max(context_len, written_len))
         pages.load(dict(zip(sequence.blocks(group), contents, strict=False)))
-        sequence.advance(layer, context_len)
+        sequence.restore(layer, context_len, written_len)
 
     def can_admit(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens would fit now. O(slabs).
@@ -266,6 +289,48 @@ class PagePool:
                     writes.setdefault(group, []).append(Write(table, start, end))
         return writes
 
+    def _pages_held(self, layer: int, context_len: int, written_len: int) -> int:
+        """Entries of a table that hold tokens of a layer."""
+        window = self.windows.get(layer)
+        if window is not None and window.first_held(written_len):
+            return window.ring.size
+        return -(-context_len // PAGE_SIZE)
+
+    def _tail(self, layer: int, sequences: list[Sequence]) -> Tail | None:
+        """The latest step of the sequences, if no page holds it yet.
+
+        Of sequences that were rearranged since, the step is written.
+        """
+        pending = [sequence.pending.get(layer) for sequence in sequences]
+        first = pending[0] if pending else None
+        if first is not None and all(
+            each is not None and each.step is first.step and each.row == row
+            for row, each in enumerate(pending)
+        ):
+            return first.step
+        self.commit(sequences, layer)
+        return None
+
+    def _write_pending(self, layer: int, sequence: Sequence, pending: PendingStep) -> None:
+        group, window = self.group_of(layer), self.windows[layer]
+        end = sequence.context_lens[layer]
+        start = end - len(pending.own)
+        for first, last in window.kept_parts(start, end):
+            base = first - first % PAGE_SIZE
+            blocks = sequence.table(group).blocks_of(base, last)
+            keys, values = pending.between(first - start, last - start)
+            group.pages[layer].write(keys, values, PageRows((blocks,), (last - base,), (0,)))
+
+    def _new_groups(self) -> list[LayerGroup]:
+        """The layers without a window, and those of each window."""
+        layers: dict[Window | None, list[int]] = {}
+        for layer in range(self.num_layers):
+            layers.setdefault(self.windows.get(layer), []).append(layer)
+        return [
+            LayerGroup(members, window, self.page_format, self.backend, self.budget)
+            for window, members in layers.items()
+        ]
+
     def _note_gather(self, layer: int) -> None:
         self._gather_fallbacks += 1
         if not self._fallback_reported:
@@ -278,11 +343,10 @@ class PagePool:
             )
 
 
-def find_pool(num_layers: int, page_format: str) -> PagePool | None:
-    """The latest pool still in use that has so many layers and that format."""
+def find_pool(num_layers: int, page_format: str, windows: Mapping[int, Window]) -> PagePool | None:
+    """The latest pool still in use that has these layers and that format."""
+    wanted = num_layers, page_format, windows
     fitting = [
-        pool
-        for pool in _pools
-        if pool.num_layers == num_layers and pool.page_format.name == page_format
+        pool for pool in _pools if (pool.num_layers, pool.page_format.name, pool.windows) == wanted
     ]
     return max(fitting, key=lambda pool: pool.serial, default=None)

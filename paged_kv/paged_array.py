@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from paged_kv.kernels.attention_mask import batch_mask, causal_window_mask
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
+from paged_kv.window import Window
 
 
 class PagedRead:
@@ -21,7 +22,8 @@ class PagedRead:
     Args:
         pages: the layer's pages.
         rows: which of them, and how many tokens.
-        gathered: keys and values as they are computed if somebody looks at them.
+        window: what the layer sees; None if all.
+        tail: the latest step, if no page holds it yet.
         on_gather: called once, when this is dropped, if attention never read the pages.
     """
 
@@ -29,12 +31,15 @@ class PagedRead:
         self,
         pages: LayerPages,
         rows: PageRows,
-        gathered: tuple[mx.array, mx.array],
+        window: Window | None,
+        tail: Tail | None,
         on_gather: Callable[[], None],
     ) -> None:
+        self.pages = pages
         self.rows = rows
-        self._pages = pages
-        self._gathered = gathered
+        self.gathered = pages.gather(rows, tail)
+        self._window = window
+        self._tail = tail
         self._on_gather = on_gather
         self._attended = False
         self._thread = get_ident()
@@ -42,23 +47,45 @@ class PagedRead:
     def __del__(self) -> None:
         if not self._attended:
             # Who did not attend has them in a graph, which may be computed later.
-            self._pages.lazy_reads.leave(self._gathered, self._thread)
+            self.pages.lazy_reads.leave(self.gathered, self._thread)
             self._on_gather()
+
+    def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
+        """Whether a kernel that knows only lengths and a window hides what the mask hides."""
+        if isinstance(mask, PagedMask):
+            return mask.hides_in(self.rows, queries) and self._is_narrower(mask.window)
+        if mask is None:
+            return self._window is None or queries == 1
+        return not isinstance(mask, mx.array) and mask == "causal"
 
     def attend(
         self,
         queries: mx.array,
+        mask: mx.array | str | None,
         *,
         scale: float,
-        causal: bool,
-        window: int | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`."""
+        """Attention of a step of queries [B, q_heads, S, k_dim] under a mask that `sees_as` this;
+        see `Backend.attend`."""
         self._attended = True
-        return self._pages.attend(
-            queries, self.rows, scale=scale, causal=causal, window=window, sinks=sinks
+        window = self._window.size if self._window else None
+        if isinstance(mask, PagedMask) and mask.window is not None:
+            window = mask.window
+        return self.pages.attend(
+            queries,
+            self.rows,
+            scale=scale,
+            causal=mask is not None,
+            window=window,
+            sinks=sinks,
+            tail=self._tail,
         )
+
+    def _is_narrower(self, window: int | None) -> bool:
+        if self._window is None:
+            return True
+        return window is not None and window <= self._window.size
 
 
 class PagedKeys(mx.array):
@@ -79,43 +106,40 @@ class PagedMask(mx.array):
     Boolean [S, T] for one sequence, [B, 1, S, T] for a batch.
 
     Attributes:
-        context_lens: tokens of each row, those of this step included.
+        visible_lens: tokens of each row, those of this step included.
         right_padding: tokens of padding behind those, as in `PageRows`.
         window: how many tokens a query sees, itself included; None for all.
     """
 
-    context_lens: tuple[int, ...]
+    visible_lens: tuple[int, ...]
     right_padding: tuple[int, ...]
     window: int | None
 
     def hides_in(self, rows: PageRows, queries: int) -> bool:
         """Whether this is the mask of a step of `queries` tokens that ends as `rows` do."""
-        ends_alike = (self.context_lens, self.right_padding) == (
-            rows.context_lens,
+        ends_alike = (self.visible_lens, self.right_padding) == (
+            rows.visible_lens,
             rows.right_padding,
         )
         return ends_alike and self.shape[-2] == queries
 
 
-def paged_arrays(
-    pages: LayerPages, rows: PageRows, on_gather: Callable[[], None]
-) -> tuple[PagedKeys, PagedValues]:
-    """The keys and values that stand for the pages of `rows`."""
-    gathered = pages.gather(rows)
-    keys, values = PagedKeys(gathered[0]), PagedValues(gathered[1])
-    keys.read = values.read = PagedRead(pages, rows, gathered, on_gather)
-    pages.lazy_reads.watch(keys)
-    pages.lazy_reads.watch(values)
+def paged_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
+    """The keys and values that stand for the pages of a read."""
+    keys, values = PagedKeys(read.gathered[0]), PagedValues(read.gathered[1])
+    keys.read = values.read = read
+    read.pages.lazy_reads.watch(keys)
+    read.pages.lazy_reads.watch(values)
     return keys, values
 
 
 def paged_mask(rows: PageRows, queries: int, window: int | None) -> PagedMask:
     """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
-    if len(rows.context_lens) == 1:
+    if len(rows.ends) == 1:
         mask = PagedMask(causal_window_mask(rows.ends[0], queries, window))
     else:
         mask = PagedMask(batch_mask(rows, queries, window))
-    mask.context_lens = rows.context_lens
+    mask.visible_lens = rows.visible_lens
     mask.right_padding = rows.right_padding
     mask.window = window
     return mask

@@ -105,16 +105,24 @@ class PagedKVCache:
             PoolExhausted: the pool's budget does not hold the tokens.
         """
         self.pool.reserve(self.layer, self.sequences, N)
-        one = len(self.sequences) == 1
-        if one and window_size is None and N == 1:
-            return None
-        if one and window_size is None and not return_array:
-            return "causal"
+        window = self.pool.windows.get(self.layer)
+        if len(self.sequences) == 1 and not self._mask_is_array(N, return_array, window_size):
+            return None if N == 1 else "causal"
+        if window is not None and window_size is None:
+            window_size = window.size
         return paged_mask(self._rows_after(N), N, window_size)
 
     def is_trimmable(self) -> bool:
-        """Whether tokens can be taken off the end; always."""
-        return True
+        """Whether tokens can be taken off the end: always without a window, and with one as far
+        as it has not written over what it would need."""
+        return self.empty() or self.can_trim(1)
+
+    def can_trim(self, n: int) -> bool:
+        """Whether n tokens can be taken off every sequence, or all of one that has fewer."""
+        return all(
+            min(n, sequence.context_lens[self.layer]) <= sequence.rollback
+            for sequence in self.sequences
+        )
 
     def trim(self, n: int) -> int:
         """Take the last n tokens off every sequence, or all of one that has fewer; returns the
@@ -132,6 +140,7 @@ class PagedKVCache:
 
         Raises:
             ValueError: there are not B counts, or one is negative; nothing was changed.
+            RollbackError: a window has passed what one of them would need; nothing was changed.
         """
         counts = _integers(n)
         if len(counts) != len(self.sequences):
@@ -143,10 +152,10 @@ class PagedKVCache:
             raise ValueError(
                 f"trim needs counts of tokens that are not negative, got {min(counts)}"
             )
-        return [
-            sequence.trim(self.layer, count)
-            for sequence, count in zip(self.sequences, counts, strict=True)
-        ]
+        pairs = list(zip(self.sequences, counts, strict=True))
+        for sequence, count in pairs:
+            sequence.require_rollback(self.layer, count)
+        return [sequence.trim(self.layer, count) for sequence, count in pairs]
 
     def prepare(
         self,
@@ -282,14 +291,26 @@ class PagedKVCache:
         lengths = [sequence.context_lens[self.layer] for sequence in self.sequences]
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
 
+    def _mask_is_array(self, count: int, return_array: bool, window_size: int | None) -> bool:
+        """Whether the mask of one sequence must be written out, by mlx-lm's rules."""
+        window = self.pool.windows.get(self.layer)
+        if window is None:
+            return window_size is not None or (return_array and count > 1)
+        before = self.size()
+        if count == 1:
+            return window_size is not None and window_size <= min(before, window.size - 1)
+        return return_array or min(window.size - 1, before) + count > (window_size or window.size)
+
     def _rows_after(self, count: int) -> PageRows:
         """How rows end after a step of `count` tokens; without their tables."""
-        context_lens, right_padding = [], []
+        window = self.pool.windows.get(self.layer)
+        lengths, right_padding = [], []
         for sequence in self.sequences:
-            padding = sequence.padding[self.layer]
-            context_lens.append(sequence.context_lens[self.layer] + padding.own(count))
+            before, padding = sequence.context_lens[self.layer], sequence.padding[self.layer]
+            first = 0 if window is None else window.first_visible(before)
+            lengths.append(before + padding.own(count) - first)
             right_padding.append(padding.after(count).right)
-        return PageRows((), tuple(context_lens), tuple(right_padding))
+        return PageRows((), tuple(lengths), tuple(right_padding))
 
     def _distinct(self, sequences: list[Sequence]) -> list[Sequence]:
         """The sequences, with a fork for each that appeared before: rows are written alone."""

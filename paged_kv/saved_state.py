@@ -5,8 +5,9 @@ So every layer carries its sequences' uids, and layers with one uid become one s
 A saved layer:
 
     version, layer, num_layers, page_format     numbers and a string
+    windows                                     [layer, size, write_chunk, keep] of those that have
     geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
-    rows                                        per sequence: uid, context_len, pages
+    rows                                        per sequence: uid, context_len, written_len, pages
 
 Pages are saved whole; their rows behind the context length mean nothing.
 """
@@ -14,6 +15,7 @@ Pages are saved whole; their rows behind the context length mean nothing.
 from __future__ import annotations
 
 import weakref
+from dataclasses import astuple
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +23,9 @@ import mlx.core as mx
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.page_pool import PagePool, find_pool
 from paged_kv.sequence import Sequence
+from paged_kv.window import Window
 
-VERSION = 1
+VERSION = 2
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -33,10 +36,12 @@ _restored: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDiction
 
 def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[str, Any]:
     """One layer of the sequences as a tree. Its arrays are views of pages, which cost nothing."""
+    pool.commit(sequences)
     rows = [
         {
             "uid": sequence.uid,
             "context_len": sequence.context_lens[layer],
+            "written_len": sequence.written_lens[layer],
             "pages": pool.page_views(layer, sequence),
         }
         for sequence in sequences
@@ -46,6 +51,7 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
         "layer": layer,
         "num_layers": pool.num_layers,
         "page_format": pool.page_format.name,
+        "windows": [[layer, *astuple(window)] for layer, window in sorted(pool.windows.items())],
         "geometry": _geometry_state(pool.geometry(layer)),
         "rows": rows,
     }
@@ -67,7 +73,8 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
         if geometry is not None:
             # An empty list of pages does not survive the file.
             pages = list(row.get("pages") or [])
-            pool.load(layer, sequence, geometry, int(row["context_len"]), pages)
+            lengths = int(row["context_len"]), int(row["written_len"])
+            pool.load(layer, sequence, geometry, *lengths, pages)
     return pool, layer, sequences
 
 
@@ -85,8 +92,13 @@ def _pool_for(state: dict[str, Any], uid: str, layer: int) -> PagePool:
     if sequence is not None and not sequence.context_lens[layer]:
         return sequence.pool
     num_layers, page_format = int(state["num_layers"]), state["page_format"]
-    pool = find_pool(num_layers, page_format)
-    return pool or PagePool(num_layers, page_format=page_format, name="loaded prompt cache")
+    # An empty list does not survive the file.
+    numbers = [[int(number) for number in entry] for entry in state.get("windows") or []]
+    windows = {layer: Window(*fields) for layer, *fields in numbers}
+    pool = find_pool(num_layers, page_format, windows)
+    return pool or PagePool(
+        num_layers, windows=windows, page_format=page_format, name="loaded prompt cache"
+    )
 
 
 def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:

@@ -7,7 +7,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.errors import RollbackError
 from paged_kv.padding import NO_PADDING, Padding
+from paged_kv.pending_step import PendingStep
 
 if TYPE_CHECKING:
     from paged_kv.layer_group import LayerGroup
@@ -23,16 +25,23 @@ class Sequence:
 
     Attributes:
         uid: names the sequence, the same for all its layers.
-        context_lens: tokens written, per layer.
+        context_lens: tokens, per layer.
+        written_lens: the most tokens that there ever were, per layer: a ring has written over
+            what lies too far behind those.
+        step_lens: tokens of the latest step, per layer; 0 once its queries are over.
         padding: what of a batch's steps is padding in this row, per layer.
+        pending: the latest step of layers that have not written it yet.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.uid = uuid.uuid4().hex
         self.context_lens = [0] * pool.num_layers
+        self.written_lens = [0] * pool.num_layers
+        self.step_lens = [0] * pool.num_layers
         self.padding = [NO_PADDING] * pool.num_layers
-        self._step_began_at = self._progress()
+        self.pending: dict[int, PendingStep] = {}
+        self._before_step = self._progress()
         self._furthest = 0
         self._tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[weakref.ref[Sequence], set[int]]] = []
@@ -52,7 +61,7 @@ class Sequence:
     def table(self, group: LayerGroup) -> BlockTable:
         """The sequence's block table in a group that is open."""
         if group not in self._tables:
-            self._tables[group] = group.allocator.new_table()
+            self._tables[group] = group.new_table()
         return self._tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
@@ -66,31 +75,68 @@ class Sequence:
         end = self.offset(layer) + count
         if end <= self._furthest:
             return False
-        self._step_began_at = self._progress()
+        self._before_step = self._progress()
         self._furthest = end
         return True
 
     def advance(self, layer: int, count: int) -> None:
         """Note that a layer has gone `count` tokens further, padding included."""
-        self.context_lens[layer] += self.padding[layer].own(count)
+        own = self.padding[layer].own(count)
+        self.context_lens[layer] += own
+        self.written_lens[layer] = max(self.written_lens[layer], self.context_lens[layer])
+        self.step_lens[layer] = own
         self.padding[layer] = self.padding[layer].after(count)
+
+    def restore(self, layer: int, context_len: int, written_len: int) -> None:
+        """Note that a layer was filled from a saved one."""
+        self.context_lens[layer], self.written_lens[layer] = context_len, written_len
 
     def undo_step(self) -> None:
         """Take back what layers wrote since the step began."""
-        context_lens, padding = self._step_began_at
-        self.context_lens[:] = map(min, self.context_lens, context_lens)
+        context_lens, written_lens, padding = self._before_step
+        for layer, context_len in enumerate(context_lens):
+            if self.context_lens[layer] > context_len:
+                self.context_lens[layer] = context_len
+                self.pending.pop(layer, None)
+        self.written_lens[:] = written_lens
         self.padding[:] = padding
         self._shrink()
+
+    @property
+    def rollback(self) -> int:
+        """The most tokens that can be trimmed: all, unless a window has passed some."""
+        possible = [self.length]
+        for layer, window in self.pool.windows.items():
+            shortest = window.shortest_rollback(self.written_lens[layer])
+            possible.append(self.context_lens[layer] - shortest)
+        return max(0, min(possible))
 
     def trim(self, layer: int, count: int) -> int:
         """Take `count` tokens off one layer, or all that it has; returns how many.
 
         Blocks are freed when the last layer has trimmed.
+
+        Raises:
+            RollbackError: a layer with a window, maybe another one, has written over what it
+                would need; nothing was changed.
         """
+        self.require_rollback(layer, count)
+        self.pool.commit([self])
         count = min(count, self.context_lens[layer])
         self.context_lens[layer] -= count
+        if not self.context_lens[layer]:
+            self.written_lens[layer] = 0
+        self.step_lens[layer] = 0
         self._shrink()
         return count
+
+    def require_rollback(self, layer: int, count: int) -> None:
+        """Raise the RollbackError that `trim` would."""
+        target = max(0, self.context_lens[layer] - count)
+        for other, window in self.pool.windows.items():
+            shortest = window.shortest_rollback(self.written_lens[other])
+            if target < min(shortest, self.context_lens[other]):
+                raise RollbackError(count, max(0, self.context_lens[layer] - shortest))
 
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set what of the coming steps is padding in one layer."""
@@ -122,8 +168,9 @@ class Sequence:
             if fork is not None and layer not in asked:
                 asked.add(layer)
                 return fork
+        self.pool.commit([self])
         fork = Sequence(self.pool)
-        fork.context_lens, fork.padding = self._progress()
+        fork.context_lens, fork.written_lens, fork.padding = self._progress()
         fork._shrink()
         for group, table in self._tables.items():
             fork._tables[group] = group.allocator.fork(table)
@@ -131,15 +178,20 @@ class Sequence:
         self._forks.append((weakref.ref(fork), {layer}))
         return fork
 
-    def _progress(self) -> tuple[list[int], list[Padding]]:
-        return list(self.context_lens), list(self.padding)
+    def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
+        return list(self.context_lens), list(self.written_lens), list(self.padding)
 
     def _shrink(self) -> None:
         """Let everything follow layers that are no longer as far as they were."""
         self._forks.clear()
         self._furthest = max(map(self.offset, range(self.pool.num_layers)))
         for group, table in self._tables.items():
-            table.truncate(max(self.context_lens[layer] for layer in group.layers))
+            window, layers = group.window, group.layers
+            written = max(self.written_lens[layer] for layer in layers)
+            if window is not None and window.first_held(written):
+                table.forget_reserved()
+            else:
+                table.truncate(max(self.context_lens[layer] for layer in layers))
 
 
 def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:

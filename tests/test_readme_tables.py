@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benches.readme_tables import TABLES, main, measured_on, newest, rewritten, section
 
 MACHINE = {

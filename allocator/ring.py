@@ -1,0 +1,27 @@
+"""Block tables that write over what has left a window."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Which entry of a table a block of tokens lives in.
+
+    Attributes:
+        entries: entries that are used again: block b lives where block b - entries did.
+        head: entries before those, for the first blocks, which stay.
+    """
+
+    entries: int
+    head: int = 0
+
+    @property
+    def size(self) -> int:
+        """Entries of a full table."""
+        return self.head + self.entries
+
+    def entry(self, block: int) -> int:
+        """The entry of the block-th page of tokens."""
+        if block < self.head:
+            return block
+        return self.head + (block - self.head) % self.entries
