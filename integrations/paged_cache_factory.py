@@ -66,43 +66,29 @@ class PagedCacheFactory:
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
         self._closed = False
         self._installed_on_entry: list[bool] = []
-        paged: list[KVCache | RotatingKVCache] = []
-        for cache in stock_make_prompt_cache(model):
-            self._convert(cache, paged.append)
-        windows = {
-            layer: _window_of(cache, write_chunk)
-            for layer, cache in enumerate(paged)
-            if isinstance(cache, RotatingKVCache)
-        }
-        self.pool = PagePool(
-            len(paged),
-            windows=windows,
-            page_format=page_format,
-            max_bytes=max_bytes,
-            name=_file_of(model),
-        )
+        self._write_chunk = write_chunk
+        self.pool = self._new_pool(None, page_format=page_format, max_bytes=max_bytes)
+        self._pools: dict[int | None, PagePool] = {None: self.pool}
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
         `PagedKVCache` in the place of every `KVCache` and `RotatingKVCache`.
 
-        Layers without keys and values keep mlx-lm's caches.
+        Layers without keys and values keep mlx-lm's caches. With `max_kv_size` every layer keeps
+        the first four tokens and the latest others, so many in all, as mlx-lm's do.
 
         Raises:
-            ValueError: `max_kv_size` was given; it asks for a rotating cache.
+            ValueError: `max_kv_size` is less than 5, or the model makes caches of its own, which
+                it does not bound.
             RuntimeError: the factory was closed.
         """
-        if max_kv_size is not None:
-            raise ValueError(
-                f"max_kv_size={max_kv_size} asks for a rotating cache, which has no pages in this "
-                "version: leave it unset, and bound the memory of all sequences with max_bytes"
-            )
         self._require_open()
+        pool = self._pool_for(max_kv_size)
         install_attention_hook()
-        sequence, layers = Sequence(self.pool), count()
+        sequence, layers = Sequence(pool), count()
         return [
-            self._convert(cache, lambda _: PagedKVCache(self.pool, next(layers), [sequence]))
-            for cache in stock_make_prompt_cache(self._model)
+            self._convert(cache, lambda _: PagedKVCache(pool, next(layers), [sequence]))
+            for cache in stock_make_prompt_cache(self._model, max_kv_size)
         ]
 
     def install(self) -> bool:
@@ -141,12 +127,14 @@ class PagedCacheFactory:
         return self.pool.can_admit(tokens)
 
     def stats(self) -> PoolStats:
-        """A snapshot of the pool."""
-        return self.pool.stats()
+        """A snapshot of what the factory's caches hold."""
+        first, *others = [pool.stats() for pool in self._pools.values()]
+        return sum(others, first)
 
     def clear(self) -> None:
         """Give back all memory that no sequence uses."""
-        self.pool.clear()
+        for pool in self._pools.values():
+            pool.clear()
 
     def close(self) -> None:
         """Uninstall, make no more caches, and give back what no sequence uses.
@@ -156,6 +144,30 @@ class PagedCacheFactory:
         self._closed = True
         self.uninstall()
         self.clear()
+
+    def _pool_for(self, max_kv_size: int | None) -> PagePool:
+        """The pool of the caches with that bound; all pools share one budget."""
+        if max_kv_size not in self._pools:
+            if hasattr(self._model, "make_cache"):
+                raise ValueError(
+                    f"max_kv_size={max_kv_size} does not bound the caches that this model makes "
+                    "of its own: leave it unset, and bound the memory of all with max_bytes"
+                )
+            self._pools[max_kv_size] = self._new_pool(
+                max_kv_size, page_format=self.pool.page_format.name, beside=self.pool
+            )
+        return self._pools[max_kv_size]
+
+    def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
+        paged: list[KVCache | RotatingKVCache] = []
+        for cache in stock_make_prompt_cache(self._model, max_kv_size):
+            self._convert(cache, paged.append)
+        windows = {
+            layer: _window_of(cache, self._write_chunk)
+            for layer, cache in enumerate(paged)
+            if isinstance(cache, RotatingKVCache)
+        }
+        return PagePool(len(paged), windows=windows, name=_file_of(self._model), **options)
 
     def _learn_geometry(self) -> None:
         """Tell the pool what the layers write, from a step with mlx-lm's own caches that is never
@@ -186,6 +198,11 @@ class PagedCacheFactory:
 
 def _window_of(cache: RotatingKVCache, write_chunk: int | None) -> Window:
     size = cache.max_size - cache.keep
+    if size < 1:
+        raise ValueError(
+            f"max_kv_size={cache.max_size} must be more than the first {cache.keep} tokens, which "
+            "are always kept"
+        )
     chunk = min(DEFAULT_WRITE_CHUNK, size) if write_chunk is None else write_chunk
     return Window(size, chunk, cache.keep)
 

@@ -36,24 +36,26 @@ def read_row(
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [heads, tokens, dim] of a row's own tokens; views of its pages where that is
     possible and no memory of their own is asked for."""
-    end = rows.context_lens[row]
-    first = rows.first_tokens[row] if rows.first_tokens else 0
-    if tail is None:
-        return _read_pages(pages, rows.block_tables[row], first, end, own_memory=own_memory)
-    own = rows.own_tokens(tail[0].shape[2])[row]
-    before = _read_pages(pages, rows.block_tables[row], first, end - len(own), own_memory=False)
-    step = [part[row, :, own.start : own.stop] for part in tail]
-    keys, values = (
-        mx.concatenate([old, new], axis=1) for old, new in zip(before, step, strict=True)
-    )
-    return keys, values
+    own = rows.own_tokens(tail[0].shape[2])[row] if tail else range(0)
+    table = rows.block_tables[row]
+    head, others = rows.own_ranges(row)
+    in_pages = range(others.start, others.stop - len(own))
+    if not head and not tail:
+        return _read_pages(pages, table, in_pages, own_memory=own_memory)
+    parts = [_read_pages(pages, table, tokens) for tokens in (head, in_pages)]
+    if tail:
+        parts.append((tail[0][row, :, own.start : own.stop], tail[1][row, :, own.start : own.stop]))
+    keys, values = map(list, zip(*parts, strict=True))
+    return mx.concatenate(keys, axis=1), mx.concatenate(values, axis=1)
 
 
 def _read_pages(
-    pages: "LayerPages", table: tuple[int, ...], first: int, end: int, *, own_memory: bool
+    pages: "LayerPages", table: tuple[int, ...], tokens: range, *, own_memory: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values [heads, end - first, dim] of the tokens at [first, end) of a table."""
-    used = table[: -(-end // PAGE_SIZE)]
+    """Keys and values [heads, tokens, dim] of some of a table's tokens."""
+    base = tokens.start // PAGE_SIZE
+    first, end = tokens.start - base * PAGE_SIZE, tokens.stop - base * PAGE_SIZE
+    used = table[base : base - (-end // PAGE_SIZE)]
     runs = list(_page_runs(pages, used)) or [mx.zeros((0, pages.layout.unit_words), dtype=WORD)]
     whole = mx.concatenate(runs) if len(runs) > 1 else runs[0]
     if own_memory and len(runs) == 1:
@@ -63,8 +65,8 @@ def _read_pages(
     for plane, offset in zip(pages.layout.planes, pages.layout.offsets, strict=True):
         part = whole[:, offset : offset + plane.words]
         part = part.reshape(len(used), plane.heads, PAGE_SIZE, plane.row_words)
-        tokens = len(used) * PAGE_SIZE
-        part = part.transpose(1, 0, 2, 3).reshape(plane.heads, tokens, plane.row_words)
+        part = part.transpose(1, 0, 2, 3)
+        part = part.reshape(plane.heads, len(used) * PAGE_SIZE, plane.row_words)
         planes.append(part[:, first:end])
     return pages.page_format.decode(pages.geometry, planes)
 

@@ -30,20 +30,26 @@ class PageRows:
         first_tokens: per row how many tokens at the beginning of its table are its own no longer,
             because the window has passed them: only attention with that window may be asked for.
             Empty stands for none in any row.
+        head_tokens: per row how many of those are its own all the same, the first of them: they
+            are gathered, and attention must not be asked for. Empty stands for none in any row.
     """
 
     block_tables: tuple[tuple[int, ...], ...]
     context_lens: tuple[int, ...]
     right_padding: tuple[int, ...]
     first_tokens: tuple[int, ...] = ()
+    head_tokens: tuple[int, ...] = ()
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
         """Per row the tokens that are its own."""
-        if not self.first_tokens:
-            return self.context_lens
-        pairs = zip(self.context_lens, self.first_tokens, strict=True)
-        return tuple([length - first for length, first in pairs])
+        return tuple([sum(map(len, self.own_ranges(row))) for row in range(len(self.context_lens))])
+
+    def own_ranges(self, row: int) -> tuple[range, range]:
+        """Which tokens of a row's table are its own: of the head, and the others."""
+        first = self.first_tokens[row] if self.first_tokens else 0
+        head = self.head_tokens[row] if self.head_tokens else 0
+        return range(head), range(first, self.context_lens[row])
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -14,7 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paged_kv.allocator.errors import BlockStateError, PagedKVError, PoolExhausted
+    from paged_kv.allocator.errors import (
+        BlockStateError,
+        PagedKVError,
+        PoolExhausted,
+        RollbackError,
+    )
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
     from paged_kv.page_pool import PagePool
@@ -32,6 +37,7 @@ __all__ = [
     "PagedKVError",
     "PoolExhausted",
     "PoolStats",
+    "RollbackError",
     "Sequence",
     "__version__",
     "generate_samples",
@@ -41,6 +47,7 @@ _HOMES = {
     "BlockStateError": "allocator.errors",
     "PagedKVError": "allocator.errors",
     "PoolExhausted": "allocator.errors",
+    "RollbackError": "allocator.errors",
     "PagedCacheFactory": "integrations.paged_cache_factory",
     "PagePool": "page_pool",
     "PagedKVCache": "paged_kv_cache",

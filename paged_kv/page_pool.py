@@ -43,6 +43,7 @@ class PagePool:
         page_format: how pages hold numbers: "fp16", the model's own 16 bits.
         max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
             less what is in use.
+        beside: a pool with which this one shares its budget, instead of one of its own.
         name: what log messages call the pool.
 
     Raises:
@@ -56,6 +57,7 @@ class PagePool:
         windows: Mapping[int, Window] | None = None,
         page_format: str = "fp16",
         max_bytes: int | None = None,
+        beside: PagePool | None = None,
         name: str = "pool",
     ) -> None:
         self.num_layers = num_layers
@@ -64,7 +66,8 @@ class PagePool:
         self.serial = next(_serials)
         self.page_format = page_format_named(page_format)
         self.backend = choose_backend()
-        self.budget = ByteBudget(recommended_bytes() if max_bytes is None else max_bytes)
+        own = recommended_bytes() if max_bytes is None else max_bytes
+        self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
         self.groups = self._new_groups()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         self._gather_fallbacks = 0

@@ -52,6 +52,8 @@ class PagedRead:
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         """Whether a kernel that knows only lengths and a window hides what the mask hides."""
+        if self._window is not None and self._window.keep:
+            return not self._hides_any and (mask is None or not isinstance(mask, mx.array))
         if isinstance(mask, PagedMask):
             return mask.hides_in(self.rows, queries) and self._is_narrower(mask.window)
         if mask is None:
@@ -69,7 +71,7 @@ class PagedRead:
         """Attention of a step of queries [B, q_heads, S, k_dim] under a mask that `sees_as` this;
         see `Backend.attend`."""
         self._attended = True
-        window = self._window.size if self._window else None
+        window = self._window.size if self._window and not self._window.keep else None
         if isinstance(mask, PagedMask) and mask.window is not None:
             window = mask.window
         return self.pages.attend(
@@ -81,6 +83,13 @@ class PagedRead:
             sinks=sinks,
             tail=self._tail,
         )
+
+    @property
+    def _hides_any(self) -> bool:
+        """Whether a query behind a head does not see all tokens."""
+        assert self._window is not None
+        longest = self._window.size + self._window.keep
+        return any(self.rows.first_tokens) or max(self.rows.visible_lens) > longest
 
     def _is_narrower(self, window: int | None) -> bool:
         if self._window is None:
@@ -133,12 +142,12 @@ def paged_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
     return keys, values
 
 
-def paged_mask(rows: PageRows, queries: int, window: int | None) -> PagedMask:
+def paged_mask(rows: PageRows, queries: int, window: int | None, keep: int = 0) -> PagedMask:
     """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
     if len(rows.ends) == 1:
-        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window))
+        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, keep))
     else:
-        mask = PagedMask(batch_mask(rows, queries, window))
+        mask = PagedMask(batch_mask(rows, queries, window, keep))
     mask.visible_lens = rows.visible_lens
     mask.right_padding = rows.right_padding
     mask.window = window

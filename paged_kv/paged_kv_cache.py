@@ -108,9 +108,10 @@ class PagedKVCache:
         window = self.pool.windows.get(self.layer)
         if len(self.sequences) == 1 and not self._mask_is_array(N, return_array, window_size):
             return None if N == 1 else "causal"
-        if window is not None and window_size is None:
-            window_size = window.size
-        return paged_mask(self._rows_after(N), N, window_size)
+        if window is None:
+            return paged_mask(self._rows_after(N), N, window_size)
+        asked = window.size if window_size is None else window_size - window.keep
+        return paged_mask(self._rows_after(N), N, asked, window.keep)
 
     def is_trimmable(self) -> bool:
         """Whether tokens can be taken off the end: always without a window, and with one as far
@@ -296,10 +297,10 @@ class PagedKVCache:
         window = self.pool.windows.get(self.layer)
         if window is None:
             return window_size is not None or (return_array and count > 1)
-        before = self.size()
+        before, longest = self.size(), window.size + window.keep
         if count == 1:
-            return window_size is not None and window_size <= min(before, window.size - 1)
-        return return_array or min(window.size - 1, before) + count > (window_size or window.size)
+            return window_size is not None and window_size <= min(before, longest - 1)
+        return return_array or min(longest - 1, before) + count > (window_size or longest)
 
     def _rows_after(self, count: int) -> PageRows:
         """How rows end after a step of `count` tokens; without their tables."""
@@ -307,8 +308,8 @@ class PagedKVCache:
         lengths, right_padding = [], []
         for sequence in self.sequences:
             before, padding = sequence.context_lens[self.layer], sequence.padding[self.layer]
-            first = 0 if window is None else window.first_visible(before)
-            lengths.append(before + padding.own(count) - first)
+            passed = 0 if window is None else max(0, window.first_visible(before) - window.keep)
+            lengths.append(before + padding.own(count) - passed)
             right_padding.append(padding.after(count).right)
         return PageRows((), tuple(lengths), tuple(right_padding))
 

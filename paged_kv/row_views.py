@@ -35,15 +35,23 @@ def _ring_rows(
     padding: tuple[int, ...],
     in_tail: bool,
 ) -> PageRows:
-    """Tables that begin with the page of the first token that the step's first query sees."""
-    tables, lengths, firsts = [], [], []
+    """Tables that begin with the page of the first token that the step's first query sees, and
+    before it the pages of a head that it does not reach."""
+    tables, lengths, firsts, heads = [], [], [], []
     for sequence in sequences:
         end = sequence.context_lens[layer]
         before = end - sequence.step_lens[layer]
-        first = window.first_visible(before)
-        base = first - first % PAGE_SIZE
+        first, keep = window.first_visible(before), window.keep
+        if first <= keep:
+            first = keep = 0
+        apart = first >= window.head_end > 0
+        base = 0 if first < window.head_end else first - first % PAGE_SIZE
         table = sequence.table(group)
-        tables.append(table.blocks_of(base, before if in_tail else end))
-        lengths.append(end - base)
-        firsts.append(first - base)
-    return PageRows(tuple(tables), tuple(lengths), padding, tuple(firsts))
+        head = table.blocks_of(0, window.head_end) if apart else ()
+        tables.append(head + table.blocks_of(base, before if in_tail else end))
+        shift = len(head) * PAGE_SIZE - base
+        lengths.append(end + shift)
+        firsts.append(first + shift if first else 0)
+        heads.append(keep)
+    head_tokens = tuple(heads) if window.keep else ()
+    return PageRows(tuple(tables), tuple(lengths), padding, tuple(firsts), head_tokens)

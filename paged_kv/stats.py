@@ -1,6 +1,9 @@
 """What a pool holds, as numbers."""
 
-from dataclasses import asdict, dataclass
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class PoolStats:
     allocation_failures: int
     gather_fallbacks: int
 
-    def as_dict(self) -> dict[str, int | str]:
+    def __add__(self, other: PoolStats) -> PoolStats:
+        """The sum of two pools under one budget."""
+        same = {"page_format", "backend", "bytes_budget"}
+        ours, theirs = self.as_dict(), other.as_dict()
+        return replace(
+            self, **{name: ours[name] + theirs[name] for name in ours if name not in same}
+        )
+
+    def as_dict(self) -> dict[str, Any]:
         """The same as a plain dictionary, ready for JSON."""
         return asdict(self)
