@@ -1,7 +1,8 @@
 """mlx-lm's `make_prompt_cache`, with paged caches for the models that have a factory installed.
 
-Everything in mlx-lm that is not given a prompt cache makes one with this function. Its LRUPromptCache
-trims what it finds without asking how far a cache with a window can be rolled back; here it is told.
+Everything in mlx-lm that is not given a prompt cache makes one with this function. Its
+LRUPromptCache trims what it finds without asking how far a cache with a window can be rolled back;
+here it is told.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ def uninstall_make_cache(model: Module, make_cache: MakeCache) -> None:
     if not _installed:
         rebind(make_prompt_cache, stock_make_prompt_cache)
         LRUPromptCache.fetch_nearest_cache = _stock_fetch_nearest_cache
+
+
+def _replace_fetch(function: Callable[..., Any]) -> None:
+    name = _stock_fetch_nearest_cache.__name__
+    setattr(LRUPromptCache, name, function)
 
 
 def fetch_nearest_cache(

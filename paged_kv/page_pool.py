@@ -123,9 +123,9 @@ class PagePool:
         if window is None or count <= window.write_chunk:
             pages.write(keys, values, self.rows(layer, sequences))
             return
-        steps = self.rows(layer, sequences, in_tail=True).own_tokens(count)
-        for row, (sequence, own) in enumerate(zip(sequences, steps, strict=True)):
-            sequence.pending[layer] = PendingStep((keys, values), row, own)
+        step, owned = (keys, values), self.rows(layer, sequences, in_tail=True).own_tokens(count)
+        for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
+            sequence.pending[layer] = PendingStep(step, row, own)
 
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
         """Own blocks in all groups for the next `count` tokens of each sequence.
