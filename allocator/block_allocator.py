@@ -19,7 +19,13 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.ring import Ring
-from paged_kv.allocator.slabs import block_range, count_by_slab, plan_slabs, slab_of
+from paged_kv.allocator.slabs import (
+    SlabPlan,
+    block_range,
+    count_by_slab,
+    plan_slabs,
+    slab_of,
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,8 @@ class BlockAllocator:
     def available(self) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
         self.drain()
-        growth = plan_slabs(self.budget.left, self.slabs, self.budget, self.block_bytes)
+        left = self.budget.left
+        growth = plan_slabs(left, left, self.slabs, self.budget, self.block_bytes)
         return len(self._free) + sum(plan.pages for plan in growth)
 
     def new_table(self, ring: Ring | None = None) -> BlockTable:
@@ -124,16 +131,30 @@ class BlockAllocator:
         self.drain()
         self._grow(count)
 
-    def _grow(self, count: int) -> None:
+    def room_after(self, count: int, left: int) -> int:
+        """What remains of `left` bytes when slabs were mapped until `count` blocks are free.
+
+        Raises:
+            PoolExhausted: they do not suffice.
+        """
+        pages = sum(plan.pages for plan in self._plan(count, left))
+        return left - pages * self.block_bytes
+
+    def _plan(self, count: int, left: int) -> list[SlabPlan]:
         missing = count - len(self._free)
-        if missing <= 0:
-            return
-        plans = plan_slabs(missing, self.slabs, self.budget, self.block_bytes)
+        plans = plan_slabs(missing, left, self.slabs, self.budget, self.block_bytes)
         growth = sum(plan.pages for plan in plans)
         if growth < missing:
-            self.allocation_failures += 1
             free = len(self._free) + growth
             raise PoolExhausted(count, free, 0, self.budget.max_bytes)
+        return plans
+
+    def _grow(self, count: int) -> None:
+        try:
+            plans = self._plan(count, self.budget.left)
+        except PoolExhausted:
+            self.allocation_failures += 1
+            raise
         mapped: list[int] = []
         try:
             for plan in plans:

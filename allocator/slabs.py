@@ -61,14 +61,13 @@ class SlabPlan:
 
 
 def plan_slabs(
-    needed: int, taken: dict[int, int], budget: ByteBudget, block_bytes: int
+    needed: int, left: int, taken: dict[int, int], budget: ByteBudget, block_bytes: int
 ) -> list[SlabPlan]:
-    """The slabs to map, in order, until they hold `needed` blocks or the budget is spent.
+    """The slabs to map, in order, until they hold `needed` blocks or `left` bytes are spent.
 
     `taken` maps each slab that exists to its pages. O(slabs).
     """
     plans: list[SlabPlan] = []
-    left = budget.left
     eighth = budget.max_bytes // LARGEST_SLAB_SHARE // block_bytes
     largest = max(1, min(eighth, MAX_SLAB_PAGES))
     slab = 0

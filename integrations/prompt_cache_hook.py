@@ -49,7 +49,7 @@ def install_make_cache(model: Module, make_cache: MakeCache) -> bool:
             "another factory is installed for this model: uninstall() it before this one"
         )
     rebind(stock_make_prompt_cache, make_prompt_cache)
-    LRUPromptCache.fetch_nearest_cache = fetch_nearest_cache
+    _replace_fetch(fetch_nearest_cache)
     return len(_installed) > before
 
 
@@ -60,7 +60,7 @@ def uninstall_make_cache(model: Module, make_cache: MakeCache) -> None:
         del _installed[id(model)]
     if not _installed:
         rebind(make_prompt_cache, stock_make_prompt_cache)
-        LRUPromptCache.fetch_nearest_cache = _stock_fetch_nearest_cache
+        _replace_fetch(_stock_fetch_nearest_cache)
 
 
 def _replace_fetch(function: Callable[..., Any]) -> None:

@@ -70,6 +70,7 @@ class PagePool:
         self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
         self.groups = self._new_groups()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
+        self._allocation_failures = 0
         self._gather_fallbacks = 0
         self._fallback_reported = False
         _pools.add(self)
@@ -137,8 +138,15 @@ class PagePool:
             PoolExhausted: the budget does not hold the blocks; nothing was changed.
         """
         writes = self._unreserved(layer, sequences, count)
-        for group, group_writes in writes.items():
-            group.allocator.ensure_free(blocks_needed(group_writes))
+        needs = {group: blocks_needed(group_writes) for group, group_writes in writes.items()}
+        try:
+            self._room_after(needs)
+        except PoolExhausted:
+            # What one group has mapped and does not use, another may.
+            self.clear()
+            self._require_room(needs)
+        for group, count in needs.items():
+            group.allocator.ensure_free(count)
         for group, group_writes in writes.items():
             for write in group_writes:
                 group.copy_pages(write.table.reserve(write.start, write.end))
@@ -226,7 +234,16 @@ class PagePool:
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         blocks = -(-tokens // PAGE_SIZE)
-        return all(blocks <= group.allocator.available() for group in self.groups if group.is_open)
+        needs = {
+            group: blocks if group.window is None else min(blocks, group.window.ring.size)
+            for group in self.groups
+            if group.is_open
+        }
+        try:
+            self._room_after(needs)
+        except PoolExhausted:
+            return False
+        return True
 
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the blocks moved.
@@ -261,7 +278,8 @@ class PagePool:
             bytes_active=sum(group.bytes_active for group in groups),
             bytes_budget=self.budget.max_bytes,
             cow_copies=sum(group.cow_copies for group in groups),
-            allocation_failures=sum(group.allocation_failures for group in groups),
+            allocation_failures=self._allocation_failures
+            + sum(group.allocation_failures for group in groups),
             gather_fallbacks=self._gather_fallbacks,
         )
 
@@ -276,6 +294,26 @@ class PagePool:
                 group.settle()
         self.reserve(layer, sequences, count)
         return pages
+
+    def _require_room(self, needs: Mapping[LayerGroup, int]) -> None:
+        try:
+            self._room_after(needs)
+        except PoolExhausted:
+            self._allocation_failures += 1
+            raise
+
+    def _room_after(self, needs: Mapping[LayerGroup, int]) -> int:
+        """Bytes of the budget that remain when so many blocks are free in each group.
+
+        Raises:
+            PoolExhausted: it does not suffice; nothing was changed.
+        """
+        for group in needs:
+            group.allocator.drain()
+        left = self.budget.left
+        for group, count in needs.items():
+            left = group.allocator.room_after(count, left)
+        return left
 
     def _unreserved(
         self, layer: int, sequences: list[Sequence], count: int
