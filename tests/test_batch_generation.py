@@ -186,8 +186,10 @@ def test_extracting_from_a_running_batch_changes_nothing(model: Any) -> None:
     assert_nothing_is_used(factory)
 
 
-def test_a_step_that_does_not_fit_is_tried_again_without_a_row(model: Any) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_a_step_that_does_not_fit_is_tried_again_without_a_row(name: str) -> None:
     """In hybrids too: no layer of any kind has gone further than the others."""
+    model = small_model(name)
     probe = PagedCacheFactory(model, max_bytes=64 << 20)
     assert probe.can_admit(1)
     block_bytes = probe.pool.groups[0].allocator.block_bytes
@@ -209,7 +211,9 @@ def test_a_step_that_does_not_fit_is_tried_again_without_a_row(model: Any) -> No
     assert_nothing_is_used(factory)
 
 
-def test_what_can_be_admitted_is_told_before_insertion(model: Any) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_what_can_be_admitted_is_told_before_insertion(name: str) -> None:
+    model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     factory.can_admit(1)
     block_bytes = factory.pool.groups[0].allocator.block_bytes

@@ -219,7 +219,7 @@ def flat(tree: Any) -> list[float]:
     return [tree]
 
 
-def test_commands_refuse_a_rotating_cache(
+def test_commands_refuse_a_bound_that_the_model_would_not_keep(
     model_and_tokenizer: Any, factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with factory:
@@ -227,7 +227,7 @@ def test_commands_refuse_a_rotating_cache(
             (chat, ()),
             (cache_prompt, ("--prompt", "def ", "--prompt-cache-file", "unwritten")),
         ):
-            with pytest.raises(ValueError, match="max_kv_size=64 asks for a rotating cache"):
+            with pytest.raises(ValueError, match="max_kv_size=64 does not bound the caches"):
                 run_main(
                     module, monkeypatch, model_and_tokenizer, "--max-kv-size", "64", *arguments
                 )

@@ -1,0 +1,99 @@
+"""`max_kv_size`: the first tokens and the latest ones, as mlx-lm's rotating caches keep them."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from paged_kv import PagedCacheFactory
+from tests.generation import assert_nothing_is_used, assert_same_run, greedy
+from tests.zoo import small_model
+
+# Kept and latest tokens are multiplied as one matrix and not as a rotated one.
+TOLERANCE = 1e-3
+TOKENS = [(7 * i * i + 3 * i + 1) % 97 for i in range(700)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """One that leaves its caches to mlx-lm, which then honours max_kv_size."""
+    return small_model("qwen3")
+
+
+@pytest.mark.parametrize("size", [5, 20, 64, 300])
+def test_decoding_equals_stock_before_and_after_the_wrap(model: Any, size: int) -> None:
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    stock, ours = make_prompt_cache(model, size), factory.make_cache(size)
+    for token in TOKENS[: 2 * size + 40]:
+        expected = model(mx.array([[token]]), cache=stock)
+        assert mx.abs(model(mx.array([[token]]), cache=ours) - expected).max() < TOLERANCE
+    assert [layer.offset for layer in ours] == [layer.offset for layer in stock]
+    del ours
+    assert_nothing_is_used(factory)
+
+
+@pytest.mark.parametrize("size", [20, 64, 300])
+def test_a_prompt_gives_the_same_however_it_is_cut(model: Any, size: int) -> None:
+    """In longer steps mlx-lm hides the kept tokens from most queries, and these caches never do:
+    what they give does not depend on the steps."""
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    runs = [greedy(model, TOKENS, factory.make_cache(size), 6, step) for step in (1, 7, 64, 2048)]
+    for run in runs[1:]:
+        assert_same_run(run, runs[0], TOLERANCE)
+
+
+def test_memory_is_bounded_however_long_the_text(model: Any) -> None:
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    cache = factory.make_cache(64)
+    blocks = []
+    for _ in range(3):
+        greedy(model, TOKENS, cache, 1)
+        blocks.append(factory.stats().blocks_used)
+    # A page of the first tokens, and a ring of 60 + 60 - 1 tokens.
+    assert blocks == [2, 2, 2]
+
+
+def test_bounded_and_unbounded_caches_share_one_budget(model: Any) -> None:
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    caches = [factory.make_cache(), factory.make_cache(64), factory.make_cache(32)]
+    for cache in caches:
+        greedy(model, TOKENS[:300], cache, 1)
+    stats = factory.stats()
+    assert stats.blocks_used == 2 + 2 + 2
+    assert stats.bytes_active == sum(layer.nbytes for cache in caches for layer in cache)
+    assert stats.bytes_budget == 1 << 26
+
+
+def test_a_saved_cache_goes_on(model: Any, tmp_path: Any) -> None:
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    cache = factory.make_cache(64)
+    greedy(model, TOKENS, cache, 1)
+    file = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(file, cache)
+    loaded = load_prompt_cache(file)
+    assert_same_run(greedy(model, [5, 6], loaded, 6), greedy(model, [5, 6], cache, 6), 0.0)
+
+
+def test_installed_caches_honour_it(model: Any) -> None:
+    stock = [int(t) for t, _ in generate_step(mx.array(TOKENS[:9]), model, max_tokens=60)]
+    with PagedCacheFactory(model, max_bytes=1 << 26) as factory:
+        steps = generate_step(
+            mx.array(TOKENS[:9]), model, max_tokens=60, max_kv_size=300, prefill_step_size=8
+        )
+        assert [int(token) for token, _ in steps] == stock
+        assert factory.stats().slabs > 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 4])
+def test_less_than_is_always_kept_is_refused(model: Any, size: int) -> None:
+    with pytest.raises(ValueError, match=f"max_kv_size={size} must be more than the first 4"):
+        PagedCacheFactory(model).make_cache(size)
+
+
+def test_a_model_with_caches_of_its_own_refuses_it() -> None:
+    """mlx-lm would ignore it."""
+    factory = PagedCacheFactory(small_model("llama"))
+    with pytest.raises(ValueError, match="max_kv_size=128 does not bound the caches that this"):
+        factory.make_cache(max_kv_size=128)
