@@ -10,19 +10,40 @@
 namespace {
 
 constexpr int LINE = 64;  // bytes of a cache line
+// Scores of one query row. Keys go through in steps that may end behind the last one.
+constexpr int SCORES = PAGE_SIZE + LANES;
+constexpr int VALUE_TOKENS = 64;
 
-INLINE void fetch(const RowRun* next, int t, int tokens) {
-  if (!next) return;
-  const char* from = next->data + t * next->stride;
-  for (ptrdiff_t i = 0; i < tokens * next->stride; i += LINE) __builtin_prefetch(from + i, 0, 2);
-}
+// Fetches the rows of a run into the second-level cache, spread evenly over the steps of a loop:
+// all at once they would take the place of the loop's own loads.
+class Fetch {
+ public:
+  Fetch(const RowRun* run, int count, int steps) : at_(nullptr), left_(0), step_(0) {
+    if (!run || steps <= 0) return;
+    at_ = run->data;
+    left_ = count * run->stride;
+    step_ = (left_ + steps - 1) / steps;
+  }
 
-// scores[g * PAGE_SIZE + t] of G query rows [G, q_stride] with `count` keys.
+  __attribute__((always_inline)) void step() {
+    if (left_ <= 0) return;
+    for (ptrdiff_t i = 0; i < step_; i += LINE) __builtin_prefetch(at_ + i, 0, 2);
+    at_ += step_;
+    left_ -= step_;
+  }
+
+ private:
+  const char* at_;
+  ptrdiff_t left_, step_;
+};
+
+// scores[g * SCORES + t] of G query rows [G, q_stride] with `count` keys.
 template <int FORMAT, int G>
 void multiply_keys(RowRun keys, int count, int dim, const float* q, int q_stride, float* scores,
-                   const RowRun* next) {
+                   const RowRun* next, int next_count) {
   typedef Loader<FORMAT> L;
   constexpr int R = ACCUMULATORS / G;
+  Fetch fetch(next, next_count, (count + R - 1) / R);
   alignas(64) float sums[ACCUMULATORS];
   for (int t = 0; t < count; t += R) {
     vec acc[ACCUMULATORS];
@@ -31,7 +52,7 @@ void multiply_keys(RowRun keys, int count, int dim, const float* q, int q_stride
     typename L::Row rows[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) rows[r] = L::at(keys, smaller(t + r, count - 1));
-    fetch(next, t, smaller(R, count - t));
+    fetch.step();
     auto step = [&](auto half, int d) __attribute__((always_inline)) {
       vec k[R];
 #pragma GCC unroll 16
@@ -39,6 +60,7 @@ void multiply_keys(RowRun keys, int count, int dim, const float* q, int q_stride
 #pragma GCC unroll 16
       for (int g = 0; g < G; g++) {
         vec x = load(q + g * q_stride + d);
+        keep_in_register(x);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) acc[g * R + r] = fma(k[r], x, acc[g * R + r]);
       }
@@ -50,30 +72,32 @@ void multiply_keys(RowRun keys, int count, int dim, const float* q, int q_stride
 #pragma GCC unroll 16
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) scores[g * PAGE_SIZE + t + r] = sums[g * R + r];
+      for (int r = 0; r < R; r++) scores[g * SCORES + t + r] = sums[g * R + r];
   }
 }
 
 // N vectors, from number d on, of the sums over `count` values, weighted for each of G query rows.
 template <int FORMAT, int G, int N, bool HALF>
 INLINE void multiply_values_at(int d, RowRun values, int count, const float* weights,
-                               const float* decay, float* out, int stride, const RowRun* next) {
+                               const float* decay, float* out, int stride, Fetch& fetch) {
   typedef Loader<FORMAT> L;
   vec acc[G][N];
 #pragma GCC unroll 16
   for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
-    for (int j = 0; j < N; j++)
-      acc[g][j] = mul(set1(decay[g]), load(out + g * stride + d + j * W));
+    for (int j = 0; j < N; j++) {
+      acc[g][j] = load(out + g * stride + d + j * W);
+      if (decay) acc[g][j] = mul(set1(decay[g]), acc[g][j]);
+    }
   for (int t = 0; t < count; t++) {
     typename L::Row row = L::at(values, t);
-    fetch(next, t, 1);
+    fetch.step();
     vec x[N];
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) x[j] = L::template load<HALF>(row, d + j * W);
 #pragma GCC unroll 16
     for (int g = 0; g < G; g++) {
-      vec weight = set1(weights[g * PAGE_SIZE + t]);
+      vec weight = set1(weights[g * SCORES + t]);
 #pragma GCC unroll 16
       for (int j = 0; j < N; j++) acc[g][j] = fma(weight, x[j], acc[g][j]);
     }
@@ -86,25 +110,30 @@ INLINE void multiply_values_at(int d, RowRun values, int count, const float* wei
 
 constexpr int power_of_2_up_to(int x) { return x < 2 ? 1 : 2 * power_of_2_up_to(x / 2); }
 
-// out [G, stride] becomes decay[g] * out + weights @ values.
+// out [G, stride] becomes decay[g] * out + weights @ values. So many tokens at a time that their
+// rows stay in the first-level cache while one group of vectors after the other is summed.
 template <int FORMAT, int G>
 void multiply_values(RowRun values, int count, int dim, const float* weights, const float* decay,
-                     float* out, int stride, const RowRun* next) {
-  constexpr int N = power_of_2_up_to(smaller(8, (ACCUMULATORS + G - 1) / G));
-  int d = 0;
-  for (; d + N * W <= dim; d += N * W) {
-    multiply_values_at<FORMAT, G, N, false>(d, values, count, weights, decay, out, stride, next);
-    next = nullptr;
+                     float* out, int stride, const RowRun* next, int next_count) {
+  constexpr int N = power_of_2_up_to(smaller(8, ACCUMULATORS / G));
+  int passes = (dim + N * W - 1) / (N * W);
+  Fetch fetch(next, next_count, count * passes);
+  for (int t = 0; t < count; t += VALUE_TOKENS) {
+    int tokens = smaller(VALUE_TOKENS, count - t), d = 0;
+    RowRun run = {values.data + t * values.stride, values.stride};
+    for (; d + N * W <= dim; d += N * W)
+      multiply_values_at<FORMAT, G, N, false>(d, run, tokens, weights + t, decay, out, stride, fetch);
+    for (; d + W <= dim; d += W)
+      multiply_values_at<FORMAT, G, 1, false>(d, run, tokens, weights + t, decay, out, stride, fetch);
+    if (d < dim)
+      multiply_values_at<FORMAT, G, 1, true>(d, run, tokens, weights + t, decay, out, stride, fetch);
+    decay = nullptr;
   }
-  for (; d + W <= dim; d += W)
-    multiply_values_at<FORMAT, G, 1, false>(d, values, count, weights, decay, out, stride, nullptr);
-  if (d < dim)
-    multiply_values_at<FORMAT, G, 1, true>(d, values, count, weights, decay, out, stride, nullptr);
 }
 
-typedef void (*MultiplyKeys)(RowRun, int, int, const float*, int, float*, const RowRun*);
+typedef void (*MultiplyKeys)(RowRun, int, int, const float*, int, float*, const RowRun*, int);
 typedef void (*MultiplyValues)(RowRun, int, int, const float*, const float*, float*, int,
-                               const RowRun*);
+                               const RowRun*, int);
 
 template <int FORMAT>
 struct ForGroup {
@@ -147,7 +176,7 @@ INLINE float soften(float* scores, int count, int from, int to, float* maximum, 
 }
 
 size_t few_scratch(const Attention& a, int rows) {
-  return (size_t)rows * (padded(a.pages->k_dim) + PAGE_SIZE + 3) + 3 * LANES;
+  return (size_t)rows * (padded(a.pages->k_dim) + SCORES + 3) + 3 * LANES;
 }
 
 void read_queries(const Attention& a, const QueryBlock& block, float* q) {
@@ -162,7 +191,7 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
   int q_stride = padded(k_dim), stride = padded(v_dim), length = a.rows->context_lens[block.row];
   float* q = scratch;
   float* scores = q + (size_t)rows * q_stride;
-  float* decay = scores + (size_t)rows * PAGE_SIZE;
+  float* decay = scores + (size_t)rows * SCORES;
   read_queries(a, block, q);
   for (int r = 0; r < rows; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
   memset(part.values, 0, sizeof(float) * rows * stride);
@@ -177,19 +206,19 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
     for (int i = 0; i < groups; i++) {
       int g = rows * i / groups, size = rows * (i + 1) / groups - g;
       MULTIPLY_KEYS[run.k_format][size - 1](run.keys, run.count, k_dim, q + g * q_stride, q_stride,
-                                            scores + g * PAGE_SIZE, i ? nullptr : &run.values);
+                                            scores + g * SCORES, i ? nullptr : &run.values, run.count);
     }
     for (int r = 0; r < rows; r++) {
       int position = block.position + r / a.ratio;
       int from = clamped(first_seen(a, position) - at, 0, run.count);
       int to = clamped(seen_end(a, position, length) - at, 0, run.count);
-      decay[r] = soften(scores + r * PAGE_SIZE, run.count, from, to, part.maximum + r, part.sum + r);
+      decay[r] = soften(scores + r * SCORES, run.count, from, to, part.maximum + r, part.sum + r);
     }
     for (int i = 0; i < groups; i++) {
       int g = rows * i / groups, size = rows * (i + 1) / groups - g;
       MULTIPLY_VALUES[run.v_format][size - 1](
-          run.values, run.count, v_dim, scores + g * PAGE_SIZE, decay + g,
-          part.values + (size_t)g * stride, stride, i || last ? nullptr : &next.keys);
+          run.values, run.count, v_dim, scores + g * SCORES, decay + g,
+          part.values + (size_t)g * stride, stride, i || last ? nullptr : &next.keys, next.count);
     }
   }
 }

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int W = 8;
-constexpr int ACCUMULATORS = 8;  // of the 16 registers
+constexpr int ACCUMULATORS = 12;  // of the 16 registers
 constexpr int MAX_GROUP = 4;     // query rows that share one pass over keys
 constexpr int TILE_ROWS = 6;     // register tile of a matrix product, 6 x 2 vectors
 constexpr int TILE_VECTORS = 2;
@@ -19,6 +19,8 @@ typedef __m256 vec;
 INLINE vec zero() { return _mm256_setzero_ps(); }
 INLINE vec set1(float x) { return _mm256_set1_ps(x); }
 INLINE vec load(const float* p) { return _mm256_loadu_ps(p); }
+// Else the compiler may load it again for each use, and loads are what there are too few of.
+INLINE void keep_in_register(vec& x) { __asm__("" : "+x"(x)); }
 INLINE void store(float* p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
@@ -88,9 +90,10 @@ INLINE vec sum_fours(const vec* x) {
 }
 // sums[i] is the sum of the lanes of x[i].
 INLINE void sum_lanes(const vec* x, float* sums) {
-  vec a = sum_fours(x), b = sum_fours(x + 4);
-  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
-  _mm_storeu_ps(sums + 4, _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+  for (int i = 0; i < ACCUMULATORS; i += 4) {
+    vec s = sum_fours(x + i);
+    _mm_storeu_ps(sums + i, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
 }
 
 }  // namespace

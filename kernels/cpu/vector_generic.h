@@ -32,6 +32,7 @@ INLINE vec load(const float* p) {
   memcpy(&x, p, sizeof x);
   return x;
 }
+INLINE void keep_in_register(vec&) {}
 INLINE void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec sub(vec a, vec b) { return a - b; }
