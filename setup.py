@@ -53,9 +53,6 @@ class BuildLibrary(build_ext):
         suffix = "dylib" if sys.platform == "darwin" else "so"
         return f"{fullname.replace('.', os.sep)}.{suffix}"
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
-        return []
-
     def build_extension(self, ext: Extension) -> None:
         objects = [
             built
