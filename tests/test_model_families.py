@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from mlx_lm.models.cache import (
+    CacheList,
     can_trim_prompt_cache,
     load_prompt_cache,
     make_prompt_cache,
@@ -13,15 +14,31 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from paged_kv import PagedCacheFactory
+from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.generation import assert_same_run, greedy
 from tests.zoo import FAMILIES, small_model
 
-# The same operations in the same order on the same numbers.
-TOLERANCE = 0.0
+# Float32 sums in another order, where a kernel computes attention, carried through random layers.
+TOLERANCE = 1e-3
 # These compute attention themselves, or on keys and values that they transform first.
-GATHERING = {"gemma2", "deepseek_v3", "stablelm", "minimax_m3_vl"}
+# plamo3's masks are a token wider than its window while a prompt is read.
+GATHERING = {"gemma2", "deepseek_v3", "stablelm", "minimax_m3_vl", "plamo3"}
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(270)]
+
+
+def windows_of(cache: Any) -> set[bool]:
+    """Which kinds of paged layers a cache has: with a window, without, or both."""
+    kinds = set()
+    for layer in cache:
+        inner = layer.caches[0] if isinstance(layer, CacheList) else layer
+        if isinstance(inner, PagedKVCache):
+            kinds.add(inner.layer in inner.pool.windows)
+    return kinds
+
+
+def blocks_of_a_sequence(cache: Any) -> int:
+    """Of 257 to 512 tokens: two in layers without a window, and a ring of one for windows of 32."""
+    return sum(1 if has_window else 2 for has_window in windows_of(cache))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,7 +53,7 @@ def test_same_tokens(family: Any) -> None:
     stock = greedy(model, PROMPT, make_prompt_cache(model), 16, 60)
     assert_same_run(greedy(model, PROMPT, cache, 16, 60), stock, TOLERANCE)
     assert (factory.stats().gather_fallbacks > 0) == (name in GATHERING)
-    assert factory.stats().blocks_used == 2
+    assert factory.stats().blocks_used == blocks_of_a_sequence(cache)
     del cache
     factory.pool.check()
     assert factory.stats().blocks_used == 0
@@ -74,8 +91,9 @@ def test_both_copies_continue_differently_after_deepcopy(family: Any) -> None:
         runs.append(greedy(model, PROMPT[60:64], second, 8))
     for ours, stock in zip(runs[3:], runs[:3], strict=True):
         assert_same_run(ours, stock, TOLERANCE)
-    # The full block is held once by all three, and each has a tail of its own.
-    assert factory.stats().blocks_used == 4
+    # A full block is held once by all three; each has a tail, and a ring, of its own.
+    expected = sum(3 if has_window else 4 for has_window in windows_of(original))
+    assert factory.stats().blocks_used == expected
     del original, fork, second
     factory.pool.check()
     assert factory.stats().blocks_used == 0
@@ -92,7 +110,7 @@ def test_same_tokens_after_save_and_load(family: Any, tmp_path: Path) -> None:
     continued = greedy(model, PROMPT[:4], cache, 8)
     assert_same_run(greedy(model, PROMPT[:4], loaded, 8), continued, TOLERANCE)
     assert_same_run(greedy(model, PROMPT[:4], again, 8), continued, TOLERANCE)
-    assert factory.stats().blocks_used == 3 * 2
+    assert factory.stats().blocks_used == 3 * blocks_of_a_sequence(cache)
     del cache, loaded, again
     factory.pool.check()
     assert factory.stats().blocks_used == 0

@@ -7,8 +7,8 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import WORD, SixteenBit
 from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
 from paged_kv.padding import NO_PADDING, Padding
+from tests.backends import BACKENDS, backend_named
 from tests.page_rows import unpadded
 
 GEOMETRY = LayerGeometry(2, 16, mx.float32, 2, 8, mx.float32)
@@ -22,10 +22,10 @@ def normal(heads: int, tokens: int, dim: int, seed: int, batch: int = 4) -> mx.a
     return mx.random.normal((batch, heads, tokens, dim), key=mx.random.key(seed))
 
 
-@pytest.fixture
-def pages() -> LayerPages:
+@pytest.fixture(params=BACKENDS)
+def pages(request: pytest.FixtureRequest) -> LayerPages:
     """Rows of 294, 0, 16 and 9 tokens in pages that were full of NaN."""
-    pages = LayerPages(GEOMETRY, SixteenBit(), PlainBackend(), 8)
+    pages = LayerPages(GEOMETRY, SixteenBit(), backend_named(request.param, GEOMETRY), 8)
     pages.map_slab(0, 5)
     shape = (pages.layout.page_units, pages.layout.unit_words)
     pages.load({entry: mx.full(shape, 0x7FC0, dtype=WORD) for entry in range(5)})

@@ -12,7 +12,7 @@ namespace {
 constexpr int LINE = 64;  // bytes of a cache line
 // Scores of one query row. Keys go through in steps that may end behind the last one.
 constexpr int SCORES = PAGE_SIZE + LANES;
-constexpr int VALUE_TOKENS = 256;
+constexpr int VALUE_TOKENS = 64;
 
 // Fetches the rows of a run into the second-level cache, spread evenly over the steps of a loop:
 // all at once they would take the place of the loop's own loads.

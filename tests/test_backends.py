@@ -1,4 +1,4 @@
-"""Pages through plain MLX operations, against dense attention in float64."""
+"""Pages through each backend, on each instruction set, against dense attention in float64."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, WORD, SixteenBit
 from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
+from tests.backends import BACKENDS, backend_named
 from tests.page_rows import unpadded
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 Numbers = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint16]
@@ -52,9 +54,9 @@ def addresses(pages: LayerPages) -> dict[int, int]:
     return {slab: np.asarray(memory).ctypes.data for slab, memory in pages.slabs.items()}
 
 
-def new_pages(geometry: LayerGeometry) -> LayerPages:
+def new_pages(backend: str, geometry: LayerGeometry) -> LayerPages:
     """Three slabs full of NaN, as freed pages may be."""
-    pages = LayerPages(geometry, SixteenBit(), PlainBackend(), STRIDE)
+    pages = LayerPages(geometry, SixteenBit(), backend_named(backend, geometry), STRIDE)
     for slab, count in enumerate(SLAB_PAGES):
         pages.map_slab(slab, count)
     nans = mx.full(pages.page(0).shape, NAN_WORD, dtype=WORD)
@@ -78,10 +80,12 @@ class Batch:
     values: list[mx.array]
 
 
-def written(geometry: LayerGeometry, lengths: Sequence[int], *, joint: int = 0) -> Batch:
+def written(
+    backend: str, geometry: LayerGeometry, lengths: Sequence[int], *, joint: int = 0
+) -> Batch:
     """Rows of those lengths; each was written alone, but for `joint` steps of one token each that
     the whole batch took together at the end."""
-    pages, tables = new_pages(geometry), new_tables(lengths)
+    pages, tables = new_pages(backend, geometry), new_tables(lengths)
     k_shapes = [(geometry.k_heads, length, geometry.k_dim) for length in lengths]
     v_shapes = [(geometry.v_heads, length, geometry.v_dim) for length in lengths]
     keys = [normal(shape, geometry.k_dtype, 10 + row) for row, shape in enumerate(k_shapes)]
@@ -150,8 +154,8 @@ def assert_attends(
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 513])
 @pytest.mark.parametrize("queries", [1, 7, 513])
-def test_decode_and_prefill_at_the_edges_of_pages(length: int, queries: int) -> None:
-    batch = written(same(2, 32, 32), [length])
+def test_decode_and_prefill_at_the_edges_of_pages(backend: str, length: int, queries: int) -> None:
+    batch = written(backend, same(2, 32, 32), [length])
     assert_attends(batch, q_heads=4, queries=min(queries, length))
 
 
@@ -170,9 +174,9 @@ def test_decode_and_prefill_at_the_edges_of_pages(length: int, queries: int) -> 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("queries", [1, 5])
 def test_head_counts_and_head_sizes(
-    ratio: int, k_dim: int, v_dim: int, dtype: mx.Dtype, queries: int
+    backend: str, ratio: int, k_dim: int, v_dim: int, dtype: mx.Dtype, queries: int
 ) -> None:
-    batch = written(same(2, k_dim, v_dim, dtype), [300])
+    batch = written(backend, same(2, k_dim, v_dim, dtype), [300])
     assert_attends(batch, q_heads=2 * ratio, queries=queries)
 
 
@@ -181,9 +185,9 @@ def test_head_counts_and_head_sizes(
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("queries", [1, 6])
 def test_rows_of_different_lengths_with_windows_and_sinks(
-    causal: bool, window: int | None, with_sinks: bool, queries: int
+    backend: str, causal: bool, window: int | None, with_sinks: bool, queries: int
 ) -> None:
-    batch = written(same(2, 32, 48), [6, 513, 256, 257], joint=3)
+    batch = written(backend, same(2, 32, 48), [6, 513, 256, 257], joint=3)
     assert_attends(batch, 4, queries, causal=causal, window=window, with_sinks=with_sinks)
 
 
@@ -208,6 +212,7 @@ OPTIONS = st.fixed_dictionaries(
     options=OPTIONS,
 )
 def test_any_batch_attends_to_what_was_written(
+    backend: str,
     geometry: LayerGeometry,
     lengths: list[int],
     joint: int,
@@ -215,20 +220,21 @@ def test_any_batch_attends_to_what_was_written(
     queries: int,
     options: dict[str, Any],
 ) -> None:
-    batch = written(geometry, lengths, joint=joint)
+    batch = written(backend, geometry, lengths, joint=joint)
     assert_attends(batch, geometry.k_heads * ratio, queries, **options)
 
 
 WRITES = [((0, 0), 1), ((0, 256), 256), ((255, 700), 2), ((100, 13), 600), ((256, 511), 257)]
 MIXED = LayerGeometry(3, 24, mx.float32, 2, 40, mx.float16)
+MIXED_DTYPES = LayerGeometry(2, 24, mx.float32, 2, 40, mx.bfloat16)
 
 
-@pytest.mark.parametrize("geometry", [same(2, 192, 128, mx.float16), MIXED])
+@pytest.mark.parametrize("geometry", [same(2, 192, 128, mx.float16), MIXED, MIXED_DTYPES])
 @pytest.mark.parametrize(("starts", "count"), WRITES)
 def test_a_write_changes_its_rows_and_nothing_else(
-    geometry: LayerGeometry, starts: tuple[int, int], count: int
+    backend: str, geometry: LayerGeometry, starts: tuple[int, int], count: int
 ) -> None:
-    pages = new_pages(geometry)
+    pages = new_pages(backend, geometry)
     rng = np.random.default_rng(count)
     memory = {
         entry: rng.integers(0, 1 << 16, pages.layout.page_words, dtype=np.uint16)
@@ -253,12 +259,12 @@ def test_a_write_changes_its_rows_and_nothing_else(
         assert (np.asarray(pages.page(entry)).reshape(-1) == memory[entry]).all()
 
 
-@pytest.mark.parametrize("geometry", [same(2, 64, 64, mx.bfloat16), MIXED])
+@pytest.mark.parametrize("geometry", [same(2, 64, 64, mx.bfloat16), MIXED, MIXED_DTYPES])
 @pytest.mark.parametrize("lengths", [(1,), (513,), (257, 256, 3), (5, 0, 600), (0,)])
 def test_gather_gives_what_was_written_and_zeros_before_shorter_rows(
-    geometry: LayerGeometry, lengths: tuple[int, ...]
+    backend: str, geometry: LayerGeometry, lengths: tuple[int, ...]
 ) -> None:
-    batch = written(geometry, lengths)
+    batch = written(backend, geometry, lengths)
     gathered = batch.pages.gather(batch.rows)
     for found, rows in zip(gathered, (batch.keys, batch.values), strict=True):
         heads, _, dim = rows[0].shape
@@ -270,11 +276,11 @@ def test_gather_gives_what_was_written_and_zeros_before_shorter_rows(
             assert (words(found_row[:, :before]) == 0).all()
 
 
-def test_a_run_of_pages_ends_with_its_slab() -> None:
+def test_a_run_of_pages_ends_with_its_slab(backend: str) -> None:
     """The last entry of a slab with as many pages as the stride and the next slab's first are
     neighbours by number only."""
     geometry = same(2, 32, 32)
-    pages = LayerPages(geometry, SixteenBit(), PlainBackend(), slab_stride=2)
+    pages = LayerPages(geometry, SixteenBit(), backend_named(backend, geometry), slab_stride=2)
     for slab in range(2):
         pages.map_slab(slab, 2)
     keys = normal((1, 2, 800, 32), mx.float32, seed=1)
@@ -285,18 +291,18 @@ def test_a_run_of_pages_ends_with_its_slab() -> None:
     assert mx.array_equal(found_values, keys + 1)
 
 
-def test_values_without_numbers_take_no_room() -> None:
+def test_values_without_numbers_take_no_room(backend: str) -> None:
     """Latent attention keeps everything in its keys."""
-    batch = written(LayerGeometry(1, 72, mx.float16, 1, 0, mx.float16), [300, 20], joint=2)
+    batch = written(backend, LayerGeometry(1, 72, mx.float16, 1, 0, mx.float16), [300, 20], joint=2)
     keys, values = batch.pages.gather(batch.rows)
     assert (words(keys[0]) == words(batch.keys[0])).all()
     assert values.shape == (2, 1, 300, 0)
 
 
-def test_a_row_that_takes_over_pages_sees_only_its_own_tokens() -> None:
+def test_a_row_that_takes_over_pages_sees_only_its_own_tokens(backend: str) -> None:
     """The one before wrote NaN, and more of it."""
     geometry = same(2, 32, 32)
-    batch = written(geometry, [600])
+    batch = written(backend, geometry, [600])
     nans = mx.full((1, 2, 600, 32), mx.nan)
     batch.pages.write(nans, nans, batch.rows)
     table = batch.rows.block_tables[0][::-1]
@@ -307,8 +313,8 @@ def test_a_row_that_takes_over_pages_sees_only_its_own_tokens() -> None:
         assert_attends(Batch(batch.pages, rows, [keys[0]], [values[0]]), 4, queries)
 
 
-def test_copies_are_exact_and_leave_every_other_page_alone() -> None:
-    pages = written(same(2, 32, 48), [700, 700]).pages
+def test_copies_are_exact_and_leave_every_other_page_alone(backend: str) -> None:
+    pages = written(backend, same(2, 32, 48), [700, 700]).pages
     before = {entry: np.array(pages.page(entry)) for entry in ENTRIES}
     at = addresses(pages)
     copies = {0: 2, 9: 23, 17: 8}  # within a slab, up and down
@@ -319,10 +325,10 @@ def test_copies_are_exact_and_leave_every_other_page_alone() -> None:
     assert addresses(pages) == at
 
 
-def test_loaded_pages_are_what_was_given_and_gather_as_tokens() -> None:
-    source = written(same(2, 32, 32), [600])
+def test_loaded_pages_are_what_was_given_and_gather_as_tokens(backend: str) -> None:
+    source = written(backend, same(2, 32, 32), [600])
     table = source.rows.block_tables[0]
-    target = new_pages(same(2, 32, 32))
+    target = new_pages(backend, same(2, 32, 32))
     at = addresses(target)
     entries = (19, 1, 10)
     saved = [source.pages.page(entry) + 0 for entry in table]
@@ -336,8 +342,8 @@ def test_loaded_pages_are_what_was_given_and_gather_as_tokens() -> None:
     assert addresses(target) == at
 
 
-def test_a_page_is_a_view_that_costs_nothing() -> None:
-    pages = new_pages(same(4, 128, 128))
+def test_a_page_is_a_view_that_costs_nothing(backend: str) -> None:
+    pages = new_pages(backend, same(4, 128, 128))
     before = mx.get_active_memory()
     views = {entry: pages.page(entry) for entry in ENTRIES}
     mx.eval(views)
@@ -349,8 +355,8 @@ def test_a_page_is_a_view_that_costs_nothing() -> None:
         assert view.nbytes == pages.page_bytes
 
 
-def test_a_slab_that_was_given_back_gives_its_memory_back() -> None:
-    pages = new_pages(same(4, 128, 128))
+def test_a_slab_that_was_given_back_gives_its_memory_back(backend: str) -> None:
+    pages = new_pages(backend, same(4, 128, 128))
     before = mx.get_active_memory()
     pages.unmap_slab(1)
     pages.unmap_slab(1)
@@ -359,8 +365,8 @@ def test_a_slab_that_was_given_back_gives_its_memory_back() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 600])
-def test_writes_stay_in_place(tokens: int) -> None:
-    pages = new_pages(same(2, 64, 64))
+def test_writes_stay_in_place(backend: str, tokens: int) -> None:
+    pages = new_pages(backend, same(2, 64, 64))
     at = addresses(pages)
     keys = normal((1, 2, tokens, 64), mx.float32, seed=1)
     for step in range(20):
@@ -370,12 +376,12 @@ def test_writes_stay_in_place(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
-def test_writes_stay_in_place_while_attention_is_in_flight(own_stream: bool) -> None:
+def test_writes_stay_in_place_while_attention_is_in_flight(backend: str, own_stream: bool) -> None:
     """A read in flight holds the slab, and a write that does not wait for it copies all of it.
 
     mlx-lm generates in a stream of its own.
     """
-    pages = new_pages(same(4, 128, 128))
+    pages = new_pages(backend, same(4, 128, 128))
     at = addresses(pages)
     step = normal((1, 4, 1, 128), mx.float32, seed=1)
     slow = normal((600, 600), mx.float32, seed=2)

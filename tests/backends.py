@@ -1,0 +1,36 @@
+"""The backends that tests run on: the plain one, and the native one on each instruction set."""
+
+from paged_kv.kernels.backend import Backend, backend_for
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.native_library import NativeLibrary, load_native_library
+from paged_kv.kernels.page_format import SixteenBit
+from paged_kv.kernels.plain_backend import PlainBackend
+
+
+def native_library() -> NativeLibrary:
+    """The library, which must have been built."""
+    library, reason = load_native_library()
+    assert library is not None, reason
+    return library
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those of the library that this machine has; none where the library was not built."""
+    library, _ = load_native_library()
+    return () if library is None else library.instruction_sets
+
+
+BACKENDS = ["plain", *(f"native-{name}" for name in instruction_sets())]
+
+
+def backend_named(name: str, geometry: LayerGeometry) -> Backend:
+    """The backend of one of these names, or the plain one where that cannot hold this geometry.
+
+    Its instruction set serves until another is named.
+    """
+    if name == "plain":
+        return PlainBackend()
+    library = native_library()
+    library.use_instruction_set(name.removeprefix("native-"))
+    return backend_for(NativeBackend(library), geometry, SixteenBit())

@@ -1,0 +1,290 @@
+// Checks the CPU kernels without Python: random batches on every instruction set, against sums in
+// double. For machines that cannot run the Python tests, such as an emulated one.
+//
+// Numbers are multiples of 1/32 below 4, which every format holds exactly.
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../../kernels/cpu/paged_kv_cpu.h"
+
+namespace {
+
+constexpr int PAGE = 256;
+constexpr int SIZES[] = {4, 2, 2};
+constexpr double TOLERANCES[] = {2e-5, 4e-3, 3e-2};  // outputs are rounded to the queries' dtype
+
+std::mt19937 random_bits;
+
+int pick(int low, int high) { return low + random_bits() % (high - low + 1); }
+template <size_t N>
+int pick_of(const int (&choices)[N]) {
+  return choices[pick(0, N - 1)];
+}
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+void encode(int format, float x, char* to) {
+  uint32_t bits = bits_of(x);
+  if (format == PAGED_KV_F32) {
+    memcpy(to, &bits, 4);
+    return;
+  }
+  uint16_t half = bits >> 16;
+  if (format == PAGED_KV_F16) half = x == 0 ? 0 : (bits >> 16 & 0x8000) | ((bits & 0x7fffffff) - 0x38000000) >> 13;
+  memcpy(to, &half, 2);
+}
+
+float decode(int format, const char* from) {
+  uint32_t bits = 0;
+  memcpy(&bits, from, SIZES[format]);
+  if (format == PAGED_KV_BF16) bits <<= 16;
+  if (format == PAGED_KV_F16) {
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double magnitude = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    return (float)(bits >> 15 ? -magnitude : exponent == 31 ? NAN : magnitude);
+  }
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// An array of four dimensions, its last two or three permuted in memory as a model's may be.
+struct Array {
+  int64_t shape[4], strides[4];
+  int format;
+  std::vector<char> memory;
+  PagedKvTensor tensor{};
+
+  Array(int f, int64_t a, int64_t b, int64_t c, int64_t d, bool transposed = false, bool fill = true)
+      : shape{a, b, c, d}, strides{b * c * d, c * d, d, 1}, format(f) {
+    if (transposed) strides[1] = d, strides[2] = b * d;
+    memory.resize(a * b * c * d * SIZES[f]);
+    for (int64_t i = 0; fill && i < a * b * c * d; i++)
+      encode(f, (float)pick(-127, 127) / 32, memory.data() + i * SIZES[f]);
+    tensor.data = memory.data();
+    tensor.ndim = 4;
+    tensor.type_code = f == PAGED_KV_BF16 ? 4 : 2;
+    tensor.type_bits = (uint8_t)(SIZES[f] * 8);
+    tensor.type_lanes = 1;
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+  Array(const Array&) = delete;
+
+  double at(int64_t a, int64_t b, int64_t c, int64_t d) const {
+    int64_t place = a * strides[0] + b * strides[1] + c * strides[2] + d * strides[3];
+    return decode(format, memory.data() + place * SIZES[format]);
+  }
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  fprintf(stderr, "FAILED: %s\n", what.c_str());
+  exit(1);
+}
+
+void expect(bool holds, const std::string& what) {
+  if (!holds) fail(what);
+}
+
+struct Case {
+  int batch = pick(1, 3), heads = pick(1, 3), ratio = pick_of({1, 2, 3, 4, 5, 7, 8, 16});
+  int k_dim = 8 * pick(1, 20), v_dim = pick(0, 1) ? k_dim : 8 * pick(1, 20);
+  int k_format = pick(0, 2), v_format = pick(0, 2), q_format = pick(0, 2);
+  int steps = pick_of({1, 1, 2, 5, 40, 130});
+  bool causal = pick(0, 3), tail = pick(0, 1), sinks = pick(0, 1);
+  int window = pick(0, 2) ? 0 : pick(1, 400);
+  float scale = 1 / sqrtf((float)k_dim);
+  std::vector<int32_t> lengths, padding;
+
+  std::vector<std::vector<char>> slabs;
+  std::vector<char*> bases;
+  std::vector<int32_t> tables;
+  PagedKvPages pages{};
+  PagedKvRows rows{};
+
+  Case() {
+    for (int b = 0; b < batch; b++) {
+      lengths.push_back(pick_of({1, 3, 255, 256, 257, 511, 700}));
+      padding.push_back(pick(0, 2) ? 0 : pick(0, steps));
+    }
+    make_pages();
+  }
+
+  // Two slabs of pages in any order, full of NaN: all bits set are one in each format.
+  void make_pages() {
+    constexpr int STRIDE = 64;
+    int each = batch * 3, k_row = k_dim * SIZES[k_format], v_row = v_dim * SIZES[v_format];
+    pages.page_bytes = (int64_t)heads * PAGE * (k_row + v_row);
+    pages.value_offset = (int64_t)heads * PAGE * k_row;
+    std::vector<int32_t> free_entries;
+    for (int slab = 0; slab < 2; slab++) {
+      slabs.emplace_back(each * pages.page_bytes, (char)0xff);
+      for (int page = 0; page < each; page++) free_entries.push_back(slab * STRIDE + page);
+    }
+    for (auto& slab : slabs) bases.push_back(slab.data());
+    std::shuffle(free_entries.begin(), free_entries.end(), random_bits);
+    tables.assign(free_entries.begin(), free_entries.begin() + batch * 3);
+    pages.slabs = bases.data();
+    pages.slab_stride = STRIDE;
+    pages.kv_heads = heads;
+    pages.k_dim = k_dim, pages.v_dim = v_dim;
+    pages.k_format = k_format, pages.v_format = v_format;
+    rows = {tables.data(), lengths.data(), padding.data(), batch, 3};
+  }
+
+  int own_begin(int b, int count) const { return std::max(0, count - lengths[b] - padding[b]); }
+  int own_end(int b, int count) const { return std::max(own_begin(b, count), count - padding[b]); }
+
+  std::string name() const {
+    char text[300];
+    snprintf(text, sizeof text,
+             "batch %d heads %d ratio %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
+             "window %d tail %d sinks %d lengths %d.. padding %d..",
+             batch, heads, ratio, k_dim, v_dim, k_format, v_format, q_format, steps, causal, window,
+             tail, sinks, lengths[0], padding[0]);
+    return text;
+  }
+};
+
+// The keys and values of every row, as one long step: row b's token p is at [b, :, longest - end + p].
+struct Contents {
+  int longest;
+  Array keys, values;
+
+  explicit Contents(const Case& c)
+      : longest(longest_of(c)),
+        keys(c.k_format, c.batch, c.heads, longest, c.k_dim, pick(0, 1)),
+        values(c.v_format, c.batch, c.heads, longest, c.v_dim, pick(0, 1)) {}
+
+  static int longest_of(const Case& c) {
+    int longest = 0;
+    for (int b = 0; b < c.batch; b++) longest = std::max(longest, c.lengths[b] + c.padding[b]);
+    return longest;
+  }
+  int place(const Case& c, int b, int position) const {
+    return longest - c.lengths[b] - c.padding[b] + position;
+  }
+};
+
+void check_query(const Case& c, const Contents& in, const Array& q, const Array& out,
+                 const float* sinks, const float* log_sum_exp, int b, int head, int step) {
+  int first = c.own_begin(b, c.steps), end = c.own_end(b, c.steps);
+  size_t row = ((size_t)b * c.heads * c.ratio + head) * c.steps + step;
+  if (step < first || step >= end) {
+    for (int d = 0; d < c.v_dim; d++)
+      expect(out.at(b, head, step, d) == 0, "padding gets zeros: " + c.name());
+    expect(log_sum_exp[row] == -INFINITY, "padding has no log-sum-exp: " + c.name());
+    return;
+  }
+  int position = c.lengths[b] - (end - step), kv_head = head / c.ratio;
+  int from = c.window ? std::max(0, position - c.window + 1) : 0;
+  int to = c.causal || c.window ? position + 1 : c.lengths[b];
+  std::vector<double> scores, sum(c.v_dim);
+  double top = c.sinks ? sinks[head] : -INFINITY;
+  for (int p = from; p < to; p++) {
+    double score = 0;
+    for (int d = 0; d < c.k_dim; d++)
+      score += q.at(b, head, step, d) * in.keys.at(b, kv_head, in.place(c, b, p), d);
+    scores.push_back(score * c.scale);
+    top = std::max(top, scores.back());
+  }
+  double total = c.sinks ? exp(sinks[head] - top) : 0;
+  for (int p = from; p < to; p++) {
+    double weight = exp(scores[p - from] - top);
+    total += weight;
+    for (int d = 0; d < c.v_dim; d++)
+      sum[d] += weight * in.values.at(b, kv_head, in.place(c, b, p), d);
+  }
+  for (int d = 0; d < c.v_dim; d++) {
+    double error = fabs(out.at(b, head, step, d) - sum[d] / total);
+    if (!(error <= TOLERANCES[c.q_format]))
+      fail("attention is off by " + std::to_string(error) + ": " + c.name());
+  }
+  expect(fabs(log_sum_exp[row] - (top + log(total))) < 1e-4, "log-sum-exp: " + c.name());
+}
+
+void check_gather(const Case& c, const Contents& in) {
+  Array keys(c.k_format, c.batch, c.heads, in.longest, c.k_dim, false, false);
+  Array values(c.v_format, c.batch, c.heads, in.longest, c.v_dim, false, false);
+  expect(!paged_kv_gather(&c.pages, &c.rows, &keys.tensor, &values.tensor), "gather: " + c.name());
+  for (int b = 0; b < c.batch; b++)
+    for (int t = 0; t < in.longest; t++) {
+      int position = t - in.place(c, b, 0);
+      bool real = position >= 0 && position < c.lengths[b];
+      for (int d = 0; d < c.k_dim; d++)
+        expect(keys.at(b, 0, t, d) == (real ? in.keys.at(b, 0, t, d) : 0), "keys: " + c.name());
+      for (int d = 0; d < c.v_dim; d++)
+        expect(values.at(b, c.heads - 1, t, d) == (real ? in.values.at(b, c.heads - 1, t, d) : 0),
+               "values: " + c.name());
+    }
+}
+
+void check_case() {
+  Case c;
+  Contents in(c);
+  expect(!paged_kv_write(&c.pages, &c.rows, &in.keys.tensor, &in.values.tensor), "write: " + c.name());
+  check_gather(c, in);
+
+  Array q(c.q_format, c.batch, c.heads * c.ratio, c.steps, c.k_dim, pick(0, 1));
+  Array out(c.q_format, c.batch, c.heads * c.ratio, c.steps, c.v_dim, false, false);
+  std::vector<float> sinks(c.heads * c.ratio), log_sum_exp((size_t)c.batch * sinks.size() * c.steps);
+  for (float& sink : sinks) sink = (float)pick(-64, 64) / 32;
+  int64_t sinks_shape[] = {(int64_t)sinks.size()};
+  PagedKvTensor sinks_tensor{sinks.data(), 1, 0, 1, 2, 32, 1, sinks_shape, nullptr, 0};
+  PagedKvOptions options{c.scale, c.causal, c.window, c.sinks ? &sinks_tensor : nullptr,
+                         nullptr, nullptr, log_sum_exp.data()};
+
+  // The tail stands for the last tokens, of which the pages' copies are spoilt.
+  int tail_tokens = c.tail ? pick(1, 300) : 0;
+  int64_t skipped = in.longest - std::min(tail_tokens, in.longest);
+  PagedKvTensor tail_k = in.keys.tensor, tail_v = in.values.tensor;
+  int64_t k_shape[] = {c.batch, c.heads, in.longest - skipped, c.k_dim};
+  int64_t v_shape[] = {c.batch, c.heads, in.longest - skipped, c.v_dim};
+  tail_k.shape = k_shape, tail_v.shape = v_shape;
+  tail_k.byte_offset = skipped * in.keys.strides[2] * SIZES[c.k_format];
+  tail_v.byte_offset = skipped * in.values.strides[2] * SIZES[c.v_format];
+  if (c.tail) {
+    options.tail_k = &tail_k, options.tail_v = &tail_v;
+    std::vector<char> nan_k(in.keys.memory.size(), (char)0xff), nan_v(in.values.memory.size(), (char)0xff);
+    PagedKvTensor bad_k = tail_k, bad_v = tail_v;
+    bad_k.data = nan_k.data(), bad_v.data = nan_v.data();
+    expect(!paged_kv_write(&c.pages, &c.rows, &bad_k, &bad_v), "spoil: " + c.name());
+  }
+  expect(!paged_kv_attend(&c.pages, &c.rows, &q.tensor, &out.tensor, &options), "attend: " + c.name());
+  for (int b = 0; b < c.batch; b++)
+    for (int head = 0; head < c.heads * c.ratio; head++)
+      for (int step = 0; step < c.steps; step += pick(1, 9))
+        check_query(c, in, q, out, sinks.data(), log_sum_exp.data(), b, head, step);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  int cases = count > 1 ? atoi(arguments[1]) : 100;
+  std::string names = paged_kv_instruction_sets();
+  for (size_t at = 0; at < names.size();) {
+    std::string name = names.substr(at, names.find(',', at) - at);
+    at += name.size() + 1;
+    expect(!paged_kv_use_instruction_set(name.c_str()), "no instruction set " + name);
+    for (int i = 0; i < cases; i++) {
+      random_bits.seed(i);
+      paged_kv_use_threads(1 + i % 3);
+      check_case();
+    }
+    printf("%s: %d batches\n", name.c_str(), cases);
+  }
+  expect(paged_kv_use_instruction_set("abacus") != 0, "an unknown instruction set is refused");
+  return 0;
+}
