@@ -38,7 +38,7 @@ class WatchedGrowth:
         for cache in self.caches:
             written, _ = cache.update_and_fetch(keys, values)
             # As a model does; who drops what was fetched might still compute it later.
-            written.read.attend(self.query, scale=1.0, causal=True)
+            written.read.attend(self.query, "causal", scale=1.0)
         found = self.addresses()
         stats = self.pool.stats()
         grown = stats.bytes_mapped - mapped
