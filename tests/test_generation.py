@@ -11,15 +11,21 @@ from tests.generation import Run, assert_same_run, greedy
 
 # Float32 sums in another order: measured below 1e-4 on log-probabilities.
 FLOAT32_TOLERANCE = 1e-3
-# Prefill in the same steps runs the same operations on the same numbers, or sums of the same
-# numbers in another order: measured 2e-5 on logits.
-SAME_STEPS_TOLERANCES = {"plain": 0.0, "native": 1e-4}
+# Sums of the same numbers in another order: measured 2e-5 on logits.
+OTHER_ORDER_TOLERANCE = 1e-4
 # A kernel rounds to the model's dtype once, and MLX's operations several times.
 BFLOAT16_TOLERANCES = {"plain": 0.0, "native": 0.3}
 PREFILL_STEPS = [64, 256, 2048, 509]
 PROMPT_LENGTHS = [1, 255, 256, 257, 1000, 3000]
 NEW_TOKENS = 12
 MODELS = ["stdlib-llama", "stdlib-gemma3"]
+
+
+def same_steps_tolerance(model: Any, backend: str) -> float:
+    """Prefill in the same steps runs the same operations on the same numbers, unless a kernel does
+    it, or mlx-lm reads a window in the order in which its cache has rotated."""
+    is_exact = backend == "plain" and model.model_type == "llama"
+    return 0.0 if is_exact else OTHER_ORDER_TOLERANCE
 
 
 @pytest.fixture(params=MODELS)
@@ -79,7 +85,7 @@ def test_block_borders_one_token_at_a_time(model_and_tokens: Any, backend: str) 
         model(mx.array([tokens[:253]]), cache=cache)
         steps = [model(mx.array([[token]]), cache=cache)[0, -1] for token in tokens[253:259]]
         logits.append(mx.stack(steps))
-    assert mx.abs(logits[0] - logits[1]).max().item() <= SAME_STEPS_TOLERANCES[backend]
+    assert mx.abs(logits[0] - logits[1]).max().item() <= same_steps_tolerance(model, backend)
 
 
 def test_multi_token_writes_over_several_blocks(model_and_tokens: Any, backend: str) -> None:
@@ -94,7 +100,7 @@ def test_multi_token_writes_over_several_blocks(model_and_tokens: Any, backend: 
             mx.eval(outputs, [layer.state for layer in cache])
             at += count
         logits.append(mx.concatenate(outputs))
-    assert mx.abs(logits[0] - logits[1]).max().item() <= SAME_STEPS_TOLERANCES[backend]
+    assert mx.abs(logits[0] - logits[1]).max().item() <= same_steps_tolerance(model, backend)
 
 
 def test_a_differing_token_is_only_let_pass_at_a_tie() -> None:
