@@ -20,7 +20,7 @@ BATCH_TOLERANCE = 2e-3
 STOCK_CANNOT_BATCH = {"deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small"}
 # Padding enters their recurrent states, with stock caches too: a row of a batch depends on how
 # much it is padded. Two prompts of one length, read together, are not.
-PADDING_LEAKS = {"baichuan_m1", "bailing_moe_linear", "jamba", "olmo_hybrid"}
+PADDING_LEAKS = {"baichuan_m1", "bailing_moe_linear", "jamba", "olmo_hybrid", "recurrent_gemma"}
 # The configuration has a layer without attention that stock's batch does not provide for.
 ONLY_PAGED_CAN_BATCH = {"nemotron-nas"}
 LENGTHS = (3, 70, 1, 40)
