@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from paged_kv.kernels.page_format import PAGE_SIZE, WORD
+from paged_kv.kernels.page_format import PAGE_SIZE, WORD, Plane
 from paged_kv.kernels.page_rows import PageRows, Tail
 
 if TYPE_CHECKING:
@@ -55,25 +55,37 @@ def _read_pages(
     """Keys and values [heads, tokens, dim] of some of a table's tokens."""
     base = tokens.start // PAGE_SIZE
     first, end = tokens.start - base * PAGE_SIZE, tokens.stop - base * PAGE_SIZE
-    used = table[base : base - (-end // PAGE_SIZE)]
-    runs = list(_page_runs(pages, used)) or [mx.zeros((0, pages.layout.unit_words), dtype=WORD)]
-    whole = mx.concatenate(runs) if len(runs) > 1 else runs[0]
-    if own_memory and len(runs) == 1:
-        whole = whole + 0
-    whole = whole.reshape(len(used), pages.layout.page_words)
+    runs = list(_page_runs(pages, table[base : base - (-end // PAGE_SIZE)]))
     planes = []
     for plane, offset in zip(pages.layout.planes, pages.layout.offsets, strict=True):
-        part = whole[:, offset : offset + plane.words]
-        part = part.reshape(len(used), plane.heads, PAGE_SIZE, plane.row_words)
-        part = part.transpose(1, 0, 2, 3)
-        part = part.reshape(plane.heads, len(used) * PAGE_SIZE, plane.row_words)
-        planes.append(part[:, first:end])
+        parts = [_plane(pages, plane, offset, run) for run in runs]
+        if not parts:
+            parts = [mx.zeros((plane.heads, 0, plane.row_words), dtype=WORD)]
+        whole = mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+        rows = whole[:, first:end]
+        planes.append(rows + 0 if own_memory and len(runs) == 1 else rows)
     return pages.page_format.decode(pages.geometry, planes)
 
 
-def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[mx.array]:
-    """Views of the longest runs of pages that lie side by side, in table order."""
-    units = pages.layout.page_units
+Run = tuple[int, int, int]
+"""Pages that lie side by side: their slab, the first of them, and how many they are."""
+
+
+def _plane(pages: "LayerPages", plane: Plane, offset: int, run: Run) -> mx.array:
+    """Words [heads, tokens, row_words] of one plane of a run of pages: a view, if it can be one."""
+    slab, page, count = run
+    words, page_words = plane.row_words, pages.layout.page_words
+    view = mx.as_strided(
+        pages.slabs[slab],
+        (plane.heads, count, PAGE_SIZE, words),
+        (PAGE_SIZE * words, page_words, words, 1),
+        page * page_words + offset,
+    )
+    return view.reshape(plane.heads, count * PAGE_SIZE, words)
+
+
+def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[Run]:
+    """The longest runs of pages that lie side by side, in table order."""
     start = 0
     for end in range(1, len(table) + 1):
         # The first page of a slab may have the number after the last one of the slab before.
@@ -81,7 +93,7 @@ def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[mx.array
         if side_by_side and table[end] % pages.slab_stride:
             continue
         slab, page = divmod(table[start], pages.slab_stride)
-        yield pages.slabs[slab][page * units : (page + end - start) * units]
+        yield slab, page, end - start
         start = end
 
 
