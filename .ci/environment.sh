@@ -39,7 +39,7 @@ fingerprint() {
     cat pyproject.toml
     [ ! -e setup.py ] || cat setup.py
     find kernels -type f \( -name '*.c' -o -name '*.cc' -o -name '*.cpp' -o -name '*.h' \
-        -o -name '*.hpp' \) -exec cksum {} + | LC_ALL=C sort
+        -o -name '*.hpp' -o -name '*.inc' \) -exec cksum {} + | LC_ALL=C sort
     "$venv/bin/python" -c 'import sys; print(sys.version, sys.prefix)'
     uname -sm
     pwd -P

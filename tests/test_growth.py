@@ -26,6 +26,7 @@ class WatchedGrowth:
     growths: int = 0
 
     def __post_init__(self) -> None:
+        self.query = mx.zeros((1, HEADS, 1, DIM), dtype=mx.float16)
         sequence = Sequence(self.pool)
         layers = range(self.pool.num_layers)
         self.caches = [PagedKVCache(self.pool, layer, [sequence]) for layer in layers]
@@ -35,7 +36,9 @@ class WatchedGrowth:
         active = mx.get_active_memory()
         mx.reset_peak_memory()
         for cache in self.caches:
-            cache.update_and_fetch(keys, values)
+            written, _ = cache.update_and_fetch(keys, values)
+            # As a model does; who drops what was fetched might still compute it later.
+            written.read.attend(self.query, scale=1.0, causal=True)
         found = self.addresses()
         stats = self.pool.stats()
         grown = stats.bytes_mapped - mapped

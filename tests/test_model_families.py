@@ -17,8 +17,8 @@ from paged_kv import PagedCacheFactory
 from tests.generation import assert_same_run, greedy
 from tests.zoo import small_model
 
-# The same operations in the same order on the same numbers.
-TOLERANCE = 0.0
+# Float32 sums in another order, where a kernel computes attention, carried through random layers.
+TOLERANCE = 1e-3
 FAMILIES = [
     "llama",
     "qwen3",

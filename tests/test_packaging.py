@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The folders that are installed as sub-packages of paged_kv.
 ROOMS = ("allocator", "kernels", "integrations")
 # What a room may hold besides that which is installed, by suffix ...
-SOURCES_AND_NOTES = {".c", ".cc", ".cpp", ".h", ".hpp", ".md"}
+SOURCES_AND_NOTES = {".c", ".cc", ".cpp", ".h", ".hpp", ".inc", ".md"}
 # ... and what only lies there because somebody built it.
 BUILT = {".so", ".dylib", ".o"}
 
@@ -45,7 +45,9 @@ def build(kind: str, folder: Path) -> Path:
     pytest.importorskip("build", reason="needs the test extra: pip install -e '.[test]'")
     pytest.importorskip("setuptools", "77", reason="needs the test extra")
     # A stale build/ or *.egg-info would add its own files to what is built.
-    leave = shutil.ignore_patterns(".?*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    leave = shutil.ignore_patterns(
+        ".?*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib"
+    )
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=leave)
     shutil.copytree(ROOT / ".ci", folder / "tree" / ".ci")
     command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", ".."]

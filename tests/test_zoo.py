@@ -13,8 +13,9 @@ from paged_kv import PagedCacheFactory
 from tests.generation import Run, assert_same_run, greedy
 from tests.zoo import ZOO, small_model
 
-# The same operations in the same order; near ties among random weights lie closer than this.
-ALONE_TOLERANCE = 1e-5
+# Float32 sums in another order, where a kernel computes attention, carried through random layers;
+# near ties among random weights lie closer than this.
+ALONE_TOLERANCE = 1e-3
 BATCH_TOLERANCE = 2e-3
 # What mlx-lm cannot batch with its own caches, by the error it gives.
 STOCK_CANNOT_BATCH = {"deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small"}
