@@ -35,6 +35,14 @@ def _settled_memory() -> Iterator[None]:
     mx.clear_cache()
 
 
+@pytest.fixture(params=["plain", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the backend that pools of the test use."""
+    monkeypatch.setenv("PAGED_KV_BACKEND", request.param)
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
 def trained() -> Any:
     """A function (name, dtype) -> (model, tokenizer); each is loaded once."""

@@ -17,6 +17,8 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PoolExhausted
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import small_model
 
+# Float32 sums in another order, where a kernel computes attention, carried through random layers.
+TOLERANCE = 1e-4
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(300)]
 
 
@@ -64,7 +66,9 @@ def test_a_budget_that_is_too_small_raises_and_changes_nothing(model: Any) -> No
     # What fits goes on as if nothing had been.
     stock = make_prompt_cache(model)
     greedy(model, PROMPT, stock, 2)
-    assert_same_run(greedy(model, run.tokens, cache, 4), greedy(model, run.tokens, stock, 4), 0.0)
+    assert_same_run(
+        greedy(model, run.tokens, cache, 4), greedy(model, run.tokens, stock, 4), TOLERANCE
+    )
 
 
 def test_generation_goes_on_after_memory_is_freed(model: Any) -> None:
@@ -77,7 +81,7 @@ def test_generation_goes_on_after_memory_is_freed(model: Any) -> None:
     assert {layer.offset for layer in second} == {0}
     del first
     stock = greedy(model, PROMPT, make_prompt_cache(model), 4)
-    assert_same_run(greedy(model, PROMPT, second, 4), stock, 0.0)
+    assert_same_run(greedy(model, PROMPT, second, 4), stock, TOLERANCE)
     del second
     assert_nothing_is_used(factory)
 
@@ -126,7 +130,7 @@ def test_what_a_thread_left_uncomputed_does_not_hinder_others(model: Any) -> Non
     thread.start()
     thread.join()
     stock = greedy(model, PROMPT, make_prompt_cache(model), 4)
-    assert_same_run(greedy(model, PROMPT, factory.make_cache(), 4), stock, 0.0)
+    assert_same_run(greedy(model, PROMPT, factory.make_cache(), 4), stock, TOLERANCE)
 
 
 def test_nothing_is_computed_to_learn_how_large_blocks_are(model: Any) -> None:

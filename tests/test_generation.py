@@ -11,8 +11,11 @@ from tests.generation import Run, assert_same_run, greedy
 
 # Float32 sums in another order: measured below 1e-4 on log-probabilities.
 FLOAT32_TOLERANCE = 1e-3
-# Prefill in the same steps runs the same operations on the same numbers.
-SAME_STEPS_TOLERANCE = 0.0
+# Prefill in the same steps runs the same operations on the same numbers, or sums of the same
+# numbers in another order: measured 2e-5 on logits.
+SAME_STEPS_TOLERANCES = {"plain": 0.0, "native": 1e-4}
+# A kernel rounds to the model's dtype once, and MLX's operations several times.
+BFLOAT16_TOLERANCES = {"plain": 0.0, "native": 0.3}
 PREFILL_STEPS = [64, 256, 2048, 509]
 PROMPT_LENGTHS = [1, 255, 256, 257, 1000, 3000]
 NEW_TOKENS = 12
@@ -44,8 +47,8 @@ def test_same_tokens_at_every_prefill_step(model_and_tokens: Any, length: int) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_same_logits_bit_for_bit_in_the_models_own_dtype(
-    name: str, trained: Any, source_text: str
+def test_same_logits_in_the_models_own_dtype(
+    name: str, trained: Any, source_text: str, backend: str
 ) -> None:
     model, tokenizer = trained(name, mx.bfloat16)
     prompt = tokenizer.encode(source_text)[:300]
@@ -53,7 +56,7 @@ def test_same_logits_bit_for_bit_in_the_models_own_dtype(
         greedy(model, prompt, cache, NEW_TOKENS, 128)
         for cache in (make_prompt_cache(model), PagedCacheFactory(model).make_cache())
     ]
-    assert_same_run(runs[1], runs[0], SAME_STEPS_TOLERANCE)
+    assert_same_run(runs[1], runs[0], BFLOAT16_TOLERANCES[backend])
 
 
 def test_text_of_generate_is_the_same(trained: Any) -> None:
@@ -67,7 +70,7 @@ def test_text_of_generate_is_the_same(trained: Any) -> None:
     assert "self" in ours or "return" in ours
 
 
-def test_block_borders_one_token_at_a_time(model_and_tokens: Any) -> None:
+def test_block_borders_one_token_at_a_time(model_and_tokens: Any, backend: str) -> None:
     """Tokens 254 to 258 one by one, as decoding writes them."""
     model, tokens = model_and_tokens
     caches = make_prompt_cache(model), PagedCacheFactory(model).make_cache()
@@ -76,10 +79,10 @@ def test_block_borders_one_token_at_a_time(model_and_tokens: Any) -> None:
         model(mx.array([tokens[:253]]), cache=cache)
         steps = [model(mx.array([[token]]), cache=cache)[0, -1] for token in tokens[253:259]]
         logits.append(mx.stack(steps))
-    assert mx.abs(logits[0] - logits[1]).max().item() == SAME_STEPS_TOLERANCE
+    assert mx.abs(logits[0] - logits[1]).max().item() <= SAME_STEPS_TOLERANCES[backend]
 
 
-def test_multi_token_writes_over_several_blocks(model_and_tokens: Any) -> None:
+def test_multi_token_writes_over_several_blocks(model_and_tokens: Any, backend: str) -> None:
     """Writes that begin and end anywhere in a block, the pool growing in between."""
     model, tokens = model_and_tokens
     caches = make_prompt_cache(model), PagedCacheFactory(model).make_cache()
@@ -91,7 +94,7 @@ def test_multi_token_writes_over_several_blocks(model_and_tokens: Any) -> None:
             mx.eval(outputs, [layer.state for layer in cache])
             at += count
         logits.append(mx.concatenate(outputs))
-    assert mx.abs(logits[0] - logits[1]).max().item() == SAME_STEPS_TOLERANCE
+    assert mx.abs(logits[0] - logits[1]).max().item() <= SAME_STEPS_TOLERANCES[backend]
 
 
 def test_a_differing_token_is_only_let_pass_at_a_tie() -> None:
