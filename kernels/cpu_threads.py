@@ -5,6 +5,7 @@ from math import ceil
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def thread_count() -> int:
@@ -33,7 +34,7 @@ def available_cores() -> int:
 def _own_groups() -> list[Path]:
     """The folders of this process's control groups and of those around them."""
     names = {"/"}
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read(OWN_CGROUPS).splitlines():
         names.add(line.rpartition(":")[2])
     folders = []
     for root in (CGROUPS, CGROUPS / "cpu"):

@@ -47,6 +47,10 @@ class LayerPages:
     def page_bytes(self) -> int:
         return self.layout.page_bytes
 
+    @property
+    def backend_name(self) -> str:
+        return self._backend.name
+
     def map_slab(self, slab: int, pages: int) -> None:
         """Add a slab of `pages` pages; their contents are not defined."""
         self.slabs[slab] = self._backend.new_slab(

@@ -32,29 +32,27 @@ class LazyReads:
         """
         self._left.append((thread, tuple(arrays)))
 
+    def waiting(self) -> list[mx.array]:
+        """This thread's arrays that may not be computed yet."""
+        me = threading.get_ident()
+        held = [reference() for thread, reference in self._held if thread == me]
+        left = [array for thread, arrays in self._left if thread == me for array in arrays]
+        return left + [array for array in held if array is not None]
+
     def compute(self) -> None:
         """Compute this thread's arrays, and forget them."""
         if not self._held and not self._left:
             return
+        mx.eval(self.waiting())
         me = threading.get_ident()
-        held, self._held = self._held, []
-        left, self._left = self._left, []
-        mine = [array for thread, arrays in left if thread == me for array in arrays]
-        for thread, reference in held:
-            array = reference()
-            if array is not None and thread == me:
-                mine.append(array)
-            elif array is not None:
-                self._held.append((thread, reference))
-        self._left += _of_living(entry for entry in left if entry[0] != me)
-        mx.eval(mine)
+        self._held = [entry for entry in self._held if entry[0] != me and entry[1]() is not None]
+        self._left = _of_living([entry for entry in self._left if entry[0] != me])
 
 
 def _of_living(
-    left: Iterable[tuple[int, tuple[mx.array, ...]]],
+    others: list[tuple[int, tuple[mx.array, ...]]],
 ) -> list[tuple[int, tuple[mx.array, ...]]]:
     """Without what belongs to threads that have ended: nothing will be computed there."""
-    others = list(left)
     if not others:
         return []
     living = {thread.ident for thread in threading.enumerate()}

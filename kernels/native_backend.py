@@ -85,6 +85,15 @@ class NativeBackend:
     ) -> tuple[mx.array, mx.array]:
         return gather(pages, rows, tail)
 
+    def gather_now(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
+        """What `gather` gives, computed by the library."""
+        geometry, (batch, length) = pages.geometry, (len(rows.context_lens), max(rows.ends))
+        keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
+        values = mx.zeros((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype)
+        mx.eval(keys, values)
+        self.library.gather(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
+        return keys, values
+
     def attend(
         self,
         pages: "LayerPages",

@@ -16,11 +16,11 @@ from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, WORD, SixteenBit
 from paged_kv.kernels.page_rows import PageRows
 from tests.backends import BACKENDS, backend_named
+from tests.dense_attention import Numbers, dense_attention
 from tests.page_rows import unpadded
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
-Numbers = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint16]
 
 SLAB_PAGES = (3, 5, 8)
@@ -102,34 +102,6 @@ def written(
     return Batch(pages, unpadded(tables, tuple(lengths)), keys, values)
 
 
-def dense_attention(
-    queries: Numbers,
-    keys: Numbers,
-    values: Numbers,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    sinks: Numbers | None,
-) -> Numbers:
-    """Attention of one row, [q_heads, S, v_dim], one query after the other."""
-    q_heads, count, _ = queries.shape
-    kv_heads, length, _ = keys.shape
-    result = np.zeros((q_heads, count, values.shape[2]))
-    for head in range(q_heads):
-        kv_head = head * kv_heads // q_heads
-        for query in range(count):
-            at = length - count + query
-            first = 0 if window is None else max(0, at - window + 1)
-            last = at + 1 if causal or window is not None else length
-            scores = keys[kv_head, first:last] @ queries[head, query] * scale
-            top = max(scores.max(), -np.inf if sinks is None else sinks[head])
-            weights = np.exp(scores - top)
-            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - top))
-            result[head, query] = weights / total @ values[kv_head, first:last]
-    return result
-
-
 def assert_attends(
     batch: Batch,
     q_heads: int,
@@ -148,7 +120,9 @@ def assert_attends(
     assert (found.dtype, found.shape) == (geometry.k_dtype, (*shape[:3], geometry.v_dim))
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
-        expected = dense_attention(numbers(asked[row]), numbers(keys), numbers(values), **options)
+        expected, _ = dense_attention(
+            numbers(asked[row]), numbers(keys), numbers(values), **options
+        )
         assert np.abs(numbers(found[row]) - expected).max() <= TOLERANCES[geometry.k_dtype]
 
 

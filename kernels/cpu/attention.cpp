@@ -163,13 +163,30 @@ void clear_padding(const Attention& a) {
   }
 }
 
+// Puts the numbers of an array in order; returns the memory that they are then in.
+std::vector<char> make_contiguous(Strided& array) {
+  PagedKvTensor& tensor = array.tensor;
+  const int64_t* shape = tensor.shape;
+  int size = size_of(tensor);
+  std::vector<char> memory(shape[0] * shape[1] * shape[2] * shape[3] * size);
+  char* to = memory.data();
+  for (int64_t i = 0; i < shape[0]; i++)
+    for (int64_t j = 0; j < shape[1]; j++)
+      for (int64_t k = 0; k < shape[2]; k++)
+        for (int64_t d = 0; d < shape[3]; d++, to += size)
+          memcpy(to, row_of(tensor, i, j, k) + d * array.strides[3] * size, size);
+  tensor.data = memory.data();
+  for (int64_t i = 4, step = 1; i-- > 0; step *= shape[i]) array.strides[i] = step;
+  return memory;
+}
+
 bool fits(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTensor& queries,
           const PagedKvTensor& outputs, const PagedKvOptions& options) {
   bool sizes = has_shape(queries, rows.batch, -1, -1, pages.k_dim) &&
                queries.shape[1] % pages.kv_heads == 0 &&
                has_shape(outputs, rows.batch, queries.shape[1], queries.shape[2], pages.v_dim);
   bool dtypes = format_of(queries) >= 0 && format_of(queries) == format_of(outputs);
-  if (!sizes || !dtypes || !is_contiguous(outputs) || !rows_are_contiguous(queries)) return false;
+  if (!sizes || !dtypes || !is_contiguous(outputs)) return false;
   const PagedKvTensor* sinks = options.sinks;
   if (sinks && (sinks->ndim != 1 || sinks->shape[0] != queries.shape[1] || format_of(*sinks) < 0))
     return false;
@@ -225,6 +242,8 @@ int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
     Attention a{};
     a.pages = pages;
     a.rows = rows;
+    std::vector<char> copy;
+    if (!rows_are_contiguous(q)) copy = make_contiguous(q);
     a.queries = &q.tensor;
     a.outputs = &out.tensor;
     a.q_format = format_of(q);

@@ -1,0 +1,36 @@
+"""Attention in float64, one query after the other: what kernels are compared with."""
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+
+def dense_attention(
+    queries: Numbers,
+    keys: Numbers,
+    values: Numbers,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    sinks: Numbers | None,
+) -> tuple[Numbers, Numbers]:
+    """Attention of one row, [q_heads, S, v_dim], and its log-sum-exp, [q_heads, S]."""
+    q_heads, count, _ = queries.shape
+    kv_heads, length, _ = keys.shape
+    result = np.zeros((q_heads, count, values.shape[2]))
+    log_sum_exp = np.zeros((q_heads, count))
+    for head in range(q_heads):
+        kv_head = head * kv_heads // q_heads
+        for query in range(count):
+            at = length - count + query
+            first = 0 if window is None else max(0, at - window + 1)
+            last = at + 1 if causal or window is not None else length
+            scores = keys[kv_head, first:last] @ queries[head, query] * scale
+            top = max(scores.max(), -np.inf if sinks is None else sinks[head])
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - top))
+            result[head, query] = weights / total @ values[kv_head, first:last]
+            log_sum_exp[head, query] = top + np.log(total)
+    return result, log_sum_exp

@@ -1,0 +1,98 @@
+"""What was read lazily stays what it was, whatever is written before it is computed."""
+
+from threading import Thread
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, Sequence
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def step(tokens: int, seed: int, heads: int = 2) -> tuple[mx.array, mx.array]:
+    keys = mx.random.normal((1, heads, tokens, 16), key=mx.random.key(seed))
+    return keys, keys + 1
+
+
+def new_cache() -> PagedKVCache:
+    pool = PagePool(1, max_bytes=1 << 24)
+    return PagedKVCache(pool, 0, [Sequence(pool)])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("tokens", [3, 256, 600])
+def test_arrays_that_are_held(heads: int, tokens: int) -> None:
+    """One head and whole pages too: these could be views of the slab."""
+    cache = new_cache()
+    given = step(tokens, 1, heads)
+    found = cache.update_and_fetch(*given)
+    cache.trim(tokens)
+    cache.update_and_fetch(*step(tokens, 2, heads))
+    for array, expected in zip(found, given, strict=True):
+        assert mx.array_equal(array, expected)
+
+
+def test_arrays_that_only_a_graph_holds() -> None:
+    """As a model that gathers leaves them, when nobody waits for its output."""
+    cache = new_cache()
+    given = step(300, 1)
+    keys, values = cache.update_and_fetch(*given)
+    output = keys @ values.swapaxes(2, 3)
+    del keys, values
+    cache.trim(300)
+    cache.update_and_fetch(*step(300, 2))
+    assert mx.allclose(output, given[0] @ given[1].swapaxes(2, 3), atol=1e-5)
+
+
+def test_pages_that_another_sequence_takes_over() -> None:
+    cache = new_cache()
+    pool, given = cache.pool, step(300, 1)
+    keys, values = cache.update_and_fetch(*given)
+    output = keys.sum(axis=2) + values.sum(axis=2)
+    del keys, values, cache
+    PagedKVCache(pool, 0, [Sequence(pool)]).update_and_fetch(*step(300, 2))
+    assert mx.allclose(output, given[0].sum(axis=2) + given[1].sum(axis=2), atol=1e-3)
+
+
+def test_a_loaded_page_does_not_show_in_what_was_read() -> None:
+    cache = new_cache()
+    given = step(256, 1)
+    found, _ = cache.update_and_fetch(*given)
+    pages = cache.pool.groups[0].pages[0]
+    pages.load({0: mx.zeros(pages.page(0).shape, dtype=mx.uint16)})
+    assert mx.array_equal(found, given[0])
+
+
+def test_another_threads_arrays_are_left_to_it() -> None:
+    """They belong to its stream, and nothing of it hinders the others."""
+    cache = new_cache()
+    kept: list[Any] = []
+    cache.update_and_fetch(*step(3, 1))
+
+    def read() -> None:
+        kept.append(cache.keys + 0)
+
+    thread = Thread(target=read)
+    thread.start()
+    thread.join()
+    given = step(5, 2)
+    found, _ = cache.update_and_fetch(*given)
+    assert mx.array_equal(found[:, :, 3:], given[0])
+
+
+def test_what_attention_has_read_is_not_gathered() -> None:
+    cache = new_cache()
+    keys, values = cache.update_and_fetch(*step(3, 1))
+    keys.read.attend(mx.ones((1, 4, 3, 16)), scale=1.0, causal=True)
+    del keys, values
+    reads = cache.pool.groups[0].pages[0].lazy_reads
+    assert not reads.waiting()
+    cache.keys_and_values()
+    assert len(reads.waiting()) == 2
+    keys, values = cache.update_and_fetch(*step(3, 2))
+    assert len(reads.waiting()) == 2
+    keys.read.attend(mx.ones((1, 4, 3, 16)), scale=1.0, causal=True)
+    del keys, values
+    assert not reads.waiting()
