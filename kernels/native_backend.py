@@ -107,16 +107,9 @@ class NativeBackend:
         tail: Tail | None,
     ) -> mx.array:
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
-        if tail is None:
-            return self._attend(pages, queries, rows, options, sinks)
-        step = [mx.contiguous(part) for part in tail]
-        mx.eval(step)
-        # The struct holds addresses only.
-        tensors = [Tensor(part) for part in step]
-        options.tail_k, options.tail_v = (tensor.address for tensor in tensors)
-        return self._attend(pages, queries, rows, options, sinks)
+        return self._attend(pages, queries, rows, options, sinks, tail)
 
-    def attend_with_tail(
+    def attend_with_log_sum_exp(
         self,
         pages: "LayerPages",
         queries: mx.array,
@@ -126,7 +119,7 @@ class NativeBackend:
         causal: bool,
         window: int | None = None,
         sinks: mx.array | None = None,
-        tail: tuple[mx.array, mx.array] | None = None,
+        tail: Tail | None = None,
     ) -> tuple[mx.array, mx.array]:
         """What `attend` gives, and the log-sum-exp of each query, float32 [B, q_heads, S].
 
@@ -136,15 +129,9 @@ class NativeBackend:
         The log-sum-exp counts the sinks; it is -inf where a query is padding.
         """
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
-        tensors = []
-        if tail is not None:
-            arrays = [mx.contiguous(part) for part in tail]
-            mx.eval(arrays)
-            tensors = [Tensor(part) for part in arrays]
-            options.tail_k, options.tail_v = (tensor.address for tensor in tensors)
         log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
         options.log_sum_exp = log_sum_exp.ctypes.data
-        output = self._attend(pages, queries, rows, options, sinks)
+        output = self._attend(pages, queries, rows, options, sinks, tail)
         return output, mx.array(log_sum_exp)
 
     def _attend(
@@ -154,7 +141,14 @@ class NativeBackend:
         rows: PageRows,
         options: OptionsStruct,
         sinks: mx.array | None,
+        tail: Tail | None,
     ) -> mx.array:
+        # The struct holds addresses only: what they point to must live until the call is over.
+        step = [mx.contiguous(part) for part in tail or ()]
+        mx.eval(step)
+        tail_tensors = [Tensor(part) for part in step]
+        if tail_tensors:
+            options.tail_k, options.tail_v = (tensor.address for tensor in tail_tensors)
         if sinks is not None:
             mx.eval(queries, sinks)
             sinks_tensor = Tensor(sinks)

@@ -137,19 +137,7 @@ class PagePool:
         Raises:
             PoolExhausted: the budget does not hold the blocks; nothing was changed.
         """
-        writes = self._unreserved(layer, sequences, count)
-        needs = {group: blocks_needed(group_writes) for group, group_writes in writes.items()}
-        try:
-            self._room_after(needs)
-        except PoolExhausted:
-            # What one group has mapped and does not use, another may.
-            self.clear()
-            self._require_room(needs)
-        for group, count in needs.items():
-            group.allocator.ensure_free(count)
-        for group, group_writes in writes.items():
-            for write in group_writes:
-                group.copy_pages(write.table.reserve(write.start, write.end))
+        self._own(self._unreserved(layer, sequences, count))
 
     def read(self, layer: int, sequences: list[Sequence]) -> tuple[PagedKeys, PagedValues]:
         """All keys and values of the sequences in one layer.
@@ -222,7 +210,9 @@ class PagePool:
                 f"layer {layer} needs {len(expected)} pages of {shape} words for "
                 f"{context_len} tokens, got {[tuple(content.shape) for content in contents]}"
             )
-        self.reserve(layer, [sequence], max(context_len, written_len))
+        is_wrapped = len(contents) * PAGE_SIZE < written_len
+        end = written_len if is_wrapped else context_len
+        self._own({group: [Write(sequence.table(group), 0, end)]})
         pages.load(dict(zip(sequence.blocks(group), contents, strict=False)))
         sequence.restore(layer, context_len, written_len)
 
@@ -294,6 +284,21 @@ class PagePool:
                 group.settle()
         self.reserve(layer, sequences, count)
         return pages
+
+    def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
+        """Own blocks for all writes, or none."""
+        needs = {group: blocks_needed(group_writes) for group, group_writes in writes.items()}
+        try:
+            self._room_after(needs)
+        except PoolExhausted:
+            # What one group has mapped and does not use, another may.
+            self.clear()
+            self._require_room(needs)
+        for group, count in needs.items():
+            group.allocator.ensure_free(count)
+        for group, group_writes in writes.items():
+            for write in group_writes:
+                group.copy_pages(write.table.reserve(write.start, write.end))
 
     def _require_room(self, needs: Mapping[LayerGroup, int]) -> None:
         try:

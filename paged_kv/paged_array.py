@@ -58,7 +58,9 @@ class PagedRead:
             return mask.hides_in(self.rows, queries) and self._is_narrower(mask.window)
         if mask is None:
             return self._window is None or queries == 1
-        return not isinstance(mask, mx.array) and mask == "causal"
+        if isinstance(mask, mx.array) or mask != "causal":
+            return False
+        return self._window is None or max(self.rows.visible_lens) <= self._window.size
 
     def attend(
         self,

@@ -136,7 +136,7 @@ class Sequence:
         for other, window in self.pool.windows.items():
             shortest = window.shortest_rollback(self.written_lens[other])
             if target < min(shortest, self.context_lens[other]):
-                raise RollbackError(count, max(0, self.context_lens[layer] - shortest))
+                raise RollbackError(count, self.rollback)
 
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set what of the coming steps is padding in one layer."""

@@ -85,7 +85,7 @@ def test_another_threads_arrays_are_left_to_it() -> None:
 def test_what_attention_has_read_is_not_gathered() -> None:
     cache = new_cache()
     keys, values = cache.update_and_fetch(*step(3, 1))
-    keys.read.attend(mx.ones((1, 4, 3, 16)), scale=1.0, causal=True)
+    keys.read.attend(mx.ones((1, 4, 3, 16)), "causal", scale=1.0)
     del keys, values
     reads = cache.pool.groups[0].pages[0].lazy_reads
     assert not reads.waiting()
@@ -93,6 +93,6 @@ def test_what_attention_has_read_is_not_gathered() -> None:
     assert len(reads.waiting()) == 2
     keys, values = cache.update_and_fetch(*step(3, 2))
     assert len(reads.waiting()) == 2
-    keys.read.attend(mx.ones((1, 4, 3, 16)), scale=1.0, causal=True)
+    keys.read.attend(mx.ones((1, 4, 3, 16)), "causal", scale=1.0)
     del keys, values
     assert not reads.waiting()

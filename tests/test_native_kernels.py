@@ -107,7 +107,7 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
     sinks = normal((heads * ratio,), dtypes[2], 4) if with_sinks else None
     options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
     backend = NativeBackend(library)
-    found, log_sum_exp = backend.attend_with_tail(
+    found, log_sum_exp = backend.attend_with_log_sum_exp(
         pages, asked, rows, sinks=sinks, tail=tail, **options
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
@@ -139,8 +139,8 @@ def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
     rest = unpadded(((),), (300,))
     tail = keys[:, :, 400:], values[:, :, 400:]
     options: Any = {"scale": 0.125, "causal": False}
-    a, lse_a = backend.attend_with_tail(pages, query, first, **options)
-    b, lse_b = backend.attend_with_tail(pages, query, rest, tail=tail, **options)
+    a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, **options)
+    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, tail=tail, **options)
     share = mx.sigmoid(lse_a - lse_b)[..., None]
     assert mx.allclose(share * a + (1 - share) * b, whole, atol=1e-6)
 
@@ -297,7 +297,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output)
 
 def gives_ones(backend: NativeBackend, pages: LayerPages, asked: mx.array, rows: PageRows) -> bool:
     """Whether attention to values that are all ones gives ones."""
-    output = backend.attend(pages, asked, rows, scale=0.1, causal=True, window=None, sinks=None)
+    output = backend.attend(
+        pages, asked, rows, scale=0.1, causal=True, window=None, sinks=None, tail=None
+    )
     return bool((np.asarray(output) == 1).all())
 
 

@@ -1,0 +1,265 @@
+"""Models with sliding windows write on rings of pages what they write on mlx-lm's caches."""
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.models import gemma3_text
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from paged_kv import PagedCacheFactory
+from tests.generation import (
+    Run,
+    assert_same_run,
+    assert_same_runs,
+    assert_written_and_free,
+    greedy,
+)
+from tests.zoo import small_model
+
+# A long step is summed in another order than mlx-lm's, and a row of a batch in yet another.
+TOLERANCE = 1e-3
+BATCH_TOLERANCE = 2e-3
+# Windows of 32 tokens live in rings of one page: these prompts go around it.
+PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
+NEW_TOKENS = 6
+STEPS = (16, 31, 32, 33, 64, 2048)
+LENGTHS = (300, 5, 430, 256)
+WITH_RINGS = [
+    "gemma3_text",
+    "gemma3n",
+    "gemma4_text",
+    "gpt_oss",
+    "cohere2",
+    "olmo3",
+    "exaone4",
+    "mimo_v2_flash",
+    "afmoe",
+    "iquestloopcoder",
+    "ministral3",
+    "plamo3",
+]
+# mlx-lm gives the windows of these full caches, or chunked ones of its own.
+WITHOUT_RINGS = ["smollm3", "llama4_text"]
+# Its own batches differ from its single runs.
+BATCH_DIFFERS = {"plamo3"}
+
+
+@pytest.fixture(scope="module", params=[*WITH_RINGS, *WITHOUT_RINGS])
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    return request.param, small_model(request.param)
+
+
+def new_factory(model: Any, **options: Any) -> PagedCacheFactory:
+    return PagedCacheFactory(model, max_bytes=64 << 20, **options)
+
+
+def test_layers_with_a_window_get_rings(family: tuple[str, Any]) -> None:
+    name, model = family
+    factory = new_factory(model)
+    assert bool(factory.pool.windows) == (name in WITH_RINGS)
+    for window in factory.pool.windows.values():
+        assert (window.size, window.write_chunk, window.keep) == (32, 32, 0)
+    stock_types = [type(cache) for cache in make_prompt_cache(model)]
+    paged_types = {type(cache) for cache in factory.make_cache()}
+    assert (RotatingKVCache in stock_types) == (name in WITH_RINGS)
+    assert not paged_types & {KVCache, RotatingKVCache}
+
+
+def test_every_prefill_step_gives_the_tokens_of_the_same_one(family: tuple[str, Any]) -> None:
+    """Steps that are written before they are read, that fill a window, and that are too long."""
+    _, model = family
+    factory = new_factory(model)
+    for step in STEPS:
+        stock = greedy(model, PROMPT, make_prompt_cache(model), NEW_TOKENS, step)
+        ours = greedy(model, PROMPT, factory.make_cache(), NEW_TOKENS, step)
+        assert_same_run(ours, stock, TOLERANCE)
+    assert_written_and_free(factory)
+
+
+def test_many_single_tokens_give_the_same_tokens(family: tuple[str, Any]) -> None:
+    _, model = family
+    factory = new_factory(model, write_chunk=1)
+    runs = [
+        greedy(model, PROMPT[:250], cache, 40, 64)
+        for cache in (factory.make_cache(), make_prompt_cache(model))
+    ]
+    assert_same_run(runs[0], runs[1], TOLERANCE)
+    assert_written_and_free(factory)
+
+
+def batched(model: Any, caches: list[list[Any]]) -> list[Run]:
+    """Prompts of several lengths, read in steps that are longer than a window."""
+    generator = BatchGenerator(
+        model, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=100
+    )
+    prompts = [PROMPT[index : index + n] for index, n in enumerate(LENGTHS)]
+    uids = generator.insert_segments(
+        [[prompt] for prompt in prompts], caches=caches, max_tokens=[NEW_TOKENS] * len(prompts)
+    )
+    given: dict[int, list[Any]] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            given[response.uid].append(response)
+    return [
+        Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))
+        for uid in uids
+    ]
+
+
+def test_a_ragged_batch_gives_every_row_what_mlx_lm_gives_it(family: tuple[str, Any]) -> None:
+    name, model = family
+    factory = new_factory(model)
+    ours = batched(model, [factory.make_cache() for _ in LENGTHS])
+    if name in BATCH_DIFFERS:
+        stock = batched(model, [make_prompt_cache(model) for _ in LENGTHS])
+    else:
+        prompts = [PROMPT[index : index + n] for index, n in enumerate(LENGTHS)]
+        stock = [
+            greedy(model, prompt, make_prompt_cache(model), NEW_TOKENS, 100) for prompt in prompts
+        ]
+    assert_same_runs(ours, stock, BATCH_TOLERANCE)
+    assert_written_and_free(factory)
+
+
+def test_copies_and_saved_caches_go_on_as_mlx_lms_do(
+    family: tuple[str, Any], tmp_path: Path
+) -> None:
+    _, model = family
+    factory = new_factory(model)
+    ours, stock = [
+        continued(model, cache, str(tmp_path / name))
+        for name, cache in (
+            ("ours.safetensors", factory.make_cache()),
+            ("stock.safetensors", make_prompt_cache(model)),
+        )
+    ]
+    assert_same_runs(ours, stock, TOLERANCE)
+    assert_written_and_free(factory)
+
+
+def continued(model: Any, cache: list[Any], file: str) -> list[Run]:
+    """The runs of a cache, of two copies and of two loaded caches, in turns."""
+    greedy(model, PROMPT[:350], cache, 1, 64)
+    copies = copy.deepcopy(cache), copy.deepcopy(cache)
+    save_prompt_cache(file, cache)
+    caches = [cache, *copies, load_prompt_cache(file), load_prompt_cache(file)]
+    runs = [
+        greedy(model, PROMPT[9 * index :][:40], each, 3, 33) for index, each in enumerate(caches)
+    ]
+    return runs + [
+        greedy(model, PROMPT[5 * index :][:3], each, 3) for index, each in enumerate(caches)
+    ]
+
+
+@pytest.fixture(scope="module")
+def code(trained: Any, source_text: str) -> tuple[Any, list[int]]:
+    """A trained model with windows of 256 tokens, and a prompt of three of them."""
+    model, tokenizer = trained("stdlib-gemma3")
+    tokens = tokenizer.encode(source_text[20000:26000])[:800]
+    assert len(tokens) == 800
+    return model, tokens
+
+
+@pytest.mark.parametrize(("step", "write_chunk"), [(100, None), (256, 64), (257, None), (2048, 1)])
+def test_a_trained_model_writes_the_same_text(
+    step: int, write_chunk: int | None, code: tuple[Any, list[int]]
+) -> None:
+    model, prompt = code
+    factory = new_factory(model, write_chunk=write_chunk)
+    stock = greedy(model, prompt, make_prompt_cache(model), 24, step)
+    assert_same_run(greedy(model, prompt, factory.make_cache(), 24, step), stock, TOLERANCE)
+    assert factory.stats().gather_fallbacks == 0
+    assert_written_and_free(factory)
+
+
+def truncated(model: Any, num_layers: int) -> Any:
+    """The model's first layers, with its embedding and norm."""
+    draft = gemma3_text.Model(copy.copy(model.args))
+    draft.model.layers = draft.model.layers[:num_layers]
+    draft.model.num_hidden_layers = draft.args.num_hidden_layers = num_layers
+    if model.tie_word_embeddings:
+        draft.tie_word_embeddings = True
+        draft.pop("lm_head")
+    kept: Any = tree_flatten(draft.parameters(), destination={})
+    weights: Any = tree_flatten(model.parameters(), destination={})
+    draft.load_weights([(name, weights[name]) for name in kept])
+    draft.eval()
+    return draft
+
+
+def speculate(model: Any, draft: Any, prompt: list[int], drafted: int, caches: Any) -> Run:
+    produced = list(
+        speculative_generate_step(
+            mx.array(prompt),
+            model,
+            draft,
+            max_tokens=40,
+            num_draft_tokens=drafted,
+            prompt_cache=caches,
+            prefill_step_size=128,
+        )
+    )
+    return Run([int(token) for token, _, _ in produced], mx.stack([row for _, row, _ in produced]))
+
+
+@pytest.mark.parametrize("drafted", [1, 3, 6])
+def test_speculation_behind_the_window_equals_greedy_decoding(
+    drafted: int, code: tuple[Any, list[int]]
+) -> None:
+    """mlx-lm's rotating caches cannot be trimmed once they have wrapped, and it says so."""
+    model, prompt = code
+    draft = truncated(model, 5)
+    plain = greedy(model, prompt, make_prompt_cache(model), 40)
+    factories = new_factory(model), new_factory(draft)
+    caches = [cache for factory in factories for cache in factory.make_cache()]
+    assert_same_run(speculate(model, draft, prompt, drafted, caches), plain, TOLERANCE)
+    assert all(cache.is_trimmable() for cache in caches)
+    del caches
+    assert_written_and_free(*factories)
+
+
+def test_mlx_lm_refuses_to_speculate_behind_the_window_on_its_own_caches(
+    code: tuple[Any, list[int]],
+) -> None:
+    model, prompt = code
+    draft = truncated(model, 5)
+    caches = [*make_prompt_cache(model), *make_prompt_cache(draft)]
+    greedy(model, prompt, caches[:6], 1)
+    greedy(draft, prompt, caches[6:], 1)
+    with pytest.raises(ValueError, match="trimmable"):
+        speculate(model, draft, prompt[:5], 2, caches)
+
+
+@pytest.mark.parametrize("drafted", [2, 5])
+def test_a_small_model_drafts_for_itself_around_the_ring(drafted: int) -> None:
+    """Windows of 32 in rings of a page: the 40 tokens lie where the page is used again."""
+    model = small_model("gemma3_text")
+    plain = greedy(model, PROMPT[:240], make_prompt_cache(model), 40)
+    factory = new_factory(model)
+    caches = factory.make_cache() + factory.make_cache()
+    assert_same_run(speculate(model, model, PROMPT[:240], drafted, caches), plain, TOLERANCE)
+    del caches
+    assert_written_and_free(factory)
+
+
+def test_a_draft_longer_than_the_ring_can_take_back_is_said_to_be() -> None:
+    model = small_model("gemma3_text")
+    cache = new_factory(model).make_cache()
+    greedy(model, PROMPT, cache, 1)
+    possible = cache[0].pool.windows[0].capacity - 31
+    assert [layer.can_trim(possible) for layer in cache] == [True] * len(cache)
+    assert [layer.can_trim(possible + 1) for layer in cache] == [False] * len(cache)
+    del cache
+    gc.collect()
