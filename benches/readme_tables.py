@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.results_file import RESULTS
-from benches.speed_tables import cpu_kernels, whole_model
+from benches.speed_tables import cpu_kernels, rings, whole_model
 from benches.table_cells import (
     count,
     mebibytes,
@@ -249,6 +249,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "serving": serving,
     "cpu_kernels": cpu_kernels,
     "whole_model": whole_model,
+    "rings": rings,
     "model_families": model_families,
 }
 

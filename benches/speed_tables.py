@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benches.table_cells import count, giga, micros, percent, ratio, table
+from benches.table_cells import count, giga, mebibytes, micros, percent, ratio, seconds, table
 
 Figures = dict[str, Any]
 Row = tuple[str, str, str]
@@ -66,3 +66,33 @@ def whole_model(figures: Figures) -> str:
     ]
     head = ("mlx-lm", "pages", "pages / mlx-lm", "attention in mlx-lm", "attention in pages")
     return table((f"tokens a second, {figures['backend']} backend", *head), rows)
+
+
+def rings(figures: Figures) -> str:
+    """What a sliding window takes: bytes of a sequence, time of a step, and of a long prompt."""
+    rows = [
+        (
+            f"a sequence of {row['context']:,} tokens, write_chunk {row['write_chunk']:,}",
+            mebibytes(row["mlx_lm_bytes"]),
+            mebibytes(row["paged_bytes"]),
+        )
+        for row in figures["memory"]
+    ]
+    rows += [
+        (f"a layer's step at {row['context']:,} tokens", "", micros(1e3 * row["microseconds"]))
+        for row in figures["decode"][1:]
+    ]
+    prefill = figures["prefill"]
+    prompt = f"a prompt of {prefill['tokens']:,} tokens, stdlib-gemma3 in float32"
+    rows += [
+        (prompt, seconds(prefill["mlx_lm_seconds"]), seconds(prefill["paged_seconds"])),
+        (
+            "its peak memory",
+            mebibytes(prefill["mlx_lm_peak_bytes"]),
+            mebibytes(prefill["paged_peak_bytes"]),
+        ),
+    ]
+    allocations = figures["allocations"]
+    steps = f"blocks allocated in {allocations['decoded']:,} steps of full rings"
+    rows.append((steps, "", str(allocations["allocations"])))
+    return table(("window of 1,024", "mlx-lm", f"pages, {figures['backend']} backend"), rows)

@@ -210,8 +210,7 @@ class PagePool:
                 f"layer {layer} needs {len(expected)} pages of {shape} words for "
                 f"{context_len} tokens, got {[tuple(content.shape) for content in contents]}"
             )
-        is_wrapped = len(contents) * PAGE_SIZE < written_len
-        end = written_len if is_wrapped else context_len
+        end = written_len if self._is_wrapped(layer, written_len) else context_len
         self._own({group: [Write(sequence.table(group), 0, end)]})
         pages.load(dict(zip(sequence.blocks(group), contents, strict=False)))
         sequence.restore(layer, context_len, written_len)
@@ -335,11 +334,15 @@ class PagePool:
                     writes.setdefault(group, []).append(Write(table, start, end))
         return writes
 
+    def _is_wrapped(self, layer: int, written_len: int) -> bool:
+        """Whether a layer is a ring whose first pages were used again."""
+        window = self.windows.get(layer)
+        return window is not None and window.first_held(written_len) > 0
+
     def _pages_held(self, layer: int, context_len: int, written_len: int) -> int:
         """Entries of a table that hold tokens of a layer."""
-        window = self.windows.get(layer)
-        if window is not None and window.first_held(written_len):
-            return window.ring.size
+        if self._is_wrapped(layer, written_len):
+            return self.windows[layer].ring.size
         return -(-context_len // PAGE_SIZE)
 
     def _tail(self, layer: int, sequences: list[Sequence]) -> Tail | None:

@@ -264,7 +264,8 @@ class PagedKVCache:
         """What saving needs, as a tree of arrays, numbers and strings.
 
         The arrays are views of pages: making them costs nothing, and evaluating them waits for
-        what was written. Keep them no longer than that, or the next write copies a slab.
+        what was written. Keep them no longer than that: the next write shows in them, or has to
+        copy a slab.
         """
         state = saved_state(self.pool, self.layer, self.sequences)
         return {**state, "depends_on": self._depends_on} if self._depends_on else state

@@ -103,6 +103,26 @@ FIGURES: dict[str, dict[str, Any]] = {
             }
         ],
     },
+    "rings": {
+        "backend": "native",
+        "memory": [
+            {
+                "context": 4096,
+                "write_chunk": 256,
+                "mlx_lm_bytes": 2**20,
+                "paged_bytes": 2**21,
+            }
+        ],
+        "decode": [{}, {"context": 2048, "microseconds": 20.5}],
+        "prefill": {
+            "tokens": 8192,
+            "mlx_lm_seconds": 30.0,
+            "paged_seconds": 6.0,
+            "mlx_lm_peak_bytes": 2**22,
+            "paged_peak_bytes": 2**20,
+        },
+        "allocations": {"decoded": 10000, "allocations": 0},
+    },
     "model_families": {
         "files": {
             "bitnet": {"gets": "not run", "reason": "runs on Metal only"},
@@ -140,6 +160,7 @@ ROWS = {
     "serving": "| peak of keys and values | 3.0 MiB | 1.0 MiB in use, 2.0 MiB mapped |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
+    "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
 }
 
