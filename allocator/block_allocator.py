@@ -20,6 +20,7 @@ from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import (
+    MAX_SLAB_PAGES,
     SlabPlan,
     block_range,
     count_by_slab,
@@ -53,6 +54,9 @@ class BlockAllocator:
         map_slab: called with (slab, pages) when a slab is needed; what it raises leaves
             everything as it was.
         unmap_slab: called with (slab) when a slab is given back.
+
+    Attributes:
+        max_slab_pages: the most pages of a slab; lower it where memory has a limit of its own.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class BlockAllocator:
         self.page_size = page_size
         self.budget = budget
         self.block_bytes = block_bytes
+        self.max_slab_pages = MAX_SLAB_PAGES
         self.tables: set[BlockTable] = set()
         self.cow_copies = 0
         self.allocation_failures = 0
@@ -91,8 +96,7 @@ class BlockAllocator:
     def available(self) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
         self.drain()
-        left = self.budget.left
-        growth = plan_slabs(left, left, self.slabs, self.budget, self.block_bytes)
+        growth = self._slabs_for(self.budget.left, self.budget.left)
         return len(self._free) + sum(plan.pages for plan in growth)
 
     def new_table(self, ring: Ring | None = None) -> BlockTable:
@@ -142,12 +146,17 @@ class BlockAllocator:
 
     def _plan(self, count: int, left: int) -> list[SlabPlan]:
         missing = count - len(self._free)
-        plans = plan_slabs(missing, left, self.slabs, self.budget, self.block_bytes)
+        plans = self._slabs_for(missing, left)
         growth = sum(plan.pages for plan in plans)
         if growth < missing:
             free = len(self._free) + growth
             raise PoolExhausted(count, free, 0, self.budget.max_bytes)
         return plans
+
+    def _slabs_for(self, needed: int, left: int) -> list[SlabPlan]:
+        return plan_slabs(
+            needed, left, self.slabs, self.budget, self.block_bytes, self.max_slab_pages
+        )
 
     def _grow(self, count: int) -> None:
         try:

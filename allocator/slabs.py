@@ -61,15 +61,20 @@ class SlabPlan:
 
 
 def plan_slabs(
-    needed: int, left: int, taken: dict[int, int], budget: ByteBudget, block_bytes: int
+    needed: int,
+    left: int,
+    taken: dict[int, int],
+    budget: ByteBudget,
+    block_bytes: int,
+    max_pages: int,
 ) -> list[SlabPlan]:
     """The slabs to map, in order, until they hold `needed` blocks or `left` bytes are spent.
 
-    `taken` maps each slab that exists to its pages. O(slabs).
+    `taken` maps each slab that exists to its pages; none gets more than `max_pages`. O(slabs).
     """
     plans: list[SlabPlan] = []
     eighth = budget.max_bytes // LARGEST_SLAB_SHARE // block_bytes
-    largest = max(1, min(eighth, MAX_SLAB_PAGES))
+    largest = max(1, min(eighth, max_pages))
     slab = 0
     while needed > 0 and left >= block_bytes:
         if slab not in taken:

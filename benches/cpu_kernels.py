@@ -36,6 +36,7 @@ KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5
 STRIDE = 1 << 16
 LONG, SHORT = 32 * 1024, 1024
+SPARE_PAGES = 1024
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -136,7 +137,7 @@ def prefill(dtype: str, new: int = 512, before: int = 4096) -> dict[str, Any]:
 
 
 def write(dtype: str, batch: int = 8) -> dict[str, Any]:
-    small, large = (Layer(batch, 300, DTYPES[dtype], spare=spare) for spare in (0, 4096))
+    small, large = (Layer(batch, 300, DTYPES[dtype], spare=spare) for spare in (0, SPARE_PAGES))
     keys, values = small.random(KV_HEADS, 1), small.random(KV_HEADS, 1)
     source = np.asarray(mx.concatenate([keys, values]).view(mx.uint16))
     target = np.empty_like(source)
@@ -151,7 +152,7 @@ def write(dtype: str, batch: int = 8) -> dict[str, Any]:
     return {
         "bytes": source.nbytes,
         "pages_in_small_pool": len(small.tables) * len(small.tables[0]),
-        "pages_in_large_pool": len(small.tables) * len(small.tables[0]) + 4096,
+        "pages_in_large_pool": len(small.tables) * len(small.tables[0]) + SPARE_PAGES,
         "small_pool_seconds": median(in_small),
         "large_pool_seconds": median(in_large),
         "copy_seconds": median(copied),

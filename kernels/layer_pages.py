@@ -11,6 +11,9 @@ from paged_kv.kernels.lazy_reads import LazyReads
 from paged_kv.kernels.page_format import PageFormat, PageLayout
 from paged_kv.kernels.page_rows import PageRows, Tail
 
+# MLX counts the elements of a dimension in 32 bits, and devices limit the size of a buffer.
+MAX_SLAB_BYTES = 1 << 31
+
 
 class LayerPages:
     """Owns the slabs of one layer. A slab is one allocation, and growing adds one.

@@ -9,7 +9,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES
 from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.layer_pages import MAX_SLAB_BYTES, LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.window import Window
@@ -104,6 +104,8 @@ class LayerGroup:
             )
         else:
             self._allocator.set_block_bytes(block_bytes)
+        limit = max(1, MAX_SLAB_BYTES // pages.page_bytes)
+        self._allocator.max_slab_pages = min(limit, self._allocator.max_slab_pages)
         for slab, count in self._allocator.slabs.items():
             pages.map_slab(slab, count)
         self.pages[layer] = pages

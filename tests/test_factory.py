@@ -149,6 +149,20 @@ def test_nothing_is_computed_to_learn_how_large_blocks_are(model: Any) -> None:
     assert sum(layer.nbytes for layer in cache) == expected
 
 
+def test_no_slab_is_larger_than_a_buffer_may_be(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_bytes = 2 * 2 * 256 * 32 * 4
+    monkeypatch.setattr("paged_kv.layer_group.MAX_SLAB_BYTES", 3 * page_bytes)
+    factory = PagedCacheFactory(model, max_bytes=1 << 28)
+    cache = factory.make_cache()
+    greedy(model, PROMPT * 9, cache, 1)
+    slabs = [
+        slab for pages in factory.pool.groups[0].pages.values() for slab in pages.slabs.values()
+    ]
+    assert max(slab.nbytes for slab in slabs) == 3 * page_bytes
+
+
 def test_clear_gives_back_what_no_sequence_uses(model: Any) -> None:
     factory = PagedCacheFactory(model, max_bytes=1 << 26)
     cache = factory.make_cache()
