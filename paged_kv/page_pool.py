@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from collections.abc import Mapping
 from functools import partial
 
@@ -20,6 +19,7 @@ from paged_kv.kernels.memory import recommended_bytes
 from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
+from paged_kv.open_pools import open_pools
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
 from paged_kv.pending_step import PendingStep
 from paged_kv.row_views import rows_of
@@ -29,8 +29,6 @@ from paged_kv.window import Window
 
 logger = logging.getLogger("paged_kv")
 
-# Loaded prompt caches look here for a pool to live in.
-_pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
 _serials = itertools.count()
 
 
@@ -73,7 +71,7 @@ class PagePool:
         self._allocation_failures = 0
         self._gather_fallbacks = 0
         self._fallback_reported = False
-        _pools.add(self)
+        open_pools.add(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
 
     def __repr__(self) -> str:
@@ -390,12 +388,3 @@ class PagePool:
                 self.name,
                 layer,
             )
-
-
-def find_pool(num_layers: int, page_format: str, windows: Mapping[int, Window]) -> PagePool | None:
-    """The latest pool still in use that has these layers and that format."""
-    wanted = num_layers, page_format, windows
-    fitting = [
-        pool for pool in _pools if (pool.num_layers, pool.page_format.name, pool.windows) == wanted
-    ]
-    return max(fitting, key=lambda pool: pool.serial, default=None)

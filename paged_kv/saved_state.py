@@ -21,7 +21,8 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.page_pool import PagePool, find_pool
+from paged_kv.open_pools import find_pool
+from paged_kv.page_pool import PagePool
 from paged_kv.sequence import Sequence
 from paged_kv.window import Window
 
