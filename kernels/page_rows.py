@@ -40,7 +40,7 @@ class PageRows:
     first_tokens: tuple[int, ...] = ()
     head_tokens: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def visible_lens(self) -> tuple[int, ...]:
         """Per row the tokens that are its own."""
         return tuple([sum(map(len, self.own_ranges(row))) for row in range(len(self.context_lens))])
@@ -51,7 +51,7 @@ class PageRows:
         head = self.head_tokens[row] if self.head_tokens else 0
         return range(head), range(first, self.context_lens[row])
 
-    @property
+    @cached_property
     def ends(self) -> tuple[int, ...]:
         """Per row the tokens that are its own and the padding behind them."""
         return tuple(map(sum, zip(self.visible_lens, self.right_padding, strict=True)))

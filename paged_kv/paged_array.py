@@ -53,7 +53,7 @@ class PagedRead:
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         """Whether a kernel that knows only lengths and a window hides what the mask hides."""
         if self._window is not None and self._window.keep:
-            return not self._hides_any and (mask is None or not isinstance(mask, mx.array))
+            return not self._hides_any and not isinstance(mask, mx.array)
         if isinstance(mask, PagedMask):
             return mask.hides_in(self.rows, queries) and self._is_narrower(mask.window)
         if mask is None:
