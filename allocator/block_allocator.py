@@ -10,23 +10,15 @@ The states of a block and what moves it between them:
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-
-from sortedcontainers import SortedList
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
 from paged_kv.allocator.ring import Ring
-from paged_kv.allocator.slabs import (
-    MAX_SLAB_PAGES,
-    SlabPlan,
-    block_range,
-    count_by_slab,
-    plan_slabs,
-    slab_of,
-)
+from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +28,7 @@ class AllocatorStats:
     blocks_used: int
     blocks_free: int
     blocks_shared: int
+    blocks_by_format: Mapping[str, int]
     table_entries: int
     slabs: int
     bytes_mapped: int
@@ -47,16 +40,17 @@ class AllocatorStats:
 class BlockAllocator:
     """The blocks of one group of layers.
 
+    A block has one page format for life, because its slab has. Formats are names here, and all
+    that differs is the bytes of a block.
+
     Args:
         budget: the bytes that this and other groups may map together.
         block_bytes: bytes of one block, the pages of all layers of the group together.
         page_size: tokens a block holds.
-        map_slab: called with (slab, pages) when a slab is needed; what it raises leaves
-            everything as it was.
+        map_slab: called with (slab, pages, page format) when a slab is needed; what it raises
+            leaves everything as it was.
         unmap_slab: called with (slab) when a slab is given back.
-
-    Attributes:
-        max_slab_pages: the most pages of a slab; lower it where memory has a limit of its own.
+        page_format: the format of those blocks, and of new tables that are not told another.
     """
 
     def __init__(
@@ -64,52 +58,71 @@ class BlockAllocator:
         budget: ByteBudget,
         block_bytes: int,
         page_size: int = 256,
-        map_slab: Callable[[int, int], None] = lambda slab, pages: None,
+        map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None,
         unmap_slab: Callable[[int], None] = lambda slab: None,
+        page_format: str = "fp16",
     ) -> None:
         require_positive("page_size", page_size)
-        require_positive("block_bytes", block_bytes)
         self.page_size = page_size
         self.budget = budget
-        self.block_bytes = block_bytes
-        self.max_slab_pages = MAX_SLAB_PAGES
+        self.page_format = page_format
         self.tables: set[BlockTable] = set()
         self.cow_copies = 0
         self.allocation_failures = 0
-        self.slabs: dict[int, int] = {}
         self._map_slab = map_slab
         self._unmap_slab = unmap_slab
-        self._free: SortedList[int] = SortedList()
+        self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
+        self._slab_format: dict[int, FormatSlabs] = {}
         self._ref_counts: dict[int, int] = {}
-        self._used_in_slab: Counter[int] = Counter()
         self._dropped: deque[BlockTable] = deque()
+
+    def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
+        """Let blocks be of another format too; one that is known is returned as it is."""
+        if page_format not in self._formats:
+            self._formats[page_format] = FormatSlabs(page_format, block_bytes)
+        return self._formats[page_format]
+
+    @property
+    def formats(self) -> tuple[FormatSlabs, ...]:
+        """What there is of each format."""
+        return tuple(self._formats.values())
+
+    def format_of(self, block: int) -> FormatSlabs:
+        """The format of a block of a mapped slab."""
+        return self._slab_format[slab_of(block)]
+
+    @property
+    def slabs(self) -> dict[int, int]:
+        """Pages of each mapped slab."""
+        return {slab: pages for each in self.formats for slab, pages in each.slabs.items()}
 
     @property
     def capacity(self) -> int:
         """Blocks of all mapped slabs."""
-        return len(self._free) + len(self._ref_counts)
+        return sum(each.capacity for each in self.formats)
 
     def ref_count(self, block: int) -> int:
         """References to a block, those of dropped tables included until `drain`; 0 if free."""
         return self._ref_counts.get(block, 0)
 
-    def available(self) -> int:
+    def available(self, page_format: str | None = None) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
         self.drain()
-        growth = self._slabs_for(self.budget.left, self.budget.left)
-        return len(self._free) + sum(plan.pages for plan in growth)
+        slabs = self._formats[page_format or self.page_format]
+        growth = slabs.plan(self.budget.left, self.budget.left, self._slab_format, self.budget)
+        return len(slabs.free) + sum(plan.pages for plan in growth)
 
-    def new_table(self, ring: Ring | None = None) -> BlockTable:
+    def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:
         """An empty block table, known to this allocator until it is dropped."""
         self.drain()
-        return self._register((), ring)
+        return self._register(BlockTable(self, (), page_format or self.page_format, ring))
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks, each with one reference more. O(blocks)."""
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        return self._register(table.blocks, table.ring)
+        return self._register(BlockTable(self, table.blocks, table.page_format, table.ring))
 
     def drop(self, table: BlockTable) -> None:
         """Release a table's blocks and forget it."""
@@ -126,55 +139,27 @@ class BlockAllocator:
         while self._dropped:
             self._forget(self._dropped.popleft())
 
-    def ensure_free(self, count: int) -> None:
-        """Map slabs until `count` blocks are free.
+    def ensure_free(self, needs: Mapping[str, int]) -> None:
+        """Map slabs until so many blocks of each format are free; all or nothing.
 
         Raises:
             PoolExhausted: the budget does not allow it; nothing was changed.
         """
         self.drain()
-        self._grow(count)
+        self._grow(needs)
 
-    def room_after(self, count: int, left: int) -> int:
-        """What remains of `left` bytes when slabs were mapped until `count` blocks are free.
+    def room_after(self, needs: Mapping[str, int], left: int) -> int:
+        """What remains of `left` bytes when slabs were mapped until so many blocks of each format
+        are free.
 
         Raises:
             PoolExhausted: they do not suffice.
         """
-        pages = sum(plan.pages for plan in self._plan(count, left))
-        return left - pages * self.block_bytes
+        for slabs, plan in self._plans(needs, left):
+            left -= plan.pages * slabs.block_bytes
+        return left
 
-    def _plan(self, count: int, left: int) -> list[SlabPlan]:
-        missing = count - len(self._free)
-        plans = self._slabs_for(missing, left)
-        growth = sum(plan.pages for plan in plans)
-        if growth < missing:
-            free = len(self._free) + growth
-            raise PoolExhausted(count, free, 0, self.budget.max_bytes)
-        return plans
-
-    def _slabs_for(self, needed: int, left: int) -> list[SlabPlan]:
-        return plan_slabs(
-            needed, left, self.slabs, self.budget, self.block_bytes, self.max_slab_pages
-        )
-
-    def _grow(self, count: int) -> None:
-        try:
-            plans = self._plan(count, self.budget.left)
-        except PoolExhausted:
-            self.allocation_failures += 1
-            raise
-        mapped: list[int] = []
-        try:
-            for plan in plans:
-                self._map(plan.slab, plan.pages)
-                mapped.append(plan.slab)
-        except BaseException:
-            for slab in mapped:
-                self._unmap(slab)
-            raise
-
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, page_format: str | None = None) -> list[int]:
         """The `count` free blocks of lowest id, with one reference each: all or none.
 
         O(count + log n). Lowest first, so that high slabs drain and can be given back.
@@ -185,22 +170,17 @@ class BlockAllocator:
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         self.drain()
-        return self.take_free(count)
+        name = page_format or self.page_format
+        return self.take_free({name: count})[name]
 
-    def take_free(self, count: int) -> list[int]:
-        """As `allocate`, but drops no table, so that a plan made from reference counts holds."""
-        self._grow(count)
-        if count == 1:
-            blocks = [self._free.pop(0)]
-        else:
-            blocks = list(self._free[:count])
-            del self._free[:count]
-        ref_counts = self._ref_counts
-        for block in blocks:
-            ref_counts[block] = 1
-        for slab, taken in count_by_slab(blocks):
-            self._used_in_slab[slab] += taken
-        return blocks
+    def take_free(self, needs: Mapping[str, int]) -> dict[str, list[int]]:
+        """As `allocate`, so many of each format; it drops no table, so that a plan made from
+        reference counts holds."""
+        self._grow(needs)
+        taken = {name: self._formats[name].take(count) for name, count in needs.items()}
+        for blocks in taken.values():
+            self._ref_counts.update(dict.fromkeys(blocks, 1))
+        return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block.
@@ -235,7 +215,7 @@ class BlockAllocator:
                 ref_counts.update(Counter(ref_counts) + Counter(blocks[:done]))
                 raise self._not_used(block)
         if freed:
-            self._add_free(sorted(freed))
+            self._free(sorted(freed))
 
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
@@ -243,57 +223,67 @@ class BlockAllocator:
         No move needs a page that is not free now, and none goes into a slab that is emptied.
         """
         self.drain()
-        victims = self._slabs_to_empty()
-        targets = (block for block in self._free if slab_of(block) not in victims)
-        sources = sorted(block for block in self._ref_counts if slab_of(block) in victims)
-        return dict(zip(sources, targets, strict=False))
+        moves: dict[int, int] = {}
+        for slabs in self.formats:
+            victims = slabs.slabs_to_empty()
+            targets = (block for block in slabs.free if slab_of(block) not in victims)
+            sources = sorted(block for block in self._ref_counts if slab_of(block) in victims)
+            moves.update(zip(sources, targets, strict=False))
+        return moves
 
-    def apply_moves(self, moves: dict[int, int]) -> None:
-        """Let every table and reference count follow blocks whose pages were copied."""
+    def apply_moves(self, moves: Mapping[int, int]) -> None:
+        """Let every table and reference count follow blocks whose pages were copied to free ones,
+        maybe of another format."""
         for source, target in moves.items():
-            self._free.remove(target)
+            self.format_of(target).take_block(target)
             self._ref_counts[target] = self._ref_counts.pop(source)
-            self._used_in_slab[slab_of(target)] += 1
         for table in self.tables:
-            table.blocks = tuple(moves.get(block, block) for block in table.blocks)
-        self._add_free(list(moves))
+            if not moves.keys().isdisjoint(table.blocks):
+                table.blocks = tuple([moves.get(block, block) for block in table.blocks])
+        self._free(sorted(moves))
 
     def unmap_empty_slabs(self) -> int:
         """Give back every slab in which no block is used; returns how many."""
         self.drain()
-        empty = [slab for slab in self.slabs if not self._used_in_slab[slab]]
+        empty = [slab for slabs in self.formats for slab in slabs.empty_slabs()]
         for slab in empty:
             self._unmap(slab)
         return len(empty)
 
-    def set_block_bytes(self, block_bytes: int) -> None:
-        """Correct the size of a block, as more of its group's layers become known.
+    def set_block_bytes(self, block_bytes: Mapping[str, int]) -> None:
+        """Correct the size of a block of each format, as more of the group's layers become known.
 
         Raises:
             ValueError: it is not a positive integer.
             PoolExhausted: what is mapped would no longer fit; nothing was changed.
         """
-        require_positive("block_bytes", block_bytes)
-        growth = (block_bytes - self.block_bytes) * self.capacity
+        growth = 0
+        for name, size in block_bytes.items():
+            require_positive("block_bytes", size)
+            slabs = self._formats[name]
+            growth += (size - slabs.block_bytes) * slabs.capacity
         if growth > self.budget.left:
             self.allocation_failures += 1
-            room = self.budget.left + self.capacity * self.block_bytes
-            raise PoolExhausted(self.capacity, room // block_bytes, 0, self.budget.max_bytes)
+            grown = sum(block_bytes[each.name] * each.capacity for each in self.formats)
+            fits = self.capacity * (grown - growth + self.budget.left) // grown
+            raise PoolExhausted(self.capacity, fits, 0, self.budget.max_bytes)
         self.budget.take(growth)
-        self.block_bytes = block_bytes
+        for name, size in block_bytes.items():
+            self._formats[name].block_bytes = size
 
     def stats(self) -> AllocatorStats:
         """A snapshot. O(used blocks)."""
         self.drain()
-        used = len(self._ref_counts)
+        used = {each.name: sum(each.used.values()) for each in self.formats}
         return AllocatorStats(
-            blocks_used=used,
-            blocks_free=len(self._free),
+            blocks_used=len(self._ref_counts),
+            blocks_free=sum(len(each.free) for each in self.formats),
             blocks_shared=sum(count > 1 for count in self._ref_counts.values()),
+            blocks_by_format=used,
             table_entries=sum(len(table.blocks) for table in self.tables),
-            slabs=len(self.slabs),
-            bytes_mapped=self.capacity * self.block_bytes,
-            bytes_active=used * self.block_bytes,
+            slabs=len(self._slab_format),
+            bytes_mapped=sum(each.capacity * each.block_bytes for each in self.formats),
+            bytes_active=sum(used[each.name] * each.block_bytes for each in self.formats),
             allocation_failures=self.allocation_failures,
             cow_copies=self.cow_copies,
         )
@@ -301,19 +291,53 @@ class BlockAllocator:
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
         self.drain()
-        free = list(self._free)
+        free = [block for slabs in self.formats for block in slabs.free]
         used = self._ref_counts
         mapped = {block for slab, pages in self.slabs.items() for block in block_range(slab, pages)}
-        assert free == sorted(set(free)), "a block is free twice"
+        assert len(free) == len(set(free)), "a block is free twice"
         assert not used.keys() & set(free), "a block is free and used"
         assert used.keys() | set(free) == mapped, "a block is lost, or lies outside every slab"
         entries = Counter(block for table in self.tables for block in table.blocks)
         assert dict(entries) == used, "references and table entries differ"
-        assert +self._used_in_slab == Counter(map(slab_of, used)), "a slab's count is wrong"
-        assert self.capacity * self.block_bytes <= self.budget.mapped <= self.budget.max_bytes
+        in_slab = Counter(map(slab_of, used))
+        for slabs in self.formats:
+            assert slabs.used == {slab: in_slab[slab] for slab in slabs.slabs}, "a count is wrong"
+            assert all(self._slab_format[slab] is slabs for slab in slabs.slabs)
+        bytes_mapped = sum(each.capacity * each.block_bytes for each in self.formats)
+        assert bytes_mapped <= self.budget.mapped <= self.budget.max_bytes
 
-    def _register(self, blocks: tuple[int, ...], ring: Ring | None) -> BlockTable:
-        table = BlockTable(self, blocks, ring)
+    def _plans(self, needs: Mapping[str, int], left: int) -> list[tuple[FormatSlabs, SlabPlan]]:
+        """The slabs to map, until so many blocks of each format are free."""
+        plans: list[tuple[FormatSlabs, SlabPlan]] = []
+        taken = set(self._slab_format)
+        for name, count in needs.items():
+            slabs = self._formats[name]
+            growth = slabs.plan(count - len(slabs.free), left, taken, self.budget)
+            pages = sum(plan.pages for plan in growth)
+            if len(slabs.free) + pages < count:
+                raise PoolExhausted(count, len(slabs.free) + pages, 0, self.budget.max_bytes)
+            left -= pages * slabs.block_bytes
+            taken.update(plan.slab for plan in growth)
+            plans += [(slabs, plan) for plan in growth]
+        return plans
+
+    def _grow(self, needs: Mapping[str, int]) -> None:
+        try:
+            plans = self._plans(needs, self.budget.left)
+        except PoolExhausted:
+            self.allocation_failures += 1
+            raise
+        mapped: list[int] = []
+        try:
+            for slabs, plan in plans:
+                self._map(slabs, plan)
+                mapped.append(plan.slab)
+        except BaseException:
+            for slab in mapped:
+                self._unmap(slab)
+            raise
+
+    def _register(self, table: BlockTable) -> BlockTable:
         self.tables.add(table)
         return table
 
@@ -323,56 +347,34 @@ class BlockAllocator:
         table.blocks = ()
         self.tables.discard(table)
 
-    def _map(self, slab: int, pages: int) -> None:
-        self._map_slab(slab, pages)
-        self.budget.take(pages * self.block_bytes)
-        self.slabs[slab] = pages
-        self._free.update(block_range(slab, pages))
+    def _map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
+        self._map_slab(plan.slab, plan.pages, slabs.name)
+        self.budget.take(plan.pages * slabs.block_bytes)
+        slabs.add_slab(plan.slab, plan.pages)
+        self._slab_format[plan.slab] = slabs
 
     def _unmap(self, slab: int) -> None:
-        pages = self.slabs.pop(slab)
-        first = self._free.bisect_left(block_range(slab, pages).start)
-        del self._free[first : first + pages]
-        self.budget.take(-pages * self.block_bytes)
+        slabs = self._slab_format.pop(slab)
+        self.budget.take(-slabs.remove_slab(slab) * slabs.block_bytes)
         self._unmap_slab(slab)
 
-    def _add_free(self, blocks: list[int]) -> None:
+    def _free(self, blocks: list[int]) -> None:
         """Make blocks free, given in ascending order."""
-        if len(blocks) == 1:
-            self._free.add(blocks[0])
-        else:
-            self._free.update(blocks)
-        for slab, freed in count_by_slab(blocks):
-            self._used_in_slab[slab] -= freed
-            if not self._used_in_slab[slab]:
-                self._give_back(slab)
+        for slabs, theirs in self._by_format(blocks):
+            for slab in slabs.give(theirs):
+                if slabs.is_spare(slab):
+                    self._unmap(slab)
 
-    def _give_back(self, slab: int) -> None:
-        """Unmap an empty slab, unless the pages left would soon have to be mapped again.
-
-        Keeping half a slab free elsewhere means that at least that many blocks must be
-        allocated before a slab is mapped again: sequences that come and go at the edge of a
-        slab do not map and unmap it each time.
-        """
-        pages = self.slabs[slab]
-        if 2 * (len(self._free) - pages) >= pages:
-            self._unmap(slab)
-
-    def _slabs_to_empty(self) -> set[int]:
-        """The emptiest slabs whose blocks fit into the free pages of the slabs that stay."""
-
-        def emptiest_first(slab: int) -> tuple[float, int]:
-            return self._used_in_slab[slab] / self.slabs[slab], -self.slabs[slab]
-
-        victims: set[int] = set()
-        room = len(self._free)
-        for slab in sorted(self.slabs, key=emptiest_first):
-            # Emptying a slab takes all its pages from the room: the free ones go with it, and
-            # each used one fills a free page elsewhere.
-            if self.slabs[slab] <= room:
-                victims.add(slab)
-                room -= self.slabs[slab]
-        return victims
+    def _by_format(self, blocks: list[int]) -> list[tuple[FormatSlabs, list[int]]]:
+        """Blocks of ascending ids, apart by format."""
+        if len(self._formats) == 1:
+            return [(self.formats[0], blocks)]
+        parts: dict[FormatSlabs, list[int]] = {}
+        start = 0
+        for slab, count in count_by_slab(blocks):
+            parts.setdefault(self._slab_format[slab], []).extend(blocks[start : start + count])
+            start += count
+        return list(parts.items())
 
     def _not_used(self, block: int) -> BlockStateError:
         pages = self.slabs.get(slab_of(block), 0)

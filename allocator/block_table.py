@@ -4,7 +4,7 @@ p // page_size, row p % page_size. The entry of block b is b, or what the ring s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,14 +23,20 @@ class BlockTable:
     Attributes:
         blocks: the ids. A tuple, which is replaced when it changes: whoever reads tables, layer
             after layer, may keep it, and sees by its identity that nothing has changed.
+        page_format: the format of the blocks that are appended from now on.
         ring: how entries are used again; None if they are not.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, blocks: tuple[int, ...], ring: Ring | None
+        self,
+        allocator: BlockAllocator,
+        blocks: tuple[int, ...],
+        page_format: str,
+        ring: Ring | None,
     ) -> None:
         self.allocator = allocator
         self.blocks = blocks
+        self.page_format = page_format
         self.ring = ring
         self._reserved_end = 0
 
@@ -68,17 +74,40 @@ class BlockTable:
         if not shared and missing <= 0:
             self._reserved_end = end
             return {}
-        fresh = allocator.take_free(len(shared) + max(0, missing))
+        fresh = {
+            name: iter(blocks)
+            for name, blocks in allocator.take_free(self._needs(shared, missing)).items()
+        }
         copies: dict[int, int] = {}
         blocks = list(self.blocks)
-        for entry, block in zip(shared, fresh, strict=False):
-            copies[blocks[entry]] = block
-            blocks[entry] = block
-        self.blocks = (*blocks, *fresh[len(shared) :])
+        for entry in shared:
+            block = blocks[entry]
+            copies[block] = blocks[entry] = next(fresh[allocator.format_of(block).name])
+        self.blocks = (*blocks, *fresh.get(self.page_format, ()))
         self._reserved_end = end
         allocator.release(copies)
         allocator.cow_copies += len(copies)
         return copies
+
+    def append(self, formats: list[str]) -> None:
+        """Own new blocks of these formats, behind the others; all or none.
+
+        Raises:
+            PoolExhausted: there are not enough blocks; nothing was changed.
+        """
+        self.allocator.drain()
+        fresh = {
+            name: iter(blocks)
+            for name, blocks in self.allocator.take_free(Counter(formats)).items()
+        }
+        self.blocks += tuple([next(fresh[name]) for name in formats])
+
+    def exchange(self, others: Mapping[int, int]) -> None:
+        """Hold other blocks in the place of some, which are released; of the others, this table
+        has the only reference."""
+        self.forget_reserved()
+        self.blocks = tuple([others.get(block, block) for block in self.blocks])
+        self.allocator.release(others)
 
     def truncate(self, num_tokens: int) -> None:
         """Release the blocks behind the first `num_tokens` tokens.
@@ -116,6 +145,14 @@ class BlockTable:
             if entry < len(self.blocks) and ref_count(self.blocks[entry]) > 1
         )
 
+    def _needs(self, shared: list[int], missing: int) -> Counter[str]:
+        """Blocks of each format to allocate: a copy is of the format of what it copies."""
+        allocator = self.allocator
+        needs = Counter([allocator.format_of(self.blocks[entry]).name for entry in shared])
+        if missing > 0:
+            needs[self.page_format] += missing
+        return needs
+
 
 @dataclass(frozen=True)
 class Write:
@@ -126,21 +163,21 @@ class Write:
     end: int
 
 
-def blocks_needed(writes: Iterable[Write]) -> int:
-    """Blocks that reserving all `writes`, through tables of one allocator, will allocate.
+def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
+    """Blocks of each format that reserving all `writes`, through tables of one allocator, will
+    allocate.
 
     Of the tables that share a block, the last one to write it keeps it.
     """
-    appended = 0
+    needs: Counter[str] = Counter()
     writers: Counter[int] = Counter()
-    ref_counts: dict[int, int] = {}
     for write in writes:
         table = write.table
         table.allocator.drain()
-        appended += max(0, table._entries_for(write.end) - len(table.blocks))
+        needs[table.page_format] += max(0, table._entries_for(write.end) - len(table.blocks))
         for entry in table._shared_entries(write.start, write.end):
-            block = table.blocks[entry]
-            writers[block] += 1
-            ref_counts[block] = table.allocator.ref_count(block)
-    copied = sum(min(times, ref_counts[block] - 1) for block, times in writers.items())
-    return appended + copied
+            writers[table.blocks[entry]] += 1
+    for block, times in writers.items():
+        allocator = table.allocator
+        needs[allocator.format_of(block).name] += min(times, allocator.ref_count(block) - 1)
+    return +needs

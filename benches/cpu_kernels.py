@@ -29,7 +29,7 @@ from benches.timing import in_turns, ratio, spread
 from paged_kv.kernels.backend import choose_backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import PAGE_SIZE, SixteenBit
+from paged_kv.kernels.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.page_rows import PageRows
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
@@ -47,12 +47,12 @@ class Layer:
         self, batch: int, tokens: int, dtype: mx.Dtype, *, spare: int = 0, shuffled: bool = False
     ) -> None:
         geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
-        self.pages = LayerPages(geometry, SixteenBit(), choose_backend(), STRIDE)
+        self.pages = LayerPages(geometry, choose_backend(), STRIDE)
         per_row = -(-(tokens + 1) // PAGE_SIZE)
         entries = list(range(batch * per_row))
         if shuffled:
             random.Random(0).shuffle(entries)
-        self.pages.map_slab(0, len(entries) + spare)
+        self.pages.map_slab(0, len(entries) + spare, FP16)
         tables = [entries[per_row * row : per_row * (row + 1)] for row in range(batch)]
         self.tables = tuple(map(tuple, tables))
         self.dtype, self.batch, self.tokens = dtype, batch, tokens

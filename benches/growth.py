@@ -84,7 +84,7 @@ class Paged:
         layers = self._pool.groups[0].pages
         for layer, cache in enumerate(self._caches):
             cache.update_and_fetch(keys, values)
-            mx.eval(layers[layer].slabs)
+            mx.eval([slab.memory for slab in layers[layer].slabs.values()])
 
     def copied(self) -> int:
         slabs = self._slabs()
@@ -98,9 +98,9 @@ class Paged:
 
     def _slabs(self) -> dict[tuple[int, int], mx.array]:
         return {
-            (layer, slab): memory
+            (layer, number): slab.memory
             for layer, pages in self._pool.groups[0].pages.items()
-            for slab, memory in pages.slabs.items()
+            for number, slab in pages.slabs.items()
         }
 
 

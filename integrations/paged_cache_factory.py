@@ -18,6 +18,7 @@ from paged_kv.integrations.prompt_cache_hook import (
     uninstall_make_cache,
 )
 from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.page_format import FormatName
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.sequence import Sequence
@@ -37,7 +38,8 @@ class PagedCacheFactory:
 
     Args:
         model: a model of mlx-lm.
-        page_format: how pages hold numbers: "fp16", the model's own 16 bits.
+        page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
+            of these, for keys and for values.
         max_bytes: the most bytes that pages may take. None means 80 % of what the machine
             recommends, less what is in use; `stats()` tells.
         write_chunk: in layers with a sliding window, the longest step that is written before it
@@ -58,7 +60,7 @@ class PagedCacheFactory:
         self,
         model: Module,
         *,
-        page_format: str = "fp16",
+        page_format: FormatName = "fp16",
         max_bytes: int | None = None,
         write_chunk: int | None = None,
     ) -> None:

@@ -4,10 +4,8 @@ A backend alone decides how a write reaches a slab and what later reads must wai
 outside this room touches page memory.
 """
 
-import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
@@ -15,14 +13,12 @@ import mlx.core as mx
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.native_backend import NativeBackend
 from paged_kv.kernels.native_library import load_native_library
-from paged_kv.kernels.page_format import PageFormat
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.kernels.say_once import say_once
 
 if TYPE_CHECKING:
     from paged_kv.kernels.layer_pages import LayerPages
-
-logger = logging.getLogger("paged_kv")
 
 
 class Backend(Protocol):
@@ -31,8 +27,8 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def supports(self, geometry: LayerGeometry, page_format: PageFormat) -> bool:
-        """Whether the other operations work on such pages."""
+    def supports(self, geometry: LayerGeometry) -> bool:
+        """Whether the other operations work on the pages of such a layer, whatever their format."""
         ...
 
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
@@ -53,7 +49,11 @@ class Backend(Protocol):
         ...
 
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
-        """Copy whole pages (from entry, to entry). No entry is both."""
+        """Copy whole pages (from entry, to entry) of one format. No entry is both."""
+        ...
+
+    def convert(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
+        """Copy whole pages (from entry, to entry) into pages of other formats."""
         ...
 
     def gather(
@@ -114,9 +114,9 @@ def choose_backend() -> Backend:
     return BACKENDS[name]()
 
 
-def backend_for(backend: Backend, geometry: LayerGeometry, page_format: PageFormat) -> Backend:
+def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
     """The backend for one layer's pages: the given one, or the plain one where that cannot."""
-    return backend if backend.supports(geometry, page_format) else PlainBackend()
+    return backend if backend.supports(geometry) else PlainBackend()
 
 
 def _best() -> Backend:
@@ -124,11 +124,6 @@ def _best() -> Backend:
         return PlainBackend()
     library, reason = load_native_library()
     if library is None:
-        _say_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
+        say_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
         return PlainBackend()
     return NativeBackend(library)
-
-
-@cache
-def _say_once(message: str) -> None:
-    logger.warning(message)

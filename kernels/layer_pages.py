@@ -1,6 +1,7 @@
 """The pages of one layer: its slabs, and the operations on them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,13 +16,25 @@ from paged_kv.kernels.page_rows import PageRows, Tail
 MAX_SLAB_BYTES = 1 << 31
 
 
+@dataclass(eq=False)
+class Slab:
+    """Pages of one format side by side, for life.
+
+    Attributes:
+        memory: uint16 [pages * page_units, unit_words].
+        layout: what the pages are.
+    """
+
+    memory: mx.array
+    layout: PageLayout
+
+
 class LayerPages:
     """Owns the slabs of one layer. A slab is one allocation, and growing adds one.
 
     Args:
         geometry: what the layer writes.
-        page_format: how its pages hold it.
-        backend: who writes and reads them.
+        backend: who writes and reads its pages.
         slab_stride: a table entry is slab * slab_stride + page.
 
     Attributes:
@@ -33,32 +46,37 @@ class LayerPages:
     def __init__(
         self,
         geometry: LayerGeometry,
-        page_format: PageFormat,
         backend: Backend,
         slab_stride: int,
     ) -> None:
         self.geometry = geometry
-        self.page_format = page_format
-        self.layout = PageLayout(page_format.planes(geometry))
         self.slab_stride = slab_stride
-        self.slabs: dict[int, mx.array] = {}
+        self.slabs: dict[int, Slab] = {}
         self.lazy_reads = LazyReads()
         self.memo: dict[str, Any] = {}
         self._backend = backend
 
     @property
-    def page_bytes(self) -> int:
-        return self.layout.page_bytes
-
-    @property
     def backend_name(self) -> str:
         return self._backend.name
 
-    def map_slab(self, slab: int, pages: int) -> None:
+    def page_bytes(self, page_format: PageFormat) -> int:
+        """Bytes of a page of that format.
+
+        Raises:
+            ValueError: the format cannot hold what the layer writes.
+        """
+        return PageLayout(page_format, self.geometry).page_bytes
+
+    def layout_of(self, entry: int) -> PageLayout:
+        """What a page is."""
+        return self.slabs[entry // self.slab_stride].layout
+
+    def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
         """Add a slab of `pages` pages; their contents are not defined."""
-        self.slabs[slab] = self._backend.new_slab(
-            pages, self.layout.page_units, self.layout.unit_words
-        )
+        layout = PageLayout(page_format, self.geometry)
+        memory = self._backend.new_slab(pages, layout.page_units, layout.unit_words)
+        self.slabs[slab] = Slab(memory, layout)
         self.memo.clear()
 
     def unmap_slab(self, slab: int) -> None:
@@ -73,8 +91,8 @@ class LayerPages:
         keep it.
         """
         slab, page = divmod(entry, self.slab_stride)
-        units = self.layout.page_units
-        return self.slabs[slab][page * units : (page + 1) * units]
+        units = self.slabs[slab].layout.page_units
+        return self.slabs[slab].memory[page * units : (page + 1) * units]
 
     def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
         """See `Backend.write`."""
@@ -90,6 +108,11 @@ class LayerPages:
         """See `Backend.copy`."""
         self.lazy_reads.compute()
         self._backend.copy(self, copies)
+
+    def convert(self, copies: Mapping[int, int]) -> None:
+        """See `Backend.convert`."""
+        self.lazy_reads.compute()
+        self._backend.convert(self, copies)
 
     def gather(self, rows: PageRows, tail: Tail | None = None) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""

@@ -22,7 +22,7 @@ from paged_kv.kernels.native_library import (
     RowsStruct,
     Tensor,
 )
-from paged_kv.kernels.page_format import WORD, PageFormat
+from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_gather import gather
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.untouched_memory import untouched
@@ -47,10 +47,9 @@ class NativeBackend:
         self.library = library
         self._zeros: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
-    def supports(self, geometry: LayerGeometry, page_format: PageFormat) -> bool:
+    def supports(self, geometry: LayerGeometry) -> bool:
         return (
-            page_format.name == "fp16"
-            and geometry.k_heads == geometry.v_heads
+            geometry.k_heads == geometry.v_heads
             and geometry.k_dim in HEAD_SIZES
             and geometry.v_dim in HEAD_SIZES
             and {geometry.k_dtype, geometry.v_dtype} <= FORMATS.keys()
@@ -79,6 +78,9 @@ class NativeBackend:
 
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
+
+    def convert(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
+        raise NotImplementedError
 
     def gather(
         self, pages: "LayerPages", rows: PageRows, tail: Tail | None
@@ -191,10 +193,11 @@ def _pages_struct(pages: "LayerPages") -> PagesStruct:
 
 
 def _new_pages_struct(pages: "LayerPages") -> PagesStruct:
-    geometry, layout = pages.geometry, pages.layout
+    geometry = pages.geometry
     slabs = (ctypes.c_void_p * (max(pages.slabs, default=0) + 1))()
-    for slab, memory in pages.slabs.items():
-        slabs[slab] = _address(memory)
+    for number, slab in pages.slabs.items():
+        slabs[number] = _address(slab.memory)
+        layout = slab.layout
     return PagesStruct(
         slabs=slabs,
         page_bytes=layout.page_bytes,

@@ -2,8 +2,8 @@
 
 A page holds 256 tokens of one layer as planes, one behind the other. A plane is an array
 [heads, 256, row_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
-token's row in one head is `row_words` words. A format says which planes there are and turns keys
-and values into rows and back. Whoever moves rows or pages needs to know no more than that.
+token's row in one head is `row_words` words. Keys have one plane or more, by their number format,
+then values have theirs. Whoever moves rows or pages needs to know no more than that.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
-from typing import Protocol
 
 import mlx.core as mx
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.number_format import WORD, NumberFormat, Quantised, SixteenBit
 
 PAGE_SIZE = 256
-WORD = mx.uint16
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,18 @@ class Plane:
         return self.heads * PAGE_SIZE * self.row_words
 
 
-class PageFormat(Protocol):
-    """How a page holds numbers."""
+@dataclass(frozen=True)
+class PageFormat:
+    """How a page holds keys, and how values."""
+
+    keys: NumberFormat
+    values: NumberFormat
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Such as "q4", or "q8/q4" where keys and values differ."""
+        keys, values = self.keys.name, self.values.name
+        return keys if keys == values else f"{keys}/{values}"
 
     def planes(self, geometry: LayerGeometry) -> tuple[Plane, ...]:
         """The planes of a page, in order.
@@ -45,73 +51,81 @@ class PageFormat(Protocol):
         Raises:
             ValueError: the format cannot hold this geometry.
         """
-        ...
+        k_words = self.keys.row_words(geometry.k_dim, geometry.k_dtype)
+        v_words = self.values.row_words(geometry.v_dim, geometry.v_dtype)
+        keys = [Plane(geometry.k_heads, words) for words in k_words]
+        values = [Plane(geometry.v_heads, words) for words in v_words]
+        return (*keys, *values)
 
     def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
         """Rows for each plane, uint16 [batch, heads, tokens, row_words], of keys and values
         [batch, heads, tokens, dim]."""
-        ...
+        return self.keys.encode(keys) + self.values.encode(values)
 
     def decode(
         self, geometry: LayerGeometry, rows: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
         """Keys and values [..., heads, tokens, dim] of the rows of each plane."""
-        ...
+        first = len(self.keys.row_words(geometry.k_dim, geometry.k_dtype))
+        keys = self.keys.decode(rows[:first], geometry.k_dtype)
+        return keys, self.values.decode(rows[first:], geometry.v_dtype)
 
 
-class SixteenBit:
-    """The model's own numbers, bit for bit: float16 or bfloat16, and float32 for tests.
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    each.name: each
+    for each in (
+        SixteenBit(),
+        Quantised(8, is_rotated=True),
+        Quantised(4, is_rotated=True),
+        Quantised(8, is_rotated=False),
+        Quantised(4, is_rotated=False),
+    )
+}
 
-    Planes: keys [k_heads, 256, k_dim], values [v_heads, 256, v_dim].
-    """
-
-    name = "fp16"
-    dtypes = (mx.float16, mx.bfloat16, mx.float32)
-
-    def planes(self, geometry: LayerGeometry) -> tuple[Plane, ...]:
-        for dtype in (geometry.k_dtype, geometry.v_dtype):
-            if dtype not in self.dtypes:
-                raise ValueError(
-                    f"page_format {self.name!r} holds float16, bfloat16 or float32, got {dtype}"
-                )
-        keys = Plane(geometry.k_heads, geometry.k_dim * geometry.k_dtype.size // WORD.size)
-        values = Plane(geometry.v_heads, geometry.v_dim * geometry.v_dtype.size // WORD.size)
-        return keys, values
-
-    def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        return keys.view(WORD), values.view(WORD)
-
-    def decode(
-        self, geometry: LayerGeometry, rows: Sequence[mx.array]
-    ) -> tuple[mx.array, mx.array]:
-        keys, values = rows
-        return keys.view(geometry.k_dtype), values.view(geometry.v_dtype)
+FormatName = str | tuple[str, str]
+"""A page format by its name, or by the names of the formats of its keys and values."""
 
 
-PAGE_FORMATS: dict[str, PageFormat] = {"fp16": SixteenBit()}
-
-
-def page_format_named(name: str) -> PageFormat:
+def page_format_named(name: FormatName) -> PageFormat:
     """The format of that name.
 
     Raises:
         ValueError: there is none.
     """
-    if name not in PAGE_FORMATS:
-        known = ", ".join(repr(known) for known in PAGE_FORMATS)
-        raise ValueError(f"page_format must be one of {known}, got {name!r}")
-    return PAGE_FORMATS[name]
+    parts = name.split("/") if isinstance(name, str) else list(name)
+    known = ", ".join(map(repr, NUMBER_FORMATS))
+    if len(parts) not in (1, 2) or not NUMBER_FORMATS.keys() >= set(parts):
+        raise ValueError(
+            f"page_format must be one of {known}, or a pair of those for keys and values, "
+            f"got {name!r}"
+        )
+    return PageFormat(NUMBER_FORMATS[parts[0]], NUMBER_FORMATS[parts[-1]])
+
+
+FP16 = page_format_named("fp16")
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where the planes of one layer's pages lie, in units that divide every row.
+    """Where the planes of one layer's pages of one format lie, in units that divide every row.
 
     A slab is an array [pages * page_units, unit_words], so that a row of any plane is a whole
     number of the slab's rows and can be written by index.
+
+    Raises:
+        ValueError: the format cannot hold this geometry.
     """
 
-    planes: tuple[Plane, ...]
+    page_format: PageFormat
+    geometry: LayerGeometry
+
+    def __post_init__(self) -> None:
+        assert self.planes
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """The planes of a page, in order."""
+        return self.page_format.planes(self.geometry)
 
     @cached_property
     def unit_words(self) -> int:

@@ -5,15 +5,16 @@ gives never is a view of a slab: computed, it has memory of its own.
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from paged_kv.kernels.page_format import PAGE_SIZE, WORD, Plane
+from paged_kv.kernels.page_format import PAGE_SIZE, PageLayout
 from paged_kv.kernels.page_rows import PageRows, Tail
 
 if TYPE_CHECKING:
-    from paged_kv.kernels.layer_pages import LayerPages
+    from paged_kv.kernels.layer_pages import LayerPages, Slab
 
 
 def gather(pages: "LayerPages", rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
@@ -34,54 +35,89 @@ def read_row(
     *,
     own_memory: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values [heads, tokens, dim] of a row's own tokens; views of its pages where that is
-    possible and no memory of their own is asked for."""
+    """Keys and values [1, heads, tokens, dim] of a row's own tokens; views of its pages where that
+    is possible and no memory of their own is asked for."""
     own = rows.own_tokens(tail[0].shape[2])[row] if tail else range(0)
     table = rows.block_tables[row]
     head, others = rows.own_ranges(row)
     in_pages = range(others.start, others.stop - len(own))
     if not head and not tail:
         return _read_pages(pages, table, in_pages, own_memory=own_memory)
-    parts = [_read_pages(pages, table, tokens) for tokens in (head, in_pages)]
+    parts = [_read_pages(pages, table, tokens) for tokens in (head, in_pages) if tokens]
     if tail:
-        parts.append((tail[0][row, :, own.start : own.stop], tail[1][row, :, own.start : own.stop]))
-    keys, values = map(list, zip(*parts, strict=True))
-    return mx.concatenate(keys, axis=1), mx.concatenate(values, axis=1)
+        keys, values = (part[row : row + 1, :, own.start : own.stop] for part in tail)
+        parts.append((keys, values))
+    return _joined(parts)
 
 
 def _read_pages(
     pages: "LayerPages", table: tuple[int, ...], tokens: range, *, own_memory: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values [heads, tokens, dim] of some of a table's tokens."""
+    """Keys and values [1, heads, tokens, dim] of some of a table's tokens."""
     base = tokens.start // PAGE_SIZE
     first, end = tokens.start - base * PAGE_SIZE, tokens.stop - base * PAGE_SIZE
     runs = list(_page_runs(pages, table[base : base - (-end // PAGE_SIZE)]))
-    planes = []
-    for plane, offset in zip(pages.layout.planes, pages.layout.offsets, strict=True):
-        parts = [_plane(pages, plane, offset, run) for run in runs]
-        if not parts:
-            parts = [mx.zeros((plane.heads, 0, plane.row_words), dtype=WORD)]
-        whole = mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-        rows = whole[:, first:end]
-        planes.append(rows + 0 if own_memory and len(runs) == 1 else rows)
-    return pages.page_format.decode(pages.geometry, planes)
+    if not runs:
+        return _no_tokens(pages)
+    parts = [
+        _decoded(pages, layout, list(alike), own_memory=own_memory)
+        for layout, alike in groupby(runs, lambda run: pages.slabs[run[0]].layout)
+    ]
+    keys, values = _joined(parts)
+    return keys[:, :, first:end], values[:, :, first:end]
 
 
 Run = tuple[int, int, int]
 """Pages that lie side by side: their slab, the first of them, and how many they are."""
 
 
-def _plane(pages: "LayerPages", plane: Plane, offset: int, run: Run) -> mx.array:
-    """Words [heads, tokens, row_words] of one plane of a run of pages: a view, if it can be one."""
-    slab, page, count = run
-    words, page_words = plane.row_words, pages.layout.page_words
+def _decoded(
+    pages: "LayerPages", layout: PageLayout, runs: list[Run], *, own_memory: bool
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, heads, tokens, dim] of whole pages of one format."""
+    planes = []
+    for plane in range(len(layout.planes)):
+        parts = [_plane(pages.slabs[slab], plane, page, count) for slab, page, count in runs]
+        planes.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
+    if own_memory and len(runs) == 1 and _is_view(layout, runs[0][2]):
+        planes = [plane + 0 for plane in planes]
+    return layout.page_format.decode(pages.geometry, planes)
+
+
+def _plane(slab: "Slab", plane: int, page: int, count: int) -> mx.array:
+    """Words [1, heads, tokens, row_words] of one plane of pages side by side: a view of a single
+    one, a copy of more."""
+    layout = slab.layout
+    heads, words = layout.planes[plane].heads, layout.planes[plane].row_words
+    head_words = PAGE_SIZE * words
     view = mx.as_strided(
-        pages.slabs[slab],
-        (plane.heads, count, PAGE_SIZE, words),
-        (PAGE_SIZE * words, page_words, words, 1),
-        page * page_words + offset,
+        slab.memory,
+        (1, heads, count, head_words),
+        (0, head_words, layout.page_words, 1),
+        page * layout.page_words + layout.offsets[plane],
     )
-    return view.reshape(plane.heads, count * PAGE_SIZE, words)
+    return view.reshape(1, heads, count * PAGE_SIZE, words)
+
+
+def _is_view(layout: PageLayout, count: int) -> bool:
+    """Whether a plane of pages side by side lies without gaps."""
+    return count == 1 or sum(plane.words > 0 for plane in layout.planes) == 1
+
+
+def _no_tokens(pages: "LayerPages") -> tuple[mx.array, mx.array]:
+    geometry = pages.geometry
+    return (
+        mx.zeros((1, geometry.k_heads, 0, geometry.k_dim), geometry.k_dtype),
+        mx.zeros((1, geometry.v_heads, 0, geometry.v_dim), geometry.v_dtype),
+    )
+
+
+def _joined(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """Parts behind each other."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = map(list, zip(*parts, strict=True))
+    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
 def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[Run]:
@@ -98,12 +134,13 @@ def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[Run]:
 
 
 def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
-    """[B, heads, length, dim] of rows [heads, tokens, dim] that end where their padding begins."""
+    """[B, heads, length, dim] of rows [1, heads, tokens, dim] that end where their padding
+    begins."""
     if len(rows) == 1 and not right_padding[0]:
-        return rows[0][None]
-    return mx.stack(
+        return rows[0]
+    return mx.concatenate(
         [
-            mx.pad(row, [(0, 0), (length - padding - row.shape[1], padding), (0, 0)])
+            mx.pad(row, [(0, 0), (0, 0), (length - padding - row.shape[2], padding), (0, 0)])
             for row, padding in zip(rows, right_padding, strict=True)
         ]
     )

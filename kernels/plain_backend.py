@@ -8,6 +8,7 @@ It is computed at once: what one thread leaves to be computed later no other thr
 and a slab is shared by the sequences of all.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,13 @@ import numpy.typing as npt
 
 from paged_kv.kernels.attention_mask import causal_window_mask
 from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, Plane
+from paged_kv.kernels.page_format import PAGE_SIZE, Plane
 from paged_kv.kernels.page_gather import gather, read_row
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.untouched_memory import untouched
 
 if TYPE_CHECKING:
-    from paged_kv.kernels.layer_pages import LayerPages
+    from paged_kv.kernels.layer_pages import LayerPages, Slab
 
 Indices = npt.NDArray[np.int64]
 
@@ -33,7 +34,7 @@ class PlainBackend:
 
     name = "plain"
 
-    def supports(self, geometry: LayerGeometry, page_format: PageFormat) -> bool:
+    def supports(self, geometry: LayerGeometry) -> bool:
         return True
 
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
@@ -44,35 +45,36 @@ class PlainBackend:
         step = rows.own_tokens(keys.shape[2])
         slabs, page_ids, page_rows = _places(rows, step, pages.slab_stride)
         tokens = _step_indices(step, keys.shape[2])
-        layout = pages.layout
-        encoded = pages.page_format.encode(keys, values)
-        for plane, offset, plane_rows in zip(layout.planes, layout.offsets, encoded, strict=True):
-            if not plane.words:
-                continue
-            first = page_ids * layout.page_units + offset // layout.unit_words
-            indices = _row_indices(first, page_rows, plane, layout.unit_words)
-            updates = plane_rows.transpose(0, 2, 1, 3).reshape(
-                -1, *indices.shape[1:], layout.unit_words
-            )
-            for slab in np.unique(slabs):
-                mine = np.flatnonzero(slabs == slab)
-                target = mx.array(indices[mine].reshape(-1))
-                chosen = updates if len(mine) == len(updates) else updates[mx.array(tokens[mine])]
-                pages.slabs[int(slab)][target] = chosen.reshape(-1, layout.unit_words)
-        mx.eval([pages.slabs[int(slab)] for slab in np.unique(slabs)])
+        written = [pages.slabs[int(slab)] for slab in np.unique(slabs)]
+        for slab, number in zip(written, np.unique(slabs), strict=True):
+            mine = np.flatnonzero(slabs == number)
+            chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
+            _write_rows(slab, keys, values, chosen, page_ids[mine], page_rows[mine])
+        mx.eval([slab.memory for slab in written])
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         mx.synchronize()
-        units = pages.layout.page_units
         for entry, content in contents.items():
             slab, page = divmod(entry, pages.slab_stride)
-            pages.slabs[slab][page * units : (page + 1) * units] = content
-        mx.eval([pages.slabs[entry // pages.slab_stride] for entry in contents])
+            units = pages.slabs[slab].layout.page_units
+            pages.slabs[slab].memory[page * units : (page + 1) * units] = content
+        mx.eval([pages.slabs[entry // pages.slab_stride].memory for entry in contents])
 
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
         # A copy of its own, evaluated: a view of the slab would make the write copy all of it.
         contents = {target: pages.page(source) + 0 for source, target in copies.items()}
         mx.eval(contents)
+        self.load(pages, contents)
+
+    def convert(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
+        contents = {}
+        for source, target in copies.items():
+            keys, values = gather(pages, PageRows(((source,),), (PAGE_SIZE,), (0,)), None)
+            layout = pages.layout_of(target)
+            planes = layout.page_format.encode(keys, values)
+            whole = mx.concatenate([plane.reshape(-1) for plane in planes])
+            contents[target] = whole.reshape(-1, layout.unit_words)
+            mx.eval(contents[target])
         self.load(pages, contents)
 
     def gather(
@@ -102,14 +104,35 @@ class PlainBackend:
             keys, values = read_row(pages, rows, row, tail)
             output = mx.fast.scaled_dot_product_attention(
                 queries[row : row + 1, :, own.start : own.stop],
-                keys[None],
-                values[None],
+                keys,
+                values,
                 scale=scale,
-                mask=_row_mask(keys.shape[1], len(own), causal=causal, window=window),
+                mask=_row_mask(keys.shape[2], len(own), causal=causal, window=window),
                 sinks=sinks,
             )
             outputs.append(_with_padding(output, own, count))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _write_rows(
+    slab: "Slab",
+    keys: mx.array,
+    values: mx.array,
+    tokens: mx.array | None,
+    page_ids: Indices,
+    page_rows: Indices,
+) -> None:
+    """Put some tokens of a step, indices into [B * S] or all, at their pages and rows of a slab."""
+    layout = slab.layout
+    encoded = layout.page_format.encode(keys, values)
+    for plane, offset, plane_rows in zip(layout.planes, layout.offsets, encoded, strict=True):
+        if not plane.words:
+            continue
+        first = page_ids * layout.page_units + offset // layout.unit_words
+        indices = _row_indices(first, page_rows, plane, layout.unit_words)
+        rows = mx.flatten(plane_rows.transpose(0, 2, 1, 3), 0, 1)
+        chosen = rows if tokens is None else rows[tokens]
+        slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
 
 
 def _row_mask(

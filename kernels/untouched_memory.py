@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import mlx.core as mx
 import numpy as np
 
-from paged_kv.kernels.page_format import WORD
+from paged_kv.kernels.number_format import WORD
 
 
 def untouched(shape: tuple[int, int]) -> mx.array:

@@ -2,11 +2,12 @@
 allocator, and the pages of each layer."""
 
 from collections.abc import Mapping
+from itertools import groupby
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.slabs import MAX_SLAB_PAGES
+from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import MAX_SLAB_BYTES, LayerPages
@@ -34,6 +35,7 @@ class LayerGroup:
         self.layers = layers
         self.window = window
         self.page_format = page_format
+        self.formats = {page_format.name: page_format}
         self.pages: dict[int, LayerPages] = {}
         # The layers of a step read the same rows one after the other. What backends make of
         # them, such as arrays of the tables, is then made once.
@@ -54,9 +56,27 @@ class LayerGroup:
         assert self._allocator is not None, "no layer of this group was written yet"
         return self._allocator
 
-    def new_table(self) -> BlockTable:
+    def new_table(self, page_format: PageFormat) -> BlockTable:
         """A block table for a sequence, a ring if the group has a window."""
-        return self.allocator.new_table(self.window.ring if self.window else None)
+        self.add_format(page_format)
+        ring = self.window.ring if self.window else None
+        return self.allocator.new_table(ring, page_format.name)
+
+    def add_format(self, page_format: PageFormat) -> None:
+        """Let blocks be of that format too.
+
+        Raises:
+            ValueError: it cannot hold what one of the layers writes; nothing was changed.
+        """
+        if page_format.name in self.formats or not self.is_open:
+            return
+        for layer, pages in self.pages.items():
+            self._require_holds(page_format, layer, pages)
+        slabs = self.allocator.add_format(
+            page_format.name, self._block_bytes(self.pages, page_format)
+        )
+        slabs.max_slab_pages = self._max_slab_pages(page_format)
+        self.formats[page_format.name] = page_format
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
         """The pages of a layer, made at its first write.
@@ -67,8 +87,10 @@ class LayerGroup:
         """
         pages = self.pages.get(layer)
         if pages is None:
-            backend = backend_for(self._backend, geometry, self.page_format)
-            pages = LayerPages(geometry, self.page_format, backend, MAX_SLAB_PAGES)
+            backend = backend_for(self._backend, geometry)
+            pages = LayerPages(geometry, backend, MAX_SLAB_PAGES)
+            for page_format in self.formats.values():
+                self._require_holds(page_format, layer, pages)
             self._add_layer(layer, pages)
         elif pages.geometry != geometry:
             raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")
@@ -78,13 +100,33 @@ class LayerGroup:
         """Note that a second step begins: a layer that wrote nothing in the first never will."""
         if not self._all_layers_known:
             self._all_layers_known = True
-            self.allocator.set_block_bytes(self._block_bytes(self.pages))
+            self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
 
     def copy_pages(self, copies: Mapping[int, int]) -> None:
         """Copy whole blocks (from, to) in every layer."""
         if copies:
             for pages in self.pages.values():
                 pages.copy(copies)
+
+    def convert(self, table: BlockTable, page_format: PageFormat) -> None:
+        """Hold a table's blocks in that format, slab by slab, so that each slab that is emptied
+        is given back before the next is read.
+
+        Raises:
+            PoolExhausted: the budget does not hold the blocks of the next slab beside the others;
+                those before it are converted, and the next call goes on.
+        """
+        allocator = self.allocator
+        table.page_format = page_format.name
+        others = [b for b in table.blocks if allocator.format_of(b).name != page_format.name]
+        for _, blocks in groupby(sorted(others, reverse=True), slab_of):
+            sources = list(blocks)
+            targets = allocator.allocate(len(sources), page_format.name)
+            copies = dict(zip(sources, targets, strict=True))
+            for pages in self.pages.values():
+                pages.convert(copies)
+            table.exchange(copies)
+            allocator.unmap_empty_slabs()
 
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the moves."""
@@ -97,28 +139,49 @@ class LayerGroup:
         return len(moves)
 
     def _add_layer(self, layer: int, pages: LayerPages) -> None:
-        block_bytes = self._block_bytes({**self.pages, layer: pages})
+        block_bytes = self._all_block_bytes({**self.pages, layer: pages})
         if self._allocator is None:
+            first = self.page_format.name
             self._allocator = BlockAllocator(
-                self._budget, block_bytes, PAGE_SIZE, self._map_slab, self._unmap_slab
+                self._budget,
+                block_bytes[first],
+                PAGE_SIZE,
+                self._map_slab,
+                self._unmap_slab,
+                first,
             )
         else:
             self._allocator.set_block_bytes(block_bytes)
-        limit = max(1, MAX_SLAB_BYTES // pages.page_bytes)
-        self._allocator.max_slab_pages = min(limit, self._allocator.max_slab_pages)
-        for slab, count in self._allocator.slabs.items():
-            pages.map_slab(slab, count)
+        for slabs in self._allocator.formats:
+            for slab, count in slabs.slabs.items():
+                pages.map_slab(slab, count, self.formats[slabs.name])
         self.pages[layer] = pages
+        for slabs in self._allocator.formats:
+            slabs.max_slab_pages = self._max_slab_pages(self.formats[slabs.name])
 
-    def _block_bytes(self, pages: Mapping[int, LayerPages]) -> int:
-        sizes = [layer_pages.page_bytes for layer_pages in pages.values()]
+    def _require_holds(self, page_format: PageFormat, layer: int, pages: LayerPages) -> None:
+        try:
+            page_format.planes(pages.geometry)
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: {error}") from None
+
+    def _max_slab_pages(self, page_format: PageFormat) -> int:
+        largest = max(pages.page_bytes(page_format) for pages in self.pages.values())
+        return max(1, min(MAX_SLAB_PAGES, MAX_SLAB_BYTES // largest))
+
+    def _all_block_bytes(self, pages: Mapping[int, LayerPages]) -> dict[str, int]:
+        """Bytes of a block of each format."""
+        return {name: self._block_bytes(pages, each) for name, each in self.formats.items()}
+
+    def _block_bytes(self, pages: Mapping[int, LayerPages], page_format: PageFormat) -> int:
+        sizes = [layer_pages.page_bytes(page_format) for layer_pages in pages.values()]
         unknown = 0 if self._all_layers_known else len(self.layers) - len(sizes)
         return sum(sizes) + unknown * sizes[0]
 
-    def _map_slab(self, slab: int, count: int) -> None:
+    def _map_slab(self, slab: int, count: int, page_format: str) -> None:
         try:
             for pages in self.pages.values():
-                pages.map_slab(slab, count)
+                pages.map_slab(slab, count, self.formats[page_format])
         except BaseException:
             self._unmap_slab(slab)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
@@ -16,7 +17,13 @@ from paged_kv.kernels.backend import choose_backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.memory import recommended_bytes
-from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.page_format import (
+    PAGE_SIZE,
+    FormatName,
+    PageFormat,
+    PageLayout,
+    page_format_named,
+)
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
 from paged_kv.open_pools import open_pools
@@ -24,12 +31,15 @@ from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
 from paged_kv.pending_step import PendingStep
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
-from paged_kv.stats import PoolStats
+from paged_kv.stats import PoolStats, sum_counts
 from paged_kv.window import Window
 
 logger = logging.getLogger("paged_kv")
 
 _serials = itertools.count()
+
+Needs = dict[LayerGroup, Mapping[str, int]]
+"""Blocks that are to be free in each group, by format."""
 
 
 class PagePool:
@@ -38,7 +48,8 @@ class PagePool:
     Args:
         num_layers: layers that keep keys and values.
         windows: what the layers see that see a window only.
-        page_format: how pages hold numbers: "fp16", the model's own 16 bits.
+        page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
+            of these, for keys and for values.
         max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
             less what is in use.
         beside: a pool with which this one shares its budget, instead of one of its own.
@@ -53,7 +64,7 @@ class PagePool:
         num_layers: int,
         *,
         windows: Mapping[int, Window] | None = None,
-        page_format: str = "fp16",
+        page_format: FormatName = "fp16",
         max_bytes: int | None = None,
         beside: PagePool | None = None,
         name: str = "pool",
@@ -181,8 +192,13 @@ class PagePool:
         A later write may show in them, or may have to copy the whole slab: never keep them.
         """
         group = self.group_of(layer)
-        count = self._pages_held(layer, sequence.context_lens[layer], sequence.written_lens[layer])
-        return [group.pages[layer].page(block) for block in sequence.blocks(group)[:count]]
+        return [group.pages[layer].page(block) for block in self._blocks_held(layer, sequence)]
+
+    def page_formats(self, layer: int, sequence: Sequence) -> list[str]:
+        """The formats of those pages."""
+        group = self.group_of(layer)
+        blocks = self._blocks_held(layer, sequence)
+        return [group.allocator.format_of(block).name for block in blocks]
 
     def load(
         self,
@@ -191,9 +207,11 @@ class PagePool:
         geometry: LayerGeometry,
         context_len: int,
         written_len: int,
+        formats: list[str],
         contents: list[mx.array],
     ) -> None:
-        """Fill a layer of a sequence that is empty there, with pages as `page_views` gave them.
+        """Fill a layer of a sequence that is empty there, with pages as `page_views` gave them, of
+        the formats that `page_formats` gave.
 
         Raises:
             ValueError: the pages are not what the layer holds, or not as many as the tokens need.
@@ -201,17 +219,46 @@ class PagePool:
         """
         group = self.group_of(layer)
         pages = group.open_layer(layer, geometry)
-        shape = (pages.layout.page_units, pages.layout.unit_words)
-        expected = [shape] * self._pages_held(layer, context_len, written_len)
-        if [tuple(content.shape) for content in contents] != expected:
+        for name in formats:
+            group.add_format(page_format_named(name))
+        layouts = [PageLayout(group.formats[name], geometry) for name in formats]
+        shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
+        needed = self._pages_held(layer, context_len, written_len)
+        found = [tuple(content.shape) for content in contents]
+        if len(formats) != needed or found != shapes:
             raise ValueError(
-                f"layer {layer} needs {len(expected)} pages of {shape} words for "
-                f"{context_len} tokens, got {[tuple(content.shape) for content in contents]}"
+                f"layer {layer} needs {needed} pages for {context_len} tokens, and its formats "
+                f"pages of {shapes} words, got {found}"
             )
-        end = written_len if self._is_wrapped(layer, written_len) else context_len
-        self._own({group: [Write(sequence.table(group), 0, end)]})
-        pages.load(dict(zip(sequence.blocks(group), contents, strict=False)))
+        table = sequence.table(group)
+        missing = formats[len(table.blocks) :]
+        self._make_room({group: Counter(missing)})
+        table.append(missing)
+        pages.load(dict(zip(table.blocks, contents, strict=False)))
         sequence.restore(layer, context_len, written_len)
+
+    def convert(self, sequences: list[Sequence], page_format: PageFormat) -> None:
+        """Turn all pages of the sequences into pages of that format; tokens to come get such
+        pages too. Pages that other sequences share stay for them as they are.
+
+        O(1) for a sequence that was converted before. The pages of one slab at a time are held
+        twice.
+
+        Raises:
+            ValueError: the format cannot hold what a layer writes; nothing was changed.
+            PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
+                What was converted stays so, and asking again goes on.
+        """
+        open_groups = [group for group in self.groups if group.is_open]
+        for group in open_groups:
+            group.add_format(page_format)
+        for sequence in sequences:
+            if sequence.page_format == page_format:
+                continue
+            self.commit([sequence])
+            for group in open_groups:
+                group.convert(sequence.table(group), page_format)
+            sequence.page_format = page_format
 
     def can_admit(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens would fit now. O(slabs).
@@ -221,11 +268,11 @@ class PagePool:
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         blocks = -(-tokens // PAGE_SIZE)
-        needs = {
-            group: blocks if group.window is None else min(blocks, group.window.ring.size)
-            for group in self.groups
-            if group.is_open
-        }
+        needs: Needs = {}
+        for group in self.groups:
+            if group.is_open:
+                count = blocks if group.window is None else min(blocks, group.window.ring.size)
+                needs[group] = {self.page_format.name: count}
         try:
             self._room_after(needs)
         except PoolExhausted:
@@ -259,6 +306,7 @@ class PagePool:
             blocks_used=sum(group.blocks_used for group in groups),
             blocks_free=sum(group.blocks_free for group in groups),
             blocks_shared=sum(group.blocks_shared for group in groups),
+            blocks_by_format=sum_counts(group.blocks_by_format for group in groups),
             table_entries=sum(group.table_entries for group in groups),
             slabs=sum(group.slabs for group in groups),
             bytes_mapped=sum(group.bytes_mapped for group in groups),
@@ -284,27 +332,30 @@ class PagePool:
 
     def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
         """Own blocks for all writes, or none."""
-        needs = {group: blocks_needed(group_writes) for group, group_writes in writes.items()}
+        self._make_room({group: blocks_needed(theirs) for group, theirs in writes.items()})
+        for group, group_writes in writes.items():
+            for write in group_writes:
+                group.copy_pages(write.table.reserve(write.start, write.end))
+
+    def _make_room(self, needs: Needs) -> None:
+        """Map slabs until so many blocks are free in each group, or none."""
         try:
             self._room_after(needs)
         except PoolExhausted:
             # What one group has mapped and does not use, another may.
             self.clear()
             self._require_room(needs)
-        for group, count in needs.items():
-            group.allocator.ensure_free(count)
-        for group, group_writes in writes.items():
-            for write in group_writes:
-                group.copy_pages(write.table.reserve(write.start, write.end))
+        for group, counts in needs.items():
+            group.allocator.ensure_free(counts)
 
-    def _require_room(self, needs: Mapping[LayerGroup, int]) -> None:
+    def _require_room(self, needs: Needs) -> None:
         try:
             self._room_after(needs)
         except PoolExhausted:
             self._allocation_failures += 1
             raise
 
-    def _room_after(self, needs: Mapping[LayerGroup, int]) -> int:
+    def _room_after(self, needs: Needs) -> int:
         """Bytes of the budget that remain when so many blocks are free in each group.
 
         Raises:
@@ -313,8 +364,8 @@ class PagePool:
         for group in needs:
             group.allocator.drain()
         left = self.budget.left
-        for group, count in needs.items():
-            left = group.allocator.room_after(count, left)
+        for group, counts in needs.items():
+            left = group.allocator.room_after(counts, left)
         return left
 
     def _unreserved(
@@ -336,6 +387,11 @@ class PagePool:
         """Whether a layer is a ring whose first pages were used again."""
         window = self.windows.get(layer)
         return window is not None and window.first_held(written_len) > 0
+
+    def _blocks_held(self, layer: int, sequence: Sequence) -> tuple[int, ...]:
+        """The blocks that hold tokens of a layer."""
+        lengths = sequence.context_lens[layer], sequence.written_lens[layer]
+        return sequence.blocks(self.group_of(layer))[: self._pages_held(layer, *lengths)]
 
     def _pages_held(self, layer: int, context_len: int, written_len: int) -> int:
         """Entries of a table that hold tokens of a layer."""

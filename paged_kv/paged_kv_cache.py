@@ -8,7 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from paged_kv.kernels.number_format import GROUP
+from paged_kv.kernels.page_format import page_format_named
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.say_once import say_once
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_array import PagedKeys, PagedValues, paged_mask
 from paged_kv.saved_state import restore_layer, saved_state
@@ -239,15 +242,26 @@ class PagedKVCache:
         return cls(first.pool, first.layer, forks)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
-        """Refused: this version has 16-bit pages only.
+        """Turn the pages of these sequences, in all layers, into 4-bit or 8-bit ones; returns
+        this same cache, so whoever holds it sees every later token.
+
+        mlx-lm calls this at every step for every layer, once `kv_bits` is given; after the first
+        time it costs nothing. Pages have 32 numbers to a scale whatever `group_size` says.
 
         Raises:
-            ValueError: always, so that a `kv_bits` is never silently ignored.
+            ValueError: `bits` is not 4 or 8, or a head size does not divide by 32; nothing was
+                changed.
+            PoolExhausted: see `PagePool.convert`.
         """
-        raise ValueError(
-            f"kv_bits={bits} asks for quantised pages, and this version has 16-bit pages only: "
-            "leave kv_bits unset"
-        )
+        if bits not in (4, 8):
+            raise ValueError(f"kv_bits must be 4 or 8 with paged caches, got {bits}")
+        if group_size != GROUP:
+            say_once(
+                f"kv_group_size={group_size} is not used: quantised pages have one scale for "
+                f"{GROUP} numbers"
+            )
+        self.pool.convert(self.sequences, page_format_named(f"q{bits}"))
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -257,7 +271,7 @@ class PagedKVCache:
         if pages is None:
             return 0
         blocks = {block for sequence in self.sequences for block in sequence.blocks(group)}
-        return len(blocks) * pages.page_bytes
+        return sum(pages.layout_of(block).page_bytes for block in blocks)
 
     @property
     def state(self) -> dict[str, Any]:

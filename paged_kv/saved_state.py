@@ -4,12 +4,14 @@ mlx-lm saves a prompt cache layer by layer, and restores each layer knowing noth
 So every layer carries its sequences' uids, and layers with one uid become one sequence again.
 A saved layer:
 
-    version, layer, num_layers, page_format     numbers and a string
+    version, layer, num_layers                  numbers
+    page_format                                 of the pool
     windows                                     [layer, size, write_chunk, keep] of those that have
     geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
-    rows                                        per sequence: uid, context_len, written_len, pages
+    rows                                        per sequence: uid, context_len, written_len,
+                                                page_format of tokens to come, formats, pages
 
-Pages are saved whole; their rows behind the context length mean nothing.
+Pages are saved whole, each in its format; their rows behind the context length mean nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.page_format import page_format_named
 from paged_kv.open_pools import find_pool
 from paged_kv.page_pool import PagePool
 from paged_kv.sequence import Sequence
 from paged_kv.window import Window
 
-VERSION = 2
+VERSION = 3
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -43,6 +46,8 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
             "uid": sequence.uid,
             "context_len": sequence.context_lens[layer],
             "written_len": sequence.written_lens[layer],
+            "page_format": sequence.page_format.name,
+            "formats": pool.page_formats(layer, sequence),
             "pages": pool.page_views(layer, sequence),
         }
         for sequence in sequences
@@ -71,11 +76,12 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
     geometry = _geometry_from(state["geometry"])
     sequences = [_sequence_for(pool, row["uid"], layer) for row in rows]
     for sequence, row in zip(sequences, rows, strict=True):
+        sequence.page_format = page_format_named(row["page_format"])
         if geometry is not None:
-            # An empty list of pages does not survive the file.
-            pages = list(row.get("pages") or [])
+            # Empty lists do not survive the file.
+            formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
             lengths = int(row["context_len"]), int(row["written_len"])
-            pool.load(layer, sequence, geometry, *lengths, pages)
+            pool.load(layer, sequence, geometry, *lengths, formats, pages)
     return pool, layer, sequences
 
 

@@ -25,6 +25,7 @@ class Sequence:
 
     Attributes:
         uid: names the sequence, the same for all its layers.
+        page_format: the format of the pages that it will get.
         context_lens: tokens, per layer.
         written_lens: the most tokens that there ever were, per layer: a ring has written over
             what lies too far behind those.
@@ -35,6 +36,7 @@ class Sequence:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
+        self.page_format = pool.page_format
         self.uid = uuid.uuid4().hex
         self.context_lens = [0] * pool.num_layers
         self.written_lens = [0] * pool.num_layers
@@ -61,7 +63,7 @@ class Sequence:
     def table(self, group: LayerGroup) -> BlockTable:
         """The sequence's block table in a group that is open."""
         if group not in self._tables:
-            self._tables[group] = group.new_table()
+            self._tables[group] = group.new_table(self.page_format)
         return self._tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
@@ -170,6 +172,7 @@ class Sequence:
                 return fork
         self.pool.commit([self])
         fork = Sequence(self.pool)
+        fork.page_format = self.page_format
         fork.context_lens, fork.written_lens, fork.padding = self._progress()
         fork._shrink()
         for group, table in self._tables.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +18,7 @@ class PoolStats:
         blocks_used: blocks that a sequence holds.
         blocks_free: blocks of mapped slabs that nobody holds.
         blocks_shared: blocks that more than one sequence holds.
+        blocks_by_format: used blocks of each page format.
         table_entries: entries of all block tables; over `blocks_used`, this is the sharing factor.
         slabs: slabs mapped, each in every layer of its group.
         bytes_mapped: bytes of all slabs.
@@ -32,6 +35,7 @@ class PoolStats:
     blocks_used: int
     blocks_free: int
     blocks_shared: int
+    blocks_by_format: Mapping[str, int]
     table_entries: int
     slabs: int
     bytes_mapped: int
@@ -43,12 +47,22 @@ class PoolStats:
 
     def __add__(self, other: PoolStats) -> PoolStats:
         """The sum of two pools under one budget."""
-        same = {"page_format", "backend", "bytes_budget"}
+        same = {"page_format", "backend", "bytes_budget", "blocks_by_format"}
         ours, theirs = self.as_dict(), other.as_dict()
         return replace(
-            self, **{name: ours[name] + theirs[name] for name in ours if name not in same}
+            self,
+            blocks_by_format=sum_counts([self.blocks_by_format, other.blocks_by_format]),
+            **{name: ours[name] + theirs[name] for name in ours if name not in same},
         )
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a plain dictionary, ready for JSON."""
         return asdict(self)
+
+
+def sum_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of counts of the same things."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)

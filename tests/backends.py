@@ -4,7 +4,6 @@ from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.native_backend import NativeBackend
 from paged_kv.kernels.native_library import NativeLibrary, load_native_library
-from paged_kv.kernels.page_format import SixteenBit
 from paged_kv.kernels.plain_backend import PlainBackend
 
 
@@ -33,4 +32,4 @@ def backend_named(name: str, geometry: LayerGeometry) -> Backend:
         return PlainBackend()
     library = native_library()
     library.use_instruction_set(name.removeprefix("native-"))
-    return backend_for(NativeBackend(library), geometry, SixteenBit())
+    return backend_for(NativeBackend(library), geometry)

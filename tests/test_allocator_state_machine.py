@@ -42,7 +42,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.new_table()
         self.append(0, 30, slab_fails=False)
 
-    def map_slab(self, slab: int, pages: int) -> None:
+    def map_slab(self, slab: int, pages: int, page_format: str) -> None:
         while self.collected_by_map:
             self.allocator.drop_later(self.collected_by_map.pop())
         if self.next_slab_fails:
@@ -99,7 +99,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def expect_no_room(self, error: Exception, write: Write) -> None:
         if isinstance(error, PoolExhausted):
             available = self.allocator.available()
-            assert available == error.free < error.needed == blocks_needed([write])
+            assert available == error.free < error.needed == blocks_needed([write]).total()
 
     def write_rows(self, table: BlockTable, start: int, tokens: int) -> None:
         values = [next(self.values) for _ in range(tokens)]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import PAGE_SIZE, WORD, SixteenBit
+from paged_kv.kernels.number_format import WORD
+from paged_kv.kernels.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.page_rows import PageRows
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import Numbers, dense_attention
@@ -51,14 +52,14 @@ def words(array: mx.array) -> Words:
 
 def addresses(pages: LayerPages) -> dict[int, int]:
     """Where each slab lies; waits for its writes."""
-    return {slab: np.asarray(memory).ctypes.data for slab, memory in pages.slabs.items()}
+    return {slab: np.asarray(each.memory).ctypes.data for slab, each in pages.slabs.items()}
 
 
 def new_pages(backend: str, geometry: LayerGeometry) -> LayerPages:
     """Three slabs full of NaN, as freed pages may be."""
-    pages = LayerPages(geometry, SixteenBit(), backend_named(backend, geometry), STRIDE)
+    pages = LayerPages(geometry, backend_named(backend, geometry), STRIDE)
     for slab, count in enumerate(SLAB_PAGES):
-        pages.map_slab(slab, count)
+        pages.map_slab(slab, count, FP16)
     nans = mx.full(pages.page(0).shape, NAN_WORD, dtype=WORD)
     pages.load(dict.fromkeys(ENTRIES, nans))
     return pages
@@ -211,7 +212,7 @@ def test_a_write_changes_its_rows_and_nothing_else(
     pages = new_pages(backend, geometry)
     rng = np.random.default_rng(count)
     memory = {
-        entry: rng.integers(0, 1 << 16, pages.layout.page_words, dtype=np.uint16)
+        entry: rng.integers(0, 1 << 16, pages.layout_of(0).page_words, dtype=np.uint16)
         for entry in ENTRIES
     }
     shape = pages.page(0).shape
@@ -254,9 +255,9 @@ def test_a_run_of_pages_ends_with_its_slab(backend: str) -> None:
     """The last entry of a slab with as many pages as the stride and the next slab's first are
     neighbours by number only."""
     geometry = same(2, 32, 32)
-    pages = LayerPages(geometry, SixteenBit(), backend_named(backend, geometry), slab_stride=2)
+    pages = LayerPages(geometry, backend_named(backend, geometry), slab_stride=2)
     for slab in range(2):
-        pages.map_slab(slab, 2)
+        pages.map_slab(slab, 2, FP16)
     keys = normal((1, 2, 800, 32), mx.float32, seed=1)
     rows = unpadded(((0, 1, 2, 3),), (800,))
     pages.write(keys, keys + 1, rows)
@@ -321,12 +322,12 @@ def test_a_page_is_a_view_that_costs_nothing(backend: str) -> None:
     before = mx.get_active_memory()
     views = {entry: pages.page(entry) for entry in ENTRIES}
     mx.eval(views)
-    assert mx.get_active_memory() - before < pages.page_bytes
+    assert mx.get_active_memory() - before < pages.page_bytes(FP16)
     for entry, view in views.items():
         slab, page = divmod(entry, STRIDE)
-        start = addresses(pages)[slab] + page * pages.page_bytes
+        start = addresses(pages)[slab] + page * pages.page_bytes(FP16)
         assert np.asarray(view).ctypes.data == start
-        assert view.nbytes == pages.page_bytes
+        assert view.nbytes == pages.page_bytes(FP16)
 
 
 def test_a_slab_that_was_given_back_gives_its_memory_back(backend: str) -> None:
@@ -334,7 +335,7 @@ def test_a_slab_that_was_given_back_gives_its_memory_back(backend: str) -> None:
     before = mx.get_active_memory()
     pages.unmap_slab(1)
     pages.unmap_slab(1)
-    assert before - mx.get_active_memory() >= SLAB_PAGES[1] * pages.page_bytes
+    assert before - mx.get_active_memory() >= SLAB_PAGES[1] * pages.page_bytes(FP16)
     assert set(pages.slabs) == {0, 2}
 
 
@@ -369,9 +370,9 @@ def test_writes_stay_in_place_while_attention_is_in_flight(backend: str, own_str
             before = mx.get_active_memory()
             rows = unpadded(((0, 8, 16),), (length,))
             pages.write(step, step, rows)
-            mx.eval(pages.slabs)
+            mx.eval([slab.memory for slab in pages.slabs.values()])
             spikes.append(mx.get_peak_memory() - before)
             queries = step + 0 * (slow @ slow).sum()
             start(pages.attend(queries, rows, scale=0.1))
     assert addresses(pages) == at
-    assert max(spikes) < SLAB_PAGES[0] * pages.page_bytes
+    assert max(spikes) < SLAB_PAGES[0] * pages.page_bytes(FP16)

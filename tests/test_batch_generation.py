@@ -192,7 +192,7 @@ def test_a_step_that_does_not_fit_is_tried_again_without_a_row(name: str) -> Non
     model = small_model(name)
     probe = PagedCacheFactory(model, max_bytes=64 << 20)
     assert probe.can_admit(1)
-    block_bytes = probe.pool.groups[0].allocator.block_bytes
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
     # Three prompts of a block each, and one more block: two rows cannot both begin another.
     factory = PagedCacheFactory(model, max_bytes=4 * block_bytes)
     served = Served(model, factory.make_cache)
@@ -216,7 +216,7 @@ def test_what_can_be_admitted_is_told_before_insertion(name: str) -> None:
     model = small_model(name)
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     factory.can_admit(1)
-    block_bytes = factory.pool.groups[0].allocator.block_bytes
+    block_bytes = factory.pool.groups[0].allocator.formats[0].block_bytes
     small = PagedCacheFactory(model, max_bytes=3 * block_bytes)
     served = Served(model, small.make_cache)
     assert small.can_admit(3 * 256)

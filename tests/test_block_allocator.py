@@ -22,8 +22,12 @@ def state(allocator: BlockAllocator) -> Any:
     """All that a refused call must leave as it was."""
     tables = {id(table): list(table.blocks) for table in allocator.tables}
     mapped, slabs = allocator.budget.mapped, dict(allocator.slabs)
-    counts = dict(allocator._ref_counts), +allocator._used_in_slab
-    return list(allocator._free), counts, slabs, mapped, allocator.block_bytes, tables
+    formats = [(list(each.free), dict(each.used), each.block_bytes) for each in allocator.formats]
+    return formats, dict(allocator._ref_counts), slabs, mapped, tables
+
+
+def free_blocks(allocator: BlockAllocator) -> list[int]:
+    return [block for each in allocator.formats for block in each.free]
 
 
 class SlabLog:
@@ -35,7 +39,7 @@ class SlabLog:
         self.unmapped: list[int] = []
         self.fail_at = fail_at
 
-    def map_slab(self, slab: int, pages: int) -> None:
+    def map_slab(self, slab: int, pages: int, page_format: str) -> None:
         if len(self.mapped) == self.fail_at:
             raise MemoryError("planted")
         self.mapped.append(slab)
@@ -54,7 +58,7 @@ def test_a_block_is_free_until_allocated_and_again_after_its_last_release() -> N
         step([block])
         counts.append(allocator.ref_count(block))
     assert counts == [1, 2, 1, 0]
-    assert (allocator.capacity, len(allocator._free)) == (4, 4)
+    assert (allocator.capacity, len(free_blocks(allocator))) == (4, 4)
     allocator.check()
 
 
@@ -156,9 +160,9 @@ def test_ensure_free_counts_what_is_free_already() -> None:
     allocator = log.new_allocator()
     assert (allocator.allocate(0), log.sizes) == ([], [])
     for count in (3, 4, 1, 0):
-        allocator.ensure_free(count)
+        allocator.ensure_free({"fp16": count})
     assert log.sizes == [4]
-    allocator.ensure_free(5)
+    allocator.ensure_free({"fp16": 5})
     assert log.sizes == [4, 8]
     allocator.check()
 
@@ -246,7 +250,7 @@ def test_compaction_moves_nothing_where_no_slab_can_be_emptied() -> None:
     allocator = new_allocator()
     table = allocator.new_table()
     table.reserve(0, 9 * 256)
-    assert len(allocator._free) == 3
+    assert len(free_blocks(allocator)) == 3
     assert allocator.compaction_plan() == {}
 
 
@@ -254,7 +258,7 @@ def test_only_empty_slabs_are_given_back_on_request() -> None:
     log = SlabLog()
     allocator = log.new_allocator()
     allocator.allocate(5)
-    allocator.ensure_free(20)
+    allocator.ensure_free({"fp16": 20})
     assert log.sizes == [4, 8, 16]
     assert (allocator.unmap_empty_slabs(), log.unmapped) == (1, [2])
     assert allocator.unmap_empty_slabs() == 0
@@ -265,8 +269,8 @@ def test_the_size_of_a_block_can_grow_and_shrink_within_the_budget() -> None:
     allocator = new_allocator(blocks=32)
     allocator.allocate(2)
     for block_bytes, mapped in ((80, 320), (10, 40), (15, 60)):
-        allocator.set_block_bytes(block_bytes)
-        assert (allocator.block_bytes, allocator.budget.mapped) == (block_bytes, mapped)
+        allocator.set_block_bytes({"fp16": block_bytes})
+        assert (allocator.formats[0].block_bytes, allocator.budget.mapped) == (block_bytes, mapped)
         assert allocator.stats().bytes_active == 2 * block_bytes
     # 260 bytes are left, a slab of two blocks, the eighth that is now 40 bytes, at a time.
     assert allocator.available() == 2 + 17
@@ -277,7 +281,7 @@ def test_a_size_that_no_longer_fits_is_refused() -> None:
     allocator.allocate(2)
     before = state(allocator)
     with pytest.raises(PoolExhausted) as error:
-        allocator.set_block_bytes(81)
+        allocator.set_block_bytes({"fp16": 81})
     assert error.value.needed > error.value.free
     assert (error.value.evictable, error.value.budget) == (0, 320)
     assert state(allocator) == before
@@ -333,7 +337,7 @@ def lose_an_entry(allocator: BlockAllocator) -> None:
 
 
 def miscount_slab(allocator: BlockAllocator) -> None:
-    allocator._used_in_slab[0] += 1
+    allocator.formats[0].used[0] += 1
 
 
 def miscount_bytes(allocator: BlockAllocator) -> None:
@@ -347,10 +351,10 @@ def overspend(allocator: BlockAllocator) -> None:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda allocator: allocator._free.add(2), "a block is free twice"),
-        (lambda allocator: allocator._free.add(0), "a block is free and used"),
-        (lambda allocator: allocator._free.remove(3), "a block is lost"),
-        (lambda allocator: allocator._free.add(99), "lies outside every slab"),
+        (lambda allocator: allocator.formats[0].free.add(2), "a block is free twice"),
+        (lambda allocator: allocator.formats[0].free.add(0), "a block is free and used"),
+        (lambda allocator: allocator.formats[0].free.remove(3), "a block is lost"),
+        (lambda allocator: allocator.formats[0].free.add(99), "lies outside every slab"),
         (lambda allocator: allocator.slabs.pop(0), "lies outside every slab"),
         (add_reference, "references and table entries differ"),
         (lose_an_entry, "references and table entries differ"),

@@ -31,7 +31,8 @@ def block_bytes(model: Any) -> int:
     """Bytes of 256 tokens in all layers."""
     factory = PagedCacheFactory(model, max_bytes=1 << 30)
     factory.can_admit(1)
-    return factory.pool.groups[0].allocator.block_bytes
+    size: int = factory.pool.groups[0].allocator.formats[0].block_bytes
+    return size
 
 
 def test_make_cache_replaces_what_has_keys_and_values() -> None:
@@ -145,7 +146,7 @@ def test_nothing_is_computed_to_learn_how_large_blocks_are(model: Any) -> None:
     expected = block_bytes(model)
     cache = factory.make_cache()
     greedy(model, PROMPT[:3], cache, 1)
-    assert factory.pool.groups[0].allocator.block_bytes == expected
+    assert factory.pool.groups[0].allocator.formats[0].block_bytes == expected
     assert sum(layer.nbytes for layer in cache) == expected
 
 
@@ -160,7 +161,7 @@ def test_no_slab_is_larger_than_a_buffer_may_be(
     slabs = [
         slab for pages in factory.pool.groups[0].pages.values() for slab in pages.slabs.values()
     ]
-    assert max(slab.nbytes for slab in slabs) == 3 * page_bytes
+    assert max(slab.memory.nbytes for slab in slabs) == 3 * page_bytes
 
 
 def test_clear_gives_back_what_no_sequence_uses(model: Any) -> None:
@@ -266,7 +267,7 @@ def test_a_file_of_another_version_is_refused(model: Any) -> None:
     cache = PagedCacheFactory(model).make_cache()
     greedy(model, PROMPT[:5], cache, 1)
     state = {**cache[0].state, "version": 99}
-    with pytest.raises(ValueError, match=r"format version 99, and this paged_kv reads 2"):
+    with pytest.raises(ValueError, match=r"format version 99, and this paged_kv reads 3"):
         PagedKVCache.from_state(state)
     with pytest.raises(ValueError, match="format version None"):
         PagedKVCache.from_state({})

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.native_backend import ALIGNMENT, NativeBackend
-from paged_kv.kernels.page_format import WORD, SixteenBit
+from paged_kv.kernels.number_format import WORD
+from paged_kv.kernels.page_format import FP16
 from paged_kv.kernels.page_rows import PageRows
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import Numbers, dense_attention
@@ -44,9 +45,9 @@ def numbers(array: mx.array) -> Numbers:
 
 def new_pages(backend: NativeBackend, geometry: LayerGeometry) -> LayerPages:
     """Two slabs full of NaN."""
-    pages = LayerPages(geometry, SixteenBit(), backend, 64)
-    pages.map_slab(0, 6)
-    pages.map_slab(1, 6)
+    pages = LayerPages(geometry, backend, 64)
+    pages.map_slab(0, 6, FP16)
+    pages.map_slab(1, 6, FP16)
     pages.load(dict.fromkeys(ENTRIES, mx.full(pages.page(0).shape, 0xFFFF, dtype=WORD)))
     return pages
 
@@ -230,7 +231,7 @@ def test_arrays_that_do_not_fit_the_pages_are_refused(backend: NativeBackend) ->
     ],
 )
 def test_what_is_supported(backend: NativeBackend, geometry: LayerGeometry, expected: bool) -> None:
-    assert backend.supports(geometry, SixteenBit()) == expected
+    assert backend.supports(geometry) == expected
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.kernels import backend, cpu_threads, native_library
+from paged_kv.kernels import cpu_threads, native_library
+from paged_kv.kernels.say_once import say_once
 from tests.backends import instruction_sets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +25,7 @@ def _fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("PAGED_KV_BACKEND", "PAGED_KV_ISA", "PAGED_KV_THREADS"):
         monkeypatch.delenv(name, raising=False)
     native_library.load_native_library.cache_clear()
-    backend._say_once.cache_clear()
+    say_once.cache_clear()
     yield
     native_library.load_native_library.cache_clear()
 

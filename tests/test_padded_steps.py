@@ -5,7 +5,8 @@ import pytest
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import WORD, SixteenBit
+from paged_kv.kernels.number_format import WORD
+from paged_kv.kernels.page_format import FP16
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.padding import NO_PADDING, Padding
 from tests.backends import BACKENDS, backend_named
@@ -25,9 +26,9 @@ def normal(heads: int, tokens: int, dim: int, seed: int, batch: int = 4) -> mx.a
 @pytest.fixture(params=BACKENDS)
 def pages(request: pytest.FixtureRequest) -> LayerPages:
     """Rows of 294, 0, 16 and 9 tokens in pages that were full of NaN."""
-    pages = LayerPages(GEOMETRY, SixteenBit(), backend_named(request.param, GEOMETRY), 8)
-    pages.map_slab(0, 5)
-    shape = (pages.layout.page_units, pages.layout.unit_words)
+    pages = LayerPages(GEOMETRY, backend_named(request.param, GEOMETRY), 8)
+    pages.map_slab(0, 5, FP16)
+    shape = (pages.layout_of(0).page_units, pages.layout_of(0).unit_words)
     pages.load({entry: mx.full(shape, 0x7FC0, dtype=WORD) for entry in range(5)})
     for row, tokens in enumerate((294, 0, 16, 9)):
         if tokens:

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.number_format import WORD, SixteenBit
 from paged_kv.kernels.page_format import (
+    FP16,
+    NUMBER_FORMATS,
     PAGE_SIZE,
-    WORD,
     PageLayout,
     Plane,
-    SixteenBit,
     page_format_named,
 )
 
@@ -42,7 +43,7 @@ def any_bits(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array
 
 
 def round_trip(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    page_format = SixteenBit()
+    page_format = FP16
     rows = page_format.encode(keys, values)
     return page_format.decode(LayerGeometry.of(keys, values), rows)
 
@@ -63,8 +64,8 @@ def test_keys_and_values_may_differ_in_heads_size_and_dtype(
 ) -> None:
     keys = any_bits((2, 3, 5, 48), k_dtype, seed=1)
     values = any_bits((2, 1, 5, 20), v_dtype, seed=2)
-    encoded = SixteenBit().encode(keys, values)
-    planes = SixteenBit().planes(LayerGeometry.of(keys, values))
+    encoded = FP16.encode(keys, values)
+    planes = FP16.planes(LayerGeometry.of(keys, values))
     for rows, plane in zip(encoded, planes, strict=True):
         assert (rows.dtype, rows.shape) == (mx.uint16, (2, plane.heads, 5, plane.row_words))
     for found, given_ in zip(round_trip(keys, values), (keys, values), strict=True):
@@ -80,7 +81,7 @@ def test_arrays_that_are_not_contiguous_are_encoded_by_their_numbers(
     """Models hand over transposed projections."""
     keys = any_bits((3, 4, 6, 8), dtype).transpose(axes)
     values = mx.broadcast_to(any_bits((1, 1, 1, 8), dtype), (*keys.shape[:3], 8))
-    encoded_keys, encoded_values = SixteenBit().encode(keys, values)
+    encoded_keys, encoded_values = FP16.encode(keys, values)
     assert (np.asarray(encoded_keys) == words(mx.contiguous(keys))).all()
     assert (np.asarray(encoded_values) == words(mx.contiguous(values))).all()
 
@@ -88,9 +89,9 @@ def test_arrays_that_are_not_contiguous_are_encoded_by_their_numbers(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_takes_rows_with_and_without_a_batch(dtype: mx.Dtype) -> None:
     keys, values = any_bits((2, 3, 5, 16), dtype), any_bits((2, 3, 5, 8), dtype)
-    rows = SixteenBit().encode(keys, values)
+    rows = FP16.encode(keys, values)
     one = [plane_rows[1] for plane_rows in rows]
-    found, _ = SixteenBit().decode(LayerGeometry.of(keys, values), one)
+    found, _ = FP16.decode(LayerGeometry.of(keys, values), one)
     assert found.shape == (3, 5, 16)
     assert (words(found) == words(keys[1])).all()
 
@@ -113,9 +114,9 @@ def test_layout_of_a_page(
     page_bytes: int,
     values_at: int,
 ) -> None:
-    planes = SixteenBit().planes(geometry(keys, values))
+    planes = FP16.planes(geometry(keys, values))
     assert planes == (Plane(keys[0], rows[0]), Plane(values[0], rows[1]))
-    layout = PageLayout(planes)
+    layout = PageLayout(FP16, geometry(keys, values))
     assert layout.unit_words == unit_words
     assert (layout.page_bytes, layout.page_words) == (page_bytes, page_bytes // 2)
     assert layout.page_units == page_bytes // 2 // unit_words
@@ -124,12 +125,16 @@ def test_layout_of_a_page(
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(
-    parts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 600)), min_size=1, max_size=5),
+    heads=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    groups=st.tuples(st.integers(1, 19), st.integers(1, 19)),
+    formats=st.tuples(*[st.sampled_from(sorted(NUMBER_FORMATS))] * 2),
 )
 def test_planes_follow_each_other_and_every_row_is_whole_units(
-    parts: list[tuple[int, int]],
+    heads: tuple[int, int], groups: tuple[int, int], formats: tuple[str, str]
 ) -> None:
-    layout = PageLayout(tuple(Plane(heads, row_words) for heads, row_words in parts))
+    held = geometry((heads[0], 32 * groups[0], mx.float16), (heads[1], 32 * groups[1], mx.bfloat16))
+    layout = PageLayout(page_format_named(formats), held)
+    parts = [(plane.heads, plane.row_words) for plane in layout.planes]
     end = 0
     for plane, offset in zip(layout.planes, layout.offsets, strict=True):
         assert offset == end
@@ -146,11 +151,11 @@ def test_dtypes_that_are_not_held_are_refused_for_keys_and_for_values(dtype: mx.
     message = f"page_format 'fp16' holds float16, bfloat16 or float32, got {dtype}"
     for refused in (geometry((2, 64, dtype), good), geometry(good, (2, 64, dtype))):
         with pytest.raises(ValueError, match=message):
-            SixteenBit().planes(refused)
+            FP16.planes(refused)
 
 
 def test_a_format_is_found_by_its_name() -> None:
-    assert isinstance(page_format_named("fp16"), SixteenBit)
+    assert isinstance(page_format_named("fp16").keys, SixteenBit)
     assert page_format_named("fp16").name == "fp16"
 
 

@@ -294,9 +294,9 @@ def test_blocks_are_freed_when_the_collector_runs_in_the_middle_of_a_step(pool: 
     group = pool.groups[0]
     map_slab = group.allocator._map_slab
 
-    def collect_and_map(slab: int, pages: int) -> None:
+    def collect_and_map(slab: int, pages: int, page_format: str) -> None:
         gc.collect()
-        map_slab(slab, pages)
+        map_slab(slab, pages, page_format)
 
     group.allocator._map_slab = collect_and_map
     del doomed, cache

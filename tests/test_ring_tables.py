@@ -83,7 +83,7 @@ def test_a_full_ring_allocates_nothing_and_copies_nothing() -> None:
     table = ring_table(allocator, Ring(3), 12)
     before, blocks = allocator.stats(), table.blocks
     for position in range(12, 400):
-        assert blocks_needed([Write(table, position, position + 1)]) == 0
+        assert blocks_needed([Write(table, position, position + 1)]).total() == 0
         assert table.reserve(position, position + 1) == {}
         assert table.blocks is blocks
     assert allocator.stats() == before
@@ -110,9 +110,9 @@ def test_a_write_around_the_whole_ring_copies_each_shared_block_once() -> None:
     allocator = new_allocator()
     table = ring_table(allocator, Ring(2), 100)
     fork = allocator.fork(table)
-    assert blocks_needed([Write(fork, 101, 130)]) == 2
+    assert blocks_needed([Write(fork, 101, 130)]).total() == 2
     assert fork.reserve(101, 130) == {0: 2, 1: 3}
-    assert blocks_needed([Write(fork, 130, 140), Write(table, 100, 140)]) == 0
+    assert blocks_needed([Write(fork, 130, 140), Write(table, 100, 140)]).total() == 0
 
 
 def test_a_fork_of_a_ring_that_is_not_full_copies_its_tail_and_appends() -> None:
@@ -169,7 +169,7 @@ def test_blocks_needed_is_exact_for_forks_at_different_phases(
         tables.append(allocator.fork(tables[index]))
         lengths.append(lengths[index])
         writes = [Write(tables[at], lengths[at], lengths[at] + count) for at in (index, -1)]
-        needed, before = blocks_needed(writes), allocator.stats().blocks_used
+        needed, before = blocks_needed(writes).total(), allocator.stats().blocks_used
         for at, write in zip((index, -1), writes, strict=True):
             write.table.reserve(write.start, write.end)
             lengths[at] = write.end

@@ -1,0 +1,149 @@
+"""The slabs of one page format, and which of their blocks are free.
+
+A format's i-th slab holds min(first * 2**i, an eighth of the budget, what the budget leaves)
+blocks. A slot whose slab was given back is used again before a new one is opened.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from sortedcontainers import SortedList
+
+from paged_kv.allocator.byte_budget import ByteBudget, require_positive
+from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS, block_range, count_by_slab, slab_of
+
+# A chat of 1,024 tokens commits one slab; doubling then reaches any length in a few slabs.
+FIRST_SLAB_PAGES = 4
+# No single allocation may take more than this share of the budget.
+LARGEST_SLAB_SHARE = 8
+
+
+@dataclass(frozen=True)
+class SlabPlan:
+    """A slab that could be mapped next."""
+
+    slab: int
+    pages: int
+
+
+class FormatSlabs:
+    """Free and used blocks of one page format: slabs hold pages of one format for life.
+
+    Attributes:
+        name: the format.
+        block_bytes: bytes of one block, the pages of all layers of the group together.
+        max_slab_pages: the most pages of a slab; lower it where memory has a limit of its own.
+        slabs: pages of each slab.
+        free: free blocks, the lowest first.
+        used: used blocks of each slab.
+    """
+
+    def __init__(self, name: str, block_bytes: int) -> None:
+        require_positive("block_bytes", block_bytes)
+        self.name = name
+        self.block_bytes = block_bytes
+        self.max_slab_pages = MAX_SLAB_PAGES
+        self.slabs: dict[int, int] = {}
+        self.free: SortedList[int] = SortedList()
+        self.used: dict[int, int] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of all mapped slabs."""
+        return sum(self.slabs.values())
+
+    def plan(
+        self, needed: int, left: int, taken: Container[int], budget: ByteBudget
+    ) -> list[SlabPlan]:
+        """The slabs to map, in order, until they hold `needed` blocks or `left` bytes are spent.
+
+        `taken` are the slabs that exist, of all formats. O(slabs).
+        """
+        plans: list[SlabPlan] = []
+        eighth = budget.max_bytes // LARGEST_SLAB_SHARE // self.block_bytes
+        largest = max(1, min(eighth, self.max_slab_pages))
+        slab = older = 0
+        while needed > 0 and left >= self.block_bytes:
+            if slab not in taken:
+                doubled = FIRST_SLAB_PAGES << min(older, PAGE_BITS)
+                pages = min(doubled, largest, left // self.block_bytes)
+                plans.append(SlabPlan(slab, pages))
+                needed -= pages
+                left -= pages * self.block_bytes
+            if slab not in taken or slab in self.slabs:
+                older += 1
+            slab += 1
+        return plans
+
+    def add_slab(self, slab: int, pages: int) -> None:
+        """All of a new slab's blocks are free."""
+        self.slabs[slab] = pages
+        self.used[slab] = 0
+        self.free.update(block_range(slab, pages))
+
+    def remove_slab(self, slab: int) -> int:
+        """Forget a slab of which all blocks are free; returns its pages."""
+        pages = self.slabs.pop(slab)
+        del self.used[slab]
+        first = self.free.bisect_left(block_range(slab, pages).start)
+        del self.free[first : first + pages]
+        return pages
+
+    def take(self, count: int) -> list[int]:
+        """The `count` free blocks of lowest id become used."""
+        if count == 1:
+            blocks = [self.free.pop(0)]
+        else:
+            blocks = list(self.free[:count])
+            del self.free[:count]
+        for slab, taken in count_by_slab(blocks):
+            self.used[slab] += taken
+        return blocks
+
+    def take_block(self, block: int) -> None:
+        """This free block becomes used."""
+        self.free.remove(block)
+        self.used[slab_of(block)] += 1
+
+    def give(self, blocks: list[int]) -> list[int]:
+        """Used blocks of ascending ids become free; returns the slabs that none uses any more."""
+        if len(blocks) == 1:
+            self.free.add(blocks[0])
+        else:
+            self.free.update(blocks)
+        emptied = []
+        for slab, freed in count_by_slab(blocks):
+            self.used[slab] -= freed
+            if not self.used[slab]:
+                emptied.append(slab)
+        return emptied
+
+    def empty_slabs(self) -> list[int]:
+        """The slabs of which no block is used."""
+        return [slab for slab, used in self.used.items() if not used]
+
+    def is_spare(self, slab: int) -> bool:
+        """Whether an empty slab can go without having to be mapped again soon.
+
+        Keeping half a slab free elsewhere means that at least that many blocks must be
+        allocated before a slab is mapped again: sequences that come and go at the edge of a
+        slab do not map and unmap it each time.
+        """
+        pages = self.slabs[slab]
+        return 2 * (len(self.free) - pages) >= pages
+
+    def slabs_to_empty(self) -> set[int]:
+        """The emptiest slabs whose blocks fit into the free pages of the slabs that stay."""
+
+        def emptiest_first(slab: int) -> tuple[float, int]:
+            return self.used[slab] / self.slabs[slab], -self.slabs[slab]
+
+        victims: set[int] = set()
+        room = len(self.free)
+        for slab in sorted(self.slabs, key=emptiest_first):
+            # Emptying a slab takes all its pages from the room: the free ones go with it, and
+            # each used one fills a free page elsewhere.
+            if self.slabs[slab] <= room:
+                victims.add(slab)
+                room -= self.slabs[slab]
+        return victims
