@@ -51,6 +51,10 @@ class BlockAllocator:
             leaves everything as it was.
         unmap_slab: called with (slab) when a slab is given back.
         page_format: the format of those blocks, and of new tables that are not told another.
+
+    Attributes:
+        tables: those that were made and not dropped.
+        tokens_reserved: tokens that all tables ever reserved blocks for.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class BlockAllocator:
         self.budget = budget
         self.page_format = page_format
         self.tables: set[BlockTable] = set()
+        self.tokens_reserved = 0
         self.cow_copies = 0
         self.allocation_failures = 0
         self._map_slab = map_slab
@@ -86,6 +91,10 @@ class BlockAllocator:
     def formats(self) -> tuple[FormatSlabs, ...]:
         """What there is of each format."""
         return tuple(self._formats.values())
+
+    def format_named(self, page_format: str) -> FormatSlabs:
+        """What there is of one format."""
+        return self._formats[page_format]
 
     def format_of(self, block: int) -> FormatSlabs:
         """The format of a block of a mapped slab."""
@@ -110,6 +119,12 @@ class BlockAllocator:
         self.drain()
         slabs = self._formats[page_format or self.page_format]
         growth = slabs.plan(self.budget.left, self.budget.left, self._slab_format, self.budget)
+        return len(slabs.free) + sum(plan.pages for plan in growth)
+
+    def room_in_one_slab(self, page_format: str) -> int:
+        """Blocks of a format that are free, and those of one slab that could be mapped."""
+        slabs = self._formats[page_format]
+        growth = slabs.plan(1, self.budget.left, self._slab_format, self.budget)
         return len(slabs.free) + sum(plan.pages for plan in growth)
 
     def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:

@@ -25,6 +25,7 @@ class BlockTable:
             after layer, may keep it, and sees by its identity that nothing has changed.
         page_format: the format of the blocks that are appended from now on.
         ring: how entries are used again; None if they are not.
+        last_reserved: what the allocator's `tokens_reserved` was when this table last reserved.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BlockTable:
         self.blocks = blocks
         self.page_format = page_format
         self.ring = ring
+        self.last_reserved = allocator.tokens_reserved
         self._reserved_end = 0
 
     def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
@@ -69,6 +71,8 @@ class BlockTable:
         # No table is dropped between the plan and the copies: a block to copy from stays in use.
         allocator.drain()
         assert self in allocator.tables, "this table was dropped"
+        allocator.tokens_reserved += end - start
+        self.last_reserved = allocator.tokens_reserved
         shared = self._shared_entries(start, end)
         missing = self._entries_for(end) - len(self.blocks)
         if not shared and missing <= 0:

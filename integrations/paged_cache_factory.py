@@ -11,6 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
+from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.prompt_cache_hook import (
     install_make_cache,
@@ -18,7 +19,6 @@ from paged_kv.integrations.prompt_cache_hook import (
     uninstall_make_cache,
 )
 from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.page_format import FormatName
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.sequence import Sequence
@@ -39,7 +39,9 @@ class PagedCacheFactory:
     Args:
         model: a model of mlx-lm.
         page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
-            of these, for keys and for values.
+            of these, for keys and for values. With "auto", pages begin with 16 bits, and the
+            oldest become q8 and then q4 when `max_bytes` gets short; a `DemotionPolicy` in its
+            place says otherwise.
         max_bytes: the most bytes that pages may take. None means 80 % of what the machine
             recommends, less what is in use; `stats()` tells.
         write_chunk: in layers with a sliding window, the longest step that is written before it
@@ -60,7 +62,7 @@ class PagedCacheFactory:
         self,
         model: Module,
         *,
-        page_format: FormatName = "fp16",
+        page_format: FormatChoice = "fp16",
         max_bytes: int | None = None,
         write_chunk: int | None = None,
     ) -> None:
@@ -69,7 +71,8 @@ class PagedCacheFactory:
         self._closed = False
         self._installed_on_entry: list[bool] = []
         self._write_chunk = write_chunk
-        self.pool = self._new_pool(None, page_format=page_format, max_bytes=max_bytes)
+        self._page_format = page_format
+        self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
@@ -155,9 +158,7 @@ class PagedCacheFactory:
                     f"max_kv_size={max_kv_size} does not bound the caches that this model makes "
                     "of its own: leave it unset, and bound the memory of all with max_bytes"
                 )
-            self._pools[max_kv_size] = self._new_pool(
-                max_kv_size, page_format=self.pool.page_format.name, beside=self.pool
-            )
+            self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
         return self._pools[max_kv_size]
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
@@ -169,7 +170,13 @@ class PagedCacheFactory:
             for layer, cache in enumerate(paged)
             if isinstance(cache, RotatingKVCache)
         }
-        return PagePool(len(paged), windows=windows, name=_file_of(self._model), **options)
+        return PagePool(
+            len(paged),
+            windows=windows,
+            page_format=self._page_format,
+            name=_file_of(self._model),
+            **options,
+        )
 
     def _learn_geometry(self) -> None:
         """Tell the pool what the layers write, from a step with mlx-lm's own caches that is never

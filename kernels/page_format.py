@@ -96,7 +96,7 @@ def page_format_named(name: FormatName) -> PageFormat:
     known = ", ".join(map(repr, NUMBER_FORMATS))
     if len(parts) not in (1, 2) or not NUMBER_FORMATS.keys() >= set(parts):
         raise ValueError(
-            f"page_format must be one of {known}, or a pair of those for keys and values, "
+            f"page_format must be one of {known}, a pair of those for keys and values, or 'auto', "
             f"got {name!r}"
         )
     return PageFormat(NUMBER_FORMATS[parts[0]], NUMBER_FORMATS[parts[-1]])

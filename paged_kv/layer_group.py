@@ -2,11 +2,12 @@
 allocator, and the pages of each layer."""
 
 from collections.abc import Mapping
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -31,11 +32,12 @@ class LayerGroup:
         page_format: PageFormat,
         backend: Backend,
         budget: ByteBudget,
+        smaller_formats: tuple[PageFormat, ...] = (),
     ) -> None:
         self.layers = layers
         self.window = window
         self.page_format = page_format
-        self.formats = {page_format.name: page_format}
+        self.formats = {each.name: each for each in (page_format, *smaller_formats)}
         self.pages: dict[int, LayerPages] = {}
         # The layers of a step read the same rows one after the other. What backends make of
         # them, such as arrays of the tables, is then made once.
@@ -128,6 +130,28 @@ class LayerGroup:
             table.exchange(copies)
             allocator.unmap_empty_slabs()
 
+    def demote(self, policy: DemotionPolicy, *, is_full: bool) -> dict[str, int]:
+        """Make the next pages smaller that a policy names, as many as one slab holds, and give back
+        the slabs that can be emptied then; returns how many there are now of which format.
+
+        Nothing is done where no page can be made smaller, or the budget holds no slab to put it in.
+        """
+        plan = list(policy.demotions(full_blocks(self.allocator), is_full=is_full))
+        if not plan:
+            return {}
+        name = plan[0].page_format
+        alike = takewhile(lambda each: each.page_format == name, plan)
+        sources = [each.block for each in alike][: self.allocator.room_in_one_slab(name)]
+        if not sources:
+            return {}
+        self.allocator.ensure_free({name: len(sources)})
+        moves = dict(zip(sources, self.allocator.format_named(name).free, strict=False))
+        for pages in self.pages.values():
+            pages.convert(moves)
+        self.allocator.apply_moves(moves)
+        self.compact()
+        return {name: len(moves)}
+
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the moves."""
         if not self.is_open:
@@ -150,6 +174,8 @@ class LayerGroup:
                 self._unmap_slab,
                 first,
             )
+            for name, size in block_bytes.items():
+                self._allocator.add_format(name, size)
         else:
             self._allocator.set_block_bytes(block_bytes)
         for slabs in self._allocator.formats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import mlx.core as mx
@@ -13,13 +13,13 @@ import mlx.core as mx
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.chosen_formats import FormatChoice, chosen_formats
 from paged_kv.kernels.backend import choose_backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.memory import recommended_bytes
 from paged_kv.kernels.page_format import (
     PAGE_SIZE,
-    FormatName,
     PageFormat,
     PageLayout,
     page_format_named,
@@ -49,7 +49,8 @@ class PagePool:
         num_layers: layers that keep keys and values.
         windows: what the layers see that see a window only.
         page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
-            of these, for keys and for values.
+            of these, for keys and for values. With "auto", or a policy of one's own, pages begin
+            with 16 bits and get smaller when memory gets short.
         max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
             less what is in use.
         beside: a pool with which this one shares its budget, instead of one of its own.
@@ -64,7 +65,7 @@ class PagePool:
         num_layers: int,
         *,
         windows: Mapping[int, Window] | None = None,
-        page_format: FormatName = "fp16",
+        page_format: FormatChoice = "fp16",
         max_bytes: int | None = None,
         beside: PagePool | None = None,
         name: str = "pool",
@@ -73,7 +74,8 @@ class PagePool:
         self.windows = dict(windows or {})
         self.name = name
         self.serial = next(_serials)
-        self.page_format = page_format_named(page_format)
+        self.page_format, self.demotion_policy = chosen_formats(page_format)
+        self.demotions: Counter[str] = Counter()
         self.backend = choose_backend()
         own = recommended_bytes() if max_bytes is None else max_bytes
         self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
@@ -232,7 +234,7 @@ class PagePool:
             )
         table = sequence.table(group)
         missing = formats[len(table.blocks) :]
-        self._make_room({group: Counter(missing)})
+        self._make_room(lambda: {group: Counter(missing)})
         table.append(missing)
         pages.load(dict(zip(table.blocks, contents, strict=False)))
         sequence.restore(layer, context_len, written_len)
@@ -306,6 +308,7 @@ class PagePool:
             blocks_used=sum(group.blocks_used for group in groups),
             blocks_free=sum(group.blocks_free for group in groups),
             blocks_shared=sum(group.blocks_shared for group in groups),
+            demotions=dict(self.demotions),
             blocks_by_format=sum_counts(group.blocks_by_format for group in groups),
             table_entries=sum(group.table_entries for group in groups),
             slabs=sum(group.slabs for group in groups),
@@ -332,13 +335,15 @@ class PagePool:
 
     def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
         """Own blocks for all writes, or none."""
-        self._make_room({group: blocks_needed(theirs) for group, theirs in writes.items()})
+        self._make_room(lambda: {group: blocks_needed(theirs) for group, theirs in writes.items()})
         for group, group_writes in writes.items():
             for write in group_writes:
                 group.copy_pages(write.table.reserve(write.start, write.end))
 
-    def _make_room(self, needs: Needs) -> None:
+    def _make_room(self, needed: Callable[[], Needs]) -> None:
         """Map slabs until so many blocks are free in each group, or none."""
+        self._demote_for(needed)
+        needs = needed()
         try:
             self._room_after(needs)
         except PoolExhausted:
@@ -347,6 +352,29 @@ class PagePool:
             self._require_room(needs)
         for group, counts in needs.items():
             group.allocator.ensure_free(counts)
+
+    def _demote_for(self, needed: Callable[[], Needs]) -> None:
+        """Make pages smaller until what is needed stays below the policy's watermark, or no page
+        can be made smaller. Rings hold the latest tokens only, and are left alone."""
+        policy = self.demotion_policy
+        if policy is None:
+            return
+        limit = int(policy.watermark * self.budget.max_bytes)
+        groups = [group for group in self.groups if group.is_open and group.window is None]
+        while (mapped := self._mapped_after(needed())) > limit:
+            is_full = mapped > self.budget.max_bytes
+            demoted = [group.demote(policy, is_full=is_full) for group in groups]
+            if not any(demoted):
+                return
+            self.demotions.update(sum_counts(demoted))
+
+    def _mapped_after(self, needs: Needs) -> int:
+        """Bytes mapped when so many blocks are free in each group; more than the budget if it does
+        not hold them."""
+        try:
+            return self.budget.max_bytes - self._room_after(needs)
+        except PoolExhausted:
+            return self.budget.max_bytes + 1
 
     def _require_room(self, needs: Needs) -> None:
         try:
@@ -430,9 +458,20 @@ class PagePool:
         for layer in range(self.num_layers):
             layers.setdefault(self.windows.get(layer), []).append(layer)
         return [
-            LayerGroup(members, window, self.page_format, self.backend, self.budget)
+            LayerGroup(
+                members,
+                window,
+                self.page_format,
+                self.backend,
+                self.budget,
+                () if window else self._smaller_formats(),
+            )
             for window, members in layers.items()
         ]
+
+    def _smaller_formats(self) -> tuple[PageFormat, ...]:
+        policy = self.demotion_policy
+        return tuple(map(page_format_named, policy.page_formats)) if policy else ()
 
     def _note_gather(self, layer: int) -> None:
         self._gather_fallbacks += 1

@@ -19,6 +19,7 @@ class PoolStats:
         blocks_free: blocks of mapped slabs that nobody holds.
         blocks_shared: blocks that more than one sequence holds.
         blocks_by_format: used blocks of each page format.
+        demotions: blocks that became smaller because memory was short, by their new format.
         table_entries: entries of all block tables; over `blocks_used`, this is the sharing factor.
         slabs: slabs mapped, each in every layer of its group.
         bytes_mapped: bytes of all slabs.
@@ -36,6 +37,7 @@ class PoolStats:
     blocks_free: int
     blocks_shared: int
     blocks_by_format: Mapping[str, int]
+    demotions: Mapping[str, int]
     table_entries: int
     slabs: int
     bytes_mapped: int
@@ -47,11 +49,12 @@ class PoolStats:
 
     def __add__(self, other: PoolStats) -> PoolStats:
         """The sum of two pools under one budget."""
-        same = {"page_format", "backend", "bytes_budget", "blocks_by_format"}
+        same = {"page_format", "backend", "bytes_budget", "blocks_by_format", "demotions"}
         ours, theirs = self.as_dict(), other.as_dict()
         return replace(
             self,
             blocks_by_format=sum_counts([self.blocks_by_format, other.blocks_by_format]),
+            demotions=sum_counts([self.demotions, other.demotions]),
             **{name: ours[name] + theirs[name] for name in ours if name not in same},
         )
 

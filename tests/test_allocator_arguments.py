@@ -21,7 +21,7 @@ def test_bad_block_bytes_are_refused(value: Any) -> None:
     allocator = BlockAllocator(ByteBudget(100), 1)
     for attempt in (
         lambda: BlockAllocator(ByteBudget(100), value),
-        lambda: allocator.set_block_bytes(value),
+        lambda: allocator.set_block_bytes({"fp16": value}),
     ):
         with pytest.raises(
             ValueError, match=f"block_bytes must be a positive integer, got {value!r}"

@@ -195,16 +195,6 @@ def test_a_closed_factory_makes_no_caches_and_those_it_made_go_on(model: Any) ->
     assert_nothing_is_used(factory)
 
 
-def test_kv_bits_is_refused_and_not_ignored(model: Any) -> None:
-    cache = PagedCacheFactory(model).make_cache()
-    with pytest.raises(ValueError, match="kv_bits=4 asks for quantised pages"):
-        next(
-            generate_step(
-                mx.array(PROMPT), model, prompt_cache=cache, kv_bits=4, quantized_kv_start=0
-            )
-        )
-
-
 def test_default_budget_is_reported(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="paged_kv"):
         factory = PagedCacheFactory(model)
