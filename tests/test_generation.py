@@ -13,7 +13,7 @@ from tests.generation import Run, assert_same_run, greedy
 FLOAT32_TOLERANCE = 1e-3
 # Sums of the same numbers in another order: measured 2e-5 on logits.
 OTHER_ORDER_TOLERANCE = 1e-4
-# How far from float32 pages may be, of how far mlx-lm is: measured 0.86 to 0.95 with kernels, which
+# How far from float32 pages may be, of how far mlx-lm is: measured 0.82 to 0.95 with kernels, which
 # round to bfloat16 once where MLX's operations do so several times, and 1 without.
 BFLOAT16_SHARE = 1.05
 PREFILL_STEPS = [64, 256, 2048, 509]
