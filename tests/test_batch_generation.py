@@ -186,15 +186,20 @@ def test_extracting_from_a_running_batch_changes_nothing(model: Any) -> None:
     assert_nothing_is_used(factory)
 
 
+def factory_of_blocks(model: Any, blocks: int) -> PagedCacheFactory:
+    """With a budget for so many blocks; what one takes is known once a factory has been asked."""
+    probe = PagedCacheFactory(model, max_bytes=64 << 20)
+    assert probe.can_admit(1)
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
+    return PagedCacheFactory(model, max_bytes=blocks * block_bytes)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 def test_a_step_that_does_not_fit_is_tried_again_without_a_row(name: str) -> None:
     """In hybrids too: no layer of any kind has gone further than the others."""
     model = small_model(name)
-    probe = PagedCacheFactory(model, max_bytes=64 << 20)
-    assert probe.can_admit(1)
-    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
     # Three prompts of a block each, and one more block: two rows cannot both begin another.
-    factory = PagedCacheFactory(model, max_bytes=4 * block_bytes)
+    factory = factory_of_blocks(model, 4)
     served = Served(model, factory.make_cache)
     prompts = [PROMPTS[3][:253], PROMPTS[3][1:255], PROMPTS[1]]
     uids = served.insert([[prompt] for prompt in prompts])
@@ -214,10 +219,7 @@ def test_a_step_that_does_not_fit_is_tried_again_without_a_row(name: str) -> Non
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 def test_what_can_be_admitted_is_told_before_insertion(name: str) -> None:
     model = small_model(name)
-    factory = PagedCacheFactory(model, max_bytes=64 << 20)
-    factory.can_admit(1)
-    block_bytes = factory.pool.groups[0].allocator.formats[0].block_bytes
-    small = PagedCacheFactory(model, max_bytes=3 * block_bytes)
+    small = factory_of_blocks(model, 3)
     served = Served(model, small.make_cache)
     assert small.can_admit(3 * 256)
     assert not small.can_admit(3 * 256 + 1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from tests.layer_caches import filter_rows, ragged_step
 
 LAYERS = 2
 PAGE_BYTES = LAYERS * 2 * 256 * 2 * 4
@@ -76,14 +77,9 @@ class CacheMachine(RuleBasedStateMachine):
         lengths = lengths[: len(batch.rows)]
         if not any(lengths):
             return
-        longest = max(lengths)
-        tokens = self.fresh_tokens(longest, len(lengths))
-        padding = [longest - length for length in lengths]
-        for cache in batch.layers:
-            cache.prepare(lengths=lengths, right_padding=padding)
-        written = self.write(batch, tokens)
-        for cache in batch.layers:
-            cache.finalize()
+        tokens = self.fresh_tokens(max(lengths), len(lengths))
+        with ragged_step(batch.layers, lengths):
+            written = self.write(batch, tokens)
         if written:
             for row, more, length in zip(batch.rows, tokens, lengths, strict=True):
                 row += more[:length]
@@ -128,9 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(batch=batches, indices=st.lists(st.integers(0, 8), max_size=4))
     def filter(self, batch: Batch, indices: list[int]) -> None:
-        kept = [index % len(batch.rows) for index in indices] if batch.rows else []
-        for cache in batch.layers:
-            cache.filter(kept)
+        kept = filter_rows(batch.layers, len(batch.rows), indices)
         batch.rows = [list(batch.rows[index]) for index in kept]
 
     @rule(batch=consumes(batches))

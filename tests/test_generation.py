@@ -13,8 +13,9 @@ from tests.generation import Run, assert_same_run, greedy
 FLOAT32_TOLERANCE = 1e-3
 # Sums of the same numbers in another order: measured 2e-5 on logits.
 OTHER_ORDER_TOLERANCE = 1e-4
-# A kernel rounds to the model's dtype once, and MLX's operations several times.
-BFLOAT16_TOLERANCES = {"plain": 0.0, "native": 0.3}
+# How far from float32 pages may be, of how far mlx-lm is: measured 0.82 to 0.95 with kernels, which
+# round to bfloat16 once where MLX's operations do so several times, and 1 without.
+BFLOAT16_SHARE = 1.05
 PREFILL_STEPS = [64, 256, 2048, 509]
 PROMPT_LENGTHS = [1, 255, 256, 257, 1000, 3000]
 NEW_TOKENS = 12
@@ -24,8 +25,11 @@ MODELS = ["stdlib-llama", "stdlib-gemma3"]
 def same_steps_tolerance(model: Any, backend: str) -> float:
     """Prefill in the same steps runs the same operations on the same numbers, unless a kernel does
     it, or mlx-lm reads a window in the order in which its cache has rotated."""
-    is_exact = backend == "plain" and model.model_type == "llama"
-    return 0.0 if is_exact else OTHER_ORDER_TOLERANCE
+    return 0.0 if is_exact(model, backend) else OTHER_ORDER_TOLERANCE
+
+
+def is_exact(model: Any, backend: str) -> bool:
+    return backend == "plain" and bool(model.model_type == "llama")
 
 
 @pytest.fixture(params=MODELS)
@@ -52,17 +56,32 @@ def test_same_tokens_at_every_prefill_step(model_and_tokens: Any, length: int) -
     assert factory.stats().gather_fallbacks == 0
 
 
+def logprobs(model: Any, tokens: list[int], cache: Any, step: int) -> mx.array:
+    """For each token of a text those of the next one, in float32."""
+    logits = []
+    for begin in range(0, len(tokens), step):
+        logits.append(model(mx.array([tokens[begin : begin + step]]), cache=cache)[0])
+        mx.eval(logits)
+    whole = mx.concatenate(logits).astype(mx.float32)
+    return whole - mx.logsumexp(whole, axis=-1, keepdims=True)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_same_logits_in_the_models_own_dtype(
-    name: str, trained: Any, source_text: str, backend: str
+@pytest.mark.parametrize("step", [1, 128])
+def test_in_bfloat16_no_further_from_float32_than_mlx_lm(
+    name: str, step: int, trained: Any, source_text: str, backend: str
 ) -> None:
-    model, tokenizer = trained(name, mx.bfloat16)
-    prompt = tokenizer.encode(source_text)[:300]
-    runs = [
-        greedy(model, prompt, cache, NEW_TOKENS, 128)
-        for cache in (make_prompt_cache(model), PagedCacheFactory(model).make_cache())
-    ]
-    assert_same_run(runs[1], runs[0], BFLOAT16_TOLERANCES[backend])
+    """Over a text and not at its worst token, which is another one for each way of rounding."""
+    # The weights are saved in bfloat16: the same numbers in both.
+    (exact, tokenizer), (model, _) = trained(name), trained(name, mx.bfloat16)
+    tokens = tokenizer.encode(source_text)[:150]
+    expected = logprobs(exact, tokens, make_prompt_cache(exact), 128)
+    stock = logprobs(model, tokens, make_prompt_cache(model), step)
+    ours = logprobs(model, tokens, PagedCacheFactory(model).make_cache(), step)
+    errors = [float(mx.square(each - expected).mean()) ** 0.5 for each in (ours, stock)]
+    assert errors[0] <= BFLOAT16_SHARE * errors[1], errors[0] / errors[1]
+    if is_exact(model, backend):
+        assert mx.array_equal(ours, stock)
 
 
 def test_text_of_generate_is_the_same(trained: Any) -> None:

@@ -1,5 +1,6 @@
 """What is built from a checkout: where each file goes, and that nothing else is installed."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def suffix(name: str) -> str:
     return PurePosixPath(name).suffix
 
 
-def build(kind: str, folder: Path) -> Path:
+def build(kind: str, folder: Path, **environment: str) -> Path:
     """Builds a "wheel" or an "sdist" from a copy of the checkout in a folder; returns its path."""
     pytest.importorskip("build", reason="needs the test extra: pip install -e '.[test]'")
     pytest.importorskip("setuptools", "77", reason="needs the test extra")
@@ -51,7 +52,13 @@ def build(kind: str, folder: Path) -> Path:
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=leave)
     shutil.copytree(ROOT / ".ci", folder / "tree" / ".ci")
     command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", ".."]
-    done = subprocess.run(command, cwd=folder / "tree", capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=folder / "tree",
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("paged_kv-*")
     return built
@@ -71,6 +78,39 @@ def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
     assert {f"paged_kv/{name}" for name in installed} - names == set()
     assert {"paged_kv/py.typed", "paged_kv/models/stdlib-llama/model.safetensors"} <= names
     assert door_files() - names == set()
+    if shutil.which("c++"):
+        assert sum(suffix(name) in BUILT for name in names) == 1
+
+
+# What a program sees of an installation; on MLX's CPU, as elsewhere no library is looked for.
+USE = """
+import logging, sys
+import mlx.core as mx
+import paged_kv
+mx.set_default_device(mx.cpu)
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
+print(paged_kv.__file__)
+print([paged_kv.PagePool(1).stats().backend for _ in range(2)])
+"""
+
+
+def test_without_a_compiler_it_installs_and_says_that_it_runs_without_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pip", reason="installs with it")
+    wheel, installed = build("wheel", tmp_path, CC="false", CXX="false"), tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(installed), str(wheel)], check=True)
+    package = installed / "paged_kv"
+    assert [path for path in package.rglob("*") if path.suffix in BUILT] == []
+
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
+    module, warning, backends = run_python(USE, cwd=tmp_path).splitlines()
+    assert module == str(package / "__init__.py")
+    assert warning.startswith("WARNING paged_kv attention runs on MLX's own operations")
+    assert "it was not built: there was no C++ compiler" in warning
+    assert backends == "['plain', 'plain']"
 
 
 def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted, RollbackError
 from paged_kv.allocator.ring import Ring
 from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
-from tests.test_rings import (
+from tests.ring_batches import (
     DIM,
     KV_HEADS,
     append,

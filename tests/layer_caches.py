@@ -1,0 +1,30 @@
+"""What is done with the caches of all layers of one batch, as mlx-lm does it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paged_kv import PagedKVCache
+
+
+@contextmanager
+def ragged_step(layers: list[PagedKVCache], lengths: list[int]) -> Iterator[None]:
+    """A step as long as its longest row, of which each row has its length; padding after it."""
+    longest = max(lengths)
+    for cache in layers:
+        cache.prepare(lengths=lengths, right_padding=[longest - length for length in lengths])
+    try:
+        yield
+    finally:
+        for cache in layers:
+            cache.finalize()
+
+
+def filter_rows(layers: list[PagedKVCache], rows: int, indices: list[int]) -> list[int]:
+    """Keeps rows, some of them perhaps twice; numbers beyond the last count on from the first.
+
+    Returns which rows they were.
+    """
+    kept = [index % rows for index in indices] if rows else []
+    for cache in layers:
+        cache.filter(kept)
+    return kept
