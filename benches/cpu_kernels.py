@@ -5,7 +5,8 @@ each figure is the median of its repetitions; ratios are medians of ratios withi
 
     decode       one query token for each row, beside MLX's attention over contiguous arrays of the
                  same numbers. Bytes are those of the keys and values that are read
-    bandwidth    what two threads of numpy read, each the maximum of half of an array of 1 GiB
+    bandwidth    what two threads of numpy read, each the maximum of half of an array of 1 GiB: by
+                 itself, and in turns with the decode of 8 rows, whose share of it is reported
     prefill      512 new tokens behind 4,096, beside MLX over contiguous arrays, and beside the rate
                  of numpy's product of two float32 matrices of 4,096
     write        one token for 8 rows into a small and a large pool, beside numpy's copy of as many
@@ -81,12 +82,22 @@ class Layer:
         return lambda: mx.eval(attention(queries, self.keys, self.values, scale=SCALE, mask=mask))
 
 
-def bandwidth() -> float:
+class Reading:
+    """Two threads of numpy that read all of an array of 1 GiB."""
+
+    def __init__(self) -> None:
+        self._halves = np.split(np.ones(1 << 27, dtype=np.int64), 2)
+        self._threads = ThreadPoolExecutor(2)
+        self.bytes = sum(half.nbytes for half in self._halves)
+
+    def __call__(self) -> None:
+        list(self._threads.map(np.max, self._halves))
+
+
+def bandwidth(reading: Reading) -> float:
     """Bytes a second that two threads read."""
-    halves = np.split(np.ones(1 << 27, dtype=np.int64), 2)
-    with ThreadPoolExecutor(2) as threads:
-        (times,) = in_turns(lambda: list(threads.map(np.max, halves)), repetitions=9)
-    return sum(half.nbytes for half in halves) / median(times)
+    (times,) = in_turns(reading, repetitions=9)
+    return reading.bytes / median(times)
 
 
 def decode(batch: int, tokens: int, dtype: str) -> dict[str, Any]:
@@ -106,11 +117,15 @@ def decode(batch: int, tokens: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def decode_of_a_batch(batch: int, tokens: int, dtype: str) -> dict[str, float]:
+def decode_of_a_batch(batch: int, tokens: int, dtype: str, reading: Reading) -> dict[str, float]:
     layer = Layer(batch, tokens, DTYPES[dtype])
-    (pages,) = in_turns(layer.attend(layer.random(QUERY_HEADS, 1)), repetitions=15)
-    rate = layer.kv_bytes / median(pages)
-    return {"pages_seconds": median(pages), "pages_bytes_per_second": rate}
+    pages, read = in_turns(layer.attend(layer.random(QUERY_HEADS, 1)), reading, repetitions=15)
+    return {
+        "pages_seconds": median(pages),
+        "pages_bytes_per_second": layer.kv_bytes / median(pages),
+        "read_bytes_per_second": reading.bytes / median(read),
+        "share_of_bandwidth": ratio(read, pages) * layer.kv_bytes / reading.bytes,
+    }
 
 
 def prefill(dtype: str, new: int = 512, before: int = 4096) -> dict[str, Any]:
@@ -190,18 +205,19 @@ def shuffled_pages(dtype: str) -> dict[str, float]:
 
 def main() -> None:
     mx.random.seed(0)
+    reading = Reading()
     figures: dict[str, Any] = {
         "backend": choose_backend().name,
         "kv_heads": KV_HEADS,
         "head_dim": DIM,
         "query_heads": QUERY_HEADS,
-        "read_bytes_per_second": bandwidth(),
+        "read_bytes_per_second": bandwidth(reading),
     }
     for dtype in DTYPES:
         figures[dtype] = {
             "decode_of_1_at_32k": decode(1, LONG, dtype),
             "decode_of_1_at_1k": decode(1, SHORT, dtype),
-            "decode_of_8_at_32k": decode_of_a_batch(8, LONG, dtype),
+            "decode_of_8_at_32k": decode_of_a_batch(8, LONG, dtype, reading),
             "prefill": prefill(dtype),
             "write": write(dtype),
             "overhead": overhead(dtype),
