@@ -3,8 +3,10 @@
 The states of a block and what moves it between them:
 
     free --allocate--> used (1 reference) --retain/release--> used (n) --last release--> free
+    used --last release but that of the prefix index--> cached --match--> used
+    cached --evict--> free
 
-    free + used == capacity, at all times
+    free + used + cached == capacity, at all times
 
 `check()` verifies this, and every reference count against the block tables.
 """
@@ -20,12 +22,15 @@ from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
 
+Follow = Callable[["BlockAllocator", int, int], None]
+
 
 @dataclass(frozen=True)
 class AllocatorStats:
     """A snapshot of one allocator; counts are blocks unless a name says bytes."""
 
     blocks_used: int
+    blocks_cached: int
     blocks_free: int
     blocks_shared: int
     blocks_by_format: Mapping[str, int]
@@ -79,6 +84,7 @@ class BlockAllocator:
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
         self._ref_counts: dict[int, int] = {}
+        self._kept: dict[int, Follow] = {}
         self._dropped: deque[BlockTable] = deque()
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
@@ -232,6 +238,17 @@ class BlockAllocator:
         if freed:
             self._free(sorted(freed))
 
+    def keep(self, block: int, follow: Follow) -> None:
+        """Take a reference to a block in use, for the prefix index; `follow` is called with
+        (allocator, block, other block) when its pages were moved."""
+        self.retain([block])
+        self._kept[block] = follow
+
+    def let_go(self, block: int) -> None:
+        """Give back the reference that `keep` took."""
+        del self._kept[block]
+        self.release([block])
+
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
 
@@ -252,6 +269,10 @@ class BlockAllocator:
         for source, target in moves.items():
             self.format_of(target).take_block(target)
             self._ref_counts[target] = self._ref_counts.pop(source)
+            follow = self._kept.pop(source, None)
+            if follow is not None:
+                self._kept[target] = follow
+                follow(self, source, target)
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
@@ -290,8 +311,10 @@ class BlockAllocator:
         """A snapshot. O(used blocks)."""
         self.drain()
         used = {each.name: sum(each.used.values()) for each in self.formats}
+        cached = sum(self._ref_counts[block] == 1 for block in self._kept)
         return AllocatorStats(
-            blocks_used=len(self._ref_counts),
+            blocks_used=len(self._ref_counts) - cached,
+            blocks_cached=cached,
             blocks_free=sum(len(each.free) for each in self.formats),
             blocks_shared=sum(count > 1 for count in self._ref_counts.values()),
             blocks_by_format=used,
@@ -313,6 +336,7 @@ class BlockAllocator:
         assert not used.keys() & set(free), "a block is free and used"
         assert used.keys() | set(free) == mapped, "a block is lost, or lies outside every slab"
         entries = Counter(block for table in self.tables for block in table.blocks)
+        entries.update(self._kept.keys())
         assert dict(entries) == used, "references and table entries differ"
         in_slab = Counter(map(slab_of, used))
         for slabs in self.formats:
