@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from sortedcontainers import SortedDict
 
@@ -37,6 +38,8 @@ class Node:
         blocks: the block of each group; a group that no longer has its block is missing.
         parent: what comes before; None for a root, which has no tokens.
         children: what comes after, by their tokens.
+        checkpoints: what one can go on with behind so many of its tokens, for whoever knows what
+            that is. They are dropped with the node.
         last_used: larger the later it was matched or inserted.
         pins: how often it was pinned.
     """
@@ -45,6 +48,7 @@ class Node:
     blocks: dict[BlockAllocator, int]
     parent: Node | None
     children: SortedDict[tuple[int, ...], Node] = field(default_factory=SortedDict)
+    checkpoints: dict[int, Any] = field(default_factory=dict)
     last_used: int = 0
     pins: int = 0
 
@@ -90,9 +94,15 @@ class PrefixIndex:
             self._touch(nodes)
             return Match(nodes, num_tokens)
 
-    def insert(self, namespace: Hashable, tokens: Sequence[int], blocks: Sequence[Blocks]) -> None:
+    def insert(
+        self,
+        namespace: Hashable,
+        tokens: Sequence[int],
+        blocks: Sequence[Blocks],
+        checkpoint: Any = None,
+    ) -> None:
         """Take a reference to the blocks that hold a prompt's tokens, a page's worth each, where
-        no others are known that do."""
+        no others are known that do. A checkpoint is kept for the end of the tokens."""
         with self.lock:
             node = self._roots.setdefault(namespace, Node((), {}, None))
             path = []
@@ -101,6 +111,9 @@ class PrefixIndex:
                 node = self._child(node, page) or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
+            if path and checkpoint is not None:
+                at = len(tokens) - (len(path) - 1) * self.page_size
+                path[-1].checkpoints[at] = checkpoint
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
         """Keep what is known of a prefix until `unpin`; returns how many tokens that is."""
@@ -125,11 +138,14 @@ class PrefixIndex:
             self._evict(_is_in_use, is_enough)
             return before - len(self)
 
-    def evictable(self, allocator: BlockAllocator) -> int:
+    def evictable(self, allocator: BlockAllocator) -> list[int]:
         """Blocks of a group that nobody else holds and that are not pinned. O(blocks)."""
         with self.lock:
-            nodes = [node for (owner, _), node in self._nodes.items() if owner is allocator]
-            return sum(not _is_in_use(node) for node in nodes)
+            return [
+                block
+                for (owner, block), node in self._nodes.items()
+                if owner is allocator and not _is_in_use(node)
+            ]
 
     def _path(
         self, namespace: Hashable, tokens: Sequence[int], most: int
@@ -159,6 +175,8 @@ class PrefixIndex:
         if shorter is not None and common == len(shorter.tokens) and not shorter.pins:
             self._remove(shorter)
         node = Node(page, dict(blocks), parent)
+        if shorter is not None and common == len(shorter.tokens):
+            node.checkpoints = dict(shorter.checkpoints)
         for allocator, block in node.blocks.items():
             allocator.keep(block, self._follow)
             self._nodes[allocator, block] = node

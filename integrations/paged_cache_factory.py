@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -13,14 +13,17 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.prompt_cache_hook import (
     install_make_cache,
     stock_make_prompt_cache,
     uninstall_make_cache,
 )
+from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
+from paged_kv.prefix_cache import PrefixCache
 from paged_kv.sequence import Sequence
 from paged_kv.stats import PoolStats
 from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
@@ -74,6 +77,8 @@ class PagedCacheFactory:
         self._page_format = page_format
         self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
+        self._version = ModelVersion(model)
+        self._prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(self._layers())))
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -88,13 +93,69 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        pool = self._pool_for(max_kv_size)
         install_attention_hook()
-        sequence, layers = Sequence(pool), count()
-        return [
-            self._convert(cache, lambda _: PagedKVCache(pool, next(layers), [sequence]))
-            for cache in stock_make_prompt_cache(self._model, max_kv_size)
-        ]
+        return self._layers(max_kv_size)
+
+    def fetch_cache(self, tokens: list[int], *, salt: Hashable = None) -> tuple[list[Any], int]:
+        """A prompt cache that already holds as much of a prompt as was inserted before, and how
+        many tokens that is. At least the last token is left to compute.
+
+        Pages are shared, and copied when one of two that share them writes. Only prompts of the
+        same `salt` are found: give each user one of their own, and whatever else the numbers depend
+        on, such as the content of images.
+
+        Example:
+            >>> cache, cached = factory.fetch_cache(tokens)
+            >>> generate(model, tokenizer, tokens[cached:], prompt_cache=cache)
+            >>> factory.insert_cache(tokens, cache)
+
+        Raises:
+            RuntimeError: the factory was closed.
+        """
+        prompt_cache = self.make_cache()
+        pool, namespace = self.pool, self._namespace(self.pool.page_format.name, salt)
+        prefix = self._prefixes.fetch(namespace, list(tokens), pool.page_format)
+        if prefix is None:
+            return prompt_cache, 0
+        for cache in paged_caches(prompt_cache):
+            cache.sequences = [prefix.sequence]
+        if prefix.states is not None:
+            prompt_cache = with_unpaged(prompt_cache, prefix.states)
+        return prompt_cache, prefix.num_tokens
+
+    def insert_cache(
+        self, tokens: list[int], prompt_cache: list[Any], *, salt: Hashable = None
+    ) -> int:
+        """Let `fetch_cache` find what a prompt cache of one sequence holds of these tokens; returns
+        how many that is. It costs no copy, and the cache can be used further.
+
+        The pages stay until they are evicted for others, or `clear()`.
+
+        Raises:
+            ValueError: the cache holds several sequences, or is not of this factory.
+        """
+        caches = paged_caches(prompt_cache)
+        sequences = {sequence for cache in caches for sequence in cache.sequences}
+        if len(sequences) != 1 or any(cache.pool is not self.pool for cache in caches):
+            raise ValueError(
+                "insert_cache takes a prompt cache of one sequence that this factory made, got "
+                f"one of {len(sequences)} sequences: extract(i) gives one row of a batch"
+            )
+        (sequence,) = sequences
+        namespace = self._namespace(sequence.page_format.name, salt)
+        return self._prefixes.insert(
+            namespace, list(tokens), sequence, unpaged_caches(prompt_cache)
+        )
+
+    def pin(self, tokens: list[int], *, salt: Hashable = None) -> int:
+        """Never evict what is known of a prompt until `unpin`; returns how many tokens that is."""
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        return self.pool.index.pin(namespace, list(tokens))
+
+    def unpin(self, tokens: list[int], *, salt: Hashable = None) -> int:
+        """Undo one `pin` of the same prompt; returns how many tokens that is."""
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        return self.pool.index.unpin(namespace, list(tokens))
 
     def install(self) -> bool:
         """Let mlx-lm use paged caches for this model wherever it is given none; false if it does.
@@ -137,7 +198,8 @@ class PagedCacheFactory:
         return sum(others, first)
 
     def clear(self) -> None:
-        """Give back all memory that no sequence uses."""
+        """Forget the prompts that are not pinned, and give back all memory that no sequence
+        uses."""
         for pool in self._pools.values():
             pool.clear()
 
@@ -149,6 +211,19 @@ class PagedCacheFactory:
         self._closed = True
         self.uninstall()
         self.clear()
+
+    def _namespace(self, page_format: str, salt: Hashable) -> Hashable:
+        """What the contents of pages depend on beside the tokens."""
+        return self._version.count, page_format, salt
+
+    def _layers(self, max_kv_size: int | None = None) -> list[Any]:
+        """A prompt cache of a new sequence."""
+        pool = self._pool_for(max_kv_size)
+        sequence, layers = Sequence(pool), count()
+        return [
+            self._convert(cache, lambda _: PagedKVCache(pool, next(layers), [sequence]))
+            for cache in stock_make_prompt_cache(self._model, max_kv_size)
+        ]
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with that bound; all pools share one budget."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ import mlx.core as mx
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.chosen_formats import FormatChoice, chosen_formats
 from paged_kv.kernels.backend import choose_backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -29,6 +30,7 @@ from paged_kv.layer_group import LayerGroup
 from paged_kv.open_pools import open_pools
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
 from paged_kv.pending_step import PendingStep
+from paged_kv.pool_room import PoolRoom
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
 from paged_kv.stats import PoolStats, sum_counts
@@ -37,9 +39,6 @@ from paged_kv.window import Window
 logger = logging.getLogger("paged_kv")
 
 _serials = itertools.count()
-
-Needs = dict[LayerGroup, Mapping[str, int]]
-"""Blocks that are to be free in each group, by format."""
 
 
 class PagePool:
@@ -75,13 +74,13 @@ class PagePool:
         self.name = name
         self.serial = next(_serials)
         self.page_format, self.demotion_policy = chosen_formats(page_format)
-        self.demotions: Counter[str] = Counter()
         self.backend = choose_backend()
         own = recommended_bytes() if max_bytes is None else max_bytes
         self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
         self.groups = self._new_groups()
+        self.index = PrefixIndex(PAGE_SIZE)
+        self._room = PoolRoom(self.groups, self.budget, self.index, self.demotion_policy)
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
-        self._allocation_failures = 0
         self._gather_fallbacks = 0
         self._fallback_reported = False
         open_pools.add(self)
@@ -234,7 +233,7 @@ class PagePool:
             )
         table = sequence.table(group)
         missing = formats[len(table.blocks) :]
-        self._make_room(lambda: {group: Counter(missing)})
+        self._room.make(lambda: {group: Counter(missing)})
         table.append(missing)
         pages.load(dict(zip(table.blocks, contents, strict=False)))
         sequence.restore(layer, context_len, written_len)
@@ -270,16 +269,12 @@ class PagePool:
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         blocks = -(-tokens // PAGE_SIZE)
-        needs: Needs = {}
+        needs: dict[LayerGroup, dict[str, int]] = {}
         for group in self.groups:
             if group.is_open:
                 count = blocks if group.window is None else min(blocks, group.window.ring.size)
                 needs[group] = {self.page_format.name: count}
-        try:
-            self._room_after(needs)
-        except PoolExhausted:
-            return False
-        return True
+        return self._room.fits(needs)
 
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the blocks moved.
@@ -289,9 +284,10 @@ class PagePool:
         return sum(group.compact() for group in self.groups)
 
     def clear(self) -> int:
-        """Give back every slab that holds no used block; returns how many."""
-        open_groups = [group for group in self.groups if group.is_open]
-        return sum(group.allocator.unmap_empty_slabs() for group in open_groups)
+        """Forget the prefixes that are not pinned, and give back every slab that holds no used
+        block; returns how many."""
+        self.index.clear()
+        return self._room.give_back()
 
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken."""
@@ -306,9 +302,11 @@ class PagePool:
             page_format=self.page_format.name,
             backend=self.backend.name,
             blocks_used=sum(group.blocks_used for group in groups),
+            blocks_cached=sum(group.blocks_cached for group in groups),
             blocks_free=sum(group.blocks_free for group in groups),
             blocks_shared=sum(group.blocks_shared for group in groups),
-            demotions=dict(self.demotions),
+            evictions=self._room.evictions,
+            demotions=dict(self._room.demotions),
             blocks_by_format=sum_counts(group.blocks_by_format for group in groups),
             table_entries=sum(group.table_entries for group in groups),
             slabs=sum(group.slabs for group in groups),
@@ -316,7 +314,7 @@ class PagePool:
             bytes_active=sum(group.bytes_active for group in groups),
             bytes_budget=self.budget.max_bytes,
             cow_copies=sum(group.cow_copies for group in groups),
-            allocation_failures=self._allocation_failures
+            allocation_failures=self._room.failures
             + sum(group.allocation_failures for group in groups),
             gather_fallbacks=self._gather_fallbacks,
         )
@@ -335,66 +333,10 @@ class PagePool:
 
     def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
         """Own blocks for all writes, or none."""
-        self._make_room(lambda: {group: blocks_needed(theirs) for group, theirs in writes.items()})
+        self._room.make(lambda: {group: blocks_needed(theirs) for group, theirs in writes.items()})
         for group, group_writes in writes.items():
             for write in group_writes:
                 group.copy_pages(write.table.reserve(write.start, write.end))
-
-    def _make_room(self, needed: Callable[[], Needs]) -> None:
-        """Map slabs until so many blocks are free in each group, or none."""
-        self._demote_for(needed)
-        needs = needed()
-        try:
-            self._room_after(needs)
-        except PoolExhausted:
-            # What one group has mapped and does not use, another may.
-            self.clear()
-            self._require_room(needs)
-        for group, counts in needs.items():
-            group.allocator.ensure_free(counts)
-
-    def _demote_for(self, needed: Callable[[], Needs]) -> None:
-        """Make pages smaller until what is needed stays below the policy's watermark, or no page
-        can be made smaller. Rings hold the latest tokens only, and are left alone."""
-        policy = self.demotion_policy
-        if policy is None:
-            return
-        limit = int(policy.watermark * self.budget.max_bytes)
-        groups = [group for group in self.groups if group.is_open and group.window is None]
-        while (mapped := self._mapped_after(needed())) > limit:
-            is_full = mapped > self.budget.max_bytes
-            demoted = [group.demote(policy, is_full=is_full) for group in groups]
-            if not any(demoted):
-                return
-            self.demotions.update(sum_counts(demoted))
-
-    def _mapped_after(self, needs: Needs) -> int:
-        """Bytes mapped when so many blocks are free in each group; more than the budget if it does
-        not hold them."""
-        try:
-            return self.budget.max_bytes - self._room_after(needs)
-        except PoolExhausted:
-            return self.budget.max_bytes + 1
-
-    def _require_room(self, needs: Needs) -> None:
-        try:
-            self._room_after(needs)
-        except PoolExhausted:
-            self._allocation_failures += 1
-            raise
-
-    def _room_after(self, needs: Needs) -> int:
-        """Bytes of the budget that remain when so many blocks are free in each group.
-
-        Raises:
-            PoolExhausted: it does not suffice; nothing was changed.
-        """
-        for group in needs:
-            group.allocator.drain()
-        left = self.budget.left
-        for group, counts in needs.items():
-            left = group.allocator.room_after(counts, left)
-        return left
 
     def _unreserved(
         self, layer: int, sequences: list[Sequence], count: int

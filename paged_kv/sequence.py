@@ -170,16 +170,41 @@ class Sequence:
             if fork is not None and layer not in asked:
                 asked.add(layer)
                 return fork
-        self.pool.commit([self])
-        fork = Sequence(self.pool)
-        fork.page_format = self.page_format
-        fork.context_lens, fork.written_lens, fork.padding = self._progress()
-        fork._shrink()
-        for group, table in self._tables.items():
-            fork._tables[group] = group.allocator.fork(table)
+        fork = self._copy_of(list(self._tables))
         self._forks = [entry for entry in self._forks if entry[0]() is not None]
         self._forks.append((weakref.ref(fork), {layer}))
         return fork
+
+    def copy_rings(self) -> Sequence:
+        """A sequence that shares this one's rings, as they are now, and nothing else."""
+        return self._copy_of([group for group in self._tables if group.window])
+
+    def adopt(self, group: LayerGroup, blocks: list[int]) -> None:
+        """Share blocks that hold the first tokens of a group, where there are none yet."""
+        table = self.table(group)
+        assert not table.blocks, "the sequence has tokens"
+        group.allocator.retain(blocks)
+        table.blocks = tuple(blocks)
+
+    def begin_at(self, num_tokens: int) -> None:
+        """Note that so many tokens are there, in every layer that is ever written."""
+        for group in self.pool.groups:
+            for layer in group.pages:
+                self.context_lens[layer] = num_tokens
+                self.written_lens[layer] = max(num_tokens, self.written_lens[layer])
+        self.padding = [NO_PADDING] * self.pool.num_layers
+        self._shrink()
+
+    def _copy_of(self, groups: list[LayerGroup]) -> Sequence:
+        """A sequence that shares the blocks of some groups with this one, as it is now."""
+        self.pool.commit([self])
+        copy = Sequence(self.pool)
+        copy.page_format = self.page_format
+        copy.context_lens, copy.written_lens, copy.padding = self._progress()
+        copy._shrink()
+        for group in groups:
+            copy._tables[group] = group.allocator.fork(self._tables[group])
+        return copy
 
     def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
         return list(self.context_lens), list(self.written_lens), list(self.padding)

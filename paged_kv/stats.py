@@ -16,9 +16,11 @@ class PoolStats:
         page_format: how pages hold numbers.
         backend: which kernels write and read them.
         blocks_used: blocks that a sequence holds.
+        blocks_cached: blocks that only the prefix index holds, and that are evicted for others.
         blocks_free: blocks of mapped slabs that nobody holds.
         blocks_shared: blocks that more than one sequence holds.
         blocks_by_format: used blocks of each page format.
+        evictions: blocks' worth of cached tokens that were let go to make room.
         demotions: blocks that became smaller because memory was short, by their new format.
         table_entries: entries of all block tables; over `blocks_used`, this is the sharing factor.
         slabs: slabs mapped, each in every layer of its group.
@@ -34,9 +36,11 @@ class PoolStats:
     page_format: str
     backend: str
     blocks_used: int
+    blocks_cached: int
     blocks_free: int
     blocks_shared: int
     blocks_by_format: Mapping[str, int]
+    evictions: int
     demotions: Mapping[str, int]
     table_entries: int
     slabs: int

@@ -53,9 +53,9 @@ class WatchedGrowth:
     def addresses(self) -> dict[tuple[int, int], int]:
         """Where each layer's slabs lie; waits for their writes."""
         return {
-            (layer, slab): np.asarray(memory).ctypes.data
+            (layer, number): np.asarray(slab.memory).ctypes.data
             for layer, pages in self.pool.groups[0].pages.items()
-            for slab, memory in pages.slabs.items()
+            for number, slab in pages.slabs.items()
         }
 
     def assert_no_slab_is_over_an_eighth_of_the_budget(self) -> None:

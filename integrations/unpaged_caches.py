@@ -1,0 +1,42 @@
+"""The caches of a prompt cache that are not paged: of recurrent layers, indexers and the like."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_lm.models.cache import CacheList
+
+from paged_kv.paged_kv_cache import PagedKVCache
+
+
+def paged_caches(prompt_cache: list[Any]) -> list[PagedKVCache]:
+    """The paged ones, in order."""
+    return [cache for cache in _leaves(prompt_cache) if isinstance(cache, PagedKVCache)]
+
+
+def unpaged_caches(prompt_cache: list[Any]) -> list[Any]:
+    """Copies of the others, in order."""
+    others = [cache for cache in _leaves(prompt_cache) if not isinstance(cache, PagedKVCache)]
+    return copy.deepcopy(others)
+
+
+def with_unpaged(prompt_cache: list[Any], others: list[Any]) -> list[Any]:
+    """A prompt cache with copies of these in the place of those that are not paged."""
+    copies = iter(copy.deepcopy(others))
+    return [_replaced(cache, copies) for cache in prompt_cache]
+
+
+def _replaced(cache: Any, copies: Iterator[Any]) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*[_replaced(inner, copies) for inner in cache.caches])
+    return cache if isinstance(cache, PagedKVCache) else next(copies)
+
+
+def _leaves(caches: Any) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _leaves(cache.caches)
+        else:
+            yield cache

@@ -1,0 +1,206 @@
+"""What was computed once is not computed again, and the results are those of a cold prompt."""
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load
+
+from paged_kv import PagedCacheFactory
+from tests.generation import Run, assert_same_run, greedy
+from tests.zoo import small_model
+
+# Float32 sums in another order: a step of other length goes through other kernels.
+TOLERANCE = 1e-4
+
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
+
+
+def warm(
+    model: Any, factory: PagedCacheFactory, prompt: list[int], count: int = 4
+) -> tuple[Run, int]:
+    """A run behind what the factory knows of the prompt, and how many tokens that was."""
+    cache, cached = factory.fetch_cache(prompt)
+    run = greedy(model, prompt[cached:], cache, count)
+    factory.insert_cache(prompt + run.tokens, cache)
+    factory.pool.check()
+    return run, cached
+
+
+def cold(model: Any, prompt: list[int], count: int = 4) -> Run:
+    return greedy(model, prompt, PagedCacheFactory(model).make_cache(), count)
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Any:
+    return small_model("qwen3")
+
+
+@pytest.mark.parametrize("split", [1, 2, 255, 256, 257, 511, 512, 513, 700])
+def test_every_split_gives_the_tokens_of_a_cold_prompt(qwen3: Any, split: int) -> None:
+    factory = PagedCacheFactory(qwen3)
+    warm(qwen3, factory, [*TEXT[:split], TEXT[split] + 1, 2, 3])
+    run, cached = warm(qwen3, factory, TEXT[:720])
+    assert cached == split
+    assert_same_run(run, cold(qwen3, TEXT[:720]), TOLERANCE)
+
+
+def test_the_same_prompt_again_computes_one_token(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    first, cached = warm(qwen3, factory, TEXT[:600])
+    assert cached == 0
+    again, cached = warm(qwen3, factory, TEXT[:600])
+    assert cached == 599
+    assert_same_run(again, first, TOLERANCE)
+
+
+def test_a_conversation_computes_only_what_is_new(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    text: list[int] = []
+    for turn in range(6):
+        text += TEXT[turn * 70 : turn * 70 + 70]
+        run, cached = warm(qwen3, factory, text)
+        assert cached == len(text) - 70
+        assert_same_run(run, cold(qwen3, text), TOLERANCE)
+        text += run.tokens
+
+
+def test_pages_are_shared_and_only_the_tail_is_copied(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    warm(qwen3, factory, TEXT[:700])
+    before = factory.stats()
+    assert (before.blocks_used, before.blocks_cached) == (0, 3)
+    caches = [factory.fetch_cache([*TEXT[:690], n])[0] for n in range(5)]
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached, stats.cow_copies) == (3, 0, 0)
+    for cache in caches:
+        greedy(qwen3, [1], cache, 1)
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached, stats.cow_copies) == (2 + 5, 1, 5)
+    del caches, cache
+    factory.pool.check()
+    assert factory.stats().blocks_cached == 3
+
+
+def test_who_goes_on_does_not_change_what_was_inserted(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    cache, _ = factory.fetch_cache(TEXT[:300])
+    greedy(qwen3, TEXT[:300], cache, 1)
+    factory.insert_cache(TEXT[:300], cache)
+    greedy(qwen3, [5, 6, 7], cache, 20)
+    prompt = TEXT[:320]
+    run, cached = warm(qwen3, factory, prompt)
+    assert cached == 300
+    assert_same_run(run, cold(qwen3, prompt), TOLERANCE)
+
+
+def test_salts_share_nothing(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    cache = factory.make_cache()
+    greedy(qwen3, TEXT[:300], cache, 1)
+    assert factory.insert_cache(TEXT[:300], cache, salt="alice") == 300
+    assert factory.fetch_cache(TEXT[:301], salt="bob")[1] == 0
+    assert factory.fetch_cache(TEXT[:301])[1] == 0
+    assert factory.fetch_cache(TEXT[:301], salt="alice")[1] == 300
+
+
+def test_other_weights_share_nothing(qwen3: Any) -> None:
+    model = copy.deepcopy(qwen3)
+    factory = PagedCacheFactory(model)
+    warm(model, factory, TEXT[:300])
+    projection = model.layers[0].self_attn.k_proj
+    projection.weight = projection.weight * 1.5
+    run, cached = warm(model, factory, TEXT[:300])
+    assert cached == 0
+    assert_same_run(run, cold(model, TEXT[:300]), TOLERANCE)
+
+
+def test_cached_blocks_make_room_before_a_pool_is_exhausted(qwen3: Any) -> None:
+    probe = PagedCacheFactory(qwen3, max_bytes=1 << 30)
+    probe.can_admit(1)
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
+    factory = PagedCacheFactory(qwen3, max_bytes=6 * block_bytes)
+    factory.can_admit(1)
+    for first in range(8):
+        prompt = [first, *TEXT[:600]]
+        assert factory.can_admit(len(prompt))
+        run, _ = warm(qwen3, factory, prompt)
+        assert_same_run(run, cold(qwen3, prompt), TOLERANCE)
+    stats = factory.stats()
+    assert stats.evictions > 0
+    assert stats.allocation_failures == 0
+    assert factory.fetch_cache([7, *TEXT[:601]])[1] == 601
+    assert factory.fetch_cache([0, *TEXT[:601]])[1] == 0
+
+
+def test_a_pinned_prompt_stays(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    warm(qwen3, factory, TEXT[:300])
+    assert factory.pin(TEXT[:300]) == 300
+    factory.clear()
+    assert factory.fetch_cache(TEXT[:310])[1] == 300
+    assert factory.unpin(TEXT[:300]) == 300
+    factory.clear()
+    assert factory.fetch_cache(TEXT[:310])[1] == 0
+    assert factory.stats().bytes_mapped == 0
+
+
+@pytest.mark.parametrize("page_format", ["q8", "q4", ("q8", "q4")])
+def test_quantised_pages_are_shared_too(
+    qwen3: Any, page_format: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+    factory = PagedCacheFactory(qwen3, page_format=page_format)
+    warm(qwen3, factory, TEXT[:500])
+    run, cached = warm(qwen3, factory, TEXT[:520])
+    assert cached == 500
+    other = PagedCacheFactory(qwen3, page_format=page_format).make_cache()
+    assert_same_run(run, greedy(qwen3, TEXT[:520], other, 4), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
+)
+@pytest.mark.parametrize("length", [40, 300, 700])
+def test_windows_and_recurrent_layers_go_on_where_somebody_stopped(name: str, length: int) -> None:
+    model = small_model(name)
+    factory = PagedCacheFactory(model)
+    first, _ = warm(model, factory, TEXT[:length])
+    longer = TEXT[:length] + first.tokens + [5, 6, 7, 8]
+    run, cached = warm(model, factory, longer)
+    assert cached == length + 4
+    assert_same_run(run, cold(model, longer), 1e-3)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_a_match_that_not_all_layers_can_use_is_shortened(name: str) -> None:
+    """Never a wrong result: behind a prefix where nobody stopped, less is used."""
+    model = small_model(name)
+    factory = PagedCacheFactory(model)
+    warm(model, factory, TEXT[:200])
+    warm(model, factory, TEXT[:800])
+    for prompt in ([*TEXT[:500], 1, 2], TEXT[:203], [*TEXT[:100], 3]):
+        run, cached = warm(model, factory, prompt)
+        assert cached < len(prompt)
+        assert_same_run(run, cold(model, prompt), 1e-3)
+
+
+def test_a_trained_model_says_the_same_warm_and_cold() -> None:
+    model, tokenizer = load("tests/models/stdlib-gemma3")[:2]
+    model.set_dtype(mx.float32)
+    text = tokenizer.encode("import os\n\n\ndef walk(path):\n" * 30)
+    factory = PagedCacheFactory(model)
+    for length in (100, 400, len(text)):
+        run, _ = warm(model, factory, text[:length], 8)
+        assert_same_run(run, cold(model, text[:length], 8), 1e-3)
+
+
+def test_a_batch_is_refused(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    caches = [factory.make_cache() for _ in range(2)]
+    for cache in caches:
+        greedy(qwen3, TEXT[:10], cache, 1)
+    batch = [cache.merge([cache, other]) for cache, other in zip(*caches, strict=True)]
+    with pytest.raises(ValueError, match=r"a prompt cache of one sequence .* got one of 2"):
+        factory.insert_cache(TEXT[:10], batch)
