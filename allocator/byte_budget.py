@@ -1,6 +1,7 @@
 """The limit that all slabs of a pool share, in bytes."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 
 def require_positive(name: str, number: int) -> None:
@@ -11,10 +12,15 @@ def require_positive(name: str, number: int) -> None:
 
 @dataclass
 class ByteBudget:
-    """Counts mapped bytes against a limit: `0 <= mapped <= max_bytes`, at all times."""
+    """Counts mapped bytes against a limit: `0 <= mapped <= max_bytes`, at all times.
+
+    What shares a budget shares blocks' fates too, so its lock is what keeps threads apart that
+    look up, insert, fork, trim and reserve.
+    """
 
     max_bytes: int
     mapped: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_positive("max_bytes", self.max_bytes)

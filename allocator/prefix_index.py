@@ -70,12 +70,13 @@ class PrefixIndex:
     """Blocks by the tokens that they and all blocks before them hold.
 
     A namespace is anything hashable that names what else the contents depend on. Token ids are
-    any integers. All methods may be called from any thread.
+    any integers. All methods may be called from any thread that uses the blocks' allocators under
+    the same lock.
     """
 
-    def __init__(self, page_size: int = 256) -> None:
+    def __init__(self, page_size: int = 256, lock: threading.RLock | None = None) -> None:
         self.page_size = page_size
-        self.lock = threading.RLock()
+        self.lock = lock or threading.RLock()
         self._roots: dict[Hashable, Node] = {}
         self._nodes: dict[tuple[BlockAllocator, int], Node] = {}
         self._leaves: SortedDict[int, Node] = SortedDict()

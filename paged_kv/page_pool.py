@@ -27,6 +27,7 @@ from paged_kv.kernels.page_format import (
 )
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
+from paged_kv.locked import locked
 from paged_kv.open_pools import open_pools
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
 from paged_kv.pending_step import PendingStep
@@ -77,8 +78,9 @@ class PagePool:
         self.backend = choose_backend()
         own = recommended_bytes() if max_bytes is None else max_bytes
         self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
+        self.lock = self.budget.lock
         self.groups = self._new_groups()
-        self.index = PrefixIndex(PAGE_SIZE)
+        self.index = PrefixIndex(PAGE_SIZE, self.lock)
         self._room = PoolRoom(self.groups, self.budget, self.index, self.demotion_policy)
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         self._gather_fallbacks = 0
@@ -201,6 +203,7 @@ class PagePool:
         blocks = self._blocks_held(layer, sequence)
         return [group.allocator.format_of(block).name for block in blocks]
 
+    @locked
     def load(
         self,
         layer: int,
@@ -238,6 +241,7 @@ class PagePool:
         pages.load(dict(zip(table.blocks, contents, strict=False)))
         sequence.restore(layer, context_len, written_len)
 
+    @locked
     def convert(self, sequences: list[Sequence], page_format: PageFormat) -> None:
         """Turn all pages of the sequences into pages of that format; tokens to come get such
         pages too. Pages that other sequences share stay for them as they are.
@@ -261,6 +265,7 @@ class PagePool:
                 group.convert(sequence.table(group), page_format)
             sequence.page_format = page_format
 
+    @locked
     def can_admit(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens would fit now. O(slabs).
 
@@ -276,6 +281,7 @@ class PagePool:
                 needs[group] = {self.page_format.name: count}
         return self._room.fits(needs)
 
+    @locked
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the blocks moved.
 
@@ -283,18 +289,21 @@ class PagePool:
         """
         return sum(group.compact() for group in self.groups)
 
+    @locked
     def clear(self) -> int:
         """Forget the prefixes that are not pinned, and give back every slab that holds no used
         block; returns how many."""
         self.index.clear()
         return self._room.give_back()
 
+    @locked
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken."""
         for group in self.groups:
             if group.is_open:
                 group.allocator.check()
 
+    @locked
     def stats(self) -> PoolStats:
         """A snapshot of what the pool holds."""
         groups = [group.allocator.stats() for group in self.groups if group.is_open]
@@ -331,6 +340,7 @@ class PagePool:
         self.reserve(layer, sequences, count)
         return pages
 
+    @locked
     def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
         """Own blocks for all writes, or none."""
         self._room.make(lambda: {group: blocks_needed(theirs) for group, theirs in writes.items()})

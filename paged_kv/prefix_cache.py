@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.allocator.prefix_index import Match, Node
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
+from paged_kv.locked import locked
 from paged_kv.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -64,49 +65,50 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
         self.pool = pool
+        self.lock = pool.lock
         self.tokens_asked = 0
         self.tokens_found = 0
         self._has_states = has_states
 
+    @locked
     def fetch(
         self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat
     ) -> Prefix | None:
         """A new sequence that holds as much of a prompt as is known, without its last token; None
         if that is nothing. O(tokens). The pages that it gets later are of `page_format`."""
-        with self.pool.index.lock:
-            match = self.pool.index.match(namespace, tokens)
-            num_tokens, checkpoint = self._usable(match)
-            self.tokens_asked += len(tokens)
-            self.tokens_found += num_tokens
-            if not num_tokens:
-                return None
-            sequence = Sequence(self.pool) if checkpoint is None else checkpoint.rings.copy_rings()
-            sequence.page_format = page_format
-            held = match.nodes[: -(-num_tokens // PAGE_SIZE)]
-            for group in self._shared_groups():
-                sequence.adopt(group, [node.blocks[group.allocator] for node in held])
-            sequence.begin_at(num_tokens)
-            return Prefix(sequence, num_tokens, checkpoint.states if checkpoint else None)
+        match = self.pool.index.match(namespace, tokens)
+        num_tokens, checkpoint = self._usable(match)
+        self.tokens_asked += len(tokens)
+        self.tokens_found += num_tokens
+        if not num_tokens:
+            return None
+        sequence = Sequence(self.pool) if checkpoint is None else checkpoint.rings.copy_rings()
+        sequence.page_format = page_format
+        held = match.nodes[: -(-num_tokens // PAGE_SIZE)]
+        for group in self._shared_groups():
+            sequence.adopt(group, [node.blocks[group.allocator] for node in held])
+        sequence.begin_at(num_tokens)
+        return Prefix(sequence, num_tokens, checkpoint.states if checkpoint else None)
 
+    @locked
     def insert(
         self, namespace: Hashable, tokens: Tokens[int], sequence: Sequence, states: Any
     ) -> int:
         """Let others find what a sequence holds of these tokens; returns how many that is. No page
         is copied. `states` is what the layers hold that are not paged, when all tokens that the
         sequence holds are known; it must not change any more."""
-        with self.pool.index.lock:
-            self.pool.commit([sequence])
-            num_tokens = min(len(tokens), sequence.length)
-            known = tokens[:num_tokens]
-            groups = self._shared_groups()
-            tables = [(group.allocator, sequence.blocks(group)) for group in groups]
-            blocks = [
-                {allocator: table[page] for allocator, table in tables}
-                for page in range(-(-num_tokens // PAGE_SIZE))
-            ]
-            checkpoint = self._checkpoint(sequence, num_tokens, states)
-            self.pool.index.insert(namespace, known, blocks, checkpoint)
-            return num_tokens
+        self.pool.commit([sequence])
+        num_tokens = min(len(tokens), sequence.length)
+        known = tokens[:num_tokens]
+        groups = self._shared_groups()
+        tables = [(group.allocator, sequence.blocks(group)) for group in groups]
+        blocks = [
+            {allocator: table[page] for allocator, table in tables}
+            for page in range(-(-num_tokens // PAGE_SIZE))
+        ]
+        checkpoint = self._checkpoint(sequence, num_tokens, states)
+        self.pool.index.insert(namespace, known, blocks, checkpoint)
+        return num_tokens
 
     def _checkpoint(self, sequence: Sequence, num_tokens: int, states: Any) -> Checkpoint | None:
         """What to go on with behind these tokens, if that is still there."""

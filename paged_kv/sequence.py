@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
+from paged_kv.locked import locked
 from paged_kv.padding import NO_PADDING, Padding
 from paged_kv.pending_step import PendingStep
 
@@ -36,6 +37,7 @@ class Sequence:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
+        self.lock = pool.lock
         self.page_format = pool.page_format
         self.uid = uuid.uuid4().hex
         self.context_lens = [0] * pool.num_layers
@@ -60,6 +62,7 @@ class Sequence:
         padding = self.padding[layer]
         return self.context_lens[layer] + padding.right - padding.left
 
+    @locked
     def table(self, group: LayerGroup) -> BlockTable:
         """The sequence's block table in a group that is open."""
         if group not in self._tables:
@@ -179,6 +182,7 @@ class Sequence:
         """A sequence that shares this one's rings, as they are now, and nothing else."""
         return self._copy_of([group for group in self._tables if group.window])
 
+    @locked
     def adopt(self, group: LayerGroup, blocks: list[int]) -> None:
         """Share blocks that hold the first tokens of a group, where there are none yet."""
         table = self.table(group)
@@ -195,6 +199,7 @@ class Sequence:
         self.padding = [NO_PADDING] * self.pool.num_layers
         self._shrink()
 
+    @locked
     def _copy_of(self, groups: list[LayerGroup]) -> Sequence:
         """A sequence that shares the blocks of some groups with this one, as it is now."""
         self.pool.commit([self])
@@ -209,6 +214,7 @@ class Sequence:
     def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
         return list(self.context_lens), list(self.written_lens), list(self.padding)
 
+    @locked
     def _shrink(self) -> None:
         """Let everything follow layers that are no longer as far as they were."""
         self._forks.clear()

@@ -1,6 +1,8 @@
 """What was computed once is not computed again, and the results are those of a cold prompt."""
 
 import copy
+import random
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -204,3 +206,34 @@ def test_a_batch_is_refused(qwen3: Any) -> None:
     batch = [cache.merge([cache, other]) for cache, other in zip(*caches, strict=True)]
     with pytest.raises(ValueError, match=r"a prompt cache of one sequence .* got one of 2"):
         factory.insert_cache(TEXT[:10], batch)
+
+
+def test_several_threads_look_up_insert_and_drop(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    warm(qwen3, factory, TEXT[:600])
+    failures: list[BaseException] = []
+
+    def come_and_go(seed: int) -> None:
+        numbers = random.Random(seed)
+        try:
+            for _ in range(150):
+                prompt = TEXT[: numbers.randrange(2, 640)]
+                cache, cached = factory.fetch_cache(prompt)
+                assert cached == min(len(prompt) - 1, 600)
+                fork = copy.deepcopy(cache)
+                for layer in fork:
+                    layer.trim(numbers.randrange(cached + 1))
+                factory.insert_cache(prompt[:cached], cache)
+                factory.can_admit(1000)
+                factory.stats()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=come_and_go, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    factory.pool.check()
+    assert factory.stats().blocks_used == 0
