@@ -15,9 +15,9 @@ from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.prompt_cache_hook import (
-    install_make_cache,
+    install_factory,
     stock_make_prompt_cache,
-    uninstall_make_cache,
+    uninstall_factory,
 )
 from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -168,11 +168,11 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        return install_make_cache(self._model, self.make_cache)
+        return install_factory(self._model, self)
 
     def uninstall(self) -> None:
         """Undo `install()`; caches that were made go on working."""
-        uninstall_make_cache(self._model, self.make_cache)
+        uninstall_factory(self._model, self)
 
     def __enter__(self) -> PagedCacheFactory:
         self._installed_on_entry.append(self.install())

@@ -1,71 +1,76 @@
-"""mlx-lm's `make_prompt_cache`, with paged caches for the models that have a factory installed.
+"""mlx-lm's own functions that make, find and share prompt caches, for models that have a
+factory installed.
 
-Everything in mlx-lm that is not given a prompt cache makes one with this function. Its
+Everything in mlx-lm that is not given a prompt cache makes one with `make_prompt_cache`. Its
 LRUPromptCache trims what it finds without asking how far a cache with a window can be rolled back;
-here it is told.
+here it is told. Its BatchGenerator computes what prompts share once for each; here it is computed
+once.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.rebinding import rebind
+from paged_kv.integrations.shared_prefill import Reuses, begin_together, joined, without_first
 
-MakeCache = Callable[[int | None], list[Any]]
+
+class Factory(Reuses, Protocol):
+    """Makes the prompt caches of one model."""
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
+
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
 
 _stock_fetch_nearest_cache = LRUPromptCache.fetch_nearest_cache
+_stock_insert_segments = BatchGenerator.insert_segments
 
 # Models are dictionaries, which cannot be keys. Each is held here, so that its id stays its own.
-_installed: dict[int, tuple[Module, MakeCache]] = {}
+_installed: dict[int, tuple[Module, Factory]] = {}
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
     """What mlx-lm's function of this name makes, or the model's factory if it has one."""
-    if id(model) in _installed:
-        _, make_cache = _installed[id(model)]
-        return make_cache(max_kv_size)
+    factory = _factory_of(model)
+    if factory is not None:
+        return factory.make_cache(max_kv_size)
     return stock_make_prompt_cache(model, max_kv_size)
 
 
-def install_make_cache(model: Module, make_cache: MakeCache) -> bool:
-    """Let mlx-lm make this model's prompt caches with `make_cache`; false if it did already.
+def install_factory(model: Module, factory: Factory) -> bool:
+    """Let mlx-lm make this model's prompt caches with a factory; false if it did already.
 
     Raises:
-        ValueError: another function is installed for this model.
+        ValueError: another one is installed for this model.
     """
     before = len(_installed)
-    _, installed = _installed.setdefault(id(model), (model, make_cache))
-    if installed != make_cache:
+    _, installed = _installed.setdefault(id(model), (model, factory))
+    if installed is not factory:
         raise ValueError(
             "another factory is installed for this model: uninstall() it before this one"
         )
     rebind(stock_make_prompt_cache, make_prompt_cache)
-    _replace_fetch(fetch_nearest_cache)
+    _replace_methods(fetch_nearest_cache, insert_segments)
     return len(_installed) > before
 
 
-def uninstall_make_cache(model: Module, make_cache: MakeCache) -> None:
-    """Undo `install_make_cache`; what was not installed is left as it is."""
-    _, installed = _installed.get(id(model), (model, None))
-    if installed == make_cache:
+def uninstall_factory(model: Module, factory: Factory) -> None:
+    """Undo `install_factory`; what was not installed is left as it is."""
+    if _factory_of(model) is factory:
         del _installed[id(model)]
     if not _installed:
         rebind(make_prompt_cache, stock_make_prompt_cache)
-        _replace_fetch(_stock_fetch_nearest_cache)
-
-
-def _replace_fetch(function: Callable[..., Any]) -> None:
-    name = _stock_fetch_nearest_cache.__name__
-    setattr(LRUPromptCache, name, function)
+        _replace_methods(_stock_fetch_nearest_cache, _stock_insert_segments)
 
 
 def fetch_nearest_cache(
@@ -81,3 +86,43 @@ def fetch_nearest_cache(
         return None, tokens
     entry = prompts._trie.get(model, shorter)
     return copy.deepcopy(entry.prompt_cache), tokens[len(shorter) :]
+
+
+def insert_segments(
+    generator: BatchGenerator,
+    segments: list[list[list[int]]],
+    max_tokens: list[int] | None = None,
+    caches: list[Any] | None = None,
+    all_tokens: list[list[int]] | None = None,
+    *others: Any,
+    **named: Any,
+) -> Any:
+    """What BatchGenerator's method of this name does; prompts that come without a cache begin with
+    what is known of them, or shared with another one of them."""
+    factory = _factory_of(generator.model)
+    if factory is None or generator.max_kv_size is not None:
+        return _stock_insert_segments(
+            generator, segments, max_tokens, caches, all_tokens, *others, **named
+        )
+    caches, segments = list(caches or [None] * len(segments)), list(segments)
+    all_tokens = list(all_tokens or [[] for _ in segments])
+    new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]
+    prompts = [joined(segments[at]) for at in new]
+    with mx.stream(generator.stream):
+        begun = begin_together(factory, generator.model, prompts, generator.prefill_step_size)
+    for at, prompt, (cache, cached) in zip(new, prompts, begun, strict=True):
+        caches[at], all_tokens[at] = cache, prompt[:cached]
+        segments[at] = without_first(segments[at], cached)
+    return _stock_insert_segments(
+        generator, segments, max_tokens, caches, all_tokens, *others, **named
+    )
+
+
+def _factory_of(model: Module) -> Factory | None:
+    _, factory = _installed.get(id(model), (model, None))
+    return factory
+
+
+def _replace_methods(fetch: Callable[..., Any], insert: Callable[..., Any]) -> None:
+    setattr(LRUPromptCache, _stock_fetch_nearest_cache.__name__, fetch)
+    setattr(BatchGenerator, _stock_insert_segments.__name__, insert)
