@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_table import Write, blocks_needed
+from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
@@ -22,7 +22,6 @@ from paged_kv.kernels.memory import recommended_bytes
 from paged_kv.kernels.page_format import (
     PAGE_SIZE,
     PageFormat,
-    PageLayout,
     page_format_named,
 )
 from paged_kv.kernels.page_rows import PageRows, Tail
@@ -189,57 +188,18 @@ class PagePool:
         pages = self.group_of(layer).pages.get(layer)
         return None if pages is None else pages.geometry
 
-    def page_views(self, layer: int, sequence: Sequence) -> list[mx.array]:
-        """Views of a layer's pages of a sequence, in the order of its table; they cost nothing.
-
-        A later write may show in them, or may have to copy the whole slab: never keep them.
-        """
-        group = self.group_of(layer)
-        return [group.pages[layer].page(block) for block in self._blocks_held(layer, sequence)]
-
-    def page_formats(self, layer: int, sequence: Sequence) -> list[str]:
-        """The formats of those pages."""
-        group = self.group_of(layer)
-        blocks = self._blocks_held(layer, sequence)
-        return [group.allocator.format_of(block).name for block in blocks]
-
     @locked
-    def load(
-        self,
-        layer: int,
-        sequence: Sequence,
-        geometry: LayerGeometry,
-        context_len: int,
-        written_len: int,
-        formats: list[str],
-        contents: list[mx.array],
-    ) -> None:
-        """Fill a layer of a sequence that is empty there, with pages as `page_views` gave them, of
-        the formats that `page_formats` gave.
+    def append_blocks(self, group: LayerGroup, table: BlockTable, formats: list[str]) -> None:
+        """Own new blocks of these page formats in a table, behind those that it has.
 
         Raises:
-            ValueError: the pages are not what the layer holds, or not as many as the tokens need.
+            ValueError: a format cannot hold what a layer writes; nothing was changed.
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
-        group = self.group_of(layer)
-        pages = group.open_layer(layer, geometry)
         for name in formats:
             group.add_format(page_format_named(name))
-        layouts = [PageLayout(group.formats[name], geometry) for name in formats]
-        shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
-        needed = self._pages_held(layer, context_len, written_len)
-        found = [tuple(content.shape) for content in contents]
-        if len(formats) != needed or found != shapes:
-            raise ValueError(
-                f"layer {layer} needs {needed} pages for {context_len} tokens, and its formats "
-                f"pages of {shapes} words, got {found}"
-            )
-        table = sequence.table(group)
-        missing = formats[len(table.blocks) :]
-        self._room.make(lambda: {group: Counter(missing)})
-        table.append(missing)
-        pages.load(dict(zip(table.blocks, contents, strict=False)))
-        sequence.restore(layer, context_len, written_len)
+        self._room.make(lambda: {group: Counter(formats)})
+        table.append(formats)
 
     @locked
     def convert(self, sequences: list[Sequence], page_format: PageFormat) -> None:
@@ -362,22 +322,6 @@ class PagePool:
                 if end > start and not table.is_reserved(end):
                     writes.setdefault(group, []).append(Write(table, start, end))
         return writes
-
-    def _is_wrapped(self, layer: int, written_len: int) -> bool:
-        """Whether a layer is a ring whose first pages were used again."""
-        window = self.windows.get(layer)
-        return window is not None and window.first_held(written_len) > 0
-
-    def _blocks_held(self, layer: int, sequence: Sequence) -> tuple[int, ...]:
-        """The blocks that hold tokens of a layer."""
-        lengths = sequence.context_lens[layer], sequence.written_lens[layer]
-        return sequence.blocks(self.group_of(layer))[: self._pages_held(layer, *lengths)]
-
-    def _pages_held(self, layer: int, context_len: int, written_len: int) -> int:
-        """Entries of a table that hold tokens of a layer."""
-        if self._is_wrapped(layer, written_len):
-            return self.windows[layer].ring.size
-        return -(-context_len // PAGE_SIZE)
 
     def _tail(self, layer: int, sequences: list[Sequence]) -> Tail | None:
         """The latest step of the sequences, if no page holds it yet.

@@ -26,6 +26,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.page_format import page_format_named
 from paged_kv.open_pools import find_pool
 from paged_kv.page_pool import PagePool
+from paged_kv.page_transfer import load_pages, page_formats, page_views
 from paged_kv.sequence import Sequence
 from paged_kv.window import Window
 
@@ -47,8 +48,8 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
             "context_len": sequence.context_lens[layer],
             "written_len": sequence.written_lens[layer],
             "page_format": sequence.page_format.name,
-            "formats": pool.page_formats(layer, sequence),
-            "pages": pool.page_views(layer, sequence),
+            "formats": page_formats(pool, layer, sequence),
+            "pages": page_views(pool, layer, sequence),
         }
         for sequence in sequences
     ]
@@ -81,7 +82,7 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
             # Empty lists do not survive the file.
             formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
             lengths = int(row["context_len"]), int(row["written_len"])
-            pool.load(layer, sequence, geometry, *lengths, formats, pages)
+            load_pages(pool, layer, sequence, geometry, *lengths, formats, pages)
     return pool, layer, sequences
 
 
