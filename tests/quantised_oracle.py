@@ -4,6 +4,7 @@ It shares number formats with paged_kv, which have tests of their own, and nothi
 tables, rings or kernels. Windows are masks over all tokens.
 """
 
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -60,9 +61,12 @@ class QuantisedOracle(KVCache):
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> "QuantisedOracle":
         self.settle()
         page_format = page_format_named(f"q{bits}")
-        for at, name in enumerate(self.formats):
+        at = 0
+        for name, alike in groupby(list(self.formats)):
+            tokens = range(at, at + len(list(alike)))
+            at = tokens.stop
             if name != page_format.name:
-                self.hold(range(at, at + 1), page_format)
+                self.hold(tokens, page_format)
         self.page_format = page_format
         return self
 
