@@ -13,7 +13,6 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.page_format import page_format_named
-from paged_kv.paged_array import PagedKeys
 from tests.quantised_oracle import QuantisedOracle, oracle_caches
 from tests.zoo import small_model
 
@@ -107,9 +106,6 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
     both = mixed()
     both.write(queries)
     step = mx.random.normal((1, 4, queries, HEAD))
-    PagedCacheFactory(small_model("llama")).make_cache()  # hooks attention
-    keys, values = both.paged.keys_and_values()
-    assert isinstance(keys, PagedKeys)
     length = both.oracle.offset
     at = mx.arange(length)
     hides = at[None] > at[-queries:, None]

@@ -177,9 +177,7 @@ def assert_step(model: Any, batch: list[Any], oracles: list[Any], tokens: list[i
 
 
 @pytest.mark.parametrize("page_format", ["q4", ("fp16", "q8")], ids=str)
-def test_forks_copy_what_they_write(
-    page_format: FormatName, trained: Any, code: list[int]
-) -> None:
+def test_forks_copy_what_they_write(page_format: FormatName, trained: Any, code: list[int]) -> None:
     model, _ = trained("stdlib-llama")
     factory = new_factory(model, page_format)
     cache, expected = factory.make_cache(), oracle_caches(model, page_format)
