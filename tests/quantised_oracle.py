@@ -14,8 +14,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from paged_kv.kernels.page_format import FormatName, PageFormat, page_format_named
 
+# mlx-lm says that it is typed, and its caches are not.
+_Cache: Any = KVCache
 
-class QuantisedOracle(KVCache):
+
+class QuantisedOracle(_Cache):  # type: ignore[misc]
     """Every token's keys and values are decoded again as soon as they are known.
 
     Args:

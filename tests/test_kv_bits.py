@@ -172,13 +172,14 @@ def test_a_ragged_batch_is_converted_row_by_row(model: Any) -> None:
         greedy(model, row, ours, 1)
         greedy(model, row, oracle, 1)
     batch = [PagedKVCache.merge(list(layers)) for layers in zip(*alone, strict=True)]
-    for layer in (*batch, *[layer for oracle in oracles for layer in oracle]):
+    held: list[Any] = [*batch, *[layer for oracle in oracles for layer in oracle]]
+    for layer in held:
         layer.to_quantized(group_size=32, bits=8)
     for token in (3, 4, 5):
         logits = model(mx.array([[token]] * 3), cache=batch)[:, -1]
-        for row, oracle in enumerate(oracles):
+        for index, oracle in enumerate(oracles):
             expected = model(mx.array([[token]]), cache=oracle)[0, -1]
-            assert float(mx.abs(logits[row] - expected).max()) <= TOLERANCE
+            assert float(mx.abs(logits[index] - expected).max()) <= TOLERANCE
     # What was merged has its 16 bits still, in five blocks and three rings.
     assert factory.stats().blocks_by_format == {"fp16": 8, "q8": 8}
 

@@ -114,9 +114,8 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
     pages = both.paged.pool.groups[0].pages[0]
     rows = both.paged.pool.rows(0, [both.sequence])
     found = pages.attend(step, rows, scale=0.2, causal=True, window=window)
-    expected = scaled_dot_product_attention(
-        step, *both.oracle.keys_and_values(), cache=None, scale=0.2, mask=~hides
-    )
+    keys, values = both.oracle.keys_and_values()
+    expected = scaled_dot_product_attention(step, keys, values, cache=None, scale=0.2, mask=~hides)
     assert float(mx.abs(found - expected).max()) < 1e-5
 
 
@@ -184,7 +183,8 @@ def test_a_batch_of_rows_of_different_formats() -> None:
     model: Any = small_model("qwen3")
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     tokens = [(7 * i * i + 3 * i + 1) % 97 for i in range(400)]
-    caches, oracles = [], []
+    caches: list[Any] = []
+    oracles: list[Any] = []
     for bits, length in ((None, 300), (8, 20), (4, 270)):
         for kind, held in ((factory.make_cache(), caches), (oracle_caches(model), oracles)):
             model(mx.array([tokens[:length]]), cache=kind)
