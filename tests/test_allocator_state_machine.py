@@ -4,6 +4,7 @@ Pages are lists of rows, in memory that lives as long as its slab, so that a cop
 moved without its tables, or a page used after its slab was given back shows as wrong contents.
 """
 
+from collections import Counter
 from itertools import count
 from typing import Any
 
@@ -18,10 +19,12 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.slabs import block_range, slab_of
 
-PAGE_SIZE, BLOCK_BYTES, BUDGET_BLOCKS, MAX_TABLES = 4, 8, 40, 6
+PAGE_SIZE, BUDGET_BYTES, MAX_TABLES = 4, 320, 6
+BLOCK_BYTES = {"large": 8, "medium": 5, "small": 3}
 NEVER_WRITTEN, FREED = -1, -2
 
 picks = st.integers(0, MAX_TABLES - 1)
+formats = st.sampled_from(list(BLOCK_BYTES))
 rarely = st.sampled_from([False] * 9 + [True])
 
 
@@ -33,10 +36,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.values = count()
         self.collected_by_map: list[BlockTable] = []
         self.next_slab_fails = False
-        budget = ByteBudget(BUDGET_BLOCKS * BLOCK_BYTES)
+        self.block_bytes = dict(BLOCK_BYTES)
+        self.slab_format: dict[int, str] = {}
+        budget = ByteBudget(BUDGET_BYTES)
         self.allocator = BlockAllocator(
-            budget, BLOCK_BYTES, PAGE_SIZE, self.map_slab, self.unmap_slab
+            budget, BLOCK_BYTES["large"], PAGE_SIZE, self.map_slab, self.unmap_slab, "large"
         )
+        for name, size in BLOCK_BYTES.items():
+            self.allocator.add_format(name, size)
 
         # What the oldest table holds from the start on, and is never dropped, is there to share.
         self.new_table()
@@ -47,6 +54,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.drop_later(self.collected_by_map.pop())
         if self.next_slab_fails:
             raise MemoryError("planted")
+        self.slab_format[slab] = page_format
         for block in block_range(slab, pages):
             assert block not in self.pages, "a slab is mapped twice"
             self.pages[block] = [NEVER_WRITTEN] * PAGE_SIZE
@@ -54,6 +62,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def unmap_slab(self, slab: int) -> None:
         for block in [block for block in self.pages if slab_of(block) == slab]:
             del self.pages[block]
+        self.slab_format.pop(slab, None)
 
     def table(self, pick: int) -> BlockTable:
         return list(self.contents)[pick % len(self.contents)]
@@ -65,10 +74,84 @@ class AllocatorMachine(RuleBasedStateMachine):
         for source, target in copies.items():
             self.pages[target] = list(self.pages[source])
 
-    @rule()
-    def new_table(self) -> None:
+    def format_of(self, block: int) -> str:
+        return self.slab_format[slab_of(block)]
+
+    def free_blocks(self, page_format: str) -> list[int]:
+        free = self.pages.keys() - self.used_blocks()
+        return sorted(block for block in free if self.format_of(block) == page_format)
+
+    @rule(page_format=formats)
+    def new_table(self, page_format: str = "large") -> None:
         if len(self.contents) < MAX_TABLES:
-            self.contents[self.allocator.new_table()] = []
+            self.contents[self.allocator.new_table(page_format=page_format)] = []
+
+    @rule(pick=picks, page_format=formats)
+    def later_blocks_are_of_another_format(self, pick: int, page_format: str) -> None:
+        self.table(pick).page_format = page_format
+
+    @rule(names=st.lists(formats, max_size=8))
+    def load(self, names: list[str]) -> None:
+        """A table that is given blocks of several formats, and then their contents."""
+        if len(self.contents) == MAX_TABLES:
+            return
+        table = self.allocator.new_table()
+        try:
+            table.append(names)
+        except PoolExhausted:
+            assert table.blocks == ()
+            names = []
+        assert [self.format_of(block) for block in table.blocks] == names
+        self.contents[table] = []
+        self.write_rows(table, 0, len(names) * PAGE_SIZE)
+
+    @rule(pick=picks, page_format=formats)
+    def convert(self, pick: int, page_format: str) -> None:
+        """All of a table's blocks; those that others share stay as they are for those."""
+        table = self.table(pick)
+        others = [block for block in table.blocks if self.format_of(block) != page_format]
+        try:
+            targets = self.allocator.allocate(len(others), page_format)
+        except PoolExhausted:
+            return
+        copies = dict(zip(others, targets, strict=True))
+        self.copy_pages(copies)
+        table.exchange(copies)
+        assert all(self.format_of(block) == page_format for block in table.blocks)
+
+    @rule(page_format=formats, number=st.integers(1, 6))
+    def demote(self, page_format: str, number: int) -> None:
+        """Blocks move into free ones of another format, for all who hold them."""
+        self.allocator.drain()
+        used = sorted(self.used_blocks())
+        sources = [block for block in used if self.format_of(block) != page_format][:number]
+        sources = sources[: self.allocator.room_in_one_slab(page_format)]
+        slabs = set(self.allocator.slabs)
+        self.allocator.ensure_free({page_format: len(sources)})
+        assert len(self.allocator.slabs.keys() - slabs) <= 1
+        moves = dict(zip(sources, self.free_blocks(page_format), strict=False))
+        assert len(moves) == len(sources)
+        holders = {block: self.allocator.ref_count(block) for block in sources}
+        self.copy_pages(moves)
+        self.allocator.apply_moves(moves)
+        assert all(
+            self.allocator.ref_count(moves[block]) == count for block, count in holders.items()
+        )
+
+    @rule(page_format=formats, size=st.integers(1, 10))
+    def blocks_turn_out_to_be_of_another_size(self, page_format: str, size: int) -> None:
+        before = self.allocator.budget.mapped
+        grown = {**self.block_bytes, page_format: size}
+        try:
+            self.allocator.set_block_bytes({page_format: size})
+        except PoolExhausted:
+            assert self.bytes_of(grown) > BUDGET_BYTES
+            assert self.allocator.budget.mapped == before
+            return
+        self.block_bytes = grown
+
+    def bytes_of(self, block_bytes: dict[str, int]) -> int:
+        return sum(block_bytes[self.format_of(block)] for block in self.pages)
 
     @rule(pick=picks, tokens=st.integers(1, 20), slab_fails=rarely)
     def append(self, pick: int, tokens: int, slab_fails: bool) -> None:
@@ -98,8 +181,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def expect_no_room(self, error: Exception, write: Write) -> None:
         if isinstance(error, PoolExhausted):
-            available = self.allocator.available()
-            assert available == error.free < error.needed == blocks_needed([write]).total()
+            needs = blocks_needed([write])
+            # Of the formats that are needed, it names the first that there is no room for.
+            assert error.free < error.needed
+            assert error.needed in needs.values()
+            if len(needs) == 1:
+                (name,) = needs
+                assert self.allocator.available(name) == error.free
 
     def write_rows(self, table: BlockTable, start: int, tokens: int) -> None:
         values = [next(self.values) for _ in range(tokens)]
@@ -140,6 +228,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def compact(self) -> None:
         moves = self.allocator.compaction_plan()
         emptied = {slab_of(source) for source in moves}
+        assert all(self.format_of(a) == self.format_of(b) for a, b in moves.items())
         used = self.used_blocks()
         assert moves.keys() <= used
         assert used.isdisjoint(moves.values())
@@ -154,26 +243,27 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.unmap_empty_slabs()
         assert self.allocator.slabs.keys() == set(map(slab_of, self.used_blocks()))
 
-    @rule(number=st.integers(0, 12))
-    def the_lowest_free_blocks_are_handed_out(self, number: int) -> None:
-        number = min(number, self.allocator.available())
-        blocks = self.allocator.allocate(number)
-        assert blocks == sorted(self.pages.keys() - self.used_blocks())[:number]
+    @rule(number=st.integers(0, 12), page_format=formats)
+    def the_lowest_free_blocks_are_handed_out(self, number: int, page_format: str) -> None:
+        number = min(number, self.allocator.available(page_format))
+        blocks = self.allocator.allocate(number, page_format)
+        assert blocks == self.free_blocks(page_format)[:number]
         self.allocator.release(blocks)
         if blocks:
             with pytest.raises(BlockStateError):
                 self.allocator.release(blocks[:1])
 
-    @rule()
-    def exhaust(self) -> None:
-        available = self.allocator.available()
+    @rule(page_format=formats)
+    def exhaust(self, page_format: str) -> None:
+        available = self.allocator.available(page_format)
         slabs = dict(self.allocator.slabs)
         with pytest.raises(PoolExhausted) as error:
-            self.allocator.allocate(available + 1)
+            self.allocator.allocate(available + 1, page_format)
         assert (error.value.needed, error.value.free) == (available + 1, available)
         assert self.allocator.slabs == slabs
-        blocks = self.allocator.allocate(available)
+        blocks = self.allocator.allocate(available, page_format)
         assert self.used_blocks().isdisjoint(blocks)
+        assert {self.format_of(block) for block in blocks} <= {page_format}
         self.allocator.release(blocks)
 
     @invariant()
@@ -189,14 +279,15 @@ class AllocatorMachine(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         allocator = self.allocator
         assert allocator.capacity == len(self.pages) == sum(allocator.slabs.values())
-        assert allocator.budget.mapped == len(self.pages) * BLOCK_BYTES
-        assert len(self.pages) <= BUDGET_BLOCKS
+        assert allocator.budget.mapped == self.bytes_of(self.block_bytes) <= BUDGET_BYTES
         # Both would drop at once what a finaliser left, and the next rule must find it.
         if not self.allocator._dropped:
             allocator.check()
             stats = allocator.stats()
             assert stats.blocks_used + stats.blocks_free == len(self.pages)
             assert stats.blocks_used == len(self.used_blocks())
+            used = Counter(map(self.format_of, self.used_blocks()))
+            assert stats.blocks_by_format == {name: used[name] for name in BLOCK_BYTES}
 
     @invariant()
     def what_is_free_is_overwritten(self) -> None:

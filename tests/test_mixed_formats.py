@@ -1,0 +1,203 @@
+"""A sequence that holds pages of several formats at once, beside a list of what each token is."""
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.kernels.page_format import page_format_named
+from tests.quantised_oracle import QuantisedOracle, oracle_caches
+from tests.zoo import small_model
+
+HEAD = 32
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+class Both:
+    """A paged cache and its oracle, of one layer, that are written alike."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.paged = PagedKVCache(pool, 0, [Sequence(pool)])
+        self.oracle = QuantisedOracle("fp16")
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.paged.sequences[0]
+
+    @property
+    def table(self) -> BlockTable:
+        return self.sequence.table(self.paged.pool.groups[0])
+
+    @property
+    def formats(self) -> list[str]:
+        return self.paged.pool.page_formats(0, self.sequence)
+
+    def write(self, count: int, dtype: mx.Dtype = mx.float32) -> None:
+        """A token takes the format of its page."""
+        numbers = mx.random.normal((2, 1, 2, count, HEAD)).astype(dtype)
+        start = self.oracle.offset
+        self.paged.update_and_fetch(numbers[0], numbers[1])
+        self.oracle.page_format = page_format_named("fp16")
+        self.oracle.update_and_fetch(numbers[0], numbers[1])
+        for page, name in enumerate(self.formats):
+            tokens = range(max(start, 256 * page), min(start + count, 256 * (page + 1)))
+            self.oracle.hold(tokens, page_format_named(name))
+
+    def append_as(self, name: str) -> None:
+        """Pages from now on are of that format."""
+        page_format = page_format_named(name)
+        self.sequence.page_format = page_format
+        self.paged.pool.groups[0].add_format(page_format)
+        self.table.page_format = page_format.name
+
+    def demote(self, page: int, name: str) -> None:
+        """As the pool does when memory is short."""
+        group = self.paged.pool.groups[0]
+        group.add_format(page_format_named(name))
+        group.allocator.ensure_free({name: 1})
+        moves = {self.table.blocks[page]: group.allocator.format_named(name).free[0]}
+        for pages in group.pages.values():
+            pages.convert(moves)
+        group.allocator.apply_moves(moves)
+        self.oracle.hold(range(256 * page, 256 * (page + 1)), page_format_named(name))
+
+    def trim(self, count: int) -> None:
+        assert self.paged.trim(count) == self.oracle.trim(count) == count
+
+    def assert_alike(self) -> None:
+        for found, expected in zip(
+            self.paged.keys_and_values(), self.oracle.keys_and_values(), strict=True
+        ):
+            assert mx.array_equal(mx.array(found), expected)
+        self.paged.pool.check()
+
+
+def mixed(dtype: mx.Dtype = mx.float32) -> Both:
+    """Pages of fp16, q8, q4, q8/q4 and fp16, of which the last is half full."""
+    mx.random.seed(0)
+    both = Both(PagePool(1, max_bytes=1 << 24))
+    both.write(500, dtype)
+    both.append_as("q4")
+    both.write(268, dtype)
+    both.append_as("q8/q4")
+    both.write(256, dtype)
+    both.append_as("fp16")
+    both.write(100, dtype)
+    both.demote(1, "q8")
+    assert both.formats == ["fp16", "q8", "q4", "q8/q4", "fp16"]
+    return both
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_are_gathered_from_pages_of_all_formats(dtype: mx.Dtype) -> None:
+    mixed(dtype).assert_alike()
+
+
+@pytest.mark.parametrize("queries", [1, 5, 300])
+@pytest.mark.parametrize("window", [None, 40, 400])
+def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
+    both = mixed()
+    both.write(queries)
+    step = mx.random.normal((1, 4, queries, HEAD))
+    length = both.oracle.offset
+    at = mx.arange(length)
+    hides = at[None] > at[-queries:, None]
+    if window:
+        hides = hides | (at[None] <= at[-queries:, None] - window)
+    pages = both.paged.pool.groups[0].pages[0]
+    rows = both.paged.pool.rows(0, [both.sequence])
+    found = pages.attend(step, rows, scale=0.2, causal=True, window=window)
+    keys, values = both.oracle.keys_and_values()
+    expected = scaled_dot_product_attention(step, keys, values, cache=None, scale=0.2, mask=~hides)
+    assert float(mx.abs(found - expected).max()) < 1e-5
+
+
+@pytest.mark.parametrize("back", [1, 99, 100, 101, 300, 356, 400, 700, 1100])
+def test_a_trim_into_a_page_of_another_format_writes_that_format(back: int) -> None:
+    both = mixed()
+    kept = both.formats[: -(-(both.oracle.offset - back) // 256)]
+    both.trim(back)
+    both.assert_alike()
+    both.write(30)
+    assert both.formats[: len(kept)] == kept
+    both.assert_alike()
+    both.write(600)
+    assert set(both.formats[len(kept) + 1 :]) <= {"fp16"}
+    both.assert_alike()
+
+
+def test_a_shared_page_is_copied_in_its_own_format() -> None:
+    both = mixed()
+    both.trim(300)
+    fork = copy.deepcopy(both.paged)
+    names = both.formats
+    assert names[-1] == "q8/q4"
+    before = mx.array(fork.keys_and_values()[0])
+    both.write(20)
+    both.assert_alike()
+    assert both.formats == names == fork.pool.page_formats(0, fork.sequences[0])
+    assert mx.array_equal(mx.array(fork.keys_and_values()[0]), before)
+    assert both.paged.pool.stats().cow_copies == 1
+
+
+def test_a_conversion_turns_pages_of_all_formats() -> None:
+    both = mixed()
+    assert both.paged.to_quantized(group_size=32, bits=8) is both.paged
+    both.oracle.to_quantized(bits=8)
+    assert both.formats == ["q8"] * 5
+    found, expected = (cache.keys_and_values()[0] for cache in (both.paged, both.oracle))
+    both.assert_alike()
+    assert found.shape == expected.shape
+    both.paged.pool.clear()
+    both.paged.pool.check()
+    stats = both.paged.pool.stats()
+    assert {name for name, used in stats.blocks_by_format.items() if used} == {"q8"}
+
+
+def test_formats_come_back_from_a_file(tmp_path: Path) -> None:
+    both = mixed()
+    PagedCacheFactory(small_model("llama")).make_cache()  # tells mlx-lm the class
+    file = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(file, [both.paged])
+    other = PagePool(1, max_bytes=1 << 24)
+    (loaded,) = load_prompt_cache(file)
+    assert loaded.pool is other
+    assert other.page_formats(0, loaded.sequences[0]) == both.formats
+    for found, expected in zip(
+        loaded.keys_and_values(), both.oracle.keys_and_values(), strict=True
+    ):
+        assert mx.array_equal(mx.array(found), expected)
+    both.paged = loaded
+    both.write(300)
+    both.assert_alike()
+
+
+def test_a_batch_of_rows_of_different_formats() -> None:
+    model: Any = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes=64 << 20)
+    tokens = [(7 * i * i + 3 * i + 1) % 97 for i in range(400)]
+    caches: list[Any] = []
+    oracles: list[Any] = []
+    for bits, length in ((None, 300), (8, 20), (4, 270)):
+        for kind, held in ((factory.make_cache(), caches), (oracle_caches(model), oracles)):
+            model(mx.array([tokens[:length]]), cache=kind)
+            if bits:
+                for layer in kind:
+                    layer.to_quantized(group_size=32, bits=bits)
+            held.append(kind)
+    batch = [PagedKVCache.merge(list(layers)) for layers in zip(*caches, strict=True)]
+    for token in (3, 4):
+        logits = model(mx.array([[token]] * 3), cache=batch)[:, -1]
+        for row, oracle in enumerate(oracles):
+            expected = model(mx.array([[token]]), cache=oracle)[0, -1]
+            assert float(mx.abs(logits[row] - expected).max()) <= 0.1
+    del batch, caches, kind, held
+    gc.collect()
+    assert factory.stats().blocks_used == 0
