@@ -107,11 +107,12 @@ class BlockTable:
         self.blocks += tuple([next(fresh[name]) for name in formats])
 
     def exchange(self, others: Mapping[int, int]) -> None:
-        """Hold other blocks in the place of some, which are released; of the others, this table
-        has the only reference."""
+        """Hold other blocks in use in the place of some, which are released."""
         self.forget_reserved()
+        mine = [block for block in self.blocks if block in others]
+        self.allocator.retain([others[block] for block in mine])
         self.blocks = tuple([others.get(block, block) for block in self.blocks])
-        self.allocator.release(others)
+        self.allocator.release(mine)
 
     def truncate(self, num_tokens: int) -> None:
         """Release the blocks behind the first `num_tokens` tokens.

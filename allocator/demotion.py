@@ -57,29 +57,32 @@ class DemotionPolicy(Protocol):
     @property
     def page_formats(self) -> tuple[str, ...]: ...
 
-    def demotions(self, blocks: list[FullBlock], *, is_full: bool) -> Iterable[Demotion]:
+    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
         """What could be made smaller, in the order in which it is to be; as much of it is as is
-        needed, and then the policy is asked again. `is_full` says that not the watermark but the
-        budget is reached: without any the step fails."""
+        needed, and then the policy is asked again. `pressure` is the share of the budget that
+        would be mapped without; above 1 the step fails."""
         ...
 
 
 @dataclass(frozen=True)
 class OldestFirst:
     """Pages become q8, the oldest first; when all are, q4. A sequence's first page and its `recent`
-    latest ones are spared until the budget is full.
+    latest ones are spared until the budget is nearly full.
 
     Attributes:
         watermark: see `DemotionPolicy`. What lies above is room for the smaller pages.
+        last_resort: the share of the budget from which on no page is spared. Slabs take up to an
+            eighth of the budget, and what lies above must hold the smaller pages of one.
         recent: how many of the latest pages of a sequence are spared.
         page_formats: the formats that pages go through.
     """
 
     watermark: float = 0.75
+    last_resort: float = 0.875
     recent: int = 4
     page_formats: tuple[str, ...] = ("q8", "q4")
 
-    def demotions(self, blocks: list[FullBlock], *, is_full: bool) -> Iterator[Demotion]:
+    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterator[Demotion]:
         """See `DemotionPolicy.demotions`."""
 
         def is_spared(block: FullBlock) -> bool:
@@ -88,7 +91,7 @@ class OldestFirst:
         oldest_first = sorted(blocks, key=lambda block: (is_spared(block), -block.age))
         steps = list(zip(("fp16", *self.page_formats), self.page_formats, strict=False))
         for spared, alike in groupby(oldest_first, is_spared):
-            if spared and not is_full:
+            if spared and pressure <= self.last_resort:
                 return
             part = list(alike)
             for larger, smaller in steps:

@@ -41,6 +41,7 @@ class LayerPages:
         lazy_reads: what was read from the pages and may not be computed yet. It is computed
             before a page changes.
         memo: what the backend has made of the slabs, until they change.
+        moves: how often pages were moved, so that earlier block tables mean nothing any more.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LayerPages:
         self.slabs: dict[int, Slab] = {}
         self.lazy_reads = LazyReads()
         self.memo: dict[str, Any] = {}
+        self.moves = 0
         self._backend = backend
 
     @property
@@ -108,6 +110,10 @@ class LayerPages:
         """See `Backend.copy`."""
         self.lazy_reads.compute()
         self._backend.copy(self, copies)
+
+    def note_moves(self) -> None:
+        """Note that pages were moved, and block tables of before mean nothing any more."""
+        self.moves += 1
 
     def convert(self, copies: Mapping[int, int]) -> None:
         """See `Backend.convert`."""

@@ -15,6 +15,7 @@ from paged_kv.kernels.rotation import rotate
 WORD = mx.uint16
 GROUP = 32  # numbers that share a scale
 MOST = 65504.0  # the largest float16
+LEAST = 2.0**-126  # the smallest float32 of full precision
 
 
 class NumberFormat(Protocol):
@@ -93,6 +94,8 @@ class Quantised:
         return dim * self.bits // 16, dim // GROUP
 
     def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
+        if not numbers.shape[-1]:
+            return numbers.view(WORD), numbers.view(WORD)
         floats = numbers.astype(mx.float32)
         groups = _in_groups(rotate(floats) if self.is_rotated else floats)
         codes, scales = _q4(groups) if self.bits == 4 else _q8(groups)
@@ -101,6 +104,8 @@ class Quantised:
 
     def decode(self, rows: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         codes, scales = rows
+        if not codes.shape[-1]:
+            return codes.view(dtype)
         codes = _unpacked(codes) if self.bits == 4 else codes.view(mx.int8)
         numbers = _in_groups(codes) * scales.view(mx.float16).astype(mx.float32)[..., None]
         numbers = mx.flatten(numbers, -2)
@@ -141,5 +146,5 @@ def _q8(groups: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _inverse(scales: mx.array) -> mx.array:
-    """1 / scale; 0 for a group of zeros, whose codes mean nothing."""
-    return mx.where(scales == 0, 0.0, 1 / scales)
+    """1 / scale; 0 for a group of nothing that float16 could hold, whose codes are all 0."""
+    return mx.where(mx.abs(scales) < LEAST, 0.0, 1 / scales)

@@ -1,8 +1,8 @@
 """The layers that share one block table: all without a window, or all with the same one. One
 allocator, and the pages of each layer."""
 
-from collections.abc import Mapping
-from itertools import groupby, takewhile
+from collections.abc import Callable, Mapping
+from itertools import takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
@@ -110,45 +110,56 @@ class LayerGroup:
             for pages in self.pages.values():
                 pages.copy(copies)
 
-    def convert(self, table: BlockTable, page_format: PageFormat) -> None:
-        """Hold a table's blocks in that format, slab by slab, so that each slab that is emptied
-        is given back before the next is read.
+    def convert(
+        self,
+        tables: list[BlockTable],
+        page_format: PageFormat,
+        make_room: Callable[[int], None],
+    ) -> None:
+        """Hold the blocks of some tables in that format, slab by slab, so that each slab that is
+        emptied is given back before the next is read. What the tables share they share further.
 
         Raises:
             PoolExhausted: the budget does not hold the blocks of the next slab beside the others;
                 those before it are converted, and the next call goes on.
         """
-        allocator = self.allocator
-        table.page_format = page_format.name
-        others = [b for b in table.blocks if allocator.format_of(b).name != page_format.name]
-        for _, blocks in groupby(sorted(others, reverse=True), slab_of):
-            sources = list(blocks)
-            targets = allocator.allocate(len(sources), page_format.name)
+        for table in tables:
+            table.page_format = page_format.name
+        while sources := self._in_last_slab(tables, page_format):
+            make_room(len(sources))
+            # Making room may have moved some.
+            sources = self._in_last_slab(tables, page_format)[: len(sources)]
+            targets = self.allocator.allocate(len(sources), page_format.name)
             copies = dict(zip(sources, targets, strict=True))
-            for pages in self.pages.values():
-                pages.convert(copies)
-            table.exchange(copies)
-            allocator.unmap_empty_slabs()
+            self._convert_pages(copies)
+            for table in tables:
+                table.exchange(copies)
+            self.allocator.release(targets)
+            self.allocator.unmap_empty_slabs()
 
-    def demote(self, policy: DemotionPolicy, *, is_full: bool) -> dict[str, int]:
+    def demote(self, policy: DemotionPolicy, pressure: float) -> dict[str, int]:
         """Make the next pages smaller that a policy names, as many as one slab holds, and give back
         the slabs that can be emptied then; returns how many there are now of which format.
 
         Nothing is done where no page can be made smaller, or the budget holds no slab to put it in.
         """
-        plan = list(policy.demotions(full_blocks(self.allocator), is_full=is_full))
+        allocator = self.allocator
+        plan = [
+            each
+            for each in policy.demotions(full_blocks(allocator), pressure)
+            if allocator.format_of(each.block).name != each.page_format
+        ]
         if not plan:
             return {}
         name = plan[0].page_format
         alike = takewhile(lambda each: each.page_format == name, plan)
-        sources = [each.block for each in alike][: self.allocator.room_in_one_slab(name)]
+        sources = [each.block for each in alike][: allocator.room_in_one_slab(name)]
         if not sources:
             return {}
-        self.allocator.ensure_free({name: len(sources)})
-        moves = dict(zip(sources, self.allocator.format_named(name).free, strict=False))
-        for pages in self.pages.values():
-            pages.convert(moves)
-        self.allocator.apply_moves(moves)
+        allocator.ensure_free({name: len(sources)})
+        moves = dict(zip(sources, allocator.format_named(name).free, strict=False))
+        self._convert_pages(moves)
+        allocator.apply_moves(moves)
         self.compact()
         return {name: len(moves)}
 
@@ -158,9 +169,27 @@ class LayerGroup:
             return 0
         moves = self.allocator.compaction_plan()
         self.copy_pages(moves)
+        for pages in self.pages.values():
+            pages.note_moves()
         self.allocator.apply_moves(moves)
         self.allocator.unmap_empty_slabs()
         return len(moves)
+
+    def _convert_pages(self, copies: Mapping[int, int]) -> None:
+        """Copy whole blocks (from, to) into another format in every layer."""
+        for pages in self.pages.values():
+            pages.convert(copies)
+            pages.note_moves()
+
+    def _in_last_slab(self, tables: list[BlockTable], page_format: PageFormat) -> list[int]:
+        """Of the tables' blocks that are not of a format, those in the last slab that has any."""
+        format_of = self.allocator.format_of
+        blocks = {block for table in tables for block in table.blocks}
+        others = [block for block in blocks if format_of(block).name != page_format.name]
+        if not others:
+            return []
+        last = slab_of(max(others))
+        return sorted(block for block in others if slab_of(block) == last)
 
     def _add_layer(self, layer: int, pages: LayerPages) -> None:
         block_bytes = self._all_block_bytes({**self.pages, layer: pages})

@@ -110,9 +110,9 @@ class PagePool:
         keys [B, k_heads, S, k_dim], values [B, v_heads, S, v_dim], B the number of sequences.
 
         Raises:
-            ValueError: shapes or dtypes are not what this layer holds; nothing was changed.
-            PoolExhausted: the budget does not hold the blocks. Nothing was changed, except that
-                in a pool's first step, when layers are not known yet, the whole step is undone.
+            ValueError: shapes or dtypes are not what this layer holds, or a format can hold.
+            PoolExhausted: the budget does not hold the blocks.
+                After both, what other layers wrote in the same step is undone too.
         """
         geometry = LayerGeometry.of(keys, values)
         count = keys.shape[2]
@@ -125,7 +125,7 @@ class PagePool:
         self.commit(sequences, layer)
         try:
             pages = self._prepare(layer, sequences, geometry, count)
-        except PoolExhausted:
+        except (PoolExhausted, ValueError):
             for sequence in sequences:
                 sequence.undo_step()
             raise
@@ -196,6 +196,8 @@ class PagePool:
             ValueError: a format cannot hold what a layer writes; nothing was changed.
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
+        if not formats:
+            return
         for name in formats:
             group.add_format(page_format_named(name))
         self._room.make(lambda: {group: Counter(formats)})
@@ -217,12 +219,14 @@ class PagePool:
         open_groups = [group for group in self.groups if group.is_open]
         for group in open_groups:
             group.add_format(page_format)
-        for sequence in sequences:
-            if sequence.page_format == page_format:
-                continue
-            self.commit([sequence])
-            for group in open_groups:
-                group.convert(sequence.table(group), page_format)
+        others = [each for each in sequences if each.page_format != page_format]
+        if not others:
+            return
+        self.commit(others)
+        for group in open_groups:
+            tables = [sequence.table(group) for sequence in others]
+            group.convert(tables, page_format, partial(self._make_room, group, page_format.name))
+        for sequence in others:
             sequence.page_format = page_format
 
     @locked
@@ -293,10 +297,10 @@ class PagePool:
     ) -> LayerPages:
         """Everything that a write needs, so that the write itself cannot fail."""
         group = self.group_of(layer)
+        begun = [sequence for sequence in sequences if sequence.begin_write(layer, count)]
         pages = group.open_layer(layer, geometry)
-        for sequence in sequences:
-            if sequence.begin_write(layer, count) and sequence.length:
-                group.settle()
+        if any(sequence.length for sequence in begun):
+            group.settle()
         self.reserve(layer, sequences, count)
         return pages
 
@@ -307,6 +311,9 @@ class PagePool:
         for group, group_writes in writes.items():
             for write in group_writes:
                 group.copy_pages(write.table.reserve(write.start, write.end))
+
+    def _make_room(self, group: LayerGroup, page_format: str, count: int) -> None:
+        self._room.make(lambda: {group: {page_format: count}})
 
     def _unreserved(
         self, layer: int, sequences: list[Sequence], count: int

@@ -42,6 +42,7 @@ class PagedRead:
         self._tail = tail
         self._on_gather = on_gather
         self._attended = False
+        self._moves = pages.moves
         self._thread = get_ident()
 
     def __del__(self) -> None:
@@ -51,7 +52,10 @@ class PagedRead:
             self._on_gather()
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
-        """Whether a kernel that knows only lengths and a window hides what the mask hides."""
+        """Whether a kernel that knows only lengths and a window hides what the mask hides, and the
+        pages are still where they were."""
+        if self.pages.moves != self._moves:
+            return False
         if self._window is not None and self._window.keep:
             return not self._hides_any and not isinstance(mask, mx.array)
         if isinstance(mask, PagedMask):

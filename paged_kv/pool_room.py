@@ -99,8 +99,8 @@ class PoolRoom:
             return
         groups = [group for group in self._groups if group.is_open and group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
-            is_full = mapped > self._budget.max_bytes
-            demoted = [group.demote(self._policy, is_full=is_full) for group in groups]
+            pressure = mapped / self._budget.max_bytes
+            demoted = [group.demote(self._policy, pressure) for group in groups]
             if not any(demoted):
                 return
             self.demotions.update(sum_counts(demoted))

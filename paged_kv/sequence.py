@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
+from paged_kv.kernels.page_format import PageFormat
 from paged_kv.locked import locked
 from paged_kv.padding import NO_PADDING, Padding
 from paged_kv.pending_step import PendingStep
@@ -35,10 +36,10 @@ class Sequence:
         pending: the latest step of layers that have not written it yet.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, page_format: PageFormat | None = None) -> None:
         self.pool = pool
         self.lock = pool.lock
-        self.page_format = pool.page_format
+        self.page_format = page_format or pool.page_format
         self.uid = uuid.uuid4().hex
         self.context_lens = [0] * pool.num_layers
         self.written_lens = [0] * pool.num_layers
@@ -158,7 +159,7 @@ class Sequence:
         """This sequence and new ones, `count` in all: the same ones for every layer that asks."""
         others = [ref() for ref in self._others[: count - 1]]
         others += [None] * (count - 1 - len(others))
-        rows = [self, *(other or Sequence(self.pool) for other in others)]
+        rows = [self, *(other or Sequence(self.pool, self.page_format) for other in others)]
         self._others = [weakref.ref(row) for row in rows[1:]]
         return rows
 
@@ -203,8 +204,7 @@ class Sequence:
     def _copy_of(self, groups: list[LayerGroup]) -> Sequence:
         """A sequence that shares the blocks of some groups with this one, as it is now."""
         self.pool.commit([self])
-        copy = Sequence(self.pool)
-        copy.page_format = self.page_format
+        copy = Sequence(self.pool, self.page_format)
         copy.context_lens, copy.written_lens, copy.padding = self._progress()
         copy._shrink()
         for group in groups:

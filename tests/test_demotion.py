@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.allocator.demotion import Demotion, FullBlock, OldestFirst
 from paged_kv.kernels.page_format import page_format_named
+from paged_kv.page_transfer import page_formats
 from tests.generation import assert_nothing_is_used
 from tests.quantised_oracle import QuantisedOracle, oracle_caches
 from tests.zoo import small_model
@@ -54,7 +55,7 @@ def fill(pool: PagePool, held: list[list[PagedKVCache]]) -> None:
 
 
 def formats(caches: list[PagedKVCache]) -> list[str]:
-    return caches[0].pool.page_formats(0, caches[0].sequences[0])
+    return page_formats(caches[0].pool, 0, caches[0].sequences[0])
 
 
 def assert_within_budget(pool: PagePool) -> None:
@@ -131,7 +132,7 @@ def test_a_model_reads_what_a_demoted_oracle_holds(step: int) -> None:
         tokens = mx.array([TOKENS[at : at + step]])
         logits = model(tokens, cache=cache)[0, -1]
         for layer, oracle in zip(cache, oracles, strict=True):
-            names = factory.pool.page_formats(layer.layer, layer.sequences[0])
+            names = page_formats(factory.pool, layer.layer, layer.sequences[0])
             follow(oracle, names)
         seen.update(names)
         expected = model(tokens, cache=oracles)[0, -1]
@@ -223,14 +224,14 @@ class StraightToQ4:
     watermark: float = 0.5
     page_formats: tuple[str, ...] = ("q4",)
 
-    def demotions(self, blocks: list[FullBlock], *, is_full: bool) -> Iterable[Demotion]:
+    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
         by_age = sorted(blocks, key=lambda block: block.age)
         return [Demotion(block.block, "q4") for block in by_age if block.page_format != "q4"]
 
 
 @dataclass(frozen=True)
 class Never(StraightToQ4):
-    def demotions(self, blocks: list[FullBlock], *, is_full: bool) -> Iterable[Demotion]:
+    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
         return []
 
 
@@ -241,7 +242,7 @@ class NamesAllAgain:
     page_formats = ("q4",)
     asked = 0
 
-    def demotions(self, blocks: list[FullBlock], *, is_full: bool) -> Iterable[Demotion]:
+    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
         self.asked += 1
         assert self.asked < 50, "asked again and again"
         return [Demotion(block.block, "q4") for block in blocks]
@@ -296,7 +297,7 @@ def test_rings_are_left_alone() -> None:
     windowed = [layer.layer in factory.pool.windows for layer in cache]
     assert set(windowed) == {True, False}
     for layer, has_window in zip(cache, windowed, strict=True):
-        names = factory.pool.page_formats(layer.layer, layer.sequences[0])
+        names = page_formats(factory.pool, layer.layer, layer.sequences[0])
         assert (set(names) == {"fp16"}) == has_window
 
 
@@ -326,7 +327,7 @@ def test_rows_of_a_batch_find_room_together() -> None:
             cache.update_and_fetch(numbers, numbers + at)
         assert_within_budget(pool)
     for sequence in batch[0].sequences:
-        names = pool.page_formats(0, sequence)
+        names = page_formats(pool, 0, sequence)
         assert len(names) == 10
         assert names[-1] == "fp16"
     assert pool.stats().demotions["q8"] > 0

@@ -15,6 +15,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.say_once import say_once
+from paged_kv.page_transfer import page_formats
 from tests.generation import Run, assert_same_run, assert_written_and_free, greedy
 from tests.quantised_oracle import oracle_caches
 from tests.zoo import small_model
@@ -199,8 +200,8 @@ def test_forks_from_before_keep_their_pages_bit_for_bit(bits: int) -> None:
     assert not mx.array_equal(before[0], contents(caches[0]))
     write(fork, 3)
     write(caches, 3)
-    assert pool.page_formats(0, fork[0].sequences[0]) == ["fp16"] * 3
-    assert pool.page_formats(0, caches[0].sequences[0]) == [f"q{bits}"] * 3
+    assert page_formats(pool, 0, fork[0].sequences[0]) == ["fp16"] * 3
+    assert page_formats(pool, 0, caches[0].sequences[0]) == [f"q{bits}"] * 3
     pool.check()
 
 

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.page_format import page_format_named
+from paged_kv.page_transfer import page_formats
 from tests.quantised_oracle import QuantisedOracle, oracle_caches
 from tests.zoo import small_model
 
@@ -37,7 +38,7 @@ class Both:
 
     @property
     def formats(self) -> list[str]:
-        return self.paged.pool.page_formats(0, self.sequence)
+        return page_formats(self.paged.pool, 0, self.sequence)
 
     def write(self, count: int, dtype: mx.Dtype = mx.float32) -> None:
         """A token takes the format of its page."""
@@ -142,7 +143,7 @@ def test_a_shared_page_is_copied_in_its_own_format() -> None:
     before = mx.array(fork.keys_and_values()[0])
     both.write(20)
     both.assert_alike()
-    assert both.formats == names == fork.pool.page_formats(0, fork.sequences[0])
+    assert both.formats == names == page_formats(fork.pool, 0, fork.sequences[0])
     assert mx.array_equal(mx.array(fork.keys_and_values()[0]), before)
     assert both.paged.pool.stats().cow_copies == 1
 
@@ -169,7 +170,7 @@ def test_formats_come_back_from_a_file(tmp_path: Path) -> None:
     other = PagePool(1, max_bytes=1 << 24)
     (loaded,) = load_prompt_cache(file)
     assert loaded.pool is other
-    assert other.page_formats(0, loaded.sequences[0]) == both.formats
+    assert page_formats(other, 0, loaded.sequences[0]) == both.formats
     for found, expected in zip(
         loaded.keys_and_values(), both.oracle.keys_and_values(), strict=True
     ):

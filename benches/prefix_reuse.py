@@ -1,0 +1,210 @@
+"""What sharing prefixes saves, on stdlib-llama: python -m benches.prefix_reuse
+
+    first token    the time to the first token of a prompt of 3,500 tokens and 32 more, cold, and
+                   warm: behind the 3,500 that were computed before, with paged caches and with
+                   mlx-lm's LRUPromptCache, whose hit copies the cache
+    conversation   20 turns of 48 new tokens and 32 answered; how many of all prompt tokens were
+                   found
+    together       32 requests with a common prefix of 2,048 tokens, inserted together into mlx-lm's
+                   batch generator: blocks in use beside those of one prefix and the tails, and the
+                   time to all answers of 16 tokens, with paged caches and with mlx-lm's
+    fork           of a sequence of 32,768 tokens, in all its layers
+    look-up        of 8,192 tokens in an index of 100,000 blocks
+
+Sides that are compared take turns, and each figure is the median of its repetitions.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
+from benches.results_file import write_result
+from benches.timing import in_turns, ratio
+from paged_kv import PagedCacheFactory
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.integrations.generate_command import embedded_model
+
+COMMON, NEW = 3500, 32
+TURNS, ASKED, ANSWERED = 20, 48, 32
+REQUESTS, PREFIX, OWN = 32, 2048, 16
+FORKED = 32_768
+INDEXED, LOOKED_UP = 100_000, 8192
+MODEL_KEY = "model"
+
+
+def random_tokens(model: Any, count: int, seed: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(1, model.args.vocab_size) for _ in range(count)]
+
+
+def first_token(model: Any, prompt: list[int], cache: Any) -> int:
+    token, _ = next(generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=1))
+    return int(token)
+
+
+def time_to_first_token(model: Any) -> dict[str, Any]:
+    prompt = random_tokens(model, COMMON + NEW, seed=0)
+    factory = PagedCacheFactory(model)
+    cache = factory.make_cache()
+    first_token(model, prompt[:COMMON], cache)
+    factory.insert_cache(prompt[:COMMON], cache)
+    stock = LRUPromptCache()
+    cache = make_prompt_cache(model)
+    model(mx.array([prompt[:COMMON]]), cache=cache)
+    mx.eval([layer.state for layer in cache])
+    stock.insert_cache(MODEL_KEY, prompt[:COMMON], cache)
+
+    def paged_warm() -> int:
+        found, cached = factory.fetch_cache(prompt)
+        return first_token(model, prompt[cached:], found)
+
+    def stock_warm() -> int:
+        found, rest = stock.fetch_nearest_cache(MODEL_KEY, prompt)
+        return first_token(model, rest, found)
+
+    works: dict[str, Callable[[], int]] = {
+        "paged_cold": lambda: first_token(model, prompt, factory.make_cache()),
+        "paged_warm": paged_warm,
+        "mlx_lm_cold": lambda: first_token(model, prompt, make_prompt_cache(model)),
+        "mlx_lm_warm": stock_warm,
+    }
+    assert len({work() for work in works.values()}) == 1
+    times = dict(zip(works, in_turns(*works.values(), repetitions=5), strict=True))
+    return {
+        "common_tokens": COMMON,
+        "new_tokens": NEW,
+        **{f"{name}_seconds": median(each) for name, each in times.items()},
+        "paged_cold_over_warm": ratio(times["paged_cold"], times["paged_warm"]),
+        "mlx_lm_cold_over_warm": ratio(times["mlx_lm_cold"], times["mlx_lm_warm"]),
+        "mlx_lm_warm_over_paged_warm": ratio(times["mlx_lm_warm"], times["paged_warm"]),
+    }
+
+
+def conversation(model: Any) -> dict[str, Any]:
+    factory = PagedCacheFactory(model)
+    text: list[int] = []
+    asked = found = again = 0
+    for turn in range(TURNS):
+        again += len(text)
+        text += random_tokens(model, ASKED, seed=turn)
+        cache, cached = factory.fetch_cache(text)
+        asked, found = asked + len(text), found + cached
+        steps = generate_step(
+            mx.array(text[cached:]), model, prompt_cache=cache, max_tokens=ANSWERED
+        )
+        text += [int(token) for token, _ in steps]
+        factory.insert_cache(text, cache)
+    return {
+        "turns": TURNS,
+        "prompt_tokens": asked,
+        "tokens_found": found,
+        "share_found": found / asked,
+        "share_of_earlier_tokens_found": found / again,
+    }
+
+
+def answers(model: Any, prompts: list[list[int]], look: Callable[[], None] = lambda: None) -> None:
+    generator = BatchGenerator(model, max_tokens=OWN, completion_batch_size=REQUESTS)
+    left = set(generator.insert(prompts))
+    while left:
+        _, responses = generator.next()
+        look()
+        left -= {response.uid for response in responses if response.finish_reason is not None}
+    generator.close()
+
+
+def together(model: Any) -> dict[str, Any]:
+    prefix = random_tokens(model, PREFIX, seed=1)
+    prompts = [prefix + random_tokens(model, OWN, seed=2 + row) for row in range(REQUESTS)]
+    most_used = 0
+
+    def paged() -> None:
+        nonlocal most_used
+        factory = PagedCacheFactory(model)
+
+        def look() -> None:
+            nonlocal most_used
+            most_used = max(most_used, factory.stats().blocks_used)
+
+        with factory:
+            answers(model, prompts, look)
+
+    def stock() -> None:
+        answers(model, prompts)
+
+    paged_times, stock_times = in_turns(paged, stock, repetitions=3)
+    tails = REQUESTS * -(-2 * OWN // 256)
+    return {
+        "requests": REQUESTS,
+        "prefix_tokens": PREFIX,
+        "own_tokens": OWN,
+        "most_blocks_used": most_used,
+        "blocks_of_one_prefix": PREFIX // 256,
+        "blocks_of_tails": tails,
+        "blocks_over_prefix_and_tails": most_used / (PREFIX // 256 + tails),
+        "paged_seconds": median(paged_times),
+        "mlx_lm_seconds": median(stock_times),
+        "mlx_lm_over_paged": ratio(stock_times, paged_times),
+    }
+
+
+def fork(model: Any) -> dict[str, Any]:
+    factory = PagedCacheFactory(model)
+    cache = factory.make_cache()
+    attention = model.layers[0].self_attn
+    dtype = attention.k_proj.weight.dtype
+    shape = (1, attention.n_kv_heads, FORKED, model.args.head_dim or 64)
+    for layer in cache:
+        layer.update_and_fetch(mx.zeros(shape, dtype), mx.zeros(shape, dtype))
+    copies = factory.stats().cow_copies
+    (times,) = in_turns(lambda: copy.deepcopy(cache), repetitions=51)
+    assert factory.stats().cow_copies == copies
+    return {"tokens": FORKED, "layers": len(cache), "seconds": median(times), "pages_copied": 0}
+
+
+def look_up() -> dict[str, Any]:
+    allocator = BlockAllocator(ByteBudget(2 * INDEXED), 1)
+    index = PrefixIndex()
+    numbers = random.Random(0)
+    base = [numbers.randrange(100_000) for _ in range(LOOKED_UP)]
+    while len(index) < INDEXED:
+        cut = numbers.randrange(LOOKED_UP)
+        tokens = base[:cut] + [numbers.randrange(100_000) for _ in range(LOOKED_UP - cut)]
+        table = allocator.new_table()
+        table.reserve(0, len(tokens))
+        index.insert("", tokens, [{allocator: block} for block in table.blocks])
+        allocator.drop(table)
+    (times,) = in_turns(lambda: index.match("", base), repetitions=51)
+    return {"blocks": len(index), "tokens": LOOKED_UP, "seconds": median(times)}
+
+
+def main() -> None:
+    model = load(embedded_model())[0]
+    model.set_dtype(mx.float32)
+    figures = {
+        "blas": BLAS,
+        "backend": PagedCacheFactory(model).stats().backend,
+        "first_token": time_to_first_token(model),
+        "conversation": conversation(model),
+        "together": together(model),
+        "fork": fork(model),
+        "look_up": look_up(),
+    }
+    print(figures)
+    print(f"written to {write_result('prefix_reuse', figures)}")
+
+
+if __name__ == "__main__":
+    main()
