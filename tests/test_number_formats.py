@@ -143,7 +143,7 @@ def test_rows_know_nothing_of_each_other(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
-        (mx.float16, 65504.0),
+        (mx.float16, 5e4),
         (mx.bfloat16, 1e30),
         (mx.float32, 1e30),
         (mx.float16, 1e-7),
