@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
 
@@ -37,37 +37,15 @@ def rounded(bits: int) -> Maker:
 
 
 def _rounded(cache: Any, bits: int) -> Any:
-    if isinstance(cache, RotatingKVCache):
-        return _RoundedRotating(cache, bits)
-    assert type(cache) is KVCache, cache
-    return _Rounded(bits)
+    """A cache of mlx-lm, with rows rounded before it takes them."""
+    take = cache.update_and_fetch
+    cache.update_and_fetch = lambda keys, values: take(_round(keys, bits), _round(values, bits))
+    return cache
 
 
 def _round(numbers: mx.array, bits: int) -> mx.array:
-    options = {"group_size": MLX_GROUP, "bits": bits}
-    return mx.dequantize(*mx.quantize(numbers, **options), **options)
-
-
-class _Rounded(KVCache):
-    def __init__(self, bits: int) -> None:
-        super().__init__()
-        self._code_bits = bits  # mlx-lm takes a cache with a member `bits` for a quantised one
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        return super().update_and_fetch(
-            _round(keys, self._code_bits), _round(values, self._code_bits)
-        )
-
-
-class _RoundedRotating(RotatingKVCache):
-    def __init__(self, of: RotatingKVCache, bits: int) -> None:
-        super().__init__(max_size=of.max_size, keep=of.keep)
-        self._code_bits = bits
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        return super().update_and_fetch(
-            _round(keys, self._code_bits), _round(values, self._code_bits)
-        )
+    codes, scales, biases = mx.quantize(numbers, group_size=MLX_GROUP, bits=bits)
+    return mx.dequantize(codes, scales, biases, group_size=MLX_GROUP, bits=bits)
 
 
 KINDS: dict[str, Maker] = {

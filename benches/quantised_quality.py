@@ -22,25 +22,26 @@ text        perplexity of each model on contexts of 2,048 tokens, of one file ea
 greedy      16 prompts of 512 tokens, continued together with 128 tokens: how many are the same as
             with 16-bit pages until the first that is not. "auto" is left out: a budget for so few
             pages would hold no demotions.
-outliers    the perplexity of stdlib-llama with some channels of keys and values 16 times as large,
-            and queries and output projection so much smaller that the function of the model is
-            the same, bit for bit: 16 is a power of 2. Keys have two rotary pairs in each head,
-            values two channels.
-            `largest_change` is how far that moved log-probabilities of 16-bit pages.
+outliers    the perplexity of stdlib-llama on four such contexts, with some channels of keys and
+            values 16 times as large, and queries and output projection so much smaller that the
+            function of the model is the same, bit for bit: 16 is a power of 2. Keys have two
+            rotary pairs in each head, values two channels. `largest_change` is how far that moved
+            log-probabilities of 16-bit pages.
 long        16,384 tokens of all files through stdlib-llama, in float32, with pages of float16 as
             in a model in 16 bits, under a third of the bytes of such pages. The model was trained
             on contexts of 4,096: the base of its rotary positions is raised to 200,000, without
             which the perplexity is above 100 here. Each row of a timeline is the pool after so
             many tokens, and the perplexity of the 1,024 before.
 
-Parts run in two processes: nothing here is a time.
+Parts run in two processes, for nothing here is a time; the results file is written anew after
+each.
 """
 
 import math
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from statistics import mean, median, stdev
 from typing import Any
 
@@ -58,14 +59,14 @@ from paged_kv.allocator.demotion import OldestFirst
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.kernels.page_format import PAGE_SIZE
 
-TOKENS, CONTEXTS, STEP = 2048, 10, 128
+TOKENS, CONTEXTS, OUTLIER_CONTEXTS, STEP = 2048, 10, 4, 128
 AUTO_PERCENT = range(40, 101, 5)
 PROMPTS, PROMPT_TOKENS, GENERATED = 16, 512, 128
 OUTLIER = 16
 KEY_PAIRS, VALUE_CHANNELS = (5, 20), (7, 40)
 WITH_OUTLIERS = ("fp16", "q8", "q4", "q4-unrotated", "mlx-lm 8 bits", "mlx-lm 4 bits")
 LONG_TOKENS, LONG_STEP, LONG_BASE, TIMES_OVER = 16_384, 512, 200_000, 3
-TIMELINE_TOKENS = 1024
+LONG_RUNS, TIMELINE_TOKENS = ("fp16", "auto", "recent=1"), 1024
 
 Figures = dict[str, Any]
 
@@ -86,11 +87,11 @@ def all_log_probs(model: Any, cache: Caches, context: list[int]) -> mx.array:
 
 def nats(predicted: mx.array, following: list[int]) -> float:
     """Mean cross-entropy of the tokens that followed."""
-    return -mx.mean(mx.take_along_axis(predicted, mx.array(following)[:, None], -1)).item()
+    return -float(mx.mean(mx.take_along_axis(predicted, mx.array(following)[:, None], -1)))
 
 
 def divergence(of: mx.array, from_: mx.array) -> float:
-    return mx.mean(mx.sum(mx.exp(from_) * (from_ - of), axis=-1)).item()
+    return float(mx.mean(mx.sum(mx.exp(from_) * (from_ - of), axis=-1)))
 
 
 def size_of_tokens() -> Figures:
@@ -131,7 +132,7 @@ def auto_budget(model: Any, text: list[int], cache: Caches) -> int:
     enough."""
     rings = sum(each.nbytes for each in cache if each.layer in cache[0].pool.windows)
     for percent in AUTO_PERCENT:
-        budget = rings + percent * (nbytes(cache) - rings) // 100
+        budget: int = rings + percent * (nbytes(cache) - rings) // 100
         try:
             all_log_probs(model, paged("auto", budget)(model), text)
             return budget
@@ -191,7 +192,7 @@ def compared(losses: list[float], reference: list[float]) -> Figures:
 
 
 def largest_change(one: mx.array, other: mx.array) -> float:
-    return mx.max(mx.abs(one - other)).item()
+    return float(mx.max(mx.abs(one - other)))
 
 
 def text_of(name: str) -> Figures:
@@ -241,8 +242,8 @@ def continued(model: Any, cache: Caches, prompts: list[list[int]]) -> list[list[
         steps.append(mx.argmax(logits[:, -1:], axis=-1))
         logits = model(steps[-1], cache=cache)
         mx.eval(logits)
-    found: list[list[int]] = mx.concatenate(steps, axis=1).tolist()
-    return found
+    found: Any = mx.concatenate(steps, axis=1).tolist()
+    return list(found)
 
 
 def equal_tokens(found: list[list[int]], reference: list[list[int]]) -> list[int]:
@@ -255,7 +256,7 @@ def equal_tokens(found: list[list[int]], reference: list[list[int]]) -> list[int
 
 def outliers() -> Figures:
     model, tokenizer = model_in_float32("stdlib-llama")
-    texts = contexts(tokenizer, TOKENS, CONTEXTS)
+    texts = contexts(tokenizer, TOKENS, OUTLIER_CONTEXTS)
     before = all_log_probs(model, KINDS["fp16"](model), texts[0])
     for layer in model.layers:
         plant_outliers(layer.self_attn)
@@ -341,49 +342,57 @@ def pool_row(cache: Caches) -> Figures:
 
 Part = tuple[Callable[..., Figures], tuple[str, ...]]
 PARTS: dict[str, Part] = {
-    "text stdlib-llama": (text_of, ("stdlib-llama",)),
-    "text stdlib-gemma3": (text_of, ("stdlib-gemma3",)),
-    "long auto": (long_run, ("auto",)),
-    "long recent=1": (long_run, ("recent=1",)),
-    "long fp16": (long_run, ("fp16",)),
-    "outliers": (outliers, ()),
-    "greedy stdlib-llama": (greedy_of, ("stdlib-llama",)),
-    "greedy stdlib-gemma3": (greedy_of, ("stdlib-gemma3",)),
     "bytes": (size_of_tokens, ()),
+    **{f"text {name}": (text_of, (name,)) for name in MODELS},
+    "outliers": (outliers, ()),
+    **{f"greedy {name}": (greedy_of, (name,)) for name in MODELS},
+    **{f"long {name}": (long_run, (name,)) for name in LONG_RUNS},
 }
 
 
-def main() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn) as processes:
-        running = {
-            name: processes.submit(work, *arguments) for name, (work, arguments) in PARTS.items()
-        }
-        parts = {name: each.result() for name, each in running.items()}
-    figures = {
+def figures_of(parts: dict[str, Figures]) -> Figures:
+    """What a results file holds of the parts that are done."""
+    of_models = {
+        kind: {name: parts[f"{kind} {name}"] for name in MODELS if f"{kind} {name}" in parts}
+        for kind in ("text", "greedy")
+    }
+    runs = {name: parts[f"long {name}"] for name in LONG_RUNS if f"long {name}" in parts}
+    return {
         "backend": PagePool(1, max_bytes=1 << 20).stats().backend,
         "blas": BLAS,
         "tokens": CONTEXTS * TOKENS,
         "context": TOKENS,
         "step": STEP,
         "mlx_lm_group": MLX_GROUP,
-        "bytes": parts["bytes"],
-        "text": {name: parts[f"text {name}"] for name in MODELS},
+        "bytes": parts.get("bytes", {}),
+        "text": of_models["text"],
         "greedy": {
             "prompts": PROMPTS,
             "prompt_tokens": PROMPT_TOKENS,
             "generated": GENERATED,
-            "rows": {name: parts[f"greedy {name}"] for name in MODELS},
+            "rows": of_models["greedy"],
         },
-        "outliers": parts["outliers"],
+        "outliers": {"tokens": OUTLIER_CONTEXTS * TOKENS, **parts.get("outliers", {"rows": {}})},
         "long": {
             "tokens": LONG_TOKENS,
             "step": LONG_STEP,
             "rope_base": LONG_BASE,
-            "runs": {name: parts[f"long {name}"] for name in ("fp16", "auto", "recent=1")},
+            "runs": runs,
         },
     }
-    print("written to", write_result("quantised_quality", figures).name)
+
+
+def main() -> None:
+    parts: dict[str, Figures] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn) as processes:
+        running = {
+            processes.submit(work, *arguments): name for name, (work, arguments) in PARTS.items()
+        }
+        for done in as_completed(running):
+            parts[running[done]] = done.result()
+            written = write_result("quantised_quality", figures_of(parts)).name
+            print(f"{running[done]}: written to {written}", flush=True)
 
 
 if __name__ == "__main__":
