@@ -31,6 +31,19 @@ RUN = {
     "peak_memory_bytes": 2**30,
     "peak_tokens_held": 1024,
 }
+LOST = {
+    "perplexity": 12.5,
+    "loss_percent": 0.654,
+    "standard_error_percent": 0.081,
+    "kl_nats": 0.00712,
+}
+POOL = {
+    "tokens": 1024,
+    "blocks_by_format": {"fp16": 3, "q8": 1},
+    "bytes_mapped": 2**20,
+    "perplexity": 14.5,
+}
+LONG = {"max_bytes": 2**22, "timeline": [POOL, {**POOL, "tokens": 2048}], "end": POOL}
 FIGURES: dict[str, dict[str, Any]] = {
     "allocator": {
         "blocks_used": 100_000,
@@ -123,6 +136,25 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "allocations": {"decoded": 10000, "allocations": 0},
     },
+    "quantised_quality": {
+        "backend": "plain",
+        "tokens": 20480,
+        "bytes": {
+            "fp16": {"token_bytes": 3072.0, "bits_per_value": 16.0, "times_smaller": 1.0},
+            "q4": {"token_bytes": 864.0, "bits_per_value": 4.5, "times_smaller": 3.5556},
+        },
+        "text": {"stdlib-llama": {"rows": {"fp16": LOST, "auto": LOST, "q4": LOST}}},
+        "greedy": {"generated": 128, "rows": {"stdlib-llama": {"q4": {"median": 17.5}}}},
+        "outliers": {"times_larger": 16, "rows": {"fp16": LOST, "q4": LOST}},
+        "long": {
+            "tokens": 16384,
+            "runs": {
+                "fp16": {**LONG, "perplexity": 12.0},
+                "auto": {**LONG, "perplexity": 12.125},
+                "recent=1": {**LONG, "exhausted": "1 blocks were needed"},
+            },
+        },
+    },
     "model_families": {
         "files": {
             "bitnet": {"gets": "not run", "reason": "runs on Metal only"},
@@ -161,6 +193,7 @@ ROWS = {
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
     "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
+    "quantised_quality": "| q4 | 864 (1 / 3.56) | 4.5 | +0.65 ± 0.08 % | 7.1e-03 | 17.5 of 128 |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
 }
 
@@ -230,6 +263,15 @@ def test_machine_and_versions_follow_the_table(results: Path) -> None:
 
 def test_serving_says_how_many_requests_are_equal() -> None:
     assert TABLES["serving"](FIGURES["serving"]).endswith("equal in 31 of 32 requests.")
+
+
+def test_quality_says_how_long_runs_ended() -> None:
+    lines = TABLES["quantised_quality"](FIGURES["quantised_quality"]).splitlines()
+    assert "| fp16 | 3,072 (1 / 1) | 16 | 12.500 |  |  |" in lines
+    assert "| auto |  |  | +0.65 ± 0.08 % | 7.1e-03 |  |" in lines
+    assert "| 2,048 | 3 | 1 | 0 | 1.0 MiB | 14.50 | 14.50 |" in lines
+    assert "After 1,024 tokens: perplexity of all 12.12, 12.00 with 16-bit pages." in lines
+    assert "After 1,024 tokens: 1 blocks were needed" in lines
 
 
 def test_model_families_are_grouped_and_exceptions_named() -> None:

@@ -1,0 +1,88 @@
+"""The README's tables of what fewer bits for keys and values cost."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benches.table_cells import count, mebibytes, table
+
+Figures = dict[str, Any]
+
+
+def quantised_quality(figures: Figures) -> str:
+    """Sizes and losses, losses with outliers, and how a long run was demoted."""
+    tables = [formats(figures)]
+    if figures["outliers"]["rows"]:
+        tables.append(outliers(figures["outliers"]))
+    return "\n\n".join([*tables, *long_runs(figures["long"])])
+
+
+def formats(figures: Figures) -> str:
+    """One row for each kind of cache: bytes, then what each model loses."""
+    models = figures["text"]
+    head = [f"{figures['tokens']:,} tokens, {figures['backend']} backend", "bytes a token", "bits"]
+    for model in models:
+        head += [f"{model}: perplexity", "divergence, nats"]
+        head += ["equal greedy tokens"] if model in figures["greedy"]["rows"] else []
+    names = list(next(iter(models.values()))["rows"])
+    return table(head, (_format_row(figures, name) for name in names))
+
+
+def _format_row(figures: Figures, name: str) -> Iterator[str]:
+    yield name
+    size = figures["bytes"].get(name)
+    yield f"{count(size['token_bytes'])} (1 / {size['times_smaller']:.3g})" if size else ""
+    yield f"{size['bits_per_value']:.3g}" if size else ""
+    for model, text in figures["text"].items():
+        row, greedy = text["rows"][name], figures["greedy"]["rows"].get(model)
+        yield f"{row['perplexity']:.3f}" if name == "fp16" else loss(row)
+        yield "" if name == "fp16" else f"{row['kl_nats']:.1e}"
+        if greedy:
+            is_measured = name in greedy
+            of = figures["greedy"]["generated"]
+            yield f"{greedy[name]['median']:g} of {of}" if is_measured else ""
+
+
+def loss(row: Figures) -> str:
+    return f"{row['loss_percent']:+.2f} ± {row['standard_error_percent']:.2f} %"
+
+
+def outliers(figures: Figures) -> str:
+    head = f"stdlib-llama with channels {figures['times_larger']} times as large"
+    rows = [
+        (name, loss(row), f"{row['kl_nats']:.1e}")
+        for name, row in figures["rows"].items()
+        if name != "fp16"
+    ]
+    return table((head, "perplexity", "divergence, nats"), rows)
+
+
+def long_runs(figures: Figures) -> Iterator[str]:
+    """A table for each run with a budget, beside the perplexities with 16-bit pages."""
+    runs = dict(figures["runs"])
+    sixteen_bit = runs.pop("fp16", {"timeline": []})
+    reference = {row["tokens"]: row["perplexity"] for row in sixteen_bit["timeline"]}
+    for name, run in runs.items():
+        budget = f"{name}, {mebibytes(run['max_bytes'])} for {figures['tokens']:,} tokens"
+        head = (budget, "fp16", "q8", "q4", "mapped", "perplexity", "with 16-bit pages")
+        rows = [
+            (
+                f"{row['tokens']:,}",
+                *(str(row["blocks_by_format"].get(each, 0)) for each in head[1:4]),
+                mebibytes(row["bytes_mapped"]),
+                f"{row['perplexity']:.2f}",
+                f"{reference[row['tokens']]:.2f}" if row["tokens"] in reference else "",
+            )
+            for row in run["timeline"][1::2]
+        ]
+        yield f"{table(head, rows)}\n\n{_end(run, sixteen_bit)}"
+
+
+def _end(run: Figures, sixteen_bit: Figures) -> str:
+    """How a run ended."""
+    after = f"After {run['end']['tokens']:,} tokens"
+    if "exhausted" in run:
+        return f"{after}: {run['exhausted']}"
+    beside = ""
+    if "perplexity" in sixteen_bit:
+        beside = f", {sixteen_bit['perplexity']:.2f} with 16-bit pages"
+    return f"{after}: perplexity of all {run['perplexity']:.2f}{beside}."
