@@ -55,7 +55,6 @@ from benches.cache_kinds import KINDS, MLX_GROUP, Caches, Maker, paged
 from benches.heldout_text import MODELS, contexts, files, model_in_float32
 from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.allocator.demotion import OldestFirst
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.kernels.page_format import PAGE_SIZE
 
@@ -178,7 +177,7 @@ def end_of(cache: Caches) -> Figures:
     formats = Counter(pool.page_formats(full.layer, full.sequences[0]))
     end: Figures = {"blocks_by_format": dict(formats)}
     if pool.demotion_policy:
-        end |= {"demotions": dict(pool.demotions), "max_bytes": pool.budget.max_bytes}
+        end |= {"demotions": dict(pool.stats().demotions), "max_bytes": pool.budget.max_bytes}
     return end
 
 

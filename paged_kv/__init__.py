@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paged_kv.allocator.demotion import DemotionPolicy, OldestFirst
     from paged_kv.allocator.errors import (
         BlockStateError,
         PagedKVError,
@@ -31,6 +32,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockStateError",
+    "DemotionPolicy",
+    "OldestFirst",
     "PagePool",
     "PagedCacheFactory",
     "PagedKVCache",
@@ -45,6 +48,8 @@ __all__ = [
 
 _HOMES = {
     "BlockStateError": "allocator.errors",
+    "DemotionPolicy": "allocator.demotion",
+    "OldestFirst": "allocator.demotion",
     "PagedKVError": "allocator.errors",
     "PoolExhausted": "allocator.errors",
     "RollbackError": "allocator.errors",
