@@ -61,6 +61,9 @@ class NativeBackend:
         require_memory((count + spare) * WORD.size)
         memory = untouched((1, count + spare)).reshape(-1)
         mx.eval(memory)
+        # 2 MiB at a time are translated at once: decode of 8 rows at 32K takes 0.82 to 0.92 of the
+        # time.
+        self.library.ask_for_huge_pages(_address(memory), memory.nbytes)
         first = -_address(memory) % ALIGNMENT // WORD.size
         slab = memory[first : first + count].reshape(pages * page_units, unit_words)
         mx.eval(slab)

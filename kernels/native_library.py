@@ -99,6 +99,9 @@ class NativeLibrary:
         self._gather = self._function("gather", pages, rows, tensor, tensor)
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
         self._load = self._function("load", pages, ctypes.c_int32, tensor)
+        self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
+        self._ask_for_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self._ask_for_huge_pages.restype = None
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -119,6 +122,10 @@ class NativeLibrary:
 
     def use_threads(self, count: int) -> None:
         self._library.paged_kv_use_threads(count)
+
+    def ask_for_huge_pages(self, address: int, size: int) -> None:
+        """Have the system back `size` bytes with huge pages as they are written, if it can."""
+        self._ask_for_huge_pages(address, size)
 
     def write(self, pages: PagesStruct, rows: RowsStruct, keys: Tensor, values: Tensor) -> None:
         _check(self._write(pages, rows, keys.address, values.address))

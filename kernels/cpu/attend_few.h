@@ -22,7 +22,7 @@ class Fetch {
     if (!run || steps <= 0) return;
     at_ = run->data;
     left_ = count * run->stride;
-    step_ = (left_ + steps - 1) / steps;
+    step_ = (left_ + steps * LINE - 1) / (steps * LINE) * LINE;
   }
 
   __attribute__((always_inline)) void step() {
@@ -108,21 +108,25 @@ INLINE void multiply_values_at(int d, RowRun values, int count, const float* wei
     for (int j = 0; j < N; j++) store(out + g * stride + d + j * W, acc[g][j]);
 }
 
-constexpr int power_of_2_up_to(int x) { return x < 2 ? 1 : 2 * power_of_2_up_to(x / 2); }
-
 // out [G, stride] becomes decay[g] * out + weights @ values. So many tokens at a time that their
-// rows stay in the first-level cache while one group of vectors after the other is summed.
+// rows stay in the first-level cache while one group of vectors after the other is summed. Groups of
+// N and of N - 1 divide the vectors evenly: 3 + 3 + 3 + 3 + 2 + 2, for a weight is loaded once for a
+// group.
 template <int FORMAT, int G>
 void multiply_values(RowRun values, int count, int dim, const float* weights, const float* decay,
                      float* out, int stride, const RowRun* next, int next_count) {
-  constexpr int N = power_of_2_up_to(smaller(8, ACCUMULATORS / G));
-  int passes = (dim + N * W - 1) / (N * W);
+  constexpr int N = smaller(8, ACCUMULATORS / G), LESS = larger(1, N - 1);
+  int vectors = dim / W, passes = (vectors + N - 1) / N;
+  int wide = larger(0, vectors - LESS * passes);
   Fetch fetch(next, next_count, count * passes);
   for (int t = 0; t < count; t += VALUE_TOKENS) {
     int tokens = smaller(VALUE_TOKENS, count - t), d = 0;
     RowRun run = {values.data + t * values.stride, values.stride};
-    for (; d + N * W <= dim; d += N * W)
+    for (; d < wide * N * W; d += N * W)
       multiply_values_at<FORMAT, G, N, false>(d, run, tokens, weights + t, decay, out, stride, fetch);
+    for (; d + LESS * W <= dim; d += LESS * W)
+      multiply_values_at<FORMAT, G, LESS, false>(d, run, tokens, weights + t, decay, out, stride,
+                                                 fetch);
     for (; d + W <= dim; d += W)
       multiply_values_at<FORMAT, G, 1, false>(d, run, tokens, weights + t, decay, out, stride, fetch);
     if (d < dim)

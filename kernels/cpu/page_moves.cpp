@@ -1,4 +1,7 @@
 // Moving tokens in and out of pages, and whole pages. Bytes are moved as they are.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "paged_kv_cpu.h"
 #include "tensors.h"
 #include "thread_pool.h"
@@ -178,6 +181,16 @@ int paged_kv_load(const PagedKvPages* pages, int32_t entry, const PagedKvTensor*
     memcpy(page_at(*pages, entry), data_of(page), bytes);
     return PAGED_KV_OK;
   });
+}
+
+void paged_kv_ask_for_huge_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  uintptr_t page = sysconf(_SC_PAGESIZE), begin = reinterpret_cast<uintptr_t>(memory);
+  uintptr_t first = (begin + page - 1) / page * page, end = (begin + bytes) / page * page;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
 }
 
 void paged_kv_use_threads(int32_t count) { use_threads(count); }

@@ -68,6 +68,10 @@ PAGED_KV_EXPORT int paged_kv_use_instruction_set(const char* name);
 // How many threads later calls use, the caller's included.
 PAGED_KV_EXPORT void paged_kv_use_threads(int32_t count);
 
+// Asks the system to back memory with huge pages as it is written; nothing where it has none, or
+// refuses.
+PAGED_KV_EXPORT void paged_kv_ask_for_huge_pages(void* memory, int64_t bytes);
+
 // Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim] of the pages' formats,
 // without its padding, as the last tokens of each row.
 PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvRows* rows,
