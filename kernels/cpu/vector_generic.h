@@ -42,10 +42,15 @@ INLINE vec select(ints mask, vec a, vec b) {
   return bits_of<vec>((mask & bits_of<ints>(a)) | (~mask & bits_of<ints>(b)));
 }
 INLINE vec max(vec a, vec b) { return select(a > b, a, b); }
+INLINE vec min(vec a, vec b) { return select(a < b, a, b); }
 // Adding this moves the fraction out of the float. What is larger than its precision is whole.
 INLINE vec round_to_int(vec x) {
   const vec magic = set1(12582912.f);
   return select(x < set1(-4194304.f), x, (x + magic) - magic);
+}
+INLINE vec floor(vec x) {
+  vec n = round_to_int(x);
+  return select(n > x, n - set1(1.f), n);
 }
 // n is whole; at -127 and below the result is 0.
 INLINE vec times_power_of_2(vec x, vec n) {
@@ -56,6 +61,12 @@ INLINE float reduce_add(vec x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 INLINE float reduce_max(vec x) {
   float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
   return a > b ? a : b;
+}
+
+// Lane i is lane i ^ H of x.
+template <int H>
+INLINE vec swap_lanes(vec x) {
+  return H == 1 ? vec{x[1], x[0], x[3], x[2]} : vec{x[2], x[3], x[0], x[1]};
 }
 
 // x where low <= at < high, else the other.
@@ -114,6 +125,46 @@ INLINE void store_bf16(uint16_t* p, vec x) {
     bool nan = (bits & 0x7fffffff) > 0x7f800000;
     p[i] = nan ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
+}
+
+INLINE float float_of_f16(uint16_t x) {
+  const uint16_t lanes[W] = {x};
+  return load_f16<false>(lanes)[0];
+}
+INLINE uint16_t f16_of_float(float x) { return f16_of(x); }
+
+typedef ints words;
+
+INLINE words load_words(const char* p) {
+  words x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+// Groups fill registers, so there are no parts of one to load.
+INLINE words load_words(const char* p, int) { return load_words(p); }
+// The i-th half byte of each word.
+INLINE vec half_bytes(words x, int i) { return __builtin_convertvector(x >> 4 * i & 15, vec); }
+// The i-th byte of each word, with its sign.
+INLINE vec signed_bytes(words x, int i) {
+  return __builtin_convertvector(x << (24 - 8 * i) >> 24, vec);
+}
+// A register has words of one group only.
+template <int WORDS>
+INLINE vec spread(const float* scales, int) {
+  return set1(scales[0]);
+}
+
+// Signed bytes as floats.
+INLINE vec load_bytes(const char* p) {
+  const signed char* x = (const signed char*)p;
+  return __builtin_convertvector((ints{x[0], x[1], x[2], x[3]}), vec);
+}
+// Each byte's lower half and its upper half, less 8.
+INLINE void load_half_bytes(const char* p, vec& low, vec& high) {
+  const uint8_t* b = (const uint8_t*)p;
+  ints x = {b[0], b[1], b[2], b[3]};
+  low = __builtin_convertvector((x & 15) - 8, vec);
+  high = __builtin_convertvector((x >> 4) - 8, vec);
 }
 
 // sums[i] is the sum of the lanes of x[i].
