@@ -14,12 +14,12 @@
 namespace {
 
 template <int FORMAT, int G>
-void multiply_keys(const RowRun& keys, int count, int dim, const float* q, int q_stride,
-                   float* scales, float* scores, const Next& next) {
+void multiply_keys(const RowRun& keys, int count, int dim, const float* q, float* scales,
+                   float* scores, const Next& next) {
   if constexpr (is_quantised(FORMAT))
-    multiply_group_keys<FORMAT, G>(keys, count, dim, q, q_stride, scales, scores, next);
+    multiply_group_keys<FORMAT, G>(keys, count, dim, q, scales, scores, next);
   else
-    multiply_row_keys<FORMAT, G>(keys, count, dim, q, q_stride, scores, next);
+    multiply_row_keys<FORMAT, G>(keys, count, dim, q, QUERY_FLOATS, scores, next);
 }
 
 template <int FORMAT, int G>
@@ -31,8 +31,7 @@ void multiply_values(const RowRun& values, int count, int dim, float* scales, co
     multiply_row_values<FORMAT, G>(values, count, dim, weights, decay, out, stride, next);
 }
 
-typedef void (*MultiplyKeys)(const RowRun&, int, int, const float*, int, float*, float*,
-                             const Next&);
+typedef void (*MultiplyKeys)(const RowRun&, int, int, const float*, float*, float*, const Next&);
 typedef void (*MultiplyValues)(const RowRun&, int, int, float*, const float*, const float*, float*,
                                int, const Next&);
 
@@ -77,29 +76,19 @@ INLINE float soften(float* scores, int count, int from, int to, float* maximum, 
   return decay;
 }
 
-constexpr int largest(int a, int b, int c) { return larger(a, larger(b, c)); }
-
-// Floats of a query row in the order of any format.
-INLINE int query_floats(int dim) {
-  return largest(padded(dim), arranged<PAGED_KV_Q8>(dim), arranged<PAGED_KV_Q4>(dim));
-}
-
-// The queries of a block, for keys of every format and basis that it meets.
+// The queries of a block, [rows, QUERY_FLOATS], for keys of each format and basis that it meets.
 class Queries {
  public:
   Queries(const Attention& a, const QueryBlock& block, float* memory)
-      : a_(a), block_(block), rows_(block.queries * a.ratio), stride(query_floats(a.pages->k_dim)),
-        memory_(memory) {}
+      : a_(a), block_(block), rows_(block.queries * a.ratio), memory_(memory) {}
 
-  static size_t floats(const Attention& a, int rows) {
-    return (size_t)(2 * ORDERS + 1) * rows * query_floats(a.pages->k_dim);
-  }
+  static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
 
   const float* like(const RowRun& keys) {
     int order = is_quantised(keys.format) ? keys.format - PAGED_KV_Q8 + 1 : 0;
     int which = 2 * order + keys.rotated;
-    float* q = memory_ + (size_t)which * rows_ * stride;
-    if (!made_[which]) make(q, order, keys.rotated);
+    float* q = memory_ + (size_t)which * rows_ * QUERY_FLOATS;
+    if (!made_[which]) make(q, keys);
     made_[which] = true;
     return q;
   }
@@ -109,31 +98,26 @@ class Queries {
   const Attention& a_;
   const QueryBlock& block_;
   int rows_;
-
- public:
-  const int stride;
-
- private:
   float* memory_;
   bool made_[2 * ORDERS] = {};
 
-  void make(float* to, int order, bool rotated) {
+  void make(float* to, const RowRun& keys) {
     int dim = a_.pages->k_dim;
-    float* row = memory_ + (size_t)2 * ORDERS * rows_ * stride;
-    for (int r = 0; r < rows_; r++, to += stride) {
-      read_query(a_, block_, r, rotated, order ? row : to);
-      if (order == 1) arrange<PAGED_KV_Q8>(row, dim, to);
-      if (order == 2) arrange<PAGED_KV_Q4>(row, dim, to);
+    float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
+    for (int r = 0; r < rows_; r++, to += QUERY_FLOATS) {
+      read_query(a_, block_, r, keys.rotated, is_quantised(keys.format) ? row : to);
+      if (keys.format == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
+      if (keys.format == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
     }
   }
 };
 
 int scale_floats(const Attention& a) {
-  return PAGE_SIZE * (larger(a.pages->k_dim, a.pages->v_dim) / GROUP) + LANES;
+  return (PAGE_SIZE + VALUE_TOKENS) * (larger(a.pages->k_dim, a.pages->v_dim) / GROUP) + LANES;
 }
 
 size_t few_scratch(const Attention& a, int rows) {
-  return Queries::floats(a, rows) + (size_t)rows * (SCORES + 1) + scale_floats(a) + 3 * LANES;
+  return Queries::floats(rows) + (size_t)rows * (SCORES + 1) + scale_floats(a) + 3 * LANES;
 }
 
 void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, Partial part,
@@ -141,7 +125,7 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
   int rows = block.queries * a.ratio, k_dim = a.pages->k_dim, v_dim = a.pages->v_dim;
   int stride = padded(v_dim), length = a.rows->context_lens[block.row];
   Queries queries(a, block, scratch);
-  float* scores = scratch + Queries::floats(a, rows);
+  float* scores = scratch + Queries::floats(rows);
   float* decay = scores + (size_t)rows * SCORES;
   float* scales = decay + padded(rows);
   for (int r = 0; r < rows; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
@@ -158,8 +142,8 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
     for (int i = 0; i < groups; i++) {
       int g = rows * i / groups, size = rows * (i + 1) / groups - g;
       Next next = {run.values, i ? 0 : run.count, v_dim};
-      MULTIPLY_KEYS[run.keys.format][size - 1](run.keys, run.count, k_dim, q + g * queries.stride,
-                                               queries.stride, scales, scores + g * SCORES, next);
+      MULTIPLY_KEYS[run.keys.format][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS,
+                                               scales, scores + g * SCORES, next);
     }
     for (int r = 0; r < rows; r++) {
       int position = block.position + r / a.ratio;

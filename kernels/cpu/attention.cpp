@@ -187,6 +187,7 @@ bool fits(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTenso
                has_shape(outputs, rows.batch, queries.shape[1], queries.shape[2], pages.v_dim);
   bool dtypes = format_of(queries) >= 0 && format_of(queries) == format_of(outputs);
   if (!sizes || !dtypes || !is_contiguous(outputs)) return false;
+  if (pages.k_dim > LONGEST_HEAD || pages.v_dim > LONGEST_HEAD) return false;
   const PagedKvTensor* sinks = options.sinks;
   if (sinks && (sinks->ndim != 1 || sinks->shape[0] != queries.shape[1] || format_of(*sinks) < 0))
     return false;

@@ -22,6 +22,7 @@ constexpr float LOWEST = -1e29f;
 static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
 
 constexpr int GROUP = 32;  // numbers that share a scale
+constexpr int LONGEST_HEAD = 576;
 
 constexpr bool is_quantised(int format) { return format >= PAGED_KV_Q8; }
 

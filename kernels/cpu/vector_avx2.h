@@ -104,14 +104,11 @@ INLINE words load_words(const char* p) { return _mm256_loadu_si256((const __m256
 INLINE words load_words(const char* p, int) {
   return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p));
 }
-// The i-th half byte of each word.
-INLINE vec half_bytes(words x, int i) {
-  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x, 4 * i), _mm256_set1_epi32(15)));
-}
-// The i-th byte of each word, with its sign.
-INLINE vec signed_bytes(words x, int i) {
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * i), 24));
-}
+INLINE words word1(uint32_t x) { return _mm256_set1_epi32((int)x); }
+INLINE words both(words a, words b) { return _mm256_and_si256(a, b); }
+INLINE words differing(words a, words b) { return _mm256_xor_si256(a, b); }
+INLINE words shifted_right(words x, int bits) { return _mm256_srli_epi32(x, bits); }
+INLINE vec floats_of(words x) { return _mm256_cvtepi32_ps(x); }  // of 31 bits
 // Scales for groups of so many words; only the first `count` of them exist.
 template <int WORDS>
 INLINE vec spread(const float* scales, int count) {
@@ -123,11 +120,9 @@ INLINE vec spread(const float* scales, int count) {
 INLINE vec load_bytes(const char* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-// Each byte's lower half and its upper half, less 8.
-INLINE void load_half_bytes(const char* p, vec& low, vec& high) {
-  __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-  low = sub(_mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15))), set1(8.f));
-  high = sub(_mm256_cvtepi32_ps(_mm256_srli_epi32(x, 4)), set1(8.f));
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 }
 
 INLINE vec sum_fours(const vec* x) {

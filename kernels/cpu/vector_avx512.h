@@ -105,14 +105,11 @@ INLINE words load_words(const char* p) { return _mm512_loadu_si512(p); }
 INLINE words load_words(const char* p, int count) {
   return _mm512_maskz_loadu_epi32((__mmask16)((1 << count) - 1), p);
 }
-// The i-th half byte of each word.
-INLINE vec half_bytes(words x, int i) {
-  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 4 * i), _mm512_set1_epi32(15)));
-}
-// The i-th byte of each word, with its sign.
-INLINE vec signed_bytes(words x, int i) {
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * i), 24));
-}
+INLINE words word1(uint32_t x) { return _mm512_set1_epi32((int)x); }
+INLINE words both(words a, words b) { return _mm512_and_si512(a, b); }
+INLINE words differing(words a, words b) { return _mm512_xor_si512(a, b); }
+INLINE words shifted_right(words x, int bits) { return _mm512_srli_epi32(x, bits); }
+INLINE vec floats_of(words x) { return _mm512_cvtepi32_ps(x); }  // of 31 bits
 // Scales for groups of so many words; only the first `count` of them exist.
 template <int WORDS>
 INLINE vec spread(const float* scales, int count) {
@@ -126,11 +123,9 @@ INLINE vec spread(const float* scales, int count) {
 INLINE vec load_bytes(const char* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-// Each byte's lower half and its upper half, less 8.
-INLINE void load_half_bytes(const char* p, vec& low, vec& high) {
-  __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-  low = sub(_mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(15))), set1(8.f));
-  high = sub(_mm512_cvtepi32_ps(_mm512_srli_epi32(x, 4)), set1(8.f));
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
 
 INLINE vec sum_pairs(vec a, vec b) {

@@ -133,7 +133,7 @@ INLINE float float_of_f16(uint16_t x) {
 }
 INLINE uint16_t f16_of_float(float x) { return f16_of(x); }
 
-typedef ints words;
+typedef uint32_t words __attribute__((vector_size(16)));
 
 INLINE words load_words(const char* p) {
   words x;
@@ -142,12 +142,11 @@ INLINE words load_words(const char* p) {
 }
 // Groups fill registers, so there are no parts of one to load.
 INLINE words load_words(const char* p, int) { return load_words(p); }
-// The i-th half byte of each word.
-INLINE vec half_bytes(words x, int i) { return __builtin_convertvector(x >> 4 * i & 15, vec); }
-// The i-th byte of each word, with its sign.
-INLINE vec signed_bytes(words x, int i) {
-  return __builtin_convertvector(x << (24 - 8 * i) >> 24, vec);
-}
+INLINE words word1(uint32_t x) { return words{x, x, x, x}; }
+INLINE words both(words a, words b) { return a & b; }
+INLINE words differing(words a, words b) { return a ^ b; }
+INLINE words shifted_right(words x, int bits) { return x >> bits; }
+INLINE vec floats_of(words x) { return __builtin_convertvector(bits_of<ints>(x), vec); }  // of 31 bits
 // A register has words of one group only.
 template <int WORDS>
 INLINE vec spread(const float* scales, int) {
@@ -159,12 +158,10 @@ INLINE vec load_bytes(const char* p) {
   const signed char* x = (const signed char*)p;
   return __builtin_convertvector((ints{x[0], x[1], x[2], x[3]}), vec);
 }
-// Each byte's lower half and its upper half, less 8.
-INLINE void load_half_bytes(const char* p, vec& low, vec& high) {
-  const uint8_t* b = (const uint8_t*)p;
-  ints x = {b[0], b[1], b[2], b[3]};
-  low = __builtin_convertvector((x & 15) - 8, vec);
-  high = __builtin_convertvector((x >> 4) - 8, vec);
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  const uint8_t* x = (const uint8_t*)p;
+  return words{x[0], x[1], x[2], x[3]};
 }
 
 // sums[i] is the sum of the lanes of x[i].

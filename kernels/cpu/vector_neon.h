@@ -88,14 +88,11 @@ typedef uint32x4_t words;
 INLINE words load_words(const char* p) { return vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)p)); }
 // Groups fill registers, so there are no parts of one to load.
 INLINE words load_words(const char* p, int) { return load_words(p); }
-// The i-th half byte of each word.
-INLINE vec half_bytes(words x, int i) {
-  return vcvtq_f32_u32(vandq_u32(vshlq_u32(x, vdupq_n_s32(-4 * i)), vdupq_n_u32(15)));
-}
-// The i-th byte of each word, with its sign.
-INLINE vec signed_bytes(words x, int i) {
-  return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_u32(x, vdupq_n_s32(24 - 8 * i))), 24));
-}
+INLINE words word1(uint32_t x) { return vdupq_n_u32(x); }
+INLINE words both(words a, words b) { return vandq_u32(a, b); }
+INLINE words differing(words a, words b) { return veorq_u32(a, b); }
+INLINE words shifted_right(words x, int bits) { return vshlq_u32(x, vdupq_n_s32(-bits)); }
+INLINE vec floats_of(words x) { return vcvtq_f32_u32(x); }
 // A register has words of one group only.
 template <int WORDS>
 INLINE vec spread(const float* scales, int) {
@@ -112,11 +109,9 @@ INLINE vec load_bytes(const char* p) {
   int16x8_t x = vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p)));
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(x)));
 }
-// Each byte's lower half and its upper half, less 8.
-INLINE void load_half_bytes(const char* p, vec& low, vec& high) {
-  uint32x4_t x = vmovl_u16(vget_low_u16(vmovl_u8(load_4_bytes(p))));
-  low = sub(vcvtq_f32_u32(vandq_u32(x, vdupq_n_u32(15))), set1(8.f));
-  high = sub(vcvtq_f32_u32(vshrq_n_u32(x, 4)), set1(8.f));
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return vmovl_u16(vget_low_u16(vmovl_u8(load_4_bytes(p))));
 }
 
 // sums[i] is the sum of the lanes of x[i].
