@@ -85,7 +85,9 @@ def mlx_lm(repetitions: int = 3) -> dict[str, Any]:
     pages, stock = in_turns(
         layer.attend(asked),
         lambda: mx.eval(
-            quantized_scaled_dot_product_attention(asked, keys, values, scale=SCALE, mask=None)
+            quantized_scaled_dot_product_attention(
+                asked, keys, values, scale=SCALE, mask=None, group_size=64, bits=4
+            )
         ),
         repetitions=repetitions,
     )
