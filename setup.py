@@ -21,6 +21,8 @@ if sys.platform == "darwin":
 KERNELS = Path("kernels/cpu")
 COMMON = ["attention", "instruction_sets", "page_moves", "thread_pool"]
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-g0"]
+# Codes are rounded as MLX rounds them: what is to be one operation is written as one.
+FLAGS += ["-ffp-contract=off"]
 # Flags for a test build, such as -fsanitize=address.
 EXTRA_FLAGS = os.environ.get("PAGED_KV_CXXFLAGS", "").split()
 

@@ -54,7 +54,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from benches.cache_kinds import KINDS, MLX_GROUP, Caches, Maker, paged
 from benches.heldout_text import MODELS, contexts, files, model_in_float32
 from benches.results_file import write_result
-from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import OldestFirst, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.kernels.page_format import PAGE_SIZE
 

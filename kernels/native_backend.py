@@ -15,14 +15,17 @@ import numpy as np
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.memory import require_memory
 from paged_kv.kernels.native_library import (
-    FORMATS,
+    CODES,
+    FLOATS,
+    LayoutStruct,
     NativeLibrary,
     OptionsStruct,
     PagesStruct,
     RowsStruct,
     Tensor,
 )
-from paged_kv.kernels.number_format import WORD
+from paged_kv.kernels.number_format import WORD, NumberFormat, Quantised
+from paged_kv.kernels.page_format import PageLayout
 from paged_kv.kernels.page_gather import gather
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.kernels.untouched_memory import untouched
@@ -52,7 +55,7 @@ class NativeBackend:
             geometry.k_heads == geometry.v_heads
             and geometry.k_dim in HEAD_SIZES
             and geometry.v_dim in HEAD_SIZES
-            and {geometry.k_dtype, geometry.v_dtype} <= FORMATS.keys()
+            and {geometry.k_dtype, geometry.v_dtype} <= FLOATS.keys()
         )
 
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
@@ -82,8 +85,7 @@ class NativeBackend:
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
 
-    def convert(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
-        raise NotImplementedError
+    convert = copy
 
     def gather(
         self, pages: "LayerPages", rows: PageRows, tail: Tail | None
@@ -196,22 +198,44 @@ def _pages_struct(pages: "LayerPages") -> PagesStruct:
 
 
 def _new_pages_struct(pages: "LayerPages") -> PagesStruct:
-    geometry = pages.geometry
-    slabs = (ctypes.c_void_p * (max(pages.slabs, default=0) + 1))()
+    geometry, count = pages.geometry, max(pages.slabs, default=0) + 1
+    slabs, slab_layouts = (ctypes.c_void_p * count)(), (ctypes.c_int32 * count)()
+    layouts = list({slab.layout: None for slab in pages.slabs.values()})
     for number, slab in pages.slabs.items():
         slabs[number] = _address(slab.memory)
-        layout = slab.layout
+        slab_layouts[number] = layouts.index(slab.layout)
     return PagesStruct(
         slabs=slabs,
-        page_bytes=layout.page_bytes,
-        value_offset=layout.offsets[1] * WORD.size,
+        slab_layouts=slab_layouts,
+        layouts=(LayoutStruct * len(layouts))(*map(_layout_struct, layouts)),
         slab_stride=pages.slab_stride,
         kv_heads=geometry.k_heads,
         k_dim=geometry.k_dim,
         v_dim=geometry.v_dim,
-        k_format=FORMATS[geometry.k_dtype],
-        v_format=FORMATS[geometry.v_dtype],
+        k_dtype=FLOATS[geometry.k_dtype],
+        v_dtype=FLOATS[geometry.v_dtype],
     )
+
+
+def _layout_struct(layout: PageLayout) -> LayoutStruct:
+    keys, values, geometry = layout.page_format.keys, layout.page_format.values, layout.geometry
+    at = [offset * WORD.size for offset in layout.offsets]
+    first = len(keys.row_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
+    # The last plane of keys, or of values, holds their scales, if they have any.
+    return LayoutStruct(
+        page_bytes=layout.page_bytes,
+        key_scales=at[first - 1],
+        values=at[first],
+        value_scales=at[-1],
+        k_format=_format_number(keys, geometry.k_dtype),
+        v_format=_format_number(values, geometry.v_dtype),
+        k_rotated=keys.is_rotated,
+        v_rotated=values.is_rotated,
+    )
+
+
+def _format_number(number_format: NumberFormat, dtype: mx.Dtype) -> int:
+    return CODES[number_format.bits] if isinstance(number_format, Quantised) else FLOATS[dtype]
 
 
 def _rows_struct(rows: PageRows) -> RowsStruct:

@@ -18,10 +18,26 @@ LIBRARY = Path(__file__).with_name(
     "libpaged_kv_cpu.dylib" if sys.platform == "darwin" else "libpaged_kv_cpu.so"
 )
 
-# How a page holds numbers.
-FORMATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+# How floats are held, and codes of so many bits.
+FLOATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+CODES = {8: 3, 4: 4}
 
 _int_pointer = ctypes.POINTER(ctypes.c_int32)
+
+
+class LayoutStruct(ctypes.Structure):
+    """PagedKvLayout."""
+
+    _fields_ = (
+        ("page_bytes", ctypes.c_int64),
+        ("key_scales", ctypes.c_int64),
+        ("values", ctypes.c_int64),
+        ("value_scales", ctypes.c_int64),
+        ("k_format", ctypes.c_int32),
+        ("v_format", ctypes.c_int32),
+        ("k_rotated", ctypes.c_int32),
+        ("v_rotated", ctypes.c_int32),
+    )
 
 
 class PagesStruct(ctypes.Structure):
@@ -29,14 +45,14 @@ class PagesStruct(ctypes.Structure):
 
     _fields_ = (
         ("slabs", ctypes.POINTER(ctypes.c_void_p)),
-        ("page_bytes", ctypes.c_int64),
-        ("value_offset", ctypes.c_int64),
+        ("slab_layouts", _int_pointer),
+        ("layouts", ctypes.POINTER(LayoutStruct)),
         ("slab_stride", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
         ("k_dim", ctypes.c_int32),
         ("v_dim", ctypes.c_int32),
-        ("k_format", ctypes.c_int32),
-        ("v_format", ctypes.c_int32),
+        ("k_dtype", ctypes.c_int32),
+        ("v_dtype", ctypes.c_int32),
     )
 
 

@@ -18,7 +18,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.native_backend import ALIGNMENT, NativeBackend
 from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import FP16
+from paged_kv.kernels.page_format import FP16, PageFormat, page_format_named
 from paged_kv.kernels.page_rows import PageRows
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import Numbers, dense_attention
@@ -43,11 +43,13 @@ def numbers(array: mx.array) -> Numbers:
     return np.asarray(array.astype(mx.float32)).astype(np.float64)
 
 
-def new_pages(backend: NativeBackend, geometry: LayerGeometry) -> LayerPages:
+def new_pages(
+    backend: NativeBackend, geometry: LayerGeometry, page_format: PageFormat = FP16
+) -> LayerPages:
     """Two slabs full of NaN."""
     pages = LayerPages(geometry, backend, 64)
-    pages.map_slab(0, 6, FP16)
-    pages.map_slab(1, 6, FP16)
+    pages.map_slab(0, 6, page_format)
+    pages.map_slab(1, 6, page_format)
     pages.load(dict.fromkeys(ENTRIES, mx.full(pages.page(0).shape, 0xFFFF, dtype=WORD)))
     return pages
 
@@ -165,34 +167,40 @@ def test_queries_of_another_dtype_than_the_pages(backend: NativeBackend, dtype: 
     assert np.abs(numbers(found[0]) - expected).max() <= TOLERANCES[dtype]
 
 
-def test_arrays_with_any_strides(backend: NativeBackend) -> None:
+@pytest.mark.parametrize("name", ["fp16", "q8", "q4"])
+def test_arrays_with_any_strides(backend: NativeBackend, name: str) -> None:
     """Transposed, reversed, repeated and every second number."""
-    pages = new_pages(backend, LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32))
+    geometry = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
+    pages = new_pages(backend, geometry, page_format_named(name))
     rows = unpadded(((0, 1),), (300,))
     wide = normal((1, 300, 2, 64), mx.float32, 1)
     keys = wide.transpose(0, 2, 1, 3)[..., ::2]
     values = mx.broadcast_to(normal((1, 1, 300, 32), mx.float32, 2), (1, 2, 300, 32))[:, :, ::-1]
     queries = normal((1, 32, 3, 4), mx.float32, 3).transpose(0, 3, 2, 1)
     pages.write(keys, values, rows)
-    for found, given_array in zip(pages.gather(rows), (keys, values), strict=True):
-        assert mx.array_equal(found, given_array)
+    others = new_pages(backend, geometry, page_format_named(name))
+    others.write(mx.contiguous(keys), mx.contiguous(values), rows)
+    for entry in (0, 1):
+        assert mx.array_equal(pages.page(entry), others.page(entry))
     found = pages.attend(queries, rows, scale=0.2)
     assert mx.array_equal(found, pages.attend(mx.contiguous(queries), rows, scale=0.2))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1, 255), (256, 257, 700)])
+@pytest.mark.parametrize("name", ["fp16", "q8", "q4", "q4-unrotated"])
 def test_the_librarys_gather_gives_what_the_lazy_one_does(
-    backend: NativeBackend, lengths: tuple[int, ...]
+    backend: NativeBackend, lengths: tuple[int, ...], name: str
 ) -> None:
-    pages = new_pages(backend, LayerGeometry(3, 24, mx.bfloat16, 3, 40, mx.float32))
+    geometry = LayerGeometry(3, 96, mx.bfloat16, 3, 32, mx.float32)
+    pages = new_pages(backend, geometry, page_format_named(name))
     rows = PageRows(tables_for(lengths), lengths, tuple(range(len(lengths))))
     step = max(rows.ends)
     if step:
-        keys = normal((len(lengths), 3, step, 24), mx.bfloat16, 1)
-        pages.write(keys, normal((len(lengths), 3, step, 40), mx.float32, 2), rows)
+        keys = normal((len(lengths), 3, step, 96), mx.bfloat16, 1)
+        pages.write(keys, normal((len(lengths), 3, step, 32), mx.float32, 2), rows)
     for ours, lazy in zip(backend.gather_now(pages, rows), pages.gather(rows), strict=True):
         assert (ours.dtype, ours.shape) == (lazy.dtype, lazy.shape)
-        assert mx.array_equal(ours, lazy)
+        assert mx.allclose(ours, lazy, rtol=0 if name == "fp16" else 1e-2, atol=0)
 
 
 def test_pages_begin_at_a_cache_line(backend: NativeBackend) -> None:

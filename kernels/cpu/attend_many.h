@@ -6,7 +6,9 @@
 // needs no sums across lanes, and neither product needs anything transposed.
 #pragma once
 
-#include "row_loaders.h"
+#include "row_coding.h"
+#include "softmax.h"
+#include "sums.h"
 
 namespace {
 
@@ -68,7 +70,7 @@ INLINE void multiply(int rows, int vectors, const float* a, int a_row, int a_dep
 INLINE int panels(int count) { return (count + PANEL - 1) / PANEL; }
 
 struct Buffers {
-  float* q;       // [panels of rows, k_dim, PANEL]
+  float* q[2];    // plain and rotated: [panels of rows, k_dim, PANEL]
   float* first;   // [rows] first key that is seen, as floats, and
   float* behind;  // [rows] the one behind the last
   float* keys;    // [TILE_TOKENS, padded k_dim]
@@ -78,8 +80,9 @@ struct Buffers {
 
   Buffers(const Attention& a, int query_rows, float* scratch) {
     int rows = panels(query_rows) * PANEL;
-    q = scratch;
-    first = q + (size_t)rows * a.pages->k_dim;
+    q[0] = scratch;
+    q[1] = q[0] + (size_t)rows * a.pages->k_dim;
+    first = q[1] + (size_t)rows * a.pages->k_dim;
     behind = first + rows;
     keys = behind + rows;
     values = keys + TILE_TOKENS * padded(a.pages->k_dim);
@@ -91,21 +94,26 @@ struct Buffers {
 size_t many_scratch(const Attention& a, int query_rows) {
   size_t rows = panels(query_rows) * PANEL, k_dim = a.pages->k_dim;
   size_t tile_row = padded(a.pages->k_dim) + padded(a.pages->v_dim) + PANEL;
-  return rows * (k_dim + 2) + TILE_TOKENS * tile_row + PANEL;
+  return rows * (2 * k_dim + 2) + TILE_TOKENS * tile_row + PANEL;
 }
 
-// Queries are put into columns; columns without one see no key.
-void arrange_queries(const Attention& a, const QueryBlock& block, const Buffers& to) {
-  int rows = block.queries * a.ratio, k_dim = a.pages->k_dim;
-  int length = a.rows->context_lens[block.row];
+// Which keys the queries see. Columns without one see none.
+void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& to) {
+  int rows = block.queries * a.ratio, length = a.rows->context_lens[block.row];
   for (int r = 0; r < panels(rows) * PANEL; r++) {
-    float* column = to.q + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
-    bool is_query = r < rows;
     int position = block.position + r / a.ratio;
-    to.first[r] = is_query ? (float)first_seen(a, position) : 0.f;
-    to.behind[r] = is_query ? (float)seen_end(a, position, length) : 0.f;
-    if (is_query) READ_ROW[a.q_format](query_row(a, block, r), k_dim, a.scale, to.keys);
-    for (int d = 0; d < k_dim; d++) column[d * PANEL] = is_query ? to.keys[d] : 0.f;
+    to.first[r] = r < rows ? (float)first_seen(a, position) : 0.f;
+    to.behind[r] = r < rows ? (float)seen_end(a, position, length) : 0.f;
+  }
+}
+
+// Queries are put into columns.
+void arrange_queries(const Attention& a, const QueryBlock& block, bool rotated, const Buffers& to) {
+  int rows = block.queries * a.ratio, k_dim = a.pages->k_dim;
+  for (int r = 0; r < panels(rows) * PANEL; r++) {
+    float* column = to.q[rotated] + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
+    if (r < rows) read_query(a, block, r, rotated, to.keys);
+    for (int d = 0; d < k_dim; d++) column[d * PANEL] = r < rows ? to.keys[d] : 0.f;
   }
 }
 
@@ -137,8 +145,8 @@ void soften_panel(float* scores, int count, int vectors, int at, const float* fi
 }
 
 // Attention of one panel's query rows [from, from + rows) of the block to a tile of tokens.
-void attend_panel(const Attention& a, const Buffers& at, const Partial& part, int from, int rows,
-                  int position, int count) {
+void attend_panel(const Attention& a, const Buffers& at, const float* q, const Partial& part,
+                  int from, int rows, int position, int count) {
   int k_dim = a.pages->k_dim, v_dim = a.pages->v_dim, stride = padded(v_dim);
   int low = (int)at.first[from], high = (int)at.behind[from + rows - 1];
   int full_low = (int)at.first[from + rows - 1], full_high = (int)at.behind[from];
@@ -147,7 +155,7 @@ void attend_panel(const Attention& a, const Buffers& at, const Partial& part, in
   if (begin >= end) return;
   int vectors = (rows + W - 1) / W, tokens = end - begin;
   multiply(tokens, vectors, at.keys + (size_t)begin * padded(k_dim), padded(k_dim), 1,
-           at.q + (size_t)from * k_dim, PANEL, at.scores, PANEL, k_dim, nullptr);
+           q + (size_t)from * k_dim, PANEL, at.scores, PANEL, k_dim, nullptr);
   bool masked = full_low > position + begin || full_high < position + end;
   (masked ? soften_panel<true> : soften_panel<false>)(
       at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,
@@ -163,23 +171,27 @@ void attend_many(const Attention& a, const QueryBlock& block, int begin, int end
   int rows = block.queries * a.ratio, all = panels(rows) * PANEL;
   int k_stride = padded(a.pages->k_dim), v_stride = padded(a.pages->v_dim);
   Buffers at(a, rows, scratch);
-  arrange_queries(a, block, at);
+  arrange_masks(a, block, at);
+  bool arranged[2] = {};
   memset(at.values, 0, sizeof(float) * TILE_TOKENS * v_stride);
   for (int r = 0; r < all; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
-  memset(part.values, 0, sizeof(float) * rows * v_stride);
+  Sums sums(part, rows, a.pages->v_dim);
 
   KeyRun run;
   for (int position = begin; position < end; position += run.count) {
     run = key_run(a, block, position, smaller(end, position + TILE_TOKENS));
+    if (!arranged[run.keys.rotated]) arrange_queries(a, block, run.keys.rotated, at);
+    arranged[run.keys.rotated] = true;
+    sums.turn(run.values.rotated);
     for (int t = 0; t < run.count; t++) {
-      READ_ROW[run.k_format](run.keys.data + t * run.keys.stride, a.pages->k_dim, 1.f,
-                             at.keys + t * k_stride);
-      READ_ROW[run.v_format](run.values.data + t * run.values.stride, a.pages->v_dim, 1.f,
-                             at.values + t * v_stride);
+      READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * k_stride);
+      READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f, at.values + t * v_stride);
     }
     for (int from = 0; from < rows; from += PANEL)
-      attend_panel(a, at, part, from, smaller(PANEL, rows - from), position, run.count);
+      attend_panel(a, at, at.q[run.keys.rotated], part, from, smaller(PANEL, rows - from), position,
+                   run.count);
   }
+  sums.turn(false);
 }
 
 }  // namespace

@@ -191,6 +191,7 @@ bool fits(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTenso
                has_shape(outputs, rows.batch, queries.shape[1], queries.shape[2], pages.v_dim);
   bool dtypes = format_of(queries) >= 0 && format_of(queries) == format_of(outputs);
   if (!sizes || !dtypes || !is_contiguous(outputs)) return false;
+  if (pages.k_dim > LONGEST_HEAD || pages.v_dim > LONGEST_HEAD) return false;
   const PagedKvTensor* sinks = options.sinks;
   if (sinks && (sinks->ndim != 1 || sinks->shape[0] != queries.shape[1] || format_of(*sinks) < 0))
     return false;
@@ -212,24 +213,15 @@ KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int en
   }
   if (position >= in_pages) {
     int token = tail.begin + position - in_pages;
-    return {{row_of(*a.tail_k, block.row, block.kv_head, token), token_stride(*a.tail_k)},
-            {row_of(*a.tail_v, block.row, block.kv_head, token), token_stride(*a.tail_v)},
-            format_of(*a.tail_k),
-            format_of(*a.tail_v),
+    return {rows_of(*a.tail_k, block.row, block.kv_head, token),
+            rows_of(*a.tail_v, block.row, block.kv_head, token),
             std::min(PAGE_SIZE - position % PAGE_SIZE, end - position)};
   }
-  const PagedKvPages& pages = *a.pages;
-  const char* page = page_at(pages, a.rows->block_tables[static_cast<int64_t>(block.row) *
-                                                             a.rows->table_stride +
-                                                         position / PAGE_SIZE]);
-  int64_t row = static_cast<int64_t>(block.kv_head) * PAGE_SIZE + position % PAGE_SIZE;
-  int64_t k_bytes = row_bytes(pages.k_format, pages.k_dim);
-  int64_t v_bytes = row_bytes(pages.v_format, pages.v_dim);
+  int64_t place = static_cast<int64_t>(block.row) * a.rows->table_stride + position / PAGE_SIZE;
+  int32_t entry = a.rows->block_tables[place];
   int page_end = std::min(in_pages, (position / PAGE_SIZE + 1) * PAGE_SIZE);
-  return {{page + row * k_bytes, k_bytes},
-          {page + pages.value_offset + row * v_bytes, v_bytes},
-          pages.k_format,
-          pages.v_format,
+  return {keys_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
+          values_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
           std::min(page_end, end) - position};
 }
 

@@ -21,16 +21,24 @@ constexpr float LOWEST = -1e29f;
 
 static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
 
-// Token t of a run of tokens is at data + t * stride bytes.
+constexpr int GROUP = 32;  // numbers that share a scale
+constexpr int LONGEST_HEAD = 576;
+
+constexpr bool is_quantised(int format) { return format >= PAGED_KV_Q8; }
+
+// Keys or values of a run of tokens. Token t is at data + t * stride bytes, and the float16 scales of
+// its groups, in formats that have them, follow those of the token before.
 struct RowRun {
-  const char* data;
+  char* data;
   ptrdiff_t stride;
+  int format;
+  bool rotated;
+  char* scales;
 };
 
 // Positions [0, count) of a run lie in one page, or in the tail.
 struct KeyRun {
   RowRun keys, values;
-  int k_format, v_format;
   int count;
 };
 
@@ -77,6 +85,8 @@ struct Kernels {
   void (*attend_many)(const Attention&, const QueryBlock&, int begin, int end, Partial, float* scratch);
   // Merges the parts of a block and writes its outputs.
   void (*finish)(const Attention&, const QueryBlock&, const Partial* parts, int count, float* scratch);
+  // Rows of `dim` numbers in one format and basis to another; `row` holds padded(dim) floats.
+  void (*recode)(const RowRun& from, const RowRun& to, int count, int dim, float* row);
 };
 
 // The run of tokens that begins at a position of a row and ends before `end`.

@@ -1,7 +1,8 @@
-// Moving tokens in and out of pages, and whole pages. Bytes are moved as they are.
+// Moving tokens in and out of pages, and whole pages.
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "instruction_sets.h"
 #include "paged_kv_cpu.h"
 #include "tensors.h"
 #include "thread_pool.h"
@@ -20,20 +21,20 @@ void for_each(int count, int64_t bytes, Function function) {
     parallel_for(count, function);
 }
 
-// Where the tokens of one head are in the pages of a row.
-struct PlaneOfRow {
+// Where the tokens of one head are in the pages of a row: its keys or its values.
+struct HeadOfRow {
   const PagedKvPages& pages;
   const int32_t* table;
-  int64_t offset, bytes;
+  int head;
+  bool values;
 
-  PlaneOfRow(const PagedKvPages& p, const PagedKvRows& rows, int row, int head, bool values)
-      : pages(p), table(rows.block_tables + static_cast<int64_t>(row) * rows.table_stride) {
-    bytes = values ? row_bytes(p.v_format, p.v_dim) : row_bytes(p.k_format, p.k_dim);
-    offset = (values ? p.value_offset : 0) + head * PAGE_SIZE * bytes;
-  }
+  HeadOfRow(const PagedKvPages& p, const PagedKvRows& rows, int row, int h, bool v)
+      : pages(p), table(rows.block_tables + static_cast<int64_t>(row) * rows.table_stride), head(h), values(v) {}
 
-  char* at(int position) const {
-    return page_at(pages, table[position / PAGE_SIZE]) + offset + position % PAGE_SIZE * bytes;
+  int dim() const { return values ? pages.v_dim : pages.k_dim; }
+  RowRun at(int position) const {
+    int32_t entry = table[position / PAGE_SIZE];
+    return (values ? values_at : keys_at)(pages, entry, head, position % PAGE_SIZE);
   }
 };
 
@@ -42,50 +43,80 @@ int run_length(int position, int end) {
   return std::min(end - position, PAGE_SIZE - position % PAGE_SIZE);
 }
 
-void copy_numbers(char* to, const char* from, int64_t stride, int count, int size) {
-  for (int i = 0; i < count; i++) memcpy(to + i * size, from + i * stride * size, size);
+void copy_rows(const RowRun& from, const RowRun& to, int count, int dim) {
+  int64_t bytes = row_bytes(to.format, dim);
+  if (from.stride == bytes && to.stride == bytes) {
+    memcpy(to.data, from.data, count * bytes);
+  } else {
+    for (int t = 0; t < count; t++) memcpy(to.data + t * to.stride, from.data + t * from.stride, bytes);
+  }
+  if (is_quantised(to.format)) memcpy(to.scales, from.scales, count * scale_bytes(to.format, dim));
 }
 
-void write_head(const PlaneOfRow& plane, const PagedKvTensor& step, int row, int head, Own own,
-                int position) {
-  bool rows_whole = rows_are_contiguous(step), all_whole = rows_whole && token_stride(step) == plane.bytes;
+// Bytes are moved as they are wherever both sides hold numbers alike.
+void move_rows(const RowRun& from, const RowRun& to, int count, int dim) {
+  if (from.format == to.format && from.rotated == to.rotated) {
+    copy_rows(from, to, count, dim);
+  } else {
+    std::vector<float> row(padded(dim));
+    chosen_kernels().recode(from, to, count, dim, row.data());
+  }
+}
+
+// The numbers of a token in order, for a step that has them elsewhere.
+std::vector<char> copy_of_row(const PagedKvTensor& step, const char* from) {
+  int64_t count = step.shape[3], size = size_of(step);
+  std::vector<char> row(count * size);
+  for (int64_t i = 0; i < count; i++)
+    memcpy(row.data() + i * size, from + i * step.strides[3] * size, size);
+  return row;
+}
+
+void write_head(const HeadOfRow& pages, const PagedKvTensor& step, int row, Own own, int position) {
   int end = position + own.end - own.begin;
   for (int token = own.begin; position < end;) {
+    RowRun from = rows_of(step, row, pages.head, token);
     int count = run_length(position, end);
-    char* to = plane.at(position);
-    if (all_whole) {
-      memcpy(to, row_of(step, row, head, token), count * plane.bytes);
+    if (rows_are_contiguous(step)) {
+      move_rows(from, pages.at(position), count, pages.dim());
     } else {
-      for (int i = 0; i < count; i++, to += plane.bytes) {
-        const char* from = row_of(step, row, head, token + i);
-        if (rows_whole) memcpy(to, from, plane.bytes);
-        else copy_numbers(to, from, step.strides[3], static_cast<int>(step.shape[3]), size_of(step));
-      }
+      std::vector<char> whole = copy_of_row(step, from.data);
+      from.data = whole.data();
+      count = 1;
+      move_rows(from, pages.at(position), count, pages.dim());
     }
     position += count;
     token += count;
   }
 }
 
-void gather_head(const PlaneOfRow& plane, const PagedKvRows& rows, int row, char* out, int tokens) {
+void gather_head(const HeadOfRow& pages, const PagedKvRows& rows, int row, const PagedKvTensor& out) {
   int length = rows.context_lens[row], behind = rows.right_padding[row];
-  int before = tokens - behind - length;
-  memset(out, 0, before * plane.bytes);
-  out += before * plane.bytes;
+  RowRun to = rows_of(out, row, pages.head, 0);
+  to.stride = row_bytes(to.format, pages.dim());
+  int before = static_cast<int>(out.shape[2]) - behind - length;
+  memset(to.data, 0, before * to.stride);
+  to.data += before * to.stride;
   for (int position = 0; position < length;) {
     int count = run_length(position, length);
-    memcpy(out, plane.at(position), count * plane.bytes);
-    out += count * plane.bytes;
+    move_rows(pages.at(position), to, count, pages.dim());
+    to.data += count * to.stride;
     position += count;
   }
-  memset(out, 0, behind * plane.bytes);
+  memset(to.data, 0, behind * to.stride);
+}
+
+// Bytes of so many tokens, in the dtypes of the model.
+int64_t bytes_of(const PagedKvPages& pages, int64_t tokens) {
+  int64_t token = row_bytes(pages.k_dtype, pages.k_dim) + row_bytes(pages.v_dtype, pages.v_dim);
+  return pages.kv_heads * tokens * token;
 }
 
 bool matches(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTensor& keys,
              const PagedKvTensor& values) {
   return has_shape(keys, rows.batch, pages.kv_heads, -1, pages.k_dim) &&
          has_shape(values, rows.batch, pages.kv_heads, keys.shape[2], pages.v_dim) &&
-         format_of(keys) == pages.k_format && format_of(values) == pages.v_format;
+         format_of(keys) == pages.k_dtype && format_of(values) == pages.v_dtype;
 }
 
 }  // namespace
@@ -130,13 +161,12 @@ int paged_kv_write(const PagedKvPages* pages, const PagedKvRows* rows, const Pag
     Strided k(*keys), v(*values);
     if (!matches(*pages, *rows, k, v)) return PAGED_KV_BAD_ARRAY;
     int heads = pages->kv_heads, count = static_cast<int>(k.tensor.shape[2]);
-    int64_t bytes = pages->page_bytes / PAGE_SIZE * count * rows->batch;
-    for_each(rows->batch * heads, bytes, [&](int i) {
+    for_each(rows->batch * heads, bytes_of(*pages, count * rows->batch), [&](int i) {
       int row = i / heads, head = i % heads;
       Own own = own_tokens(*rows, row, count);
       int position = rows->context_lens[row] - (own.end - own.begin);
-      write_head({*pages, *rows, row, head, false}, k, row, head, own, position);
-      write_head({*pages, *rows, row, head, true}, v, row, head, own, position);
+      write_head({*pages, *rows, row, head, false}, k, row, own, position);
+      write_head({*pages, *rows, row, head, true}, v, row, own, position);
     });
     return PAGED_KV_OK;
   });
@@ -151,11 +181,10 @@ int paged_kv_gather(const PagedKvPages* pages, const PagedKvRows* rows, const Pa
     int heads = pages->kv_heads, tokens = static_cast<int>(k.tensor.shape[2]);
     for (int row = 0; row < rows->batch; row++)
       if (rows->context_lens[row] + rows->right_padding[row] > tokens) return PAGED_KV_BAD_ARRAY;
-    int64_t bytes = pages->page_bytes / PAGE_SIZE * tokens * rows->batch;
-    for_each(rows->batch * heads, bytes, [&](int i) {
+    for_each(rows->batch * heads, bytes_of(*pages, tokens * rows->batch), [&](int i) {
       int row = i / heads, head = i % heads;
-      gather_head({*pages, *rows, row, head, false}, *rows, row, row_of(k, row, head, 0), tokens);
-      gather_head({*pages, *rows, row, head, true}, *rows, row, row_of(v, row, head, 0), tokens);
+      gather_head({*pages, *rows, row, head, false}, *rows, row, k);
+      gather_head({*pages, *rows, row, head, true}, *rows, row, v);
     });
     return PAGED_KV_OK;
   });
@@ -164,8 +193,13 @@ int paged_kv_gather(const PagedKvPages* pages, const PagedKvRows* rows, const Pa
 int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources, const int32_t* targets,
                   int32_t count) {
   return guarded([&] {
-    for_each(count, count * pages->page_bytes, [&](int i) {
-      memcpy(page_at(*pages, targets[i]), page_at(*pages, sources[i]), pages->page_bytes);
+    int heads = pages->kv_heads;
+    for_each(count * heads, bytes_of(*pages, count * PAGE_SIZE), [&](int i) {
+      int32_t from = sources[i / heads], to = targets[i / heads];
+      int head = i % heads;
+      move_rows(keys_at(*pages, from, head, 0), keys_at(*pages, to, head, 0), PAGE_SIZE, pages->k_dim);
+      move_rows(values_at(*pages, from, head, 0), values_at(*pages, to, head, 0), PAGE_SIZE,
+                pages->v_dim);
     });
     return PAGED_KV_OK;
   });
@@ -176,7 +210,7 @@ int paged_kv_load(const PagedKvPages* pages, int32_t entry, const PagedKvTensor*
     Strided page(*content);
     int64_t bytes = size_of(page);
     for (int i = 0; i < page.tensor.ndim; i++) bytes *= page.tensor.shape[i];
-    if (page.tensor.ndim < 0 || bytes != pages->page_bytes || !is_contiguous(page))
+    if (page.tensor.ndim < 0 || bytes != layout_at(*pages, entry).page_bytes || !is_contiguous(page))
       return PAGED_KV_BAD_ARRAY;
     memcpy(page_at(*pages, entry), data_of(page), bytes);
     return PAGED_KV_OK;

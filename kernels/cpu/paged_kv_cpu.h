@@ -25,19 +25,31 @@ typedef struct {
   uint64_t byte_offset;
 } PagedKvTensor;
 
-// How a page holds numbers.
-enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2 };
+// How a page holds numbers: floats of the model's dtype, or codes of 8 or 4 bits, of which groups of
+// 32 share a float16 scale. kernels/number_format.py says what they are.
+enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2, PAGED_KV_Q8 = 3, PAGED_KV_Q4 = 4 };
 
 enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2 };
 
-// The pages of one layer: keys [kv_heads, 256, k_dim], and at value_offset bytes values
-// [kv_heads, 256, v_dim]. A table entry is slab * slab_stride + page.
+// What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
+// if the format has any, and values alike. Rotated rows are in the basis of kernels/rotation.py.
+typedef struct {
+  int64_t page_bytes;
+  int64_t key_scales, values, value_scales;  // where they begin, in bytes
+  int32_t k_format, v_format;
+  int32_t k_rotated, v_rotated;
+} PagedKvLayout;
+
+// The pages of one layer. A table entry is slab * slab_stride + page, and all pages of slab s are
+// layouts[slab_layouts[s]]. Floats in pages have the dtypes k_dtype and v_dtype, as what is written
+// and gathered has.
 typedef struct {
   char* const* slabs;
-  int64_t page_bytes, value_offset;
+  const int32_t* slab_layouts;
+  const PagedKvLayout* layouts;
   int32_t slab_stride;
   int32_t kv_heads, k_dim, v_dim;
-  int32_t k_format, v_format;
+  int32_t k_dtype, v_dtype;
 } PagedKvPages;
 
 // Where the tokens of each row of a batch are. Of a step of S tokens, row b owns
@@ -72,8 +84,8 @@ PAGED_KV_EXPORT void paged_kv_use_threads(int32_t count);
 // refuses.
 PAGED_KV_EXPORT void paged_kv_ask_for_huge_pages(void* memory, int64_t bytes);
 
-// Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim] of the pages' formats,
-// without its padding, as the last tokens of each row.
+// Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim], without its padding, as
+// the last tokens of each row.
 PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvRows* rows,
                                    const PagedKvTensor* keys, const PagedKvTensor* values);
 // Attention of a step of queries [batch, q_heads, S, k_dim] over all tokens of their rows, to
@@ -85,7 +97,8 @@ PAGED_KV_EXPORT int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows
 // T - right_padding[b]; what is before its first token and behind its last is zeros.
 PAGED_KV_EXPORT int paged_kv_gather(const PagedKvPages* pages, const PagedKvRows* rows,
                                     const PagedKvTensor* keys, const PagedKvTensor* values);
-// Copies whole pages. No entry is both a source and a target.
+// Copies whole pages, also into pages of another layout: what both hold alike is the same bytes. No
+// entry is both a source and a target.
 PAGED_KV_EXPORT int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources,
                                   const int32_t* targets, int32_t count);
 // Fills a page.

@@ -85,12 +85,47 @@ inline ptrdiff_t token_stride(const PagedKvTensor& tensor) {
 
 std::vector<float> floats_of(const PagedKvTensor& tensor);
 
+// Rows of a step; its numbers must be contiguous in each.
+inline RowRun rows_of(const PagedKvTensor& tensor, int64_t batch, int64_t head, int64_t token) {
+  return {row_of(tensor, batch, head, token), token_stride(tensor), format_of(tensor), false, nullptr};
+}
+
 inline int64_t row_bytes(int format, int dim) {
-  return static_cast<int64_t>(dim) * (format == PAGED_KV_F32 ? 4 : 2);
+  constexpr int BITS[] = {32, 16, 16, 8, 4};
+  return static_cast<int64_t>(dim) * BITS[format] / 8;
+}
+
+inline int64_t scale_bytes(int format, int dim) {
+  return is_quantised(format) ? dim / GROUP * static_cast<int64_t>(sizeof(uint16_t)) : 0;
+}
+
+inline const PagedKvLayout& layout_at(const PagedKvPages& pages, int32_t entry) {
+  return pages.layouts[pages.slab_layouts[entry / pages.slab_stride]];
 }
 
 inline char* page_at(const PagedKvPages& pages, int32_t entry) {
-  return pages.slabs[entry / pages.slab_stride] + entry % pages.slab_stride * pages.page_bytes;
+  int64_t page = entry % pages.slab_stride;
+  return pages.slabs[entry / pages.slab_stride] + page * layout_at(pages, entry).page_bytes;
+}
+
+// The keys of a head in one page, from a token on.
+inline RowRun keys_at(const PagedKvPages& pages, int32_t entry, int head, int token) {
+  const PagedKvLayout& layout = layout_at(pages, entry);
+  int64_t row = static_cast<int64_t>(head) * PAGE_SIZE + token;
+  int64_t bytes = row_bytes(layout.k_format, pages.k_dim);
+  char* page = page_at(pages, entry);
+  return {page + row * bytes, bytes, layout.k_format, layout.k_rotated != 0,
+          page + layout.key_scales + row * scale_bytes(layout.k_format, pages.k_dim)};
+}
+
+// And the values.
+inline RowRun values_at(const PagedKvPages& pages, int32_t entry, int head, int token) {
+  const PagedKvLayout& layout = layout_at(pages, entry);
+  int64_t row = static_cast<int64_t>(head) * PAGE_SIZE + token;
+  int64_t bytes = row_bytes(layout.v_format, pages.v_dim);
+  char* page = page_at(pages, entry);
+  return {page + layout.values + row * bytes, bytes, layout.v_format, layout.v_rotated != 0,
+          page + layout.value_scales + row * scale_bytes(layout.v_format, pages.v_dim)};
 }
 
 // A step's tokens [begin, end) that are not padding.

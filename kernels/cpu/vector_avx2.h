@@ -26,8 +26,10 @@ INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 INLINE vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 INLINE vec max(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec min(vec a, vec b) { return _mm256_min_ps(a, b); }
 INLINE vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec round_to_int(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+INLINE vec floor(vec x) { return _mm256_floor_ps(x); }
 // n is whole; at -127 and below the result is 0.
 INLINE vec times_power_of_2(vec x, vec n) {
   __m256i e = _mm256_cvtps_epi32(_mm256_max_ps(n, _mm256_set1_ps(-127.f)));
@@ -43,6 +45,13 @@ INLINE float reduce_max(vec x) {
   __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+// Lane i is lane i ^ H of x.
+template <int H>
+INLINE vec swap_lanes(vec x) {
+  if (H == 4) return _mm256_permute2f128_ps(x, x, 1);
+  return H == 1 ? _mm256_permute_ps(x, 0xb1) : _mm256_permute_ps(x, 0x4e);
 }
 
 // x where low <= at < high, else the other.
@@ -83,6 +92,37 @@ INLINE void store_bf16(uint16_t* p, vec x) {
   rounded = _mm256_srli_epi32(rounded, 16);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(rounded),
                                                  _mm256_extracti128_si256(rounded, 1)));
+}
+
+INLINE float float_of_f16(uint16_t x) { return _cvtsh_ss(x); }
+INLINE uint16_t f16_of_float(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
+typedef __m256i words;
+
+INLINE words load_words(const char* p) { return _mm256_loadu_si256((const __m256i*)p); }
+// Half of a register, and zeros.
+INLINE words load_words(const char* p, int) {
+  return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE words word1(uint32_t x) { return _mm256_set1_epi32((int)x); }
+INLINE words both(words a, words b) { return _mm256_and_si256(a, b); }
+INLINE words differing(words a, words b) { return _mm256_xor_si256(a, b); }
+INLINE words shifted_right(words x, int bits) { return _mm256_srli_epi32(x, bits); }
+INLINE vec floats_of(words x) { return _mm256_cvtepi32_ps(x); }  // of 31 bits
+// Scales for groups of so many words; only the first `count` of them exist.
+template <int WORDS>
+INLINE vec spread(const float* scales, int count) {
+  if (WORDS == W) return set1(scales[0]);
+  return _mm256_blend_ps(set1(scales[0]), set1(scales[count > 1]), 0xf0);
+}
+
+// Signed bytes as floats.
+INLINE vec load_bytes(const char* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 }
 
 INLINE vec sum_fours(const vec* x) {

@@ -32,11 +32,21 @@ INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec min(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec round_to_int(vec x) { return _mm512_roundscale_ps(x, 0); }
+INLINE vec floor(vec x) { return _mm512_roundscale_ps(x, 1); }
 INLINE vec times_power_of_2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 INLINE float reduce_add(vec x) { return _mm512_reduce_add_ps(x); }
 INLINE float reduce_max(vec x) { return _mm512_reduce_max_ps(x); }
+
+// Lane i is lane i ^ H of x.
+template <int H>
+INLINE vec swap_lanes(vec x) {
+  if (H == 1) return _mm512_permute_ps(x, 0xb1);
+  if (H == 2) return _mm512_permute_ps(x, 0x4e);
+  return H == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1) : _mm512_shuffle_f32x4(x, x, 0x4e);
+}
 
 // x where low <= at < high, else the other.
 INLINE vec between(vec at, vec low, vec high, vec x, vec other) {
@@ -83,6 +93,39 @@ INLINE void store_bf16(uint16_t* p, vec x) {
   __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
   store_16_bit<HALF>(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+INLINE float float_of_f16(uint16_t x) { return _cvtsh_ss(x); }
+INLINE uint16_t f16_of_float(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
+typedef __m512i words;
+
+INLINE words load_words(const char* p) { return _mm512_loadu_si512(p); }
+// `count` words, and zeros.
+INLINE words load_words(const char* p, int count) {
+  return _mm512_maskz_loadu_epi32((__mmask16)((1 << count) - 1), p);
+}
+INLINE words word1(uint32_t x) { return _mm512_set1_epi32((int)x); }
+INLINE words both(words a, words b) { return _mm512_and_si512(a, b); }
+INLINE words differing(words a, words b) { return _mm512_xor_si512(a, b); }
+INLINE words shifted_right(words x, int bits) { return _mm512_srli_epi32(x, bits); }
+INLINE vec floats_of(words x) { return _mm512_cvtepi32_ps(x); }  // of 31 bits
+// Scales for groups of so many words; only the first `count` of them exist.
+template <int WORDS>
+INLINE vec spread(const float* scales, int count) {
+  vec x = set1(scales[0]);
+  for (int i = 1; i < W / WORDS; i++)
+    x = _mm512_mask_blend_ps((__mmask16)(0xffff << i * WORDS), x, set1(scales[i < count ? i : 0]));
+  return x;
+}
+
+// Signed bytes as floats.
+INLINE vec load_bytes(const char* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
 
 INLINE vec sum_pairs(vec a, vec b) {

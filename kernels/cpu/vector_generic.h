@@ -42,10 +42,15 @@ INLINE vec select(ints mask, vec a, vec b) {
   return bits_of<vec>((mask & bits_of<ints>(a)) | (~mask & bits_of<ints>(b)));
 }
 INLINE vec max(vec a, vec b) { return select(a > b, a, b); }
+INLINE vec min(vec a, vec b) { return select(a < b, a, b); }
 // Adding this moves the fraction out of the float. What is larger than its precision is whole.
 INLINE vec round_to_int(vec x) {
   const vec magic = set1(12582912.f);
   return select(x < set1(-4194304.f), x, (x + magic) - magic);
+}
+INLINE vec floor(vec x) {
+  vec n = round_to_int(x);
+  return select(n > x, n - set1(1.f), n);
 }
 // n is whole; at -127 and below the result is 0.
 INLINE vec times_power_of_2(vec x, vec n) {
@@ -56,6 +61,12 @@ INLINE float reduce_add(vec x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 INLINE float reduce_max(vec x) {
   float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
   return a > b ? a : b;
+}
+
+// Lane i is lane i ^ H of x.
+template <int H>
+INLINE vec swap_lanes(vec x) {
+  return H == 1 ? vec{x[1], x[0], x[3], x[2]} : vec{x[2], x[3], x[0], x[1]};
 }
 
 // x where low <= at < high, else the other.
@@ -114,6 +125,43 @@ INLINE void store_bf16(uint16_t* p, vec x) {
     bool nan = (bits & 0x7fffffff) > 0x7f800000;
     p[i] = nan ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
+}
+
+INLINE float float_of_f16(uint16_t x) {
+  const uint16_t lanes[W] = {x};
+  return load_f16<false>(lanes)[0];
+}
+INLINE uint16_t f16_of_float(float x) { return f16_of(x); }
+
+typedef uint32_t words __attribute__((vector_size(16)));
+
+INLINE words load_words(const char* p) {
+  words x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+// Groups fill registers, so there are no parts of one to load.
+INLINE words load_words(const char* p, int) { return load_words(p); }
+INLINE words word1(uint32_t x) { return words{x, x, x, x}; }
+INLINE words both(words a, words b) { return a & b; }
+INLINE words differing(words a, words b) { return a ^ b; }
+INLINE words shifted_right(words x, int bits) { return x >> bits; }
+INLINE vec floats_of(words x) { return __builtin_convertvector(bits_of<ints>(x), vec); }  // of 31 bits
+// A register has words of one group only.
+template <int WORDS>
+INLINE vec spread(const float* scales, int) {
+  return set1(scales[0]);
+}
+
+// Signed bytes as floats.
+INLINE vec load_bytes(const char* p) {
+  const signed char* x = (const signed char*)p;
+  return __builtin_convertvector((ints{x[0], x[1], x[2], x[3]}), vec);
+}
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  const uint8_t* x = (const uint8_t*)p;
+  return words{x[0], x[1], x[2], x[3]};
 }
 
 // sums[i] is the sum of the lanes of x[i].

@@ -3,6 +3,7 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
+#include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -26,8 +27,10 @@ INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec sub(vec a, vec b) { return vsubq_f32(a, b); }
 INLINE vec mul(vec a, vec b) { return vmulq_f32(a, b); }
 INLINE vec max(vec a, vec b) { return vmaxq_f32(a, b); }
+INLINE vec min(vec a, vec b) { return vminq_f32(a, b); }
 INLINE vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 INLINE vec round_to_int(vec x) { return vrndnq_f32(x); }
+INLINE vec floor(vec x) { return vrndmq_f32(x); }
 // n is whole; at -127 and below the result is 0.
 INLINE vec times_power_of_2(vec x, vec n) {
   int32x4_t e = vcvtq_s32_f32(vmaxq_f32(n, vdupq_n_f32(-127.f)));
@@ -35,6 +38,12 @@ INLINE vec times_power_of_2(vec x, vec n) {
 }
 INLINE float reduce_add(vec x) { return vaddvq_f32(x); }
 INLINE float reduce_max(vec x) { return vmaxvq_f32(x); }
+
+// Lane i is lane i ^ H of x.
+template <int H>
+INLINE vec swap_lanes(vec x) {
+  return H == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
+}
 
 // x where low <= at < high, else the other.
 INLINE vec between(vec at, vec low, vec high, vec x, vec other) {
@@ -69,6 +78,40 @@ INLINE void store_bf16(uint16_t* p, vec x) {
   uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
   rounded = vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000));
   vst1_u16(p, vshrn_n_u32(rounded, 16));
+}
+
+INLINE float float_of_f16(uint16_t x) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x))), 0); }
+INLINE uint16_t f16_of_float(float x) { return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x))), 0); }
+
+typedef uint32x4_t words;
+
+INLINE words load_words(const char* p) { return vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)p)); }
+// Groups fill registers, so there are no parts of one to load.
+INLINE words load_words(const char* p, int) { return load_words(p); }
+INLINE words word1(uint32_t x) { return vdupq_n_u32(x); }
+INLINE words both(words a, words b) { return vandq_u32(a, b); }
+INLINE words differing(words a, words b) { return veorq_u32(a, b); }
+INLINE words shifted_right(words x, int bits) { return vshlq_u32(x, vdupq_n_s32(-bits)); }
+INLINE vec floats_of(words x) { return vcvtq_f32_u32(x); }
+// A register has words of one group only.
+template <int WORDS>
+INLINE vec spread(const float* scales, int) {
+  return set1(scales[0]);
+}
+
+INLINE uint8x8_t load_4_bytes(const char* p) {
+  uint32_t bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return vreinterpret_u8_u32(vdup_n_u32(bytes));
+}
+// Signed bytes as floats.
+INLINE vec load_bytes(const char* p) {
+  int16x8_t x = vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(x)));
+}
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return vmovl_u16(vget_low_u16(vmovl_u8(load_4_bytes(p))));
 }
 
 // sums[i] is the sum of the lanes of x[i].

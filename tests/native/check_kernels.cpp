@@ -1,7 +1,8 @@
 // Checks the CPU kernels without Python: random batches on every instruction set, against sums in
 // double. For machines that cannot run the Python tests, such as an emulated one.
 //
-// Numbers are multiples of 1/32 below 4, which every format holds exactly.
+// Numbers are multiples of 1/32 below 4, which every format of floats holds exactly. What quantised
+// pages hold is decoded here from their bytes.
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,7 +18,7 @@
 
 namespace {
 
-constexpr int PAGE = 256;
+constexpr int PAGE = 256, GROUP = 32;
 constexpr int SIZES[] = {4, 2, 2};
 constexpr double TOLERANCES[] = {2e-5, 4e-3, 3e-2};  // outputs are rounded to the queries' dtype
 
@@ -58,6 +59,33 @@ float decode(int format, const char* from) {
   float x;
   memcpy(&x, &bits, 4);
   return x;
+}
+
+int64_t row_bytes(int format, int dim) {
+  return format == PAGED_KV_Q4 ? dim / 2 : format == PAGED_KV_Q8 ? dim : dim * SIZES[format];
+}
+int64_t scale_bytes(int format, int dim) { return format >= PAGED_KV_Q8 ? dim / GROUP * 2 : 0; }
+
+double decode_number(int format, const char* row, const char* scales, int d) {
+  if (format < PAGED_KV_Q8) return decode(format, row + d * SIZES[format]);
+  double scale = decode(PAGED_KV_F16, scales + d / GROUP * 2);
+  if (format == PAGED_KV_Q8) return scale * (signed char)row[d];
+  int j = d % GROUP;
+  unsigned char byte = row[d / GROUP * 16 + j % 16];
+  return scale * ((j < 16 ? byte & 15 : byte >> 4) - 8);
+}
+
+// The Hadamard transform by its definition.
+std::vector<double> rotated(const std::vector<double>& x) {
+  int dim = (int)x.size(), size = dim & -dim;
+  std::vector<double> y(dim);
+  double scale = 1 / sqrt(size);
+  for (int i = 0; i < dim; i++) {
+    int first = i / size * size;
+    for (int j = 0; j < size; j++)
+      y[i] += x[first + j] * (__builtin_popcount((i - first) & j) % 2 ? -scale : scale);
+  }
+  return y;
 }
 
 // An array of four dimensions, its last two or three permuted in memory as a model's may be.
@@ -101,7 +129,7 @@ void expect(bool holds, const std::string& what) {
 struct Case {
   int batch = pick(1, 3), heads = pick(1, 3), ratio = pick_of({1, 2, 3, 4, 5, 7, 8, 16});
   int k_dim = 8 * pick(1, 20), v_dim = pick(0, 1) ? k_dim : 8 * pick(1, 20);
-  int k_format = pick(0, 2), v_format = pick(0, 2), q_format = pick(0, 2);
+  int k_dtype = pick(0, 2), v_dtype = pick(0, 2), q_format = pick(0, 2);
   int steps = pick_of({1, 1, 2, 5, 40, 130});
   bool causal = pick(0, 3), tail = pick(0, 1), sinks = pick(0, 1);
   int window = pick(0, 2) ? 0 : pick(1, 400);
@@ -110,7 +138,8 @@ struct Case {
 
   std::vector<std::vector<char>> slabs;
   std::vector<char*> bases;
-  std::vector<int32_t> tables;
+  std::vector<int32_t> tables, slab_layouts{0, 1};
+  std::vector<PagedKvLayout> layouts;
   PagedKvPages pages{};
   PagedKvRows rows{};
 
@@ -122,26 +151,55 @@ struct Case {
     make_pages();
   }
 
+  // Floats of the dtype, or codes where these can hold such rows.
+  static int any_format(int dtype, int dim) {
+    return dim % GROUP || pick(0, 1) ? dtype : pick_of({PAGED_KV_Q8, PAGED_KV_Q4});
+  }
+
+  PagedKvLayout any_layout() const {
+    PagedKvLayout layout{};
+    layout.k_format = any_format(k_dtype, k_dim);
+    layout.v_format = any_format(v_dtype, v_dim);
+    layout.k_rotated = layout.k_format >= PAGED_KV_Q8 && pick(0, 2);
+    layout.v_rotated = layout.v_format >= PAGED_KV_Q8 && pick(0, 2);
+    int64_t rows = (int64_t)heads * PAGE;
+    layout.key_scales = rows * row_bytes(layout.k_format, k_dim);
+    layout.values = layout.key_scales + rows * scale_bytes(layout.k_format, k_dim);
+    layout.value_scales = layout.values + rows * row_bytes(layout.v_format, v_dim);
+    layout.page_bytes = layout.value_scales + rows * scale_bytes(layout.v_format, v_dim);
+    return layout;
+  }
+
   // Two slabs of pages in any order, full of NaN: all bits set are one in each format.
   void make_pages() {
     constexpr int STRIDE = 64;
-    int each = batch * 3, k_row = k_dim * SIZES[k_format], v_row = v_dim * SIZES[v_format];
-    pages.page_bytes = (int64_t)heads * PAGE * (k_row + v_row);
-    pages.value_offset = (int64_t)heads * PAGE * k_row;
+    int each = batch * 3;
     std::vector<int32_t> free_entries;
     for (int slab = 0; slab < 2; slab++) {
-      slabs.emplace_back(each * pages.page_bytes, (char)0xff);
+      layouts.push_back(any_layout());
+      slabs.emplace_back(each * layouts[slab].page_bytes, (char)0xff);
       for (int page = 0; page < each; page++) free_entries.push_back(slab * STRIDE + page);
     }
     for (auto& slab : slabs) bases.push_back(slab.data());
     std::shuffle(free_entries.begin(), free_entries.end(), random_bits);
     tables.assign(free_entries.begin(), free_entries.begin() + batch * 3);
-    pages.slabs = bases.data();
-    pages.slab_stride = STRIDE;
-    pages.kv_heads = heads;
-    pages.k_dim = k_dim, pages.v_dim = v_dim;
-    pages.k_format = k_format, pages.v_format = v_format;
+    pages = {bases.data(), slab_layouts.data(), layouts.data(), STRIDE, heads, k_dim, v_dim, k_dtype, v_dtype};
     rows = {tables.data(), lengths.data(), padding.data(), batch, 3};
+  }
+
+  // The numbers of a token as its page holds them.
+  std::vector<double> held(bool values, int b, int head, int position) const {
+    int32_t entry = tables[b * 3 + position / PAGE];
+    const PagedKvLayout& layout = layouts[entry / pages.slab_stride];
+    const char* page = bases[entry / pages.slab_stride] + entry % pages.slab_stride * layout.page_bytes;
+    int64_t row = head * PAGE + position % PAGE;
+    int format = values ? layout.v_format : layout.k_format, dim = values ? v_dim : k_dim;
+    const char* codes = page + (values ? layout.values : 0) + row * row_bytes(format, dim);
+    const char* scales =
+        page + (values ? layout.value_scales : layout.key_scales) + row * scale_bytes(format, dim);
+    std::vector<double> numbers;
+    for (int d = 0; d < dim; d++) numbers.push_back(decode_number(format, codes, scales, d));
+    return (values ? layout.v_rotated : layout.k_rotated) ? rotated(numbers) : numbers;
   }
 
   int own_begin(int b, int count) const { return std::max(0, count - lengths[b] - padding[b]); }
@@ -152,8 +210,11 @@ struct Case {
     snprintf(text, sizeof text,
              "batch %d heads %d ratio %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
              "window %d tail %d sinks %d lengths %d.. padding %d..",
-             batch, heads, ratio, k_dim, v_dim, k_format, v_format, q_format, steps, causal, window,
+             batch, heads, ratio, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
              tail, sinks, lengths[0], padding[0]);
+    for (const PagedKvLayout& each : layouts)
+      snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d %d %d", each.k_format,
+               each.v_format, each.k_rotated, each.v_rotated);
     return text;
   }
 };
@@ -165,8 +226,8 @@ struct Contents {
 
   explicit Contents(const Case& c)
       : longest(longest_of(c)),
-        keys(c.k_format, c.batch, c.heads, longest, c.k_dim, pick(0, 1)),
-        values(c.v_format, c.batch, c.heads, longest, c.v_dim, pick(0, 1)) {}
+        keys(c.k_dtype, c.batch, c.heads, longest, c.k_dim, pick(0, 1)),
+        values(c.v_dtype, c.batch, c.heads, longest, c.v_dim, pick(0, 1)) {}
 
   static int longest_of(const Case& c) {
     int longest = 0;
@@ -178,7 +239,24 @@ struct Contents {
   }
 };
 
-void check_query(const Case& c, const Contents& in, const Array& q, const Array& out,
+// What attention sees of one head: the pages' numbers, then the tail's.
+struct Seen {
+  std::vector<std::vector<double>> keys, values;
+
+  Seen(const Case& c, const Contents& in, int b, int head, int in_pages) {
+    for (int p = 0; p < in_pages; p++) {
+      keys.push_back(c.held(false, b, head, p));
+      values.push_back(c.held(true, b, head, p));
+    }
+    for (int p = in_pages; p < c.lengths[b]; p++) {
+      keys.emplace_back(), values.emplace_back();
+      for (int d = 0; d < c.k_dim; d++) keys[p].push_back(in.keys.at(b, head, in.place(c, b, p), d));
+      for (int d = 0; d < c.v_dim; d++) values[p].push_back(in.values.at(b, head, in.place(c, b, p), d));
+    }
+  }
+};
+
+void check_query(const Case& c, const Seen& in, const Array& q, const Array& out,
                  const float* sinks, const float* log_sum_exp, int b, int head, int step) {
   int first = c.own_begin(b, c.steps), end = c.own_end(b, c.steps);
   size_t row = ((size_t)b * c.heads * c.ratio + head) * c.steps + step;
@@ -188,15 +266,14 @@ void check_query(const Case& c, const Contents& in, const Array& q, const Array&
     expect(log_sum_exp[row] == -INFINITY, "padding has no log-sum-exp: " + c.name());
     return;
   }
-  int position = c.lengths[b] - (end - step), kv_head = head / c.ratio;
+  int position = c.lengths[b] - (end - step);
   int from = c.window ? std::max(0, position - c.window + 1) : 0;
   int to = c.causal || c.window ? position + 1 : c.lengths[b];
   std::vector<double> scores, sum(c.v_dim);
   double top = c.sinks ? sinks[head] : -INFINITY;
   for (int p = from; p < to; p++) {
     double score = 0;
-    for (int d = 0; d < c.k_dim; d++)
-      score += q.at(b, head, step, d) * in.keys.at(b, kv_head, in.place(c, b, p), d);
+    for (int d = 0; d < c.k_dim; d++) score += q.at(b, head, step, d) * in.keys[p][d];
     scores.push_back(score * c.scale);
     top = std::max(top, scores.back());
   }
@@ -204,8 +281,7 @@ void check_query(const Case& c, const Contents& in, const Array& q, const Array&
   for (int p = from; p < to; p++) {
     double weight = exp(scores[p - from] - top);
     total += weight;
-    for (int d = 0; d < c.v_dim; d++)
-      sum[d] += weight * in.values.at(b, kv_head, in.place(c, b, p), d);
+    for (int d = 0; d < c.v_dim; d++) sum[d] += weight * in.values[p][d];
   }
   for (int d = 0; d < c.v_dim; d++) {
     double error = fabs(out.at(b, head, step, d) - sum[d] / total);
@@ -215,20 +291,50 @@ void check_query(const Case& c, const Contents& in, const Array& q, const Array&
   expect(fabs(log_sum_exp[row] - (top + log(total))) < 1e-4, "log-sum-exp: " + c.name());
 }
 
+// Floats are as they were, and codes within half a step of the largest number of a group, which a
+// rotation may make sqrt(dim) times as large as the largest here.
+void expect_kept(const Case& c, double found, double given, double held, int format) {
+  bool exact = format < PAGED_KV_Q8;
+  expect(exact ? found == given : fabs(found - held) < 0.02, "gathered: " + c.name());
+  expect(exact || fabs(held - given) < (format == PAGED_KV_Q4 ? 6 : 0.5), "quantised: " + c.name());
+}
+
 void check_gather(const Case& c, const Contents& in) {
-  Array keys(c.k_format, c.batch, c.heads, in.longest, c.k_dim, false, false);
-  Array values(c.v_format, c.batch, c.heads, in.longest, c.v_dim, false, false);
+  Array keys(c.k_dtype, c.batch, c.heads, in.longest, c.k_dim, false, false);
+  Array values(c.v_dtype, c.batch, c.heads, in.longest, c.v_dim, false, false);
   expect(!paged_kv_gather(&c.pages, &c.rows, &keys.tensor, &values.tensor), "gather: " + c.name());
   for (int b = 0; b < c.batch; b++)
     for (int t = 0; t < in.longest; t++) {
-      int position = t - in.place(c, b, 0);
-      bool real = position >= 0 && position < c.lengths[b];
+      int position = t - in.place(c, b, 0), last = c.heads - 1;
+      if (position < 0 || position >= c.lengths[b]) {
+        for (int d = 0; d < c.k_dim; d++) expect(keys.at(b, 0, t, d) == 0, "padding: " + c.name());
+        for (int d = 0; d < c.v_dim; d++) expect(values.at(b, last, t, d) == 0, "padding: " + c.name());
+        continue;
+      }
+      const PagedKvLayout& layout = c.layouts[c.tables[b * 3 + position / PAGE] / c.pages.slab_stride];
+      std::vector<double> k = c.held(false, b, 0, position), v = c.held(true, b, last, position);
       for (int d = 0; d < c.k_dim; d++)
-        expect(keys.at(b, 0, t, d) == (real ? in.keys.at(b, 0, t, d) : 0), "keys: " + c.name());
+        expect_kept(c, keys.at(b, 0, t, d), in.keys.at(b, 0, t, d), k[d], layout.k_format);
       for (int d = 0; d < c.v_dim; d++)
-        expect(values.at(b, c.heads - 1, t, d) == (real ? in.values.at(b, c.heads - 1, t, d) : 0),
-               "values: " + c.name());
+        expect_kept(c, values.at(b, last, t, d), in.values.at(b, last, t, d), v[d], layout.v_format);
     }
+}
+
+// A page of a row put into a page of the other slab's layout, and back.
+void check_conversion(const Case& c) {
+  for (int32_t entry = 0; entry < c.batch * 3; entry++) {
+    bool used = std::count(c.tables.begin(), c.tables.end(), entry + c.pages.slab_stride);
+    if (used) continue;
+    int32_t from = c.tables[0], to = entry + c.pages.slab_stride;
+    expect(!paged_kv_copy(&c.pages, &from, &to, 1), "copy: " + c.name());
+    Case other = c;
+    other.tables[0] = to;
+    for (int d = 0; d < c.k_dim; d++) {
+      double moved = fabs(c.held(false, 0, 0, 0)[d] - other.held(false, 0, 0, 0)[d]);
+      expect(moved < 6, "converted: " + c.name());
+    }
+    return;
+  }
 }
 
 void check_case() {
@@ -236,6 +342,7 @@ void check_case() {
   Contents in(c);
   expect(!paged_kv_write(&c.pages, &c.rows, &in.keys.tensor, &in.values.tensor), "write: " + c.name());
   check_gather(c, in);
+  check_conversion(c);
 
   Array q(c.q_format, c.batch, c.heads * c.ratio, c.steps, c.k_dim, pick(0, 1));
   Array out(c.q_format, c.batch, c.heads * c.ratio, c.steps, c.v_dim, false, false);
@@ -253,8 +360,8 @@ void check_case() {
   int64_t k_shape[] = {c.batch, c.heads, in.longest - skipped, c.k_dim};
   int64_t v_shape[] = {c.batch, c.heads, in.longest - skipped, c.v_dim};
   tail_k.shape = k_shape, tail_v.shape = v_shape;
-  tail_k.byte_offset = skipped * in.keys.strides[2] * SIZES[c.k_format];
-  tail_v.byte_offset = skipped * in.values.strides[2] * SIZES[c.v_format];
+  tail_k.byte_offset = skipped * in.keys.strides[2] * SIZES[c.k_dtype];
+  tail_v.byte_offset = skipped * in.values.strides[2] * SIZES[c.v_dtype];
   if (c.tail) {
     options.tail_k = &tail_k, options.tail_v = &tail_v;
     std::vector<char> nan_k(in.keys.memory.size(), (char)0xff), nan_v(in.values.memory.size(), (char)0xff);
@@ -263,10 +370,16 @@ void check_case() {
     expect(!paged_kv_write(&c.pages, &c.rows, &bad_k, &bad_v), "spoil: " + c.name());
   }
   expect(!paged_kv_attend(&c.pages, &c.rows, &q.tensor, &out.tensor, &options), "attend: " + c.name());
-  for (int b = 0; b < c.batch; b++)
-    for (int head = 0; head < c.heads * c.ratio; head++)
+  for (int b = 0; b < c.batch; b++) {
+    int last = (int)(in.longest - skipped);
+    int of_tail = c.tail ? c.own_end(b, last) - c.own_begin(b, last) : 0;
+    std::vector<Seen> seen;
+    for (int head = 0; head < c.heads * c.ratio; head++) {
+      if (head % c.ratio == 0) seen.emplace_back(c, in, b, head / c.ratio, c.lengths[b] - of_tail);
       for (int step = 0; step < c.steps; step += pick(1, 60))
-        check_query(c, in, q, out, sinks.data(), log_sum_exp.data(), b, head, step);
+        check_query(c, seen.back(), q, out, sinks.data(), log_sum_exp.data(), b, head, step);
+    }
+  }
 }
 
 }  // namespace

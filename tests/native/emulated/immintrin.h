@@ -81,10 +81,12 @@ inline __m512 _mm512_castpd_ps(__m512d a) { return _cast<__m512>(a); }
 EACH(_mm512_add_ps, __m512, a.x[i] + b.x[i])
 EACH(_mm512_sub_ps, __m512, a.x[i] - b.x[i])
 EACH(_mm512_mul_ps, __m512, a.x[i] * b.x[i])
+EACH(_mm512_min_ps, __m512, a.x[i] < b.x[i] ? a.x[i] : b.x[i])
 EACH(_mm512_max_ps, __m512, a.x[i] > b.x[i] ? a.x[i] : b.x[i])  // the second where one is NaN
 EACH(_mm512_scalef_ps, __m512, ldexpf(a.x[i], (int)fmaxf(floorf(b.x[i]), -300.f)))
 EACH(_mm512_add_epi32, __m512i, a.x[i] + b.x[i])
 EACH(_mm512_and_si512, __m512i, a.x[i] & b.x[i])
+EACH(_mm512_xor_si512, __m512i, a.x[i] ^ b.x[i])
 // Within each quarter of 4 floats, or of 2 doubles.
 EACH(_mm512_unpacklo_ps, __m512, (i % 2 ? b : a).x[i / 4 * 4 + i % 4 / 2])
 EACH(_mm512_unpackhi_ps, __m512, (i % 2 ? b : a).x[i / 4 * 4 + 2 + i % 4 / 2])
@@ -95,8 +97,26 @@ EACH(_mm512_unpackhi_pd, __m512d, (i % 2 ? b : a).x[i / 2 * 2 + 1])
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   return _lanes<__m512>([&](int i) { return fmaf(a.x[i], b.x[i], c.x[i]); });
 }
-inline __m512 _mm512_roundscale_ps(__m512 a, int) {
-  return _lanes<__m512>([&](int i) { return nearbyintf(a.x[i]); });
+// 0: to the nearest, 1: down.
+inline __m512 _mm512_roundscale_ps(__m512 a, int how) {
+  return _lanes<__m512>([&](int i) { return how ? floorf(a.x[i]) : nearbyintf(a.x[i]); });
+}
+// Lanes of each quarter, chosen by 2 bits each.
+inline __m512 _mm512_permute_ps(__m512 a, int choice) {
+  return _lanes<__m512>([&](int i) { return a.x[i / 4 * 4 + (choice >> i % 4 * 2 & 3)]; });
+}
+inline __m512i _mm512_loadu_si512(const void* p) { return _read<__m512i>(p); }
+inline __m512i _mm512_maskz_loadu_epi32(__mmask16 k, const void* p) {
+  return _cast<__m512i>(_mm512_maskz_loadu_ps(k, p));
+}
+inline __m512 _mm512_cvtepi32_ps(__m512i a) {
+  return _lanes<__m512>([&](int i) { return (float)(int32_t)a.x[i]; });
+}
+inline __m512i _mm512_cvtepu8_epi32(__m128i a) {
+  return _lanes<__m512i>([&](int i) { return a.x[i / 2] >> i % 2 * 8 & 255; });
+}
+inline __m512i _mm512_cvtepi8_epi32(__m128i a) {
+  return _lanes<__m512i>([&](int i) { return (int8_t)(a.x[i / 2] >> i % 2 * 8); });
 }
 // Two quarters of a, then two of b, chosen by 2 bits each.
 inline __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int choice) {
@@ -151,3 +171,5 @@ inline __m512 _mm512_cvtph_ps(__m256i a) {
 inline __m256i _mm512_cvtps_ph(__m512 a, int) {
   return _lanes<__m256i>([&](int i) { return _cast<uint16_t>((_Float16)a.x[i]); });
 }
+inline float _cvtsh_ss(uint16_t a) { return (float)_cast<_Float16>(a); }
+inline uint16_t _cvtss_sh(float a, int) { return _cast<uint16_t>((_Float16)a); }

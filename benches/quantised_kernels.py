@@ -1,0 +1,121 @@
+"""Quantised pages beside 16-bit ones and mlx-lm's: python -m benches.quantised_kernels
+
+One layer of 8 key-value heads of 128 and 32 query heads, float16. Sides that are compared take
+turns, and each figure is the median of its repetitions; ratios are medians of ratios within a turn.
+
+    decode   one query token for each row: pages of each format, beside those of 16 bits
+    mlx_lm   the same at 1 row of 32K, beside mlx-lm's attention to keys and values of 4 bits
+    prefill  512 new tokens behind 4,096
+    write    a step of 1 token, and of 512
+"""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+from benches.results_file import write_result
+from benches.timing import in_turns, ratio
+from paged_kv.kernels.backend import choose_backend
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.page_rows import PageRows
+
+KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
+SCALE = DIM**-0.5
+LONG, SHORT = 32 * 1024, 1024
+FORMATS = ("fp16", "q8", "q4")
+
+
+def random(batch: int, heads: int, tokens: int) -> mx.array:
+    array = mx.random.normal((batch, heads, tokens, DIM)).astype(mx.float16)
+    mx.eval(array)
+    return array
+
+
+class Layer:
+    """B rows of so many tokens in pages of one format."""
+
+    def __init__(self, name: str, batch: int, tokens: int) -> None:
+        geometry = LayerGeometry(KV_HEADS, DIM, mx.float16, KV_HEADS, DIM, mx.float16)
+        self.pages = LayerPages(geometry, choose_backend(), 1 << 16)
+        per_row = -(-tokens // PAGE_SIZE)
+        self.pages.map_slab(0, batch * per_row, page_format_named(name))
+        tables = tuple(tuple(range(per_row * row, per_row * (row + 1))) for row in range(batch))
+        self.rows = PageRows(tables, (tokens,) * batch, (0,) * batch)
+        for table in tables:
+            step = random(1, KV_HEADS, tokens)
+            self.pages.write(step, step, PageRows((table,), (tokens,), (0,)))
+
+    def attend(self, queries: mx.array) -> Callable[[], None]:
+        return lambda: mx.eval(self.pages.attend(queries, self.rows, scale=SCALE))
+
+    def write(self, step: mx.array) -> Callable[[], None]:
+        return lambda: self.pages.write(step, step, self.rows)
+
+
+def beside_16_bits(works: list[Callable[[], None]], repetitions: int) -> dict[str, Any]:
+    times = dict(zip(FORMATS, in_turns(*works, repetitions=repetitions), strict=True))
+    return {
+        name: {"seconds": median(own), "times_fp16": ratio(times["fp16"], own)}
+        for name, own in times.items()
+    }
+
+
+def attention(batch: int, tokens: int, queries: int, repetitions: int) -> dict[str, Any]:
+    asked = random(batch, QUERY_HEADS, queries)
+    layers = [Layer(name, batch, tokens) for name in FORMATS]
+    return beside_16_bits([layer.attend(asked) for layer in layers], repetitions)
+
+
+def write(new: int, repetitions: int) -> dict[str, Any]:
+    step = random(1, KV_HEADS, new)
+    layers = [Layer(name, 1, SHORT) for name in FORMATS]
+    return beside_16_bits([layer.write(step) for layer in layers], repetitions)
+
+
+def mlx_lm(repetitions: int = 3) -> dict[str, Any]:
+    asked = random(1, QUERY_HEADS, 1)
+    layer = Layer("q4", 1, LONG)
+    keys, values = (mx.quantize(random(1, KV_HEADS, LONG), group_size=64, bits=4) for _ in range(2))
+    mx.eval(keys, values)
+    pages, stock = in_turns(
+        layer.attend(asked),
+        lambda: mx.eval(
+            quantized_scaled_dot_product_attention(
+                asked, keys, values, scale=SCALE, mask=None, group_size=64, bits=4
+            )
+        ),
+        repetitions=repetitions,
+    )
+    return {
+        "q4_seconds": median(pages),
+        "mlx_lm_seconds": median(stock),
+        "times_mlx_lm": ratio(stock, pages),
+    }
+
+
+def main() -> None:
+    mx.random.seed(0)
+    figures: dict[str, Any] = {
+        "backend": choose_backend().name,
+        "kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "query_heads": QUERY_HEADS,
+        "decode_of_1_at_1k": attention(1, SHORT, 1, 301),
+        "decode_of_8_at_1k": attention(8, SHORT, 1, 101),
+        "decode_of_1_at_32k": attention(1, LONG, 1, 21),
+        "decode_of_8_at_32k": attention(8, LONG, 1, 9),
+        "mlx_lm_of_1_at_32k": mlx_lm(),
+        "prefill": attention(1, 4096 + 512, 512, 5),
+        "write_of_1": write(1, 301),
+        "write_of_512": write(512, 21),
+    }
+    print(f"written to {write_result('quantised_kernels', figures)}")
+
+
+if __name__ == "__main__":
+    main()

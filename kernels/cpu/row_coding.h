@@ -1,0 +1,94 @@
+// Whole rows in every format as floats, and floats as rows.
+#pragma once
+
+#include "quantisation.h"
+#include "rotation.h"
+#include "row_loaders.h"
+
+namespace {
+
+constexpr int FORMATS = 5;
+
+INLINE const uint16_t* scales_of(const RowRun& run, int t, int dim) {
+  return (const uint16_t*)run.scales + (ptrdiff_t)t * (dim / GROUP);
+}
+
+// Floats of row t, each times `factor`, in the run's basis; the last vector's upper half, where the
+// row has none, zeros.
+template <int FORMAT>
+void read_row(const RowRun& run, int t, int dim, float factor, float* out) {
+  typedef Loader<FORMAT> L;
+  typename L::Row row = L::at(run, t);
+  vec by = set1(factor);
+  int d = 0;
+  for (; d + W <= dim; d += W) store(out + d, mul(by, L::template load<false>(row, d)));
+  if (d < dim) store(out + d, mul(by, L::template load<true>(row, d)));
+}
+
+template <>
+void read_row<PAGED_KV_Q8>(const RowRun& run, int t, int dim, float factor, float* out) {
+  const char* row = run.data + t * run.stride;
+  const uint16_t* scales = scales_of(run, t, dim);
+  for (int d = 0; d < dim; d += W) {
+    vec scale = set1(factor * float_of_f16(scales[d / GROUP]));
+    store(out + d, mul(scale, load_bytes(row + d)));
+  }
+}
+
+template <>
+void read_row<PAGED_KV_Q4>(const RowRun& run, int t, int dim, float factor, float* out) {
+  const char* row = run.data + t * run.stride;
+  const uint16_t* scales = scales_of(run, t, dim);
+  for (int d = 0; d < dim; d += GROUP) {
+    vec scale = set1(factor * float_of_f16(scales[d / GROUP]));
+    for (int i = 0; i < GROUP / 2; i += W) {
+      words bytes = load_byte_words(row + d / 2 + i);
+      vec low = floats_of(both(bytes, word1(15))), high = floats_of(shifted_right(bytes, 4));
+      store(out + d + i, mul(scale, sub(low, set1(8.f))));
+      store(out + d + GROUP / 2 + i, mul(scale, sub(high, set1(8.f))));
+    }
+  }
+}
+
+typedef void (*ReadRow)(const RowRun&, int, int, float, float*);
+constexpr ReadRow READ_ROW[FORMATS] = {read_row<0>, read_row<1>, read_row<2>, read_row<3>, read_row<4>};
+
+template <int FORMAT, bool HALF>
+INLINE void store_as(char* out, int d, vec x) {
+  if (FORMAT == PAGED_KV_F32) store_f32<HALF>((float*)out + d, x);
+  else if (FORMAT == PAGED_KV_F16) store_f16<HALF>((uint16_t*)out + d, x);
+  else store_bf16<HALF>((uint16_t*)out + d, x);
+}
+
+template <int FORMAT>
+void write_floats(const float* row, int dim, const RowRun& run, int t) {
+  char* out = run.data + t * run.stride;
+  int d = 0;
+  for (; d + W <= dim; d += W) store_as<FORMAT, false>(out, d, load(row + d));
+  if (d < dim) store_as<FORMAT, true>(out, d, load(row + d));
+}
+
+template <int FORMAT>
+void write_codes(const float* row, int dim, const RowRun& run, int t) {
+  uint8_t* codes = (uint8_t*)run.data + t * run.stride;
+  uint16_t* scales = (uint16_t*)scales_of(run, t, dim);
+  int bytes = FORMAT == PAGED_KV_Q4 ? GROUP / 2 : GROUP;
+  for (int i = 0; i < dim / GROUP; i++) {
+    float scale = quantise<FORMAT>(row + i * GROUP, codes + i * bytes);
+    scales[i] = f16_of_float(clamped(scale, -LARGEST_F16, LARGEST_F16));
+  }
+}
+
+typedef void (*WriteRow)(const float*, int, const RowRun&, int);
+constexpr WriteRow WRITE_ROW[FORMATS] = {write_floats<0>, write_floats<1>, write_floats<2>,
+                                         write_codes<3>, write_codes<4>};
+
+void recode(const RowRun& from, const RowRun& to, int count, int dim, float* row) {
+  for (int t = 0; t < count; t++) {
+    READ_ROW[from.format](from, t, dim, 1.f, row);
+    if (from.rotated != to.rotated) rotate(row, dim);
+    WRITE_ROW[to.format](row, dim, to, t);
+  }
+}
+
+}  // namespace

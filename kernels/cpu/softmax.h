@@ -1,0 +1,30 @@
+// What softmax needs: powers of two, and which keys a query sees.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+using namespace paged_kv;
+
+// 2^x for x <= 0, within 1e-7 of it; far below zero it is exactly 0. The polynomial is the minimax
+// one of degree 6 on [-1/2, 1/2].
+INLINE vec exp2_vec(vec x) {
+  vec n = round_to_int(x), f = sub(x, n), p = set1(1.5403530e-4f);
+  p = fma(p, f, set1(1.3333558e-3f));
+  p = fma(p, f, set1(9.6181291e-3f));
+  p = fma(p, f, set1(5.5504109e-2f));
+  p = fma(p, f, set1(2.4022651e-1f));
+  p = fma(p, f, set1(6.9314718e-1f));
+  return times_power_of_2(fma(p, f, set1(1.f)), n);
+}
+
+// The first key that a query at a position sees, and the one behind the last.
+INLINE int first_seen(const Attention& a, int position) {
+  return a.window && position >= a.window ? position - a.window + 1 : 0;
+}
+INLINE int seen_end(const Attention& a, int position, int length) {
+  return a.causal || a.window ? position + 1 : length;
+}
+
+}  // namespace

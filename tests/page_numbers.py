@@ -1,0 +1,38 @@
+"""The numbers that pages hold, whatever their formats: what kernels are to compute with."""
+
+import mlx.core as mx
+import numpy as np
+
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.number_format import NumberFormat, Quantised
+from paged_kv.kernels.page_format import PAGE_SIZE
+from tests.dense_attention import Numbers
+
+
+def numbers_in(
+    pages: LayerPages, table: tuple[int, ...], length: int
+) -> tuple[list[Numbers], list[Numbers]]:
+    """Keys and values, each [heads, tokens, dim] of a row's pages."""
+    keys, values = [], []
+    for at, entry in enumerate(table):
+        count = min(length - at * PAGE_SIZE, PAGE_SIZE)
+        held, planes = pages.layout_of(entry).page_format, _planes(pages, entry, count)
+        first = 2 if isinstance(held.keys, Quantised) else 1
+        keys.append(_decoded(held.keys, planes[:first], pages.geometry.k_dtype))
+        values.append(_decoded(held.values, planes[first:], pages.geometry.v_dtype))
+    return keys, values
+
+
+def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
+    """Rows of the first tokens of each plane of a page, [heads, count, row_words]."""
+    layout, words = pages.layout_of(entry), pages.page(entry).reshape(-1)
+    return [
+        words[offset : offset + plane.words].reshape(plane.heads, PAGE_SIZE, -1)[:, :count]
+        for plane, offset in zip(layout.planes, layout.offsets, strict=True)
+    ]
+
+
+def _decoded(held: NumberFormat, planes: list[mx.array], dtype: mx.Dtype) -> Numbers:
+    """Codes times scales are not rounded to the model's dtype."""
+    numbers = held.decode(planes, mx.float32 if isinstance(held, Quantised) else dtype)
+    return np.asarray(numbers.astype(mx.float32)).astype(np.float64)

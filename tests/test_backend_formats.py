@@ -1,0 +1,292 @@
+"""Pages of every format through each backend, on each instruction set, against dense attention in
+float64 over the numbers that the pages hold."""
+
+from collections.abc import Sequence
+from itertools import cycle, islice, permutations
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.number_format import GROUP, WORD
+from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.page_rows import PageRows
+from tests.backends import BACKENDS, backend_named
+from tests.dense_attention import Numbers, dense_attention
+from tests.page_numbers import numbers_in
+from tests.page_rows import unpadded
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+FORMATS: list[FormatName] = [
+    "fp16",
+    "q8",
+    "q4",
+    ("q8", "q4"),
+    ("fp16", "q4"),
+    ("q4", "fp16"),
+    "q4-unrotated",
+    "q8-unrotated",
+]
+STRIDE = 8
+SLAB_PAGES = 4
+TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
+
+
+def same(k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
+    return LayerGeometry(2, k_dim, dtype, 2, v_dim, dtype)
+
+
+def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def numbers(array: mx.array) -> Numbers:
+    return np.asarray(array.astype(mx.float32)).astype(np.float64)
+
+
+def new_pages(backend: str, geometry: LayerGeometry, formats: Sequence[FormatName]) -> LayerPages:
+    """A slab of each format, with all bits set: codes, scales and floats of NaN."""
+    pages = LayerPages(geometry, backend_named(backend, geometry), STRIDE)
+    for slab, name in enumerate(formats):
+        pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
+        first = slab * STRIDE
+        nans = mx.full(pages.page(first).shape, 0xFFFF, dtype=WORD)
+        pages.load(dict.fromkeys(range(first, first + SLAB_PAGES), nans))
+    return pages
+
+
+def table_of(pages: LayerPages, length: int, first_slab: int = 0) -> tuple[int, ...]:
+    """Entries for so many tokens, from all slabs in turn."""
+    slabs = sorted(pages.slabs, key=lambda slab: (slab < first_slab, slab))
+    turns = enumerate(cycle(slabs))
+    return tuple(
+        slab * STRIDE + turn // len(pages.slabs)
+        for turn, slab in islice(turns, -(-length // PAGE_SIZE))
+    )
+
+
+def write(pages: LayerPages, rows: PageRows, seed: int) -> tuple[mx.array, mx.array]:
+    """As many tokens for all rows as the longest has."""
+    geometry, longest = pages.geometry, max(rows.context_lens)
+    shape = (len(rows.context_lens), 2, longest)
+    keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed)
+    values = normal((*shape, geometry.v_dim), geometry.v_dtype, seed + 1)
+    pages.write(keys, values, rows)
+    return keys, values
+
+
+def assert_attends(
+    pages: LayerPages,
+    rows: PageRows,
+    queries: int,
+    *,
+    in_tail: int = 0,
+    with_sinks: bool = False,
+    **options: Any,
+) -> None:
+    """Attention to what the pages hold and to a tail of the last tokens."""
+    geometry, batch = pages.geometry, len(rows.context_lens)
+    options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
+    asked = normal((batch, 6, queries, geometry.k_dim), geometry.k_dtype, seed=1)
+    sinks = normal((6,), geometry.k_dtype, seed=2) if with_sinks else None
+    tail = None
+    if in_tail:
+        tail = (
+            normal((batch, 2, in_tail, geometry.k_dim), geometry.k_dtype, seed=3),
+            normal((batch, 2, in_tail, geometry.v_dim), geometry.v_dtype, seed=4),
+        )
+    ends = tuple(length + in_tail for length in rows.context_lens)
+    found = pages.attend(
+        asked, unpadded(rows.block_tables, ends), sinks=sinks, tail=tail, **options
+    )
+    options["sinks"] = None if sinks is None else numbers(sinks)
+    for row, (table, length) in enumerate(zip(rows.block_tables, rows.context_lens, strict=True)):
+        keys, values = numbers_in(pages, table, length)
+        if tail:
+            keys.append(numbers(tail[0][row]))
+            values.append(numbers(tail[1][row]))
+        expected, _ = dense_attention(
+            numbers(asked[row]), np.concatenate(keys, 1), np.concatenate(values, 1), **options
+        )
+        assert np.abs(numbers(found[row]) - expected).max() <= TOLERANCES[geometry.k_dtype]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 513])
+def test_decode_and_prefill_at_the_edges_of_pages(
+    backend: str, name: FormatName, length: int
+) -> None:
+    pages = new_pages(backend, same(64, 64), [name])
+    rows = unpadded((table_of(pages, length),), (length,))
+    write(pages, rows, seed=5)
+    for queries in {1, min(7, length), min(90, length)}:
+        assert_attends(pages, rows, queries)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "dtype"),
+    [
+        (32, 160, mx.float32),
+        (96, 64, mx.float16),
+        (128, 128, mx.bfloat16),
+        (160, 96, mx.float32),
+        (256, 32, mx.float32),
+        (576, 512, mx.float32),
+    ],
+)
+def test_head_sizes(
+    backend: str, name: FormatName, k_dim: int, v_dim: int, dtype: mx.Dtype
+) -> None:
+    pages = new_pages(backend, same(k_dim, v_dim, dtype), [name])
+    rows = unpadded((table_of(pages, 269),), (269,))
+    write(pages, rows, seed=5)
+    for queries in (1, 9):
+        assert_attends(pages, rows, queries)
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(
+    names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3, unique=True),
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=2),
+    in_tail=st.sampled_from([0, 1, 40, 270]),
+    queries=st.sampled_from([1, 3, 9]),
+    window=st.none() | st.integers(1, 800),
+    causal=st.booleans(),
+    with_sinks=st.booleans(),
+)
+def test_pages_of_several_formats_in_one_table(
+    backend: str,
+    names: list[FormatName],
+    lengths: list[int],
+    in_tail: int,
+    queries: int,
+    window: int | None,
+    causal: bool,
+    with_sinks: bool,
+) -> None:
+    pages = new_pages(backend, same(96, 64), names * 2)
+    lengths = [max(length, queries - in_tail) for length in lengths]
+    tables = tuple(table_of(pages, length, row) for row, length in enumerate(lengths))
+    if len(set(sum(tables, ()))) < sum(map(len, tables)):
+        lengths, tables = lengths[:1], tables[:1]
+    rows = unpadded(tables, tuple(lengths))
+    if max(lengths):
+        write(pages, rows, seed=7)
+    assert_attends(
+        pages,
+        rows,
+        queries,
+        in_tail=in_tail,
+        window=window,
+        causal=causal,
+        with_sinks=with_sinks,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_write_gives_the_bytes_of_the_format_and_changes_nothing_else(
+    backend: str, name: FormatName, dtype: mx.Dtype
+) -> None:
+    """Sums are not always added up in the same order: one code or scale in 10,000 may be another,
+    the next to it."""
+    pages = new_pages(backend, same(160, 128, dtype), [name])
+    entries = range(SLAB_PAGES)
+    before = {entry: np.array(pages.page(entry)).reshape(-1) for entry in entries}
+    start, count = 250, 300
+    table = (2, 0, 3)
+    keys = normal((1, 2, count, 160), dtype, seed=1)
+    keys[..., 7] *= 20
+    values = normal((1, 2, count, 128), dtype, seed=2)
+    values[:, 1, 5, :64] = 0
+    pages.write(keys, values, unpadded((table,), (start + count,)))
+    layout = pages.layout_of(0)
+    rows = [np.asarray(plane)[0] for plane in layout.page_format.encode(keys, values)]
+    for plane, offset, new in zip(layout.planes, layout.offsets, rows, strict=True):
+        for token in range(count):
+            page, at = divmod(start + token, PAGE_SIZE)
+            part = before[table[page]][offset : offset + plane.words]
+            part.reshape(plane.heads, PAGE_SIZE, -1)[:, at] = new[:, token]
+    found = np.concatenate([np.asarray(pages.page(entry)).reshape(-1) for entry in entries])
+    expected = np.concatenate(list(before.values()))
+    differing = np.mean(found.view(np.uint8) != expected.view(np.uint8))
+    assert differing <= (0 if name == "fp16" else 1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("lengths", [(257, 256, 3), (5, 0, 600), (0,)])
+def test_gather_gives_the_numbers_that_pages_hold(
+    backend: str, name: FormatName, lengths: tuple[int, ...]
+) -> None:
+    pages = new_pages(backend, same(96, 32), [name] * len(lengths))
+    tables = tuple(
+        tuple(row * STRIDE + page for page in range(-(-length // PAGE_SIZE)))
+        for row, length in enumerate(lengths)
+    )
+    rows = unpadded(tables, lengths)
+    if max(lengths):
+        write(pages, rows, seed=3)
+    for found, side in zip(pages.gather(rows), (0, 1), strict=True):
+        for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+            before = max(lengths) - length
+            assert not found[row, :, :before].any()
+            if length:
+                held = np.concatenate(numbers_in(pages, table, length)[side], 1)
+                assert np.allclose(numbers(found[row, :, before:]), held, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(FORMATS, 2)))
+def test_conversion(backend: str, source: FormatName, target: FormatName) -> None:
+    """What a page holds is written again, to within the codes of its new format."""
+    pages = new_pages(backend, same(64, 96, mx.float16), [source, target])
+    keys, values = write(pages, unpadded(((1, 2),), (512,)), seed=5)
+    untouched = np.array(pages.page(STRIDE + 1))
+    pages.convert({1: STRIDE + 3, 2: STRIDE})
+    assert (np.asarray(pages.page(STRIDE + 1)) == untouched).all()
+    held = numbers_in(pages, (1, 2), 512)
+    found = numbers_in(pages, (STRIDE + 3, STRIDE), 512)
+    steps = [number_format_step(part) for part in page_parts(target)]
+    for one, other, step in zip(held, found, steps, strict=True):
+        for page, converted in zip(one, other, strict=True):
+            assert np.abs(page - converted).max() <= step * np.abs(page).max()
+    assert np.abs(found[0][0] - numbers(keys[0, :, :PAGE_SIZE])).max() < 1
+    assert np.abs(found[1][1] - numbers(values[0, :, PAGE_SIZE:])).max() < 1
+
+
+def page_parts(name: FormatName) -> tuple[str, str]:
+    return (name, name) if isinstance(name, str) else name
+
+
+def number_format_step(name: str) -> float:
+    """How far a number may move when it is put into a format, of the largest."""
+    return {"fp16": 1e-3, "q8": 0.02, "q4": 0.3}[name.removesuffix("-unrotated")]
+
+
+def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
+    pages = new_pages(backend, same(64, 32), ["q4", ("fp16", "q8")])
+    write(pages, unpadded(((0, STRIDE + 1),), (400,)), seed=5)
+    pages.copy({0: 3, STRIDE + 1: STRIDE})
+    for source, target in ((0, 3), (STRIDE + 1, STRIDE)):
+        assert (np.asarray(pages.page(source)) == np.asarray(pages.page(target))).all()
+
+
+def test_groups_of_zeros_and_of_the_largest_numbers(backend: str) -> None:
+    """Scales of zeros are zeros, and scales beyond float16 are its largest."""
+    pages = new_pages(backend, same(64, 64), ["q4-unrotated", "q8-unrotated"])
+    keys = mx.zeros((1, 2, 300, 64))
+    values = mx.full((1, 2, 300, 64), 3e38)
+    values[..., :GROUP] = -0.5
+    rows = unpadded(((0, STRIDE),), (300,))
+    pages.write(keys, values, rows)
+    found_keys, found_values = pages.gather(rows)
+    assert not found_keys.any()
+    assert mx.allclose(found_values[..., :GROUP], mx.array(-0.5), atol=1e-3)
+    assert (found_values[..., GROUP:] > 4e5).all()
+    assert mx.isfinite(found_values).all()
