@@ -57,6 +57,7 @@ from benches.results_file import write_result
 from paged_kv import OldestFirst, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.kernels.page_format import PAGE_SIZE
+from paged_kv.page_transfer import page_formats
 
 TOKENS, CONTEXTS, OUTLIER_CONTEXTS, STEP = 2048, 10, 4, 128
 AUTO_PERCENT = range(40, 101, 5)
@@ -174,7 +175,7 @@ def end_of(cache: Caches) -> Figures:
         return {}
     pool = cache[0].pool
     full = next(each for each in cache if each.layer not in pool.windows)
-    formats = Counter(pool.page_formats(full.layer, full.sequences[0]))
+    formats = Counter(page_formats(pool, full.layer, full.sequences[0]))
     end: Figures = {"blocks_by_format": dict(formats)}
     if pool.demotion_policy:
         end |= {"demotions": dict(pool.stats().demotions), "max_bytes": pool.budget.max_bytes}

@@ -5,11 +5,10 @@
 
 namespace {
 
-constexpr float LEAST = 1.17549435e-38f;  // the smallest float of full precision
-
 using namespace paged_kv;
 
 constexpr float LARGEST_F16 = 65504.f;
+constexpr float LEAST = 1.17549435e-38f;  // the smallest float of full precision
 
 // The number of largest magnitude, and the first where two are.
 INLINE float largest_of(const float* x) {
