@@ -86,6 +86,16 @@ class PrefixIndex:
         """Blocks' worth of tokens that are known."""
         return self._size
 
+    @property
+    def num_prompts(self) -> int:
+        """Known prompts that are not the beginning of another."""
+        return len(self._leaves)
+
+    def nodes(self) -> list[Node]:
+        """All that is known. O(blocks)."""
+        with self.lock:
+            return list(dict.fromkeys(self._nodes.values()))
+
     def match(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """The longest prefix of a prompt that was inserted, without the prompt's last token, which
         must be computed to go on."""
@@ -125,9 +135,14 @@ class PrefixIndex:
 
     def clear(self) -> int:
         """Forget everything that is not pinned; returns how many blocks' worth that was."""
+        return self.forget(lambda: False)
+
+    def forget(self, is_enough: Callable[[], bool]) -> int:
+        """Let go of everything that is not pinned, the least recently used leaves first, until it
+        is enough; returns how many blocks' worth that was. What others hold stays theirs."""
         with self.lock:
             before = len(self)
-            self._evict(_is_pinned, lambda: False)
+            self._evict(_is_pinned, is_enough)
             return before - len(self)
 
     def evict(self, is_enough: Callable[[], bool]) -> int:
