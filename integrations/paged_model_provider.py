@@ -63,10 +63,12 @@ class PagedModelProvider(ModelProvider):
         budget = self.cli_args.max_kv_bytes or recommended_bytes()
         # Both models keep the same tokens, so memory is divided as a token of theirs takes it.
         sizes = [self._token_bytes(model) if len(models) > 1 else 1 for model in models]
-        for model, size in zip(models, sizes, strict=True):
-            factory = self._factory(model, max(1, budget * size // max(1, sum(sizes))))
+        shares = [budget * size // max(1, sum(sizes)) for size in sizes]
+        self.factories = [
+            self._factory(model, max(1, share)) for model, share in zip(models, shares, strict=True)
+        ]
+        for factory in self.factories:
             factory.install()
-            self.factories.append(factory)
 
     def _token_bytes(self, model: Any) -> int:
         """What a token takes in all layers, but for a common factor."""

@@ -144,10 +144,10 @@ class PagedAPIHandler(server.APIHandler):
         self.wfile.write(json.dumps({"error": error}).encode())
 
 
-def serve(model_provider: PagedModelProvider, host: str, port: int, **options: Any) -> None:
-    """Serve until the process is interrupted; `options` are for mlx-lm's `_run_http_server`."""
+def serve(model_provider: PagedModelProvider, host: str, port: int) -> None:
+    """Serve until the process is interrupted."""
     generator = PagedResponseGenerator(model_provider)
-    server._run_http_server(host, port, generator, handler_class=PagedAPIHandler, **options)
+    server._run_http_server(host, port, generator, handler_class=PagedAPIHandler)
 
 
 @contextmanager

@@ -34,8 +34,16 @@ def admission(*pools: PoolSize, clock: Clock | None = None) -> Admission[int]:
 
 @pytest.mark.parametrize(
     ("pool", "tokens", "nbytes"),
-    [(FULL, 0, 0), (FULL, 1, 100), (FULL, 256, 100), (FULL, 257, 200)]
-    + [(WINDOWS, 256, 150), (WINDOWS, 512, 300), (WINDOWS, 513, 400), (WINDOWS, 2560, 1100)],
+    [
+        (FULL, 0, 0),
+        (FULL, 1, 100),
+        (FULL, 256, 100),
+        (FULL, 257, 200),
+        (WINDOWS, 256, 150),
+        (WINDOWS, 512, 300),
+        (WINDOWS, 513, 400),
+        (WINDOWS, 2560, 1100),
+    ],
 )
 def test_a_window_needs_at_most_its_ring(pool: PoolSize, tokens: int, nbytes: int) -> None:
     assert pool.bytes_for(tokens) == nbytes
