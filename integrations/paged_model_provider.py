@@ -47,7 +47,7 @@ class PagedModelProvider(ModelProvider):
 
     def pool_sizes(self) -> list[PoolSize]:
         """What the pools of the loaded models can promise."""
-        return [_pool_size(factory.pool) for factory in self.factories]
+        return [pool_size(factory.pool) for factory in self.factories]
 
     def _load(self, *paths: Any) -> None:
         super()._load(*paths)  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class PagedModelProvider(ModelProvider):
     def _token_bytes(self, model: Any) -> int:
         """What a token takes in all layers, but for a common factor."""
         pool = self._factory(model, recommended_bytes()).pool
-        return sum(group.block_bytes for group in _pool_size(pool).groups)
+        return sum(group.block_bytes for group in pool_size(pool).groups)
 
     def _factory(self, model: Any, max_bytes: int) -> PagedCacheFactory:
         factory = PagedCacheFactory(
@@ -84,7 +84,8 @@ class PagedModelProvider(ModelProvider):
         return factory
 
 
-def _pool_size(pool: PagePool) -> PoolSize:
+def pool_size(pool: PagePool) -> PoolSize:
+    """What a pool can promise, once it is known what its layers write."""
     groups = [group for group in pool.groups if group.is_open]
     formats = [each for group in groups for each in group.allocator.formats]
     largest = [each.largest_slab(pool.budget) * each.block_bytes for each in formats]

@@ -159,7 +159,7 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
         with pytest.raises(APIStatusError, match="the prompt has no tokens"):
             client.completions.create(model="default_model", prompt="")
         # All that is possible is served to its end, whatever was cached before.
-        for prompt in (system, system + "\n", system[:-1]):
+        for prompt in (system, system[:-1]):
             tokens = len(running.generator.model_provider.tokenizer.encode(prompt))
             answer = client.completions.create(
                 model="default_model", prompt=prompt, max_tokens=512 - tokens, logit_bias=GO_ON
@@ -200,4 +200,24 @@ def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
         running.wait_until_idle()
         # One that does come again is served.
         assert ask(running.client(), [{"role": "user", "content": "import"}])[0]
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_another_model_gets_pages_of_its_own(system: str) -> None:
+    """The request that needs it waits until the others are done, and the first comes back."""
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB")) as running:
+        first = running.pools[0]
+        stream = running.client().completions.create(
+            model="default_model", prompt=system, max_tokens=20, stream=True
+        )
+        next(stream)
+        other = running.client().completions.create(
+            model=str(MODEL_FOLDERS[GEMMA]), prompt="import os", max_tokens=4, temperature=0
+        )
+        assert len(list(stream)) >= 4
+        assert other.choices[0].text
+        assert [pool.name for pool in running.pools] == ["gemma3_text"]
+        assert first.stats().bytes_mapped == 0
+        talk = converse(running, system, NAMES[0], turns=2)
+        assert talk[1][1] > 256
         assert_idle_pools_hold_nothing(running)
