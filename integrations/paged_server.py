@@ -145,9 +145,17 @@ class PagedAPIHandler(server.APIHandler):
 
 
 def serve(model_provider: PagedModelProvider, host: str, port: int) -> None:
-    """Serve until the process is interrupted."""
+    """Serve until the process is interrupted.
+
+    Raises:
+        OSError: there is no such host, or the port is in use.
+    """
     generator = PagedResponseGenerator(model_provider)
-    server._run_http_server(host, port, generator, handler_class=PagedAPIHandler)
+    try:
+        server._run_http_server(host, port, generator, handler_class=PagedAPIHandler)
+    finally:
+        # The process would wait for its thread for ever.
+        generator.stop_and_join()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
