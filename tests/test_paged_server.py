@@ -159,7 +159,7 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
         with pytest.raises(APIStatusError, match="the prompt has no tokens"):
             client.completions.create(model="default_model", prompt="")
         # All that is possible is served to its end, whatever was cached before.
-        for prompt in (system, system[:-1]):
+        for prompt in (system + system[:600], system + system[:599]):
             tokens = len(running.generator.model_provider.tokenizer.encode(prompt))
             answer = client.completions.create(
                 model="default_model", prompt=prompt, max_tokens=512 - tokens, logit_bias=GO_ON
@@ -169,9 +169,10 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
         assert_idle_pools_hold_nothing(running)
 
 
-def test_requests_wait_for_memory_and_all_are_served(system: str) -> None:
-    """Each takes one of two pages."""
-    with paged_server(*options(LLAMA, *token_budget(512))) as running:
+@pytest.mark.parametrize(("model", "budget"), [(LLAMA, "3.2MB"), (GEMMA, "2.2MB")])
+def test_requests_wait_for_memory_and_all_are_served(model: str, budget: str, system: str) -> None:
+    """There is room for two at a time, and for few of their prompts."""
+    with paged_server(*options(model, "--max-kv-bytes", budget)) as running:
         questions = [system[start : start + 200] for start in range(0, 600, 100)]
         with ThreadPoolExecutor(len(questions)) as clients:
             answers = [
