@@ -118,7 +118,12 @@ class PrefixIndex:
             path = []
             for start, theirs in zip(range(0, len(tokens), self.page_size), blocks, strict=True):
                 page = tuple(tokens[start : start + self.page_size])
-                node = self._child(node, page) or self._add(node, page, theirs)
+                child = self._child(node, page)
+                if child is None and not self._nodes.keys().isdisjoint(theirs.items()):
+                    # Known in another namespace: what follows was computed from what that one
+                    # stands for. A block is kept once.
+                    return
+                node = child or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
             if path and checkpoint is not None:

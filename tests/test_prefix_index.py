@@ -163,6 +163,19 @@ def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
     indexed.allocator.check()
 
 
+def test_what_goes_on_behind_another_namespace_is_not_known() -> None:
+    indexed = Indexed()
+    indexed.insert([1] * 4, "old")
+    (block,) = indexed.blocks_of(indexed.index.match("old", [1] * 5))
+    table = indexed.allocator.new_table()
+    table.reserve(0, 8)
+    blocks = [{indexed.allocator: each} for each in (block, table.blocks[1])]
+    indexed.index.insert("new", [1] * 8, blocks)
+    assert indexed.index.match("new", [1] * 9).num_tokens == 0
+    assert indexed.index.clear() == 1
+    indexed.allocator.check()
+
+
 def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:
     indexed = Indexed(blocks=100)
     indexed.insert([1] * 8)
