@@ -52,6 +52,11 @@ class FormatSlabs:
         """Blocks of all mapped slabs."""
         return sum(self.slabs.values())
 
+    def largest_slab(self, budget: ByteBudget) -> int:
+        """The most pages of a slab."""
+        eighth = budget.max_bytes // LARGEST_SLAB_SHARE // self.block_bytes
+        return max(1, min(eighth, self.max_slab_pages))
+
     def plan(
         self, needed: int, left: int, taken: Container[int], budget: ByteBudget
     ) -> list[SlabPlan]:
@@ -60,8 +65,7 @@ class FormatSlabs:
         `taken` are the slabs that exist, of all formats. O(slabs).
         """
         plans: list[SlabPlan] = []
-        eighth = budget.max_bytes // LARGEST_SLAB_SHARE // self.block_bytes
-        largest = max(1, min(eighth, self.max_slab_pages))
+        largest = self.largest_slab(budget)
         slab = older = 0
         while needed > 0 and left >= self.block_bytes:
             if slab not in taken:

@@ -87,6 +87,16 @@ class PrefixIndex:
         """Blocks' worth of tokens that are known."""
         return self._size
 
+    @property
+    def num_prompts(self) -> int:
+        """Known prompts that are not the beginning of another."""
+        return len(self._leaves)
+
+    def nodes(self) -> list[Node]:
+        """All that is known. O(blocks)."""
+        with self.lock:
+            return list(dict.fromkeys(self._nodes.values()))
+
     def match(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """The longest prefix of a prompt that was inserted, without the prompt's last token, which
         must be computed to go on."""
@@ -109,7 +119,12 @@ class PrefixIndex:
             path = []
             for start, theirs in zip(range(0, len(tokens), self.page_size), blocks, strict=True):
                 page = tuple(tokens[start : start + self.page_size])
-                node = self._child(node, page) or self._add(node, page, theirs)
+                child = self._child(node, page)
+                if child is None and not self._nodes.keys().isdisjoint(theirs.items()):
+                    # Known in another namespace: what follows was computed from what that one
+                    # stands for. A block is kept once.
+                    return
+                node = child or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
             if path and checkpoint is not None:
@@ -126,9 +141,14 @@ class PrefixIndex:
 
     def clear(self) -> int:
         """Forget everything that is not pinned; returns how many blocks' worth that was."""
+        return self.forget(lambda: False)
+
+    def forget(self, is_enough: Callable[[], bool]) -> int:
+        """Let go of everything that is not pinned, the least recently used leaves first, until it
+        is enough; returns how many blocks' worth that was. What others hold stays theirs."""
         with self.lock:
             before = len(self)
-            self._evict(_is_pinned, lambda: False)
+            self._evict(_is_pinned, is_enough)
             return before - len(self)
 
     def evict(self, is_enough: Callable[[], bool]) -> int:

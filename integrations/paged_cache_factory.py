@@ -78,7 +78,7 @@ class PagedCacheFactory:
         self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._version = ModelVersion(model)
-        self._prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(self._layers())))
+        self.prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(self._layers())))
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -114,7 +114,7 @@ class PagedCacheFactory:
         """
         prompt_cache = self.make_cache()
         pool, namespace = self.pool, self._namespace(self.pool.page_format.name, salt)
-        prefix = self._prefixes.fetch(namespace, list(tokens), pool.page_format)
+        prefix = self.prefixes.fetch(namespace, list(tokens), pool.page_format)
         if prefix is None:
             return prompt_cache, 0
         for cache in paged_caches(prompt_cache):
@@ -143,9 +143,7 @@ class PagedCacheFactory:
             )
         (sequence,) = sequences
         namespace = self._namespace(sequence.page_format.name, salt)
-        return self._prefixes.insert(
-            namespace, list(tokens), sequence, unpaged_caches(prompt_cache)
-        )
+        return self.prefixes.insert(namespace, list(tokens), sequence, unpaged_caches(prompt_cache))
 
     def pin(self, tokens: list[int], *, salt: Hashable = None) -> int:
         """Never evict what is known of a prompt until `unpin`; returns how many tokens that is."""

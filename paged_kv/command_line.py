@@ -15,7 +15,7 @@ from paged_kv.stats_command import add_stats_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = _arguments(argv)
     logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")
     try:
         status: int = arguments.run(arguments)
@@ -25,6 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"paged-kv {arguments.command}: {error}", file=sys.stderr)
         return 1
     return status
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if arguments.command == "server":
+        arguments.others = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,12 +49,14 @@ def _parser() -> argparse.ArgumentParser:
         help="what to log, to standard error (default: warning)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate_parser(commands)
+    _add_integrations(commands)
     add_stats_parser(commands)
     return parser
 
 
-def _add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_integrations(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from paged_kv.integrations.generate_command import add_generate_parser
+    from paged_kv.integrations.server_command import add_server_parser
 
     add_generate_parser(commands)
+    add_server_parser(commands)

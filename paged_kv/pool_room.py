@@ -1,8 +1,8 @@
 """Where the blocks for a step come from, when the budget gets short.
 
 What is free comes first and new slabs next; then cached blocks of the prefix index are evicted,
-pages are made smaller if the pool has a policy for that, and what one group has mapped and does not
-use is given back for another.
+pages are made smaller if the pool has a policy for that, what one group has mapped and does not use
+is given back for another, and at last everything is forgotten that only could be found again.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ class PoolRoom:
         if self._mapped_after(needs) > self._limit:
             self._evict(needed)
             self._demote(needed)
+            self._make_at_any_price(needed)
             needs = needed()
-            if self._mapped_after(needs) > self._budget.max_bytes:
-                self.give_back()
-                self._require(needs)
+            self._require(needs)
         for group, counts in needs.items():
             group.allocator.ensure_free(counts)
 
@@ -81,6 +80,28 @@ class PoolRoom:
         """Unmap every slab in which no block is used; returns how many."""
         open_groups = [group for group in self._groups if group.is_open]
         return sum(group.allocator.unmap_empty_slabs() for group in open_groups)
+
+    def _make_at_any_price(self, needed: Callable[[], Needs]) -> None:
+        """Make room for what would fit if nothing was cached and no slab was partly empty.
+
+        Blocks that somebody uses keep cached ones from being evicted: what comes before them in
+        the index, and the rings that were kept beside them.
+        """
+
+        def fits() -> bool:
+            return self._mapped_after(needed()) <= self._budget.max_bytes
+
+        for attempt in (self.give_back, self._compact, lambda: self._forget(fits), self._compact):
+            if fits():
+                return
+            attempt()
+
+    def _compact(self) -> None:
+        for group in self._groups:
+            group.compact()
+
+    def _forget(self, is_enough: Callable[[], bool]) -> None:
+        self.evictions += self._index.forget(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
         self.evictions += self._index.evict(lambda: self._mapped_after(needed()) <= self._limit)

@@ -8,11 +8,13 @@ which holds the rings and the states that there were. A ring can also be rolled 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefix_index import Match, Node
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.locked import locked
@@ -34,6 +36,12 @@ class Checkpoint:
 
     rings: Sequence
     states: Any
+
+    def held(self) -> Iterator[tuple[BlockAllocator, int]]:
+        """The blocks of the rings."""
+        for group in self.rings.pool.groups:
+            for block in self.rings.blocks(group):
+                yield group.allocator, block
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,37 @@ class PrefixCache:
         self.tokens_asked = 0
         self.tokens_found = 0
         self._has_states = has_states
+
+    def __len__(self) -> int:
+        """Known prompts that are not the beginning of another."""
+        return self.pool.index.num_prompts
+
+    @property
+    @locked
+    def nbytes(self) -> int:
+        """Bytes of the pages that nobody else holds. O(known blocks)."""
+        self._drain()
+        held: Counter[tuple[BlockAllocator, int]] = Counter()
+        for node in self.pool.index.nodes():
+            held.update(node.blocks.items())
+            for checkpoint in node.checkpoints.values():
+                held.update(checkpoint.held())
+        return sum(
+            allocator.format_of(block).block_bytes
+            for (allocator, block), count in held.items()
+            if allocator.ref_count(block) == count
+        )
+
+    @locked
+    def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
+        """Evict what was least recently used, and nobody else holds, until there are at most so
+        many prompts and `nbytes`; returns how many blocks' worth that was."""
+        most = self._bytes_used()
+        if max_bytes is not None:
+            most -= max(0, self.nbytes - max_bytes)
+        return self.pool.index.evict(
+            lambda: (max_prompts is None or len(self) <= max_prompts) and self._bytes_used() <= most
+        )
 
     @locked
     def fetch(
@@ -148,3 +187,16 @@ class PrefixCache:
     def _shared_groups(self) -> list[LayerGroup]:
         """The groups whose sequences hold all their tokens."""
         return [group for group in self.pool.groups if group.is_open and group.window is None]
+
+    def _open_groups(self) -> list[LayerGroup]:
+        return [group for group in self.pool.groups if group.is_open]
+
+    def _drain(self) -> None:
+        for group in self._open_groups():
+            group.allocator.drain()
+
+    def _bytes_used(self) -> int:
+        """Bytes of the pages of all blocks that are not free. O(slabs)."""
+        self._drain()
+        formats = [each for group in self._open_groups() for each in group.allocator.formats]
+        return sum(sum(each.used.values()) * each.block_bytes for each in formats)

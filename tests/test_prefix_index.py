@@ -163,6 +163,37 @@ def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
     indexed.allocator.check()
 
 
+def test_what_goes_on_behind_another_namespace_is_not_known() -> None:
+    indexed = Indexed()
+    indexed.insert([1] * 4, "old")
+    (block,) = indexed.blocks_of(indexed.index.match("old", [1] * 5))
+    table = indexed.allocator.new_table()
+    table.reserve(0, 8)
+    blocks = [{indexed.allocator: each} for each in (block, table.blocks[1])]
+    indexed.index.insert("new", [1] * 8, blocks)
+    assert indexed.index.match("new", [1] * 9).num_tokens == 0
+    assert indexed.index.clear() == 1
+    indexed.allocator.check()
+
+
+def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:
+    indexed = Indexed(blocks=100)
+    indexed.insert([1] * 8)
+    again = indexed.allocator.new_table()
+    again.reserve(0, 12)
+    # The leaf of a path that somebody else began.
+    blocks = [{indexed.allocator: block} for block in again.blocks]
+    indexed.index.insert("", [1] * 8 + [2] * 4, blocks)
+    assert indexed.index.num_prompts == 1
+    assert len(indexed.index.nodes()) == 3
+    assert indexed.index.evict(lambda: False) == 0
+    assert indexed.index.forget(lambda: len(indexed.index) == 1) == 2
+    assert indexed.index.forget(lambda: False) == 1
+    assert (indexed.index.num_prompts, indexed.index.nodes()) == (0, [])
+    assert indexed.allocator.stats().blocks_used == 3
+    indexed.allocator.check()
+
+
 def test_blocks_that_are_moved_are_found_where_they_are() -> None:
     indexed = Indexed(blocks=100)
     kept = indexed.allocator.new_table()

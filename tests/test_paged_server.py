@@ -1,0 +1,224 @@
+"""`paged-kv server` answers what mlx-lm's server answers, from pages, and outlives bad requests."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm import server
+from openai import APIStatusError, OpenAI
+
+from tests.conftest import MODEL_FOLDERS
+from tests.running_server import (
+    RunningServer,
+    assert_idle_pools_hold_nothing,
+    paged_server,
+    stock_server,
+    wait_until,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
+
+# Never the token that ends a text.
+GO_ON = {"0": -1000}
+LLAMA, GEMMA = "stdlib-llama", "stdlib-gemma3"
+NAMES = ["walk", "stat", "glob", "open", "read", "join", "copy", "move"]
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits two tokens are often equally likely, and batches decide."""
+
+    def load(path: str, **options: Any) -> Any:
+        loaded = mlx_lm.load(path, **options)
+        loaded[0].set_dtype(mx.float32)
+        return loaded
+
+    monkeypatch.setattr(server, "load", load)
+
+
+@pytest.fixture
+def system(source_text: str) -> str:
+    """More than a page of tokens, which all conversations begin with."""
+    return source_text[20000:21100]
+
+
+def options(model: str, *others: str) -> list[str]:
+    return ["--model", str(MODEL_FOLDERS[model]), "--max-tokens", "8", *others]
+
+
+def ask(client: OpenAI, messages: list[Any], **more: Any) -> tuple[str, int]:
+    """The streamed answer, and how many tokens of the prompt were cached."""
+    stream = client.chat.completions.create(
+        model="default_model",
+        messages=messages,
+        stream=True,
+        stream_options={"include_usage": True},
+        temperature=0,
+        **more,
+    )
+    text, cached = "", -1
+    for chunk in stream:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        if chunk.usage:
+            assert chunk.usage.prompt_tokens_details
+            cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+    return text, cached
+
+
+def converse(running: RunningServer, system: str, name: str, turns: int = 3) -> Any:
+    """The answers of one conversation, and the tokens that were cached for each."""
+    client = running.client()
+    messages: list[Any] = [{"role": "system", "content": system}]
+    answers, cached = [], []
+    for turn in range(turns):
+        question = f"\n\ndef {name}_{turn}(self, path):\n"
+        messages.append({"role": "user", "content": question})
+        text, count = ask(client, messages)
+        messages.append({"role": "assistant", "content": text})
+        answers.append(text)
+        cached.append(count)
+    return answers, cached
+
+
+def conversations(running: RunningServer, system: str) -> list[Any]:
+    """Eight at the same time."""
+    with ThreadPoolExecutor(len(NAMES)) as clients:
+        talks = [clients.submit(converse, running, system, name) for name in NAMES]
+        return [talk.result() for talk in talks]
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA])
+def test_conversations_read_the_same_and_share_what_they_begin_with(
+    model: str, system: str
+) -> None:
+    with stock_server(*options(model)) as running:
+        stock = [answers for answers, _ in conversations(running, system)]
+    with paged_server(*options(model, "--max-kv-bytes", "64MB")) as running:
+        talks = conversations(running, system)
+        assert [answers for answers, _ in talks] == stock
+        for _, cached in talks:
+            assert cached == sorted(cached)
+            assert cached[1] > 256
+            assert cached[2] > cached[1]
+        again = converse(running, system, NAMES[0], turns=1)
+        assert again[0] == stock[0][:1]
+        assert again[1][0] > 256
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_a_draft_model_reads_the_same_and_shares_too(system: str) -> None:
+    """The draft model has windows; what both know is what counts."""
+    draft = ["--draft-model", str(MODEL_FOLDERS[GEMMA])]
+    with stock_server(*options(LLAMA)) as running:
+        stock, _ = converse(running, system, NAMES[0], turns=2)
+    with paged_server(*options(LLAMA, *draft, "--max-kv-bytes", "64MB")) as running:
+        assert len(running.pools) == 2
+        assert sum(pool.budget.max_bytes for pool in running.pools) <= 64_000_000
+        answers, cached = converse(running, system, NAMES[0], turns=2)
+        assert answers == stock
+        assert cached[1] > 256
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_clients_that_leave_leave_nothing_behind(system: str) -> None:
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB")) as running:
+        streams = [
+            running.client().completions.create(
+                model="default_model", prompt=system[start:], max_tokens=2000, stream=True
+            )
+            for start in range(4)
+        ]
+        for number, stream in enumerate(streams):
+            for _ in range(number + 1):
+                next(stream)
+        assert running.generator.admission._promised
+        for stream in streams:
+            stream.close()
+        assert_idle_pools_hold_nothing(running)
+        # Others are served as before.
+        assert ask(running.client(), [{"role": "user", "content": "import "}])[0]
+
+
+def token_budget(tokens: int) -> list[str]:
+    """Options for a budget of so many tokens of the llama in float32."""
+    return ["--max-kv-bytes", str(tokens * 6 * 2 * 2 * 64 * 4)]
+
+
+def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
+    with paged_server(*options(LLAMA, *token_budget(512))) as running:
+        client = running.client()
+        with pytest.raises(APIStatusError) as refused:
+            client.completions.create(model="default_model", prompt=system * 3, max_tokens=5)
+        assert refused.value.status_code == 400
+        for part in ("tokens were asked", "max_tokens=5", "512 are possible", "--max-kv-bytes"):
+            assert part in str(refused.value)
+        with pytest.raises(APIStatusError, match="512 are possible"):
+            client.completions.create(model="default_model", prompt="import", max_tokens=512)
+        with pytest.raises(APIStatusError, match="the prompt has no tokens"):
+            client.completions.create(model="default_model", prompt="")
+        # All that is possible is served to its end, whatever was cached before.
+        for prompt in (system + system[:600], system + system[:599]):
+            tokens = len(running.generator.model_provider.tokenizer.encode(prompt))
+            answer = client.completions.create(
+                model="default_model", prompt=prompt, max_tokens=512 - tokens, logit_bias=GO_ON
+            )
+            assert answer.usage
+            assert answer.usage.total_tokens == 512
+        assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.parametrize(("model", "budget"), [(LLAMA, "3.2MB"), (GEMMA, "2.2MB")])
+def test_requests_wait_for_memory_and_all_are_served(model: str, budget: str, system: str) -> None:
+    """There is room for two at a time, and for few of their prompts."""
+    with paged_server(*options(model, "--max-kv-bytes", budget)) as running:
+        questions = [system[start : start + 200] for start in range(0, 600, 100)]
+        with ThreadPoolExecutor(len(questions)) as clients:
+            answers = [
+                clients.submit(
+                    ask, running.client(), [{"role": "user", "content": text}], max_tokens=40
+                )
+                for text in questions
+            ]
+            wait_until(lambda: len(running.generator.admission) >= 3)
+            assert all(answer.result()[0] for answer in answers)
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
+    patience = ["--admission-timeout", "0.3"]
+    with paged_server(*options(LLAMA, *token_budget(1024), *patience)) as running:
+        stream = running.client().completions.create(
+            model="default_model", prompt=system, max_tokens=700, stream=True
+        )
+        next(stream)
+        with pytest.raises(APIStatusError, match=r"no memory became free in 0.3 s") as refused:
+            ask(running.client(), [{"role": "user", "content": "import"}], max_tokens=600)
+        assert refused.value.status_code == 503
+        assert refused.value.response.headers["Retry-After"] == "1"
+        stream.close()
+        running.wait_until_idle()
+        # One that does come again is served.
+        assert ask(running.client(), [{"role": "user", "content": "import"}])[0]
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_another_model_gets_pages_of_its_own(system: str) -> None:
+    """The request that needs it waits until the others are done, and the first comes back."""
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB")) as running:
+        first = running.pools[0]
+        stream = running.client().completions.create(
+            model="default_model", prompt=system, max_tokens=20, stream=True
+        )
+        next(stream)
+        other = running.client().completions.create(
+            model=str(MODEL_FOLDERS[GEMMA]), prompt="import os", max_tokens=4, temperature=0
+        )
+        assert len(list(stream)) >= 4
+        assert other.choices[0].text
+        assert [pool.name for pool in running.pools] == ["gemma3_text"]
+        assert first.stats().bytes_mapped == 0
+        talk = converse(running, system, NAMES[0], turns=2)
+        assert talk[1][1] > 256
+        assert_idle_pools_hold_nothing(running)

@@ -1,0 +1,88 @@
+"""What an `Admission` has promised can always be had, whatever was cached, forked or mapped."""
+
+import random
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagePool, Sequence
+from paged_kv.integrations.admission import Admission
+from paged_kv.integrations.paged_model_provider import pool_size
+from paged_kv.prefix_cache import PrefixCache
+from paged_kv.window import Window
+
+DIMS = (8, 24)
+
+
+@dataclass(eq=False)
+class Row:
+    tokens: list[int]
+    sequence: Sequence
+
+    @property
+    def is_done(self) -> bool:
+        return self.sequence.length >= len(self.tokens)
+
+
+def write(pool: PagePool, sequence: Sequence, count: int) -> None:
+    """A step of one sequence, through layers of different size."""
+    for layer in range(pool.num_layers):
+        numbers = mx.zeros((1, 1, count, DIMS[layer % 2]), mx.float16)
+        pool.append(layer, [sequence], numbers, numbers)
+        mx.eval(pool.page_views(layer, sequence))
+
+
+def begun(prefixes: PrefixCache, tokens: list[int]) -> Row:
+    prefix = prefixes.fetch("", tokens, prefixes.pool.page_format)
+    return Row(tokens, prefix.sequence if prefix else Sequence(prefixes.pool))
+
+
+def opened(windows: dict[int, Window], budget_blocks: int) -> PagePool:
+    """A pool of two layers that has been written once."""
+    block = 256 * sum(DIMS) * 2 * 2
+    pool = PagePool(2, windows=windows, max_bytes=budget_blocks * block)
+    write(pool, Sequence(pool), 1)
+    pool.clear()
+    return pool
+
+
+@pytest.mark.parametrize("windows", [{}, {1: Window(300, 200)}, {0: Window(256, 100)}])
+@pytest.mark.parametrize("budget_blocks", [9, 40])
+def test_no_step_of_what_was_promised_exhausts_a_pool(
+    windows: dict[int, Window], budget_blocks: int
+) -> None:
+    rng = random.Random(budget_blocks)
+    pool = opened(windows, budget_blocks)
+    size = pool_size(pool)
+    prefixes = PrefixCache(pool, has_states=False)
+    admission: Admission[list[int]] = Admission(len, 1.0, pools=[size])
+    rows: list[Row] = []
+    served = 0
+    for _ in range(400):
+        if not len(admission):
+            length = rng.randrange(1, int(size.tokens_in(size.promisable)))
+            # Prompts that begin alike, and part where no page ends.
+            admission.arrive([*[rng.randrange(3)] * (length // 2), *range(length - length // 2)])
+        tokens = admission.next()
+        if tokens is not None:
+            rows.append(begun(prefixes, tokens))
+            admission.promise(id(rows[-1]), len(tokens))
+            served += 1
+        for row in rng.sample(rows, len(rows) // 2 + len(rows) % 2):
+            left = len(row.tokens) - row.sequence.length
+            write(pool, row.sequence, min(left, rng.randrange(1, 400)))
+            if rng.random() < 0.3 or row.is_done:
+                prefixes.insert("", row.tokens[: row.sequence.length], row.sequence, None)
+            if row.is_done or rng.random() < 0.05:
+                admission.end(id(row))
+                rows.remove(row)
+        del row
+        pool.check()
+    assert served > 20
+    stats = pool.stats()
+    assert stats.allocation_failures == 0
+    assert stats.evictions > 0
+    rows.clear()
+    pool.clear()
+    assert pool.stats().blocks_used == 0

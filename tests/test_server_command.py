@@ -1,0 +1,110 @@
+"""The options of `paged-kv server`."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from paged_kv.command_line import main
+from paged_kv.integrations.server_command import server_parser
+
+MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"
+PATIENCE_S = 60
+
+
+def test_all_options_of_mlx_lm_are_taken_beside_ours() -> None:
+    parsed = server_parser().parse_args(
+        ["--model", "m", "--temp", "0.5", "--decode-concurrency", "4", "--max-kv-bytes", "1.5GB"]
+    )
+    assert (parsed.model, parsed.temp, parsed.decode_concurrency) == ("m", 0.5, 4)
+    assert (parsed.max_kv_bytes, parsed.page_format) == (1_500_000_000, "fp16")
+    assert (parsed.prompt_cache_size, parsed.prompt_cache_bytes) == (None, None)
+    assert parsed.admission_timeout == 60
+
+
+def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["server", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("paged-kv server", "--chat-template-args", "--max-kv-bytes", "80% of"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--max-kv-bytes", "10GBB"], "'10GBB' is not a size"),
+        (["--page-format", "auto"], "choose fp16, q8, q4 or a pair"),
+        (["--page-format", "q5"], "got 'q5'"),
+        (["--admission-timeout", "-1"], "a number of seconds is needed, got '-1'"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_wrong_options_are_named(
+    options: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["server", *options])
+    assert ended.value.code == 2
+    assert part in capsys.readouterr().err
+
+
+def test_other_commands_still_refuse_what_they_do_not_know(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--prompt", "a", "--max-kv-bytes", "1GB"])
+    assert "unrecognized arguments: --max-kv-bytes 1GB" in capsys.readouterr().err
+
+
+def command(port: int) -> list[str]:
+    options = ["--model", str(MODEL), "--port", str(port), "--max-kv-bytes", "64MB"]
+    return [sys.executable, "-m", "paged_kv", "server", *options]
+
+
+def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*command(port), "--page-format", "q8"]) as process:
+        try:
+            body = json.dumps({"prompt": "import os\n", "max_tokens": 4}).encode()
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            answer = json.loads(opened(Request(url, body)))
+            assert answer["choices"][0]["text"]
+            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        finally:
+            process.terminate()
+
+
+def test_a_port_in_use_ends_the_process() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ended = subprocess.run(
+            command(taken.getsockname()[1]), capture_output=True, text=True, timeout=PATIENCE_S
+        )
+    # MLX aborts now and then at the end of a process in which a thread has computed.
+    assert ended.returncode != 0
+    assert "paged-kv server: " in ended.stderr
+    assert "in use" in ended.stderr
+
+
+def opened(request: Request) -> bytes:
+    """The answer of a server that may be starting still."""
+    deadline = monotonic() + PATIENCE_S
+    while True:
+        try:
+            with urlopen(request, timeout=PATIENCE_S) as response:
+                body: bytes = response.read()
+                return body
+        except URLError:
+            assert monotonic() < deadline
+            sleep(0.1)
