@@ -86,7 +86,7 @@ def test_a_long_prompt_shows_progress_on_a_terminal(
     [
         (["--prompt", ""], 2, "a prompt is empty: give --prompt some text"),
         (["--prompt", "a", "--model", "/no/such"], 1, "no folder '/no/such': give --model the"),
-        (["--prompt", "a", "--page-format", "q3"], 1, "must be one of .*, got 'q3'"),
+        (["--prompt", "a", "--page-format", "q3"], 1, "or 'auto', got 'q3'"),
         (["--prompt", "a", "--max-bytes", "10kB"], 1, "budget of 10,000 bytes: raise max_bytes"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from paged_kv import PagePool, Sequence
 from paged_kv.integrations.admission import Admission
 from paged_kv.integrations.paged_model_provider import pool_size
+from paged_kv.page_transfer import page_views
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.window import Window
 
@@ -30,7 +31,7 @@ def write(pool: PagePool, sequence: Sequence, count: int) -> None:
     for layer in range(pool.num_layers):
         numbers = mx.zeros((1, 1, count, DIMS[layer % 2]), mx.float16)
         pool.append(layer, [sequence], numbers, numbers)
-        mx.eval(pool.page_views(layer, sequence))
+        mx.eval(page_views(pool, layer, sequence))
 
 
 def begun(prefixes: PrefixCache, tokens: list[int]) -> Row:
