@@ -9,29 +9,33 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+# Bytes up to which a parameter is held, to be compared with what takes its place.
+SMALL = 1 << 20
+
 
 class ModelVersion:
-    """Counts how often any parameter of a model became another array: weights that were loaded,
-    adapters that were added, taken off or fused, a new dtype.
+    """Counts how often parameters of a model became others: weights that were loaded, adapters
+    that were added, taken off or fused, a new dtype.
 
-    MLX replaces arrays and does not change them, so comparing identities is exact.
+    MLX replaces arrays and does not change them, so an array that is still there is what it was.
+    Some models put an equal array in the place of a small one whenever they run; those are
+    compared.
     """
 
     def __init__(self, model: Module) -> None:
         self._model = model
         self._count = 0
-        self._seen = _references(self._parameters())
+        self._seen = _seen(self._parameters())
 
     @property
     def count(self) -> int:
         """How many versions were seen before this one. O(parameters)."""
         now = self._parameters()
-        same = now.keys() == self._seen.keys() and all(
-            self._seen[name]() is array for name, array in now.items()
-        )
-        if not same:
-            self._seen = _references(now)
+        if now.keys() != self._seen.keys() or not all(
+            _is_same(self._seen[name], array) for name, array in now.items()
+        ):
             self._count += 1
+            self._seen = _seen(now)
         return self._count
 
     def _parameters(self) -> dict[str, mx.array]:
@@ -39,5 +43,17 @@ class ModelVersion:
         return dict(cast("list[tuple[str, mx.array]]", tree_flatten(parameters)))
 
 
-def _references(parameters: dict[str, mx.array]) -> dict[str, weakref.ref[mx.array]]:
-    return {name: weakref.ref(array) for name, array in parameters.items()}
+Seen = mx.array | weakref.ref[mx.array]
+
+
+def _seen(parameters: dict[str, mx.array]) -> dict[str, Seen]:
+    return {
+        name: array if array.nbytes <= SMALL else weakref.ref(array)
+        for name, array in parameters.items()
+    }
+
+
+def _is_same(seen: Seen, array: mx.array) -> bool:
+    if isinstance(seen, weakref.ref):
+        return seen() is array
+    return seen is array or (seen.dtype == array.dtype and bool(mx.array_equal(seen, array)))

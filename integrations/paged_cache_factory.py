@@ -118,6 +118,7 @@ class PagedCacheFactory:
         if prefix is None:
             return prompt_cache, 0
         for cache in paged_caches(prompt_cache):
+            prefix.sequence.model_version = cache.sequences[0].model_version
             cache.sequences = [prefix.sequence]
         if prefix.states is not None:
             prompt_cache = with_unpaged(prompt_cache, prefix.states)
@@ -142,7 +143,7 @@ class PagedCacheFactory:
                 f"one of {len(sequences)} sequences: extract(i) gives one row of a batch"
             )
         (sequence,) = sequences
-        namespace = self._namespace(sequence.page_format.name, salt)
+        namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         return self.prefixes.insert(namespace, list(tokens), sequence, unpaged_caches(prompt_cache))
 
     def pin(self, tokens: list[int], *, salt: Hashable = None) -> int:
@@ -210,14 +211,16 @@ class PagedCacheFactory:
         self.uninstall()
         self.clear()
 
-    def _namespace(self, page_format: str, salt: Hashable) -> Hashable:
-        """What the contents of pages depend on beside the tokens."""
-        return self._version.count, page_format, salt
+    def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
+        """What the contents of pages depend on beside the tokens; the model's version is the
+        present one unless it is known."""
+        return self._version.count if version is None else version, page_format, salt
 
     def _layers(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""
         pool = self._pool_for(max_kv_size)
         sequence, layers = Sequence(pool), count()
+        sequence.model_version = self._version.count
         return [
             self._convert(cache, lambda _: PagedKVCache(pool, next(layers), [sequence]))
             for cache in stock_make_prompt_cache(self._model, max_kv_size)

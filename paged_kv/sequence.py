@@ -28,6 +28,7 @@ class Sequence:
     Attributes:
         uid: names the sequence, the same for all its layers.
         page_format: the format of the pages that it will get.
+        model_version: under which version of the model's weights it began, if anybody counts.
         context_lens: tokens, per layer.
         written_lens: the most tokens that there ever were, per layer: a ring has written over
             what lies too far behind those.
@@ -40,6 +41,7 @@ class Sequence:
         self.pool = pool
         self.lock = pool.lock
         self.page_format = page_format or pool.page_format
+        self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
         self.context_lens = [0] * pool.num_layers
         self.written_lens = [0] * pool.num_layers
@@ -205,6 +207,7 @@ class Sequence:
         """A sequence that shares the blocks of some groups with this one, as it is now."""
         self.pool.commit([self])
         copy = Sequence(self.pool, self.page_format)
+        copy.model_version = self.model_version
         copy.context_lens, copy.written_lens, copy.padding = self._progress()
         copy._shrink()
         for group in groups:

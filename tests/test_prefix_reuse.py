@@ -118,6 +118,17 @@ def test_other_weights_share_nothing(qwen3: Any) -> None:
     assert_same_run(run, cold(model, TEXT[:300]), TOLERANCE)
 
 
+def test_what_was_begun_under_other_weights_is_not_found(qwen3: Any) -> None:
+    model = copy.deepcopy(qwen3)
+    factory = PagedCacheFactory(model)
+    cache = factory.make_cache()
+    greedy(model, TEXT[:300], cache, 1)
+    projection = model.layers[0].self_attn.k_proj
+    projection.weight = projection.weight * 1.5
+    factory.insert_cache(TEXT[:300], cache)
+    assert factory.fetch_cache(TEXT[:301])[1] == 0
+
+
 def test_cached_blocks_make_room_before_a_pool_is_exhausted(qwen3: Any) -> None:
     probe = PagedCacheFactory(qwen3, max_bytes=1 << 30)
     probe.can_admit(1)
@@ -162,7 +173,7 @@ def test_quantised_pages_are_shared_too(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
+    "name", ["gemma3_text", "gemma3n", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
 )
 @pytest.mark.parametrize("length", [40, 300, 700])
 def test_windows_and_recurrent_layers_go_on_where_somebody_stopped(name: str, length: int) -> None:
@@ -173,6 +184,8 @@ def test_windows_and_recurrent_layers_go_on_where_somebody_stopped(name: str, le
     run, cached = warm(model, factory, longer)
     assert cached == length + 4
     assert_same_run(run, cold(model, longer), 1e-3)
+    factory.clear()
+    factory.pool.check()
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
