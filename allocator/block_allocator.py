@@ -300,7 +300,7 @@ class BlockAllocator:
             growth += (size - slabs.block_bytes) * slabs.capacity
         if growth > self.budget.left:
             self.allocation_failures += 1
-            grown = sum(block_bytes[each.name] * each.capacity for each in self.formats)
+            grown = growth + sum(each.block_bytes * each.capacity for each in self.formats)
             fits = self.capacity * (grown - growth + self.budget.left) // grown
             raise PoolExhausted(self.capacity, fits, 0, self.budget.max_bytes)
         self.budget.take(growth)

@@ -117,6 +117,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         copies = dict(zip(others, targets, strict=True))
         self.copy_pages(copies)
         table.exchange(copies)
+        self.allocator.release(targets)
         assert all(self.format_of(block) == page_format for block in table.blocks)
 
     @rule(page_format=formats, number=st.integers(1, 6))
