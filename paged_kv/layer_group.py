@@ -151,9 +151,9 @@ class LayerGroup:
         ]
         if not plan:
             return {}
-        name = plan[0].page_format
-        alike = takewhile(lambda each: each.page_format == name, plan)
-        sources = [each.block for each in alike][: allocator.room_in_one_slab(name)]
+        alike = takewhile(lambda each: each.page_format == plan[0].page_format, plan)
+        name, room = self._first_that_fits(policy, plan[0].page_format)
+        sources = [each.block for each in alike][:room]
         if not sources:
             return {}
         allocator.ensure_free({name: len(sources)})
@@ -174,6 +174,15 @@ class LayerGroup:
         self.allocator.apply_moves(moves)
         self.allocator.unmap_empty_slabs()
         return len(moves)
+
+    def _first_that_fits(self, policy: DemotionPolicy, page_format: str) -> tuple[str, int]:
+        """A format, or the next of the policy's of which the budget still holds a slab, and how
+        many pages of it there is room for."""
+        formats = policy.page_formats
+        for name in formats[formats.index(page_format) :]:
+            if room := self.allocator.room_in_one_slab(name):
+                return name, room
+        return page_format, 0
 
     def _convert_pages(self, copies: Mapping[int, int]) -> None:
         """Copy whole blocks (from, to) into another format in every layer."""
