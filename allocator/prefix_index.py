@@ -265,11 +265,11 @@ def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]
         return exact, len(page)
     after = node.children.bisect_left(page)
     neighbours = node.children.keys()[max(0, after - 1) : after + 1]
-    best = max(neighbours, key=lambda tokens: _common(tokens, page), default=None)
-    return (None, 0) if best is None else (node.children[best], _common(best, page))
+    best = max(neighbours, key=lambda tokens: common_prefix(tokens, page), default=None)
+    return (None, 0) if best is None else (node.children[best], common_prefix(best, page))
 
 
-def _common(tokens: tuple[int, ...], others: tuple[int, ...]) -> int:
+def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
     """How many first tokens are the same."""
     for at, (token, other) in enumerate(zip(tokens, others, strict=False)):
         if token != other:

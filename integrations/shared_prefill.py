@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.kernels.page_format import PAGE_SIZE
 
 Tokens = list[int]
@@ -42,7 +43,7 @@ def begin_together(
         prompt = prompts[index]
         cache, cached = factory.fetch_cache(prompt)
         # In their order each prompt shares most with a neighbour.
-        shared = 0 if following is None else _common(prompt, prompts[following])
+        shared = 0 if following is None else common_prefix(prompt, prompts[following])
         goal = min(shared, len(prompt) - 1)
         if goal - cached >= WORTH_SHARING:
             _prefill(model, prompt[cached:goal], cache, step_size)
@@ -70,11 +71,3 @@ def _prefill(model: Any, tokens: Tokens, cache: list[Any], step_size: int) -> No
     for start in range(0, len(tokens), step_size):
         model(mx.array([tokens[start : start + step_size]]), cache=cache)
         mx.eval([layer.state for layer in cache])
-
-
-def _common(tokens: Tokens, others: Tokens) -> int:
-    """How many first tokens are the same."""
-    for at, (token, other) in enumerate(zip(tokens, others, strict=False)):
-        if token != other:
-            return at
-    return min(len(tokens), len(others))

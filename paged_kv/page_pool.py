@@ -216,12 +216,12 @@ class PagePool:
             PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
                 What was converted stays so, and asking again goes on.
         """
-        open_groups = [group for group in self.groups if group.is_open]
-        for group in open_groups:
-            group.add_format(page_format)
         others = [each for each in sequences if each.page_format != page_format]
         if not others:
             return
+        open_groups = [group for group in self.groups if group.is_open]
+        for group in open_groups:
+            group.add_format(page_format)
         self.commit(others)
         for group in open_groups:
             tables = [sequence.table(group) for sequence in others]

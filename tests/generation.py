@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 
 from paged_kv import PagedCacheFactory
 
@@ -31,6 +31,38 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any, count: int, step: int 
         )
     )
     return Run([int(token) for token, _ in produced], mx.stack([row for _, row in produced]))
+
+
+def runs_of(generator: BatchGenerator, uids: Sequence[int]) -> list[Run]:
+    """All that a batch generator still gives for its rows."""
+    given: dict[int, list[Any]] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            given[response.uid].append(response)
+    return [
+        Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))
+        for uid in uids
+    ]
+
+
+def speculate(
+    model: Any, draft: Any, prompt: list[int], drafted: int, caches: Any, step: int
+) -> tuple[Run, list[bool]]:
+    """40 tokens from mlx-lm's speculative generator, and which of them were drafted."""
+    produced = list(
+        speculative_generate_step(
+            mx.array(prompt),
+            model,
+            draft,
+            max_tokens=40,
+            num_draft_tokens=drafted,
+            prompt_cache=caches,
+            prefill_step_size=step,
+        )
+    )
+    tokens = [int(token) for token, _, _ in produced]
+    run = Run(tokens, mx.stack([row for _, row, _ in produced]))
+    return run, [from_draft for _, _, from_draft in produced]
 
 
 def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:

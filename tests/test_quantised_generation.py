@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import batch_generate, speculative_generate_step
+from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory
@@ -19,6 +19,7 @@ from tests.generation import (
     assert_same_run,
     assert_written_and_free,
     greedy,
+    speculate,
 )
 from tests.quantised_oracle import oracle_caches
 from tests.zoo import small_model
@@ -279,20 +280,9 @@ def test_speculation_writes_what_greedy_decoding_does(
     expected = greedy(model, prompt, oracle_caches(model, "q4"), 40, 190)
     factories = new_factory(model, "q4"), new_factory(draft, "q4")
     caches = [layer for factory in factories for layer in factory.make_cache()]
-    produced = list(
-        speculative_generate_step(
-            mx.array(prompt),
-            model,
-            draft,
-            max_tokens=40,
-            num_draft_tokens=drafted,
-            prompt_cache=caches,
-            prefill_step_size=190,
-        )
-    )
-    run = Run([int(token) for token, _, _ in produced], mx.stack([row for _, row, _ in produced]))
+    run, from_draft = speculate(model, draft, prompt, drafted, caches, 190)
     assert_same_run(run, expected, TOLERANCE)
-    assert any(from_draft for _, _, from_draft in produced)
-    assert not all(from_draft for _, _, from_draft in produced)
+    assert any(from_draft)
+    assert not all(from_draft)
     del caches
     assert_written_and_free(*factories)

@@ -5,10 +5,9 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import (
     KVCache,
@@ -25,6 +24,8 @@ from tests.generation import (
     assert_same_runs,
     assert_written_and_free,
     greedy,
+    runs_of,
+    speculate,
 )
 from tests.zoo import small_model
 
@@ -108,14 +109,7 @@ def batched(model: Any, caches: list[list[Any]]) -> list[Run]:
     uids = generator.insert_segments(
         [[prompt] for prompt in prompts], caches=caches, max_tokens=[NEW_TOKENS] * len(prompts)
     )
-    given: dict[int, list[Any]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            given[response.uid].append(response)
-    return [
-        Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))
-        for uid in uids
-    ]
+    return runs_of(generator, uids)
 
 
 def test_a_ragged_batch_gives_every_row_what_mlx_lm_gives_it(family: tuple[str, Any]) -> None:
@@ -199,21 +193,6 @@ def truncated(model: Any, num_layers: int) -> Any:
     return draft
 
 
-def speculate(model: Any, draft: Any, prompt: list[int], drafted: int, caches: Any) -> Run:
-    produced = list(
-        speculative_generate_step(
-            mx.array(prompt),
-            model,
-            draft,
-            max_tokens=40,
-            num_draft_tokens=drafted,
-            prompt_cache=caches,
-            prefill_step_size=128,
-        )
-    )
-    return Run([int(token) for token, _, _ in produced], mx.stack([row for _, row, _ in produced]))
-
-
 @pytest.mark.parametrize("drafted", [1, 3, 6])
 def test_speculation_behind_the_window_equals_greedy_decoding(
     drafted: int, code: tuple[Any, list[int]]
@@ -224,7 +203,8 @@ def test_speculation_behind_the_window_equals_greedy_decoding(
     plain = greedy(model, prompt, make_prompt_cache(model), 40)
     factories = new_factory(model), new_factory(draft)
     caches = [cache for factory in factories for cache in factory.make_cache()]
-    assert_same_run(speculate(model, draft, prompt, drafted, caches), plain, TOLERANCE)
+    run, _ = speculate(model, draft, prompt, drafted, caches, 128)
+    assert_same_run(run, plain, TOLERANCE)
     assert all(cache.is_trimmable() for cache in caches)
     del caches
     assert_written_and_free(*factories)
@@ -239,7 +219,7 @@ def test_mlx_lm_refuses_to_speculate_behind_the_window_on_its_own_caches(
     greedy(model, prompt, caches[:6], 1)
     greedy(draft, prompt, caches[6:], 1)
     with pytest.raises(ValueError, match="trimmable"):
-        speculate(model, draft, prompt[:5], 2, caches)
+        speculate(model, draft, prompt[:5], 2, caches, 128)
 
 
 @pytest.mark.parametrize("drafted", [2, 5])
@@ -249,7 +229,8 @@ def test_a_small_model_drafts_for_itself_around_the_ring(drafted: int) -> None:
     plain = greedy(model, PROMPT[:240], make_prompt_cache(model), 40)
     factory = new_factory(model)
     caches = factory.make_cache() + factory.make_cache()
-    assert_same_run(speculate(model, model, PROMPT[:240], drafted, caches), plain, TOLERANCE)
+    run, _ = speculate(model, model, PROMPT[:240], drafted, caches, 128)
+    assert_same_run(run, plain, TOLERANCE)
     del caches
     assert_written_and_free(factory)
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
-from http.server import ThreadingHTTPServer
-from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -18,28 +16,24 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.generation import assert_written_and_free
+from tests.running_server import PATIENCE_S, RunningServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 
-PATIENCE_S = 60
 Serve = Callable[..., Any]
 
 
-class Server:
+class Server(RunningServer):
     """What `mlx_lm.server.main` runs, with a way to stop it."""
 
     def __init__(self, provider: Any) -> None:
         prompt_cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
-        self.generator = server.ResponseGenerator(provider, prompt_cache)
-        self._listening = Event()
-        self._http: ThreadingHTTPServer | None = None
-        self._thread = Thread(target=self._serve)
-        self._thread.start()
-        assert self._listening.wait(PATIENCE_S)
+        generator = server.ResponseGenerator(provider, prompt_cache)
+        super().__init__(generator, server.APIHandler)
 
     def post(self, **body: Any) -> tuple[int, str]:
         """Status and body of one completion request."""
-        connection = HTTPConnection("127.0.0.1", self._started.server_port, timeout=PATIENCE_S)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         connection.request("POST", "/v1/completions", json.dumps(body))
         response = connection.getresponse()
         answer = response.status, response.read().decode()
@@ -66,29 +60,6 @@ class Server:
         assert len(choices) > 2
         texts = [choice["text"] for choice in choices]
         return {"text": "".join(texts), "end": choices[-1]["finish_reason"], "usage": usage}
-
-    def stop(self) -> None:
-        """End both threads; the generating one drops its caches itself."""
-        self._started.shutdown()
-        self._started.server_close()
-        self._thread.join()
-        self.generator.stop_and_join()
-
-    @property
-    def _started(self) -> ThreadingHTTPServer:
-        assert self._http is not None
-        return self._http
-
-    def _serve(self) -> None:
-        outer = self
-
-        class Http(ThreadingHTTPServer):
-            def server_activate(self) -> None:
-                super().server_activate()
-                outer._http = self
-                outer._listening.set()
-
-        server._run_http_server("127.0.0.1", 0, self.generator, server_class=Http)
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from tests.generation import Run, assert_nothing_is_used, assert_same_runs, greedy
+from tests.generation import Run, assert_nothing_is_used, assert_same_runs, greedy, runs_of
 from tests.zoo import ZOO, small_model
 
 # Float32 sums in another order, where a kernel computes attention, carried through random layers;
@@ -38,14 +37,7 @@ def batched(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]])
         prefill_batch_size=2,
     )
     uids = generator.insert([list(p) for p in prompts], caches=[make_cache() for _ in prompts])
-    given: dict[int, list[Any]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            given[response.uid].append(response)
-    return [
-        Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))
-        for uid in uids
-    ]
+    return runs_of(generator, uids)
 
 
 def alone(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]]) -> list[Run]:
