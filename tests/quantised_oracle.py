@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from paged_kv.kernels.page_format import FormatName, PageFormat, page_format_named
 
-# mlx-lm says that it is typed, and its caches are not.
+# mlx-lm says that it is typed, and its caches are not: a class of theirs is Any to mypy.
 _Cache: Any = KVCache
 
 
