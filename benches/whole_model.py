@@ -5,10 +5,10 @@
                      2 key-value heads of 64, hidden size 896), in float32 and bfloat16
 
 Caches are filled with random keys and values up to the context, the same for both kinds, and steps
-of one token for each row are timed in turns. Each figure is the median of its repetitions, and the
-ratio of speeds the median of the ratios within a turn. The share of attention is that part of a
-step that goes when its context is one token: the time of the same step behind an empty cache, taken
-in the same turns, is what everything else takes.
+of one token for each row, which go on from there, are timed in turns. Each figure is the median of
+its repetitions, and the ratio of speeds the median of the ratios within a turn. The share of
+attention is that part of a step that goes when its context is one token: the time of the same step
+behind an empty cache, taken in the same turns, is what everything else takes.
 """
 
 from collections.abc import Callable
@@ -88,8 +88,6 @@ def step(model: Any, caches: Caches, batch: int) -> Callable[[], None]:
 
     def run() -> None:
         mx.eval(model(tokens, cache=caches))
-        for cache in caches:
-            cache.trim(1)
 
     return run
 

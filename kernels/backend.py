@@ -39,9 +39,19 @@ class Backend(Protocol):
         """
         ...
 
+    def begin(self, *arrays: mx.array) -> None:
+        """Begin to compute what a write is about to wait for, if it does wait."""
+        ...
+
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         """Write a step of keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim], without
         its padding, as the last of each row's tokens."""
+        ...
+
+    def write_and_gather(
+        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
+    ) -> tuple[mx.array, mx.array]:
+        """`write`, and what `gather` gives then."""
         ...
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:

@@ -101,6 +101,13 @@ class LayerPages:
         self.lazy_reads.compute()
         self._backend.write(self, keys, values, rows)
 
+    def write_and_gather(
+        self, keys: mx.array, values: mx.array, rows: PageRows
+    ) -> tuple[mx.array, mx.array]:
+        """See `Backend.write_and_gather`."""
+        self.lazy_reads.compute()
+        return self._backend.write_and_gather(self, keys, values, rows)
+
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""
         self.lazy_reads.compute()

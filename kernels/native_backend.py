@@ -72,9 +72,21 @@ class NativeBackend:
         mx.eval(slab)
         return slab
 
+    def begin(self, *arrays: mx.array) -> None:
+        mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
+
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         mx.eval(keys, values)
         self.library.write(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
+
+    def write_and_gather(
+        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
+    ) -> tuple[mx.array, mx.array]:
+        # In this order, as keys and values are still being computed. What is gathered is read from
+        # the slabs when it is computed, and those are written in place.
+        gathered = self.gather(pages, rows, None)
+        self.write(pages, keys, values, rows)
+        return gathered
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         whole = {entry: mx.contiguous(content) for entry, content in contents.items()}
@@ -150,23 +162,21 @@ class NativeBackend:
         sinks: mx.array | None,
         tail: Tail | None,
     ) -> mx.array:
-        # The struct holds addresses only: what they point to must live until the call is over.
+        waited_for = [queries] if sinks is None else [queries, sinks]
         step = [mx.contiguous(part) for part in tail or ()]
-        mx.eval(step)
+        self.begin(*waited_for, *step)
+        batch, heads, count, _ = queries.shape
+        output = self._new_array((batch, heads, count, pages.geometry.v_dim), queries.dtype)
+        page_structs, row_structs = _pages_struct(pages), _rows_struct(rows)
+        mx.eval(*waited_for, *step)
+        # The struct holds addresses only: what they point to must live until the call is over.
         tail_tensors = [Tensor(part) for part in step]
         if tail_tensors:
             options.tail_k, options.tail_v = (tensor.address for tensor in tail_tensors)
-        if sinks is not None:
-            mx.eval(queries, sinks)
-            sinks_tensor = Tensor(sinks)
+        sinks_tensor = None if sinks is None else Tensor(sinks)
+        if sinks_tensor is not None:
             options.sinks = sinks_tensor.address
-        else:
-            mx.eval(queries)
-        batch, heads, count, _ = queries.shape
-        output = self._new_array((batch, heads, count, pages.geometry.v_dim), queries.dtype)
-        self.library.attend(
-            _pages_struct(pages), _rows_struct(rows), Tensor(queries), Tensor(output), options
-        )
+        self.library.attend(page_structs, row_structs, Tensor(queries), Tensor(output), options)
         return output
 
     def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

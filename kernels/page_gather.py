@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from paged_kv.kernels.batch_gather import are_alike, gather_alike, token_places
 from paged_kv.kernels.page_format import PAGE_SIZE, PageLayout
 from paged_kv.kernels.page_rows import PageRows, Tail
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 def gather(pages: "LayerPages", rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
+    if len(rows.context_lens) > 1 and tail is None:
+        places = token_places(rows, pages.slab_stride)
+        if places is not None and are_alike(pages, places):
+            return gather_alike(pages, places)
     length = max(rows.ends)
     per_row = [
         read_row(pages, rows, row, tail, own_memory=True) for row in range(len(rows.context_lens))

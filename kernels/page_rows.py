@@ -58,9 +58,10 @@ class PageRows:
 
     @cached_property
     def block_table_array(self) -> npt.NDArray[np.int32]:
-        """The tables as int32 [rows, entries of the longest], zeros behind shorter ones."""
-        longest = max(map(len, self.block_tables), default=0)
-        tables = np.zeros((len(self.block_tables), longest), dtype=np.int32)
+        """The tables as int32 [rows, entries of the longest], behind shorter ones any entry of
+        them."""
+        longest = max(self.block_tables, key=len, default=())
+        tables = np.full((len(self.block_tables), len(longest)), longest[:1] or 0, np.int32)
         for row, table in zip(tables, self.block_tables, strict=True):
             row[: len(table)] = table
         return tables

@@ -40,6 +40,9 @@ class PlainBackend:
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
         return untouched((pages * page_units, unit_words))
 
+    def begin(self, *arrays: mx.array) -> None:
+        pass  # a write waits until the stream is idle in any case
+
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         mx.synchronize()
         step = rows.own_tokens(keys.shape[2])
@@ -51,6 +54,12 @@ class PlainBackend:
             chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
             _write_rows(slab, keys, values, chosen, page_ids[mine], page_rows[mine])
         mx.eval([slab.memory for slab in written])
+
+    def write_and_gather(
+        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
+    ) -> tuple[mx.array, mx.array]:
+        self.write(pages, keys, values, rows)
+        return self.gather(pages, rows, None)
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         mx.synchronize()

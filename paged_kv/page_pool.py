@@ -104,8 +104,9 @@ class PagePool:
 
     def append(
         self, layer: int, sequences: list[Sequence], keys: mx.array, values: mx.array
-    ) -> None:
-        """Write S new tokens of each sequence into its pages, in one layer, padding left out.
+    ) -> tuple[PagedKeys, PagedValues]:
+        """Write S new tokens of each sequence into its pages, in one layer, padding left out;
+        returns what `read` does.
 
         keys [B, k_heads, S, k_dim], values [B, v_heads, S, v_dim], B the number of sequences.
 
@@ -121,7 +122,8 @@ class PagePool:
                 f"layer {layer} holds {len(sequences)} sequences, got a batch of {keys.shape[0]}"
             )
         if count == 0:
-            return
+            return self.read(layer, sequences)
+        self.backend.begin(keys, values)
         self.commit(sequences, layer)
         try:
             pages = self._prepare(layer, sequences, geometry, count)
@@ -133,11 +135,13 @@ class PagePool:
             sequence.advance(layer, count)
         window = self.windows.get(layer)
         if window is None or count <= window.write_chunk:
-            pages.write(keys, values, self.rows(layer, sequences))
-            return
+            rows = self.rows(layer, sequences)
+            gathered = pages.write_and_gather(keys, values, rows)
+            return paged_arrays(self._page_read(layer, pages, rows, None), gathered)
         step, owned = (keys, values), self.rows(layer, sequences, in_tail=True).own_tokens(count)
         for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
             sequence.pending[layer] = PendingStep(step, row, own)
+        return self.read(layer, sequences)
 
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
         """Own blocks in all groups for the next `count` tokens of each sequence.
@@ -161,10 +165,7 @@ class PagePool:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
         tail = self._tail(layer, sequences)
         rows = self.rows(layer, sequences, in_tail=tail is not None)
-        read = PagedRead(
-            pages, rows, self.windows.get(layer), tail, partial(self._note_gather, layer)
-        )
-        return paged_arrays(read)
+        return paged_arrays(self._page_read(layer, pages, rows, tail), pages.gather(rows, tail))
 
     def commit(self, sequences: list[Sequence], layer: int | None = None) -> None:
         """Write what the sequences' layers, or one of them, have not written yet."""
@@ -291,6 +292,12 @@ class PagePool:
             + sum(group.allocation_failures for group in groups),
             gather_fallbacks=self._gather_fallbacks,
         )
+
+    def _page_read(
+        self, layer: int, pages: LayerPages, rows: PageRows, tail: Tail | None
+    ) -> PagedRead:
+        window, on_gather = self.windows.get(layer), partial(self._note_gather, layer)
+        return PagedRead(pages, rows, window, tail, on_gather)
 
     def _prepare(
         self, layer: int, sequences: list[Sequence], geometry: LayerGeometry, count: int

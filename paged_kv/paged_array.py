@@ -37,7 +37,7 @@ class PagedRead:
     ) -> None:
         self.pages = pages
         self.rows = rows
-        self.gathered = pages.gather(rows, tail)
+        self.gathered: tuple[mx.array, ...] = ()
         self._window = window
         self._tail = tail
         self._on_gather = on_gather
@@ -139,9 +139,13 @@ class PagedMask(mx.array):
         return ends_alike and self.shape[-2] == queries
 
 
-def paged_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
-    """The keys and values that stand for the pages of a read."""
-    keys, values = PagedKeys(read.gathered[0]), PagedValues(read.gathered[1])
+def paged_arrays(
+    read: PagedRead, gathered: tuple[mx.array, mx.array]
+) -> tuple[PagedKeys, PagedValues]:
+    """The keys and values that stand for the pages of a read; `gathered` is what they are when
+    looked at."""
+    read.gathered = gathered
+    keys, values = PagedKeys(gathered[0]), PagedValues(gathered[1])
     keys.read = values.read = read
     read.pages.lazy_reads.watch(keys)
     read.pages.lazy_reads.watch(values)

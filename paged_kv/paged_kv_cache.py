@@ -66,9 +66,9 @@ class PagedKVCache:
             self.sequences = self.sequences[0].batch_of(keys.shape[0])
         if self._depends_on:
             keys = mx.depends(keys, self._depends_on)
-        self.pool.append(self.layer, self.sequences, keys, values)
+        arrays = self.pool.append(self.layer, self.sequences, keys, values)
         self._depends_on = []
-        return self.keys_and_values()
+        return arrays
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
         """All keys and values so far, as `update_and_fetch` returns them."""
