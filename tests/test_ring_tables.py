@@ -346,7 +346,8 @@ def test_three_thousand_tokens_in_full_rings_allocate_nothing() -> None:
     for _ in range(3000):
         for cache in batch.layers:
             cache.make_mask(1)
-            cache.pool.append(cache.layer, cache.sequences, keys, keys)
+            found, _ = cache.pool.append(cache.layer, cache.sequences, keys, keys)
+            found.read.attend(keys, None, scale=1.0)
     assert pool.stats() == before
     for row in batch.rows:
         assert row.rollback([Window(20, 20)]) == 600 - (600 - 256 + 19)
