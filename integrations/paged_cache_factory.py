@@ -113,10 +113,11 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         prompt_cache = self.make_cache()
-        pool, namespace = self.pool, self._namespace(self.pool.page_format.name, salt)
-        prefix = self.prefixes.fetch(namespace, list(tokens), pool.page_format)
-        if prefix is None:
-            return prompt_cache, 0
+        if self.pool.windows and not self.pool.is_open:
+            # Pages that windows pass are kept only once it is known how large they all are.
+            self._learn_geometry()
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        prefix = self.prefixes.fetch(namespace, list(tokens), self.pool.page_format)
         for cache in paged_caches(prompt_cache):
             prefix.sequence.model_version = cache.sequences[0].model_version
             cache.sequences = [prefix.sequence]
@@ -264,6 +265,9 @@ class PagedCacheFactory:
             if keys is not None and values is not None:
                 geometry = LayerGeometry.of(keys, values)
                 self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
+        for group in self.pool.groups:
+            if group.is_open:
+                group.settle()
 
     def _require_open(self) -> None:
         if self._closed:
