@@ -103,6 +103,11 @@ class LayerGroup:
             raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")
         return pages
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the group's own format."""
+        return self.allocator.format_named(self.page_format.name).block_bytes
+
     def blocks_for(self, tokens: int) -> int:
         """The most blocks that a sequence of so many tokens holds."""
         blocks = -(-tokens // PAGE_SIZE)

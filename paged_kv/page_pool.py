@@ -99,6 +99,11 @@ class PagePool:
         """Whether anything was written, so that it is known how large a block is."""
         return any(group.is_open for group in self.groups)
 
+    @property
+    def slack(self) -> int:
+        """Bytes of the budget that may lie idle, because memory is mapped in slabs."""
+        return self._room.slack()
+
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
         return self._group_of[layer]
@@ -233,7 +238,8 @@ class PagePool:
 
     @locked
     def can_admit(self, tokens: int) -> bool:
-        """Whether a new sequence of `tokens` tokens would fit now. O(slabs).
+        """Whether a new sequence of `tokens` tokens would fit now, also if pages must become
+        smaller while it is read, in steps of a page. O(slabs), and O(used blocks) in that case.
 
         Before the first write it is not known how large a block is, and the answer is yes.
         """

@@ -8,11 +8,12 @@ is forgotten that only could be found again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.demotion import DemotionPolicy
+from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.allocator.retired_blocks import RetiredBlock, RetiredBlocks
@@ -78,9 +79,24 @@ class PoolRoom:
             group.allocator.ensure_free(counts)
 
     def fits(self, needs: Needs) -> bool:
-        """Whether there would be room, with cached blocks evicted. O(slabs + cached blocks)."""
+        """Whether there would be room, with cached blocks evicted and pages made smaller. O(slabs +
+        cached blocks), and O(used blocks) if it takes the latter."""
         left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
-        return self._mapped_after(left) <= self._budget.max_bytes
+        if self._mapped_after(left) <= self._budget.max_bytes:
+            return True
+        if self._policy is None:
+            return False
+        smaller = sum(self._bytes_demoted(group, counts) for group, counts in needs.items())
+        return smaller + self.slack() <= self._budget.max_bytes
+
+    def slack(self) -> int:
+        """Bytes that may lie idle, because memory is mapped in slabs: when room is made, less than
+        a slab of each kind stays partly empty, and what is mapped last gets exactly what is left.
+        """
+        groups = [group for group in self._groups if group.is_open]
+        formats = [each for group in groups for each in group.allocator.formats]
+        largest = [each.largest_slab(self._budget) * each.block_bytes for each in formats]
+        return sum(largest) - min(largest, default=0)
 
     def spare_block(self, group: LayerGroup, page_format: str) -> RetiredBlock | None:
         """A block for what can be done without, maybe in the place of what was retired earlier;
@@ -162,6 +178,21 @@ class PoolRoom:
             if not any(demoted):
                 return
             self.demotions.update(sum_counts(demoted))
+
+    def _bytes_demoted(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
+        """Bytes of a group's used blocks and of some more, once all pages are as small as the
+        policy makes them; the last page of what is more is not full."""
+        allocator, policy = group.allocator, self._policy
+        used = Counter({each.name: sum(each.used.values()) for each in allocator.formats})
+        blocks = used - self._evictable(group) + Counter(counts)
+        if policy is not None and group.window is None:
+            full = {each.block for each in policy.demotions(full_blocks(allocator), math.inf)}
+            for block in full:
+                blocks[allocator.format_of(block).name] -= 1
+            more = sum(counts.values()) - len(counts)
+            blocks[group.page_format.name] -= more
+            blocks[policy.page_formats[-1]] += len(full) + more
+        return sum(allocator.format_named(name).block_bytes * n for name, n in blocks.items())
 
     def _mapped_after(self, needs: Needs) -> int:
         """Bytes mapped when what is needed is free; more than the budget if it does not hold

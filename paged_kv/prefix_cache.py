@@ -62,6 +62,7 @@ class PrefixCache:
         has_states: whether the model has layers whose caches are not paged.
 
     Attributes:
+        has_states: that.
         snapshots: what is known of those.
         tokens_asked: tokens of all prompts that were looked up.
         tokens_found: those of them that did not have to be computed again.
@@ -73,7 +74,7 @@ class PrefixCache:
         self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE)
         self.tokens_asked = 0
         self.tokens_found = 0
-        self._has_states = has_states
+        self.has_states = has_states
 
     def __len__(self) -> int:
         """Known prompts that are not the beginning of another."""
@@ -144,7 +145,7 @@ class PrefixCache:
         return num_tokens
 
     def _snapshot(self, states: Any) -> Snapshot | None:
-        if not self._has_states:
+        if not self.has_states:
             return None
         nbytes = sum(cache.nbytes for cache in states)
         return self.snapshots.take(states, nbytes)
@@ -182,7 +183,7 @@ class PrefixCache:
         one, else its own end and those of its blocks."""
         for page in reversed(range(len(match.nodes))):
             end = min(match.num_tokens, (page + 1) * PAGE_SIZE)
-            if not self._has_states:
+            if not self.has_states:
                 yield end, None
                 continue
             known = match.nodes[page].checkpoints
