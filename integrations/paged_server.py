@@ -134,10 +134,10 @@ class Refusal(BaseException):
 class PagedAPIHandler(server.APIHandler):
     """mlx-lm's, which says why a request was refused."""
 
-    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+    def do_POST(self) -> None:
         """See mlx-lm's."""
         try:
-            super().handle_completion(request, stop_words)
+            super().do_POST()  # type: ignore[no-untyped-call]
         except Refusal as refusal:
             self._answer(refusal.refused)
 
@@ -154,11 +154,12 @@ class PagedAPIHandler(server.APIHandler):
         the same salt.
 
         Raises:
-            ValueError: it is not a string, or empty.
+            Refusal: it is not a string, or empty.
         """
         salt = self.body.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and salt):
-            raise ValueError(f"cache_salt must be a string that is not empty, got {salt!r}")
+            wrong = f"cache_salt must be a string that is not empty, got {salt!r}"
+            raise Refusal(RequestImpossible(wrong))
         request.cache_salt = salt
         return request
 
