@@ -239,7 +239,7 @@ class BlockAllocator:
             self._free(sorted(freed))
 
     def keep(self, block: int, follow: Follow) -> None:
-        """Take a reference to a block in use, for the prefix index; `follow` is called with
+        """Take a reference to a block in use, for who may want it later; `follow` is called with
         (allocator, block, other block) when its pages were moved."""
         self.retain([block])
         self._kept[block] = follow
@@ -248,6 +248,10 @@ class BlockAllocator:
         """Give back the reference that `keep` took."""
         del self._kept[block]
         self.release([block])
+
+    def cached_blocks(self) -> list[int]:
+        """The blocks that nobody holds but who keeps them."""
+        return [block for block in self._kept if self._ref_counts[block] == 1]
 
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
@@ -311,7 +315,7 @@ class BlockAllocator:
         """A snapshot. O(used blocks)."""
         self.drain()
         used = {each.name: sum(each.used.values()) for each in self.formats}
-        cached = sum(self._ref_counts[block] == 1 for block in self._kept)
+        cached = len(self.cached_blocks())
         return AllocatorStats(
             blocks_used=len(self._ref_counts) - cached,
             blocks_cached=cached,

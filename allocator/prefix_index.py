@@ -16,41 +16,14 @@ can be evicted, and is found again until then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-
-Blocks = Mapping[BlockAllocator, int]
-"""The block of each group that holds the same tokens."""
-
-
-@dataclass(eq=False)
-class Node:
-    """One block of a prefix.
-
-    Attributes:
-        tokens: what the block holds, a full block's tokens or, in a leaf, fewer.
-        blocks: the block of each group; a group that no longer has its block is missing.
-        parent: what comes before; None for a root, which has no tokens.
-        children: what comes after, by their tokens.
-        checkpoints: what one can go on with behind so many of its tokens, for whoever knows what
-            that is. They are dropped with the node.
-        last_used: larger the later it was matched or inserted.
-        pins: how often it was pinned.
-    """
-
-    tokens: tuple[int, ...]
-    blocks: dict[BlockAllocator, int]
-    parent: Node | None
-    children: SortedDict[tuple[int, ...], Node] = field(default_factory=SortedDict)
-    checkpoints: dict[int, Any] = field(default_factory=dict)
-    last_used: int = 0
-    pins: int = 0
+from paged_kv.allocator.prefix_node import Blocks, Checkpoint, Node, Windows
 
 
 @dataclass(frozen=True)
@@ -110,10 +83,12 @@ class PrefixIndex:
         namespace: Hashable,
         tokens: Sequence[int],
         blocks: Sequence[Blocks],
-        checkpoint: Any = None,
+        windows: Sequence[Windows] = (),
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Take a reference to the blocks that hold a prompt's tokens, a page's worth each, where
-        no others are known that do. A checkpoint is kept for the end of the tokens."""
+        no others are known that do; and to what groups with a window hold of each page, as far as
+        `windows` goes. A checkpoint is kept for the end of the tokens."""
         with self.lock:
             node = self._roots.setdefault(namespace, Node((), {}, None))
             path = []
@@ -127,8 +102,13 @@ class PrefixIndex:
                 node = child or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
+            for node, held in zip(path, windows, strict=False):
+                for allocator, parts in held.items():
+                    for rows in parts:
+                        node.hold(allocator, rows)
             if path and checkpoint is not None:
                 at = len(tokens) - (len(path) - 1) * self.page_size
+                checkpoint.pins = path[-1].pins
                 path[-1].checkpoints[at] = checkpoint
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
@@ -193,11 +173,11 @@ class PrefixIndex:
     def _add(self, parent: Node, page: tuple[int, ...], blocks: Blocks) -> Node:
         """A new child; one that holds only the beginning of its tokens goes."""
         shorter, common = _closest_child(parent, page)
-        if shorter is not None and common == len(shorter.tokens) and not shorter.pins:
-            self._remove(shorter)
         node = Node(page, dict(blocks), parent)
         if shorter is not None and common == len(shorter.tokens):
-            node.checkpoints = dict(shorter.checkpoints)
+            node.inherit(shorter)
+            if not shorter.pins:
+                self._remove(shorter)
         for allocator, block in node.blocks.items():
             allocator.keep(block, self._follow)
             self._nodes[allocator, block] = node
@@ -218,6 +198,7 @@ class PrefixIndex:
         self._size -= 1
         if parent.parent is not None and not parent.children:
             self._leaves[parent.last_used] = parent
+        leaf.let_go()
         for allocator, block in leaf.blocks.items():
             del self._nodes[allocator, block]
             allocator.let_go(block)
@@ -243,7 +224,7 @@ class PrefixIndex:
             if any(node.pins + change < 0 for node in nodes):
                 raise ValueError(f"a prefix of {num_tokens} tokens was unpinned more than pinned")
             for node in nodes:
-                node.pins += change
+                node.add_pins(change)
             return num_tokens
 
     def _evict(self, stays: Callable[[Node], bool], is_enough: Callable[[], bool]) -> None:

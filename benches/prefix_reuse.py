@@ -3,11 +3,13 @@
     first token    the time to the first token of a prompt of 3,500 tokens and 32 more, cold, and
                    warm: behind the 3,500 that were computed before, with paged caches and with
                    mlx-lm's LRUPromptCache, whose hit copies the cache
-    conversation   20 turns of 48 new tokens and 32 answered; how many of all prompt tokens were
+    conversation   20 turns of 32 new tokens and 64 answered; how many of all prompt tokens were
                    found
-    together       32 requests with a common prefix of 2,048 tokens, inserted together into mlx-lm's
-                   batch generator: blocks in use beside those of one prefix and the tails, and the
-                   time to all answers of 16 tokens, with paged caches and with mlx-lm's
+    together       32 requests of 16 tokens behind a common prefix of 2,048, answered with 16 tokens
+                   by mlx-lm's batch generator: blocks in use beside those of one prefix and the
+                   tails, and the time to the last answer. With paged caches all are inserted at
+                   once; with mlx-lm's the prefix is computed first and put into its
+                   LRUPromptCache, which then gives each request a copy
     fork           of a sequence of 32,768 tokens, in all its layers
     look-up        of 8,192 tokens in an index of 100,000 blocks
 
@@ -37,7 +39,7 @@ from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.integrations.generate_command import embedded_model
 
 COMMON, NEW = 3500, 32
-TURNS, ASKED, ANSWERED = 20, 48, 32
+TURNS, ASKED, ANSWERED = 20, 32, 64
 REQUESTS, PREFIX, OWN = 32, 2048, 16
 FORKED = 32_768
 INDEXED, LOOKED_UP = 100_000, 8192
@@ -81,7 +83,7 @@ def time_to_first_token(model: Any) -> dict[str, Any]:
         "mlx_lm_warm": stock_warm,
     }
     assert len({work() for work in works.values()}) == 1
-    times = dict(zip(works, in_turns(*works.values(), repetitions=5), strict=True))
+    times = dict(zip(works, in_turns(*works.values(), repetitions=3), strict=True))
     return {
         "common_tokens": COMMON,
         "new_tokens": NEW,
@@ -115,47 +117,65 @@ def conversation(model: Any) -> dict[str, Any]:
     }
 
 
-def answers(model: Any, prompts: list[list[int]], look: Callable[[], None] = lambda: None) -> None:
-    generator = BatchGenerator(model, max_tokens=OWN, completion_batch_size=REQUESTS)
-    left = set(generator.insert(prompts))
-    while left:
+def answers(
+    model: Any,
+    prompts: list[list[int]],
+    caches: list[Any] | None = None,
+    look: Callable[[], None] = lambda: None,
+) -> dict[int, list[int]]:
+    """What follows each prompt."""
+    generator = BatchGenerator(
+        model, max_tokens=OWN, completion_batch_size=REQUESTS, prefill_batch_size=REQUESTS
+    )
+    tokens: dict[int, list[int]] = {uid: [] for uid in generator.insert(prompts, caches=caches)}
+    while any(len(row) < OWN for row in tokens.values()):
         _, responses = generator.next()
         look()
-        left -= {response.uid for response in responses if response.finish_reason is not None}
+        for response in responses:
+            tokens[response.uid].append(response.token)
     generator.close()
+    return tokens
 
 
 def together(model: Any) -> dict[str, Any]:
     prefix = random_tokens(model, PREFIX, seed=1)
     prompts = [prefix + random_tokens(model, OWN, seed=2 + row) for row in range(REQUESTS)]
-    most_used = 0
+    used: list[int] = []
 
-    def paged() -> None:
-        nonlocal most_used
+    def paged() -> dict[int, list[int]]:
         factory = PagedCacheFactory(model)
-
-        def look() -> None:
-            nonlocal most_used
-            most_used = max(most_used, factory.stats().blocks_used)
-
         with factory:
-            answers(model, prompts, look)
+            return answers(model, prompts, look=lambda: used.append(factory.stats().blocks_used))
 
-    def stock() -> None:
-        answers(model, prompts)
+    def stock() -> dict[int, list[int]]:
+        known = LRUPromptCache()
+        cache = make_prompt_cache(model)
+        model(mx.array([prefix]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        known.insert_cache(MODEL_KEY, prefix, cache)
+        found = [known.fetch_nearest_cache(MODEL_KEY, prompt) for prompt in prompts]
+        return answers(model, [rest for _, rest in found], [cache for cache, _ in found])
 
+    equal = sum(
+        ours == theirs
+        for ours, theirs in zip(*(side().values() for side in (paged, stock)), strict=True)
+    )
     paged_times, stock_times = in_turns(paged, stock, repetitions=3)
     tails = REQUESTS * -(-2 * OWN // 256)
+    tokens = REQUESTS * (PREFIX + 2 * OWN)
     return {
         "requests": REQUESTS,
         "prefix_tokens": PREFIX,
         "own_tokens": OWN,
-        "most_blocks_used": most_used,
+        "requests_with_equal_tokens": equal,
+        "most_blocks_used": max(used),
         "blocks_of_one_prefix": PREFIX // 256,
         "blocks_of_tails": tails,
-        "blocks_over_prefix_and_tails": most_used / (PREFIX // 256 + tails),
+        "blocks_over_prefix_and_tails": max(used) / (PREFIX // 256 + tails),
         "paged_seconds": median(paged_times),
         "mlx_lm_seconds": median(stock_times),
+        "paged_tokens_per_second": tokens / median(paged_times),
+        "mlx_lm_tokens_per_second": tokens / median(stock_times),
         "mlx_lm_over_paged": ratio(stock_times, paged_times),
     }
 
@@ -193,16 +213,14 @@ def look_up() -> dict[str, Any]:
 def main() -> None:
     model = load(embedded_model())[0]
     model.set_dtype(mx.float32)
-    figures = {
+    figures: dict[str, Any] = {
         "blas": BLAS,
         "backend": PagedCacheFactory(model).stats().backend,
-        "first_token": time_to_first_token(model),
-        "conversation": conversation(model),
-        "together": together(model),
-        "fork": fork(model),
         "look_up": look_up(),
     }
-    print(figures)
+    for part in (fork, time_to_first_token, conversation, together):
+        figures[part.__name__] = part(model)
+        print(part.__name__, figures[part.__name__], flush=True)
     print(f"written to {write_result('prefix_reuse', figures)}")
 
 

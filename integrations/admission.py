@@ -17,6 +17,9 @@ from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
 
+# Tokens that no memory holds: where they fit, layers see windows only.
+UNENDING = 1 << 50
+
 
 class RequestRefused(Exception):
     """A request that was not begun; `status` is what HTTP says then."""
@@ -44,11 +47,15 @@ class ServerBusy(RequestRefused):
 
 @dataclass(frozen=True)
 class GroupSize:
-    """What a sequence takes in a group of layers: one block for each `page_size` tokens, and no
-    more than `ring_blocks` if the group has a window."""
+    """What a sequence takes in a group of layers.
+
+    Attributes:
+        block_bytes: bytes of a block.
+        blocks_for: says how many blocks so many tokens take.
+    """
 
     block_bytes: int
-    ring_blocks: int | None = None
+    blocks_for: Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -74,19 +81,12 @@ class PoolSize:
 
     def bytes_for(self, tokens: int) -> int:
         """The most that a sequence of so many tokens takes."""
-        blocks = -(-tokens // self.page_size)
-        return sum(
-            group.block_bytes
-            * (blocks if group.ring_blocks is None else min(blocks, group.ring_blocks))
-            for group in self.groups
-        )
+        return sum(group.block_bytes * group.blocks_for(tokens) for group in self.groups)
 
     def tokens_in(self, nbytes: int) -> float:
         """The longest sequence for which so many bytes suffice; infinite if any would do."""
-        if all(group.ring_blocks is not None for group in self.groups):
-            longest = max((group.ring_blocks or 0 for group in self.groups), default=0)
-            if self.bytes_for(longest * self.page_size) <= nbytes:
-                return math.inf
+        if self.bytes_for(UNENDING) <= nbytes:
+            return math.inf
         most = nbytes // min(group.block_bytes for group in self.groups) + 1
         lengths = range(0, (most + 1) * self.page_size, self.page_size)
         return lengths[bisect_right(lengths, nbytes, key=self.bytes_for) - 1]

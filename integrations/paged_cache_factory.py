@@ -51,6 +51,11 @@ class PagedCacheFactory:
             is read, and one more than the tokens that can always be rolled back. None means 256,
             or the window where that is smaller.
 
+    Attributes:
+        pool: where the pages are.
+        prefixes: what is known of prompts.
+        num_caches: the length of a prompt cache.
+
     Raises:
         ValueError: an argument is out of its range; the message says which.
 
@@ -78,7 +83,9 @@ class PagedCacheFactory:
         self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._version = ModelVersion(model)
-        self.prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(self._layers())))
+        layers = self._layers()
+        self.num_caches = len(layers)
+        self.prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(layers)))
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -113,12 +120,17 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         prompt_cache = self.make_cache()
-        pool, namespace = self.pool, self._namespace(self.pool.page_format.name, salt)
-        prefix = self.prefixes.fetch(namespace, list(tokens), pool.page_format)
-        if prefix is None:
+        if self.pool.windows and not self.pool.is_open:
+            # Pages that windows pass are kept only once it is known how large they all are.
+            self._learn_geometry()
+        page_format, caches = self.pool.page_format, paged_caches(prompt_cache)
+        if not caches:
             return prompt_cache, 0
-        for cache in paged_caches(prompt_cache):
-            prefix.sequence.model_version = cache.sequences[0].model_version
+        version = caches[0].sequences[0].model_version
+        namespace = self._namespace(page_format.name, salt, version)
+        prefix = self.prefixes.fetch(namespace, list(tokens), page_format)
+        prefix.sequence.model_version = version
+        for cache in caches:
             cache.sequences = [prefix.sequence]
         if prefix.states is not None:
             prompt_cache = with_unpaged(prompt_cache, prefix.states)
@@ -130,11 +142,14 @@ class PagedCacheFactory:
         """Let `fetch_cache` find what a prompt cache of one sequence holds of these tokens; returns
         how many that is. It costs no copy, and the cache can be used further.
 
-        The pages stay until they are evicted for others, or `clear()`.
+        The pages stay until they are evicted for others, or `clear()`. Of a model without any
+        nothing is kept: only pages tell how many tokens the other layers have seen.
 
         Raises:
             ValueError: the cache holds several sequences, or is not of this factory.
         """
+        if not self.pool.num_layers:
+            return 0
         caches = paged_caches(prompt_cache)
         sequences = {sequence for cache in caches for sequence in cache.sequences}
         if len(sequences) != 1 or any(cache.pool is not self.pool for cache in caches):
@@ -264,6 +279,9 @@ class PagedCacheFactory:
             if keys is not None and values is not None:
                 geometry = LayerGeometry.of(keys, values)
                 self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
+        for group in self.pool.groups:
+            if group.is_open:
+                group.settle()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -85,21 +85,12 @@ class PagedModelProvider(ModelProvider):
 
 
 def pool_size(pool: PagePool) -> PoolSize:
-    """What a pool can promise, once it is known what its layers write."""
+    """What a pool can promise, once it is known what its layers write. With "auto" pages that is
+    what fits in 16 bits: pages become smaller for what is cached, never for a promise."""
     groups = [group for group in pool.groups if group.is_open]
-    formats = [each for group in groups for each in group.allocator.formats]
-    largest = [each.largest_slab(pool.budget) * each.block_bytes for each in formats]
     return PoolSize(
         pool.budget.max_bytes,
-        # When room is made, less than a slab of each kind stays partly empty; whichever is mapped
-        # last gets exactly what is left.
-        sum(largest) - min(largest, default=0),
-        tuple(
-            GroupSize(
-                group.allocator.format_named(group.page_format.name).block_bytes,
-                group.window.ring.size if group.window else None,
-            )
-            for group in groups
-        ),
+        pool.slack,
+        tuple(GroupSize(group.block_bytes, group.blocks_for) for group in groups),
         PAGE_SIZE,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.salted_tokens import salt_of
 
 
 class LoadedModels(Protocol):
@@ -52,12 +53,15 @@ class PagedPromptCache:
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
     ) -> tuple[list[Any] | None, list[int]]:
-        """A prompt cache that holds as much of a prompt as is known, and the tokens that are left,
-        at least one. None if nothing is known."""
+        """A prompt cache that holds as much of a prompt as is known, maybe nothing, and the tokens
+        that are left, at least one. None if the model is not loaded or has no pages.
+
+        What holds nothing is worth having too: layers with a window keep what they pass in it.
+        """
         if model != self._loaded.model_key or not self._factories:
             return None, tokens
         caches, cached = self._fetch_alike(tokens)
-        return (caches, tokens[cached:]) if cached else (None, tokens)
+        return caches, tokens[cached:]
 
     def insert_cache(
         self,
@@ -73,8 +77,8 @@ class PagedPromptCache:
         if model == self._loaded.model_key:
             start = 0
             for factory in self._factories:
-                end = start + len(factory.make_cache())
-                factory.insert_cache(tokens, prompt_cache[start:end])
+                end = start + factory.num_caches
+                factory.insert_cache(tokens, prompt_cache[start:end], salt=salt_of(tokens))
                 start = end
         prompt_cache.clear()
         self.trim_to(n_sequences=self.max_size, n_bytes=self.max_bytes)
@@ -101,10 +105,11 @@ class PagedPromptCache:
 
     def _fetch_alike(self, tokens: list[int]) -> tuple[list[Any], int]:
         """The caches of all models, each up to the same token, and how many tokens that is."""
-        known = len(tokens) - 1
+        known, salt = len(tokens) - 1, salt_of(tokens)
         while True:
             # A prompt's last token is never found, so one more is asked for than is known.
-            found = [factory.fetch_cache(tokens[: known + 1]) for factory in self._factories]
+            asked = tokens[: known + 1]
+            found = [factory.fetch_cache(asked, salt=salt) for factory in self._factories]
             known = min(cached for _, cached in found)
             if all(cached == known for _, cached in found):
                 return [cache for caches, _ in found for cache in caches], known

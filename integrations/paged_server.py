@@ -21,6 +21,8 @@ from paged_kv.integrations.admission import (
 from paged_kv.integrations.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.paged_prompt_cache import PagedPromptCache
 from paged_kv.integrations.promising_batch import PromisingBatch
+from paged_kv.integrations.salted_tokens import SaltedTokens
+from paged_kv.integrations.shared_prefill import cut_for_snapshots
 
 
 class PagedResponseGenerator(server.ResponseGenerator):
@@ -89,7 +91,17 @@ class PagedResponseGenerator(server.ResponseGenerator):
         return int(len(self._tokenized[1][0]) + args.max_tokens)
 
     def _tokens_and_segments(self, request: Any, args: Any) -> Any:
-        return super()._tokenize(self.model_provider.tokenizer, request, args)  # type: ignore[no-untyped-call]
+        """What mlx-lm makes of a prompt: its tokens, with the salt of the request, and the parts
+        after each of which it keeps the cache."""
+        tokens, segments, kinds, state, vision = super()._tokenize(  # type: ignore[no-untyped-call]
+            self.model_provider.tokenizer, request, args
+        )
+        if any(factory.prefixes.has_states for factory in self.model_provider.factories):
+            segments, kinds = cut_for_snapshots(segments, kinds)
+        salt = request.cache_salt
+        if vision is not None:
+            vision.cache_key = SaltedTokens(vision.cache_key, salt)
+        return SaltedTokens(tokens, salt), segments, kinds, state, vision
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Tokenize a request that is about to begin.
@@ -122,12 +134,34 @@ class Refusal(BaseException):
 class PagedAPIHandler(server.APIHandler):
     """mlx-lm's, which says why a request was refused."""
 
-    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+    def do_POST(self) -> None:
         """See mlx-lm's."""
         try:
-            super().handle_completion(request, stop_words)
+            super().do_POST()  # type: ignore[no-untyped-call]
         except Refusal as refusal:
             self._answer(refusal.refused)
+
+    def handle_chat_completions(self) -> Any:
+        """See mlx-lm's."""
+        return self._salted(super().handle_chat_completions())
+
+    def handle_text_completions(self) -> Any:
+        """See mlx-lm's."""
+        return self._salted(super().handle_text_completions())
+
+    def _salted(self, request: Any) -> Any:
+        """A request that knows the `cache_salt` of its body: prompts are shared among requests of
+        the same salt.
+
+        Raises:
+            Refusal: it is not a string, or empty.
+        """
+        salt = self.body.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            wrong = f"cache_salt must be a string that is not empty, got {salt!r}"
+            raise Refusal(RequestImpossible(wrong))
+        request.cache_salt = salt
+        return request
 
     def _answer(self, refused: RequestRefused) -> None:
         logging.warning("refused with %d: %s", refused.status, refused)

@@ -73,7 +73,8 @@ def server_parser() -> argparse.ArgumentParser:
         type=_page_format,
         default="fp16",
         help="what pages hold: fp16, the model's own 16 bits, q8 or q4; or two of these for keys "
-        "and for values, such as q8/q4 (default: fp16)",
+        "and for values, such as q8/q4; or auto, where the oldest pages of requests become q8 and "
+        "then q4 when little memory is left (default: fp16)",
     )
     ours.add_argument(
         "--admission-timeout",
@@ -133,15 +134,10 @@ def _mlx_lm_parser() -> argparse.ArgumentParser:
 
 
 def _page_format(text: str) -> str:
-    from paged_kv.kernels.page_format import page_format_named
+    from paged_kv.chosen_formats import chosen_formats
 
-    if text == "auto":
-        raise argparse.ArgumentTypeError(
-            "'auto' makes pages smaller when memory gets short, and a server begins no request "
-            "for which it would have to: choose fp16, q8, q4 or a pair such as q8/q4"
-        )
     try:
-        page_format_named(text)
+        chosen_formats(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

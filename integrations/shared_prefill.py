@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -17,9 +17,15 @@ from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.kernels.page_format import PAGE_SIZE
 
 Tokens = list[int]
+Kind = TypeVar("Kind")
 
 # What two prompts share is worth a step of its own from a page on.
 WORTH_SHARING = PAGE_SIZE
+
+# Recurrent layers go on only where their state was kept: besides where prompts end, after so many
+# tokens each. mlx-lm computes as many in a step, so none gets shorter for it, and states, which can
+# be as large as the pages of a thousand tokens or more, stay fewer than pages.
+SNAPSHOT_TOKENS = 8 * PAGE_SIZE
 
 
 class Reuses(Protocol):
@@ -46,9 +52,11 @@ def begin_together(
         shared = 0 if following is None else common_prefix(prompt, prompts[following])
         goal = min(shared, len(prompt) - 1)
         if goal - cached >= WORTH_SHARING:
-            _prefill(model, prompt[cached:goal], cache, step_size)
-            factory.insert_cache(prompt[:goal], cache)
-            cached = goal
+            for end in step_ends(cached, goal, step_size):
+                _step(model, prompt[cached:end], cache)
+                if end == goal or not end % SNAPSHOT_TOKENS:
+                    factory.insert_cache(prompt[:end], cache)
+                cached = end
         found[index] = cache, cached
     return found
 
@@ -67,7 +75,33 @@ def joined(segments: Sequence[Tokens]) -> Tokens:
     return list(chain.from_iterable(segments))
 
 
-def _prefill(model: Any, tokens: Tokens, cache: list[Any], step_size: int) -> None:
-    for start in range(0, len(tokens), step_size):
-        model(mx.array([tokens[start : start + step_size]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
+def step_ends(start: int, end: int, step_size: int) -> list[int]:
+    """Where the steps end that compute the tokens [start, end) of a prompt: wherever recurrent
+    layers are to be remembered, and before they are too long."""
+    ends = []
+    while start < end:
+        border = (start // SNAPSHOT_TOKENS + 1) * SNAPSHOT_TOKENS
+        start = min(start + step_size, border, end)
+        ends.append(start)
+    return ends
+
+
+def cut_for_snapshots(
+    segments: Sequence[Tokens], kinds: Sequence[Kind]
+) -> tuple[list[Tokens], list[Kind]]:
+    """Segments of a prompt, which have a kind each, cut also where recurrent layers are to be
+    remembered."""
+    cut: list[tuple[Tokens, Kind]] = []
+    start = 0
+    for segment, kind in zip(segments, kinds, strict=True):
+        first = start
+        for end in step_ends(start, start + len(segment), SNAPSHOT_TOKENS):
+            cut.append((segment[first - start : end - start], kind))
+            first = end
+        start += len(segment)
+    return [segment for segment, _ in cut], [kind for _, kind in cut]
+
+
+def _step(model: Any, tokens: Tokens, cache: list[Any]) -> None:
+    model(mx.array([tokens]), cache=cache)
+    mx.eval([layer.state for layer in cache])

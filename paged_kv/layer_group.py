@@ -53,6 +53,11 @@ class LayerGroup:
         return self._allocator is not None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all layers are known that will ever be written."""
+        return self._all_layers_known
+
+    @property
     def allocator(self) -> BlockAllocator:
         """The group's allocator; there is one from the first write on."""
         assert self._allocator is not None, "no layer of this group was written yet"
@@ -97,6 +102,16 @@ class LayerGroup:
         elif pages.geometry != geometry:
             raise ValueError(f"layer {layer} expects {pages.geometry}, got {geometry}")
         return pages
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the group's own format."""
+        return self.allocator.format_named(self.page_format.name).block_bytes
+
+    def blocks_for(self, tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens holds."""
+        blocks = -(-tokens // PAGE_SIZE)
+        return blocks if self.window is None else min(blocks, self.window.ring.size)
 
     def settle(self) -> None:
         """Note that a second step begins: a layer that wrote nothing in the first never will."""

@@ -14,21 +14,19 @@ from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.allocator.retired_blocks import RetiredBlocks
 from paged_kv.chosen_formats import FormatChoice, chosen_formats
 from paged_kv.kernels.backend import choose_backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.memory import recommended_bytes
-from paged_kv.kernels.page_format import (
-    PAGE_SIZE,
-    PageFormat,
-    page_format_named,
-)
+from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
 from paged_kv.locked import locked
 from paged_kv.open_pools import open_pools
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
+from paged_kv.passed_pages import is_read_first, keep_unseen, retire_leaving, write_unseen
 from paged_kv.pending_step import PendingStep
 from paged_kv.pool_room import PoolRoom
 from paged_kv.row_views import rows_of
@@ -80,7 +78,10 @@ class PagePool:
         self.lock = self.budget.lock
         self.groups = self._new_groups()
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
-        self._room = PoolRoom(self.groups, self.budget, self.index, self.demotion_policy)
+        self.retired = RetiredBlocks()
+        self._room = PoolRoom(
+            self.groups, self.budget, self.index, self.retired, self.demotion_policy
+        )
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         self._gather_fallbacks = 0
         self._fallback_reported = False
@@ -97,6 +98,11 @@ class PagePool:
     def is_open(self) -> bool:
         """Whether anything was written, so that it is known how large a block is."""
         return any(group.is_open for group in self.groups)
+
+    @property
+    def slack(self) -> int:
+        """Bytes of the budget that may lie idle, because memory is mapped in slabs."""
+        return self._room.slack()
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
@@ -133,8 +139,7 @@ class PagePool:
             raise
         for sequence in sequences:
             sequence.advance(layer, count)
-        window = self.windows.get(layer)
-        if window is None or count <= window.write_chunk:
+        if not is_read_first(self.windows.get(layer), layer, sequences, count):
             rows = self.rows(layer, sequences)
             gathered = pages.write_and_gather(keys, values, rows)
             return paged_arrays(self._page_read(layer, pages, rows, None), gathered)
@@ -224,6 +229,8 @@ class PagePool:
         for group in open_groups:
             group.add_format(page_format)
         self.commit(others)
+        for sequence in others:
+            sequence.passed.clear()
         for group in open_groups:
             tables = [sequence.table(group) for sequence in others]
             group.convert(tables, page_format, partial(self._make_room, group, page_format.name))
@@ -232,19 +239,17 @@ class PagePool:
 
     @locked
     def can_admit(self, tokens: int) -> bool:
-        """Whether a new sequence of `tokens` tokens would fit now. O(slabs).
+        """Whether a new sequence of `tokens` tokens would fit now, also if pages must become
+        smaller while it is read, in steps of a page. O(slabs), and O(used blocks) in that case.
 
         Before the first write it is not known how large a block is, and the answer is yes.
         """
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
-        blocks = -(-tokens // PAGE_SIZE)
-        needs: dict[LayerGroup, dict[str, int]] = {}
-        for group in self.groups:
-            if group.is_open:
-                count = blocks if group.window is None else min(blocks, group.window.ring.size)
-                needs[group] = {self.page_format.name: count}
-        return self._room.fits(needs)
+        open_groups = [group for group in self.groups if group.is_open]
+        return self._room.fits(
+            {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}
+        )
 
     @locked
     def compact(self) -> int:
@@ -259,6 +264,7 @@ class PagePool:
         """Forget the prefixes that are not pinned, and give back every slab that holds no used
         block; returns how many."""
         self.index.clear()
+        self.retired.give_up(lambda: False)
         return self._room.give_back()
 
     @locked
@@ -271,6 +277,7 @@ class PagePool:
     @locked
     def stats(self) -> PoolStats:
         """A snapshot of what the pool holds."""
+        self.retired.drain()
         groups = [group.allocator.stats() for group in self.groups if group.is_open]
         return PoolStats(
             page_format=self.page_format.name,
@@ -309,6 +316,10 @@ class PagePool:
         if any(sequence.length for sequence in begun):
             group.settle()
         self.reserve(layer, sequences, count)
+        for sequence in begun:
+            end = sequence.length + sequence.padding[layer].own(count)
+            for each in self.groups:
+                keep_unseen(self._room, each, sequence, end)
         return pages
 
     @locked
@@ -322,10 +333,12 @@ class PagePool:
     def _make_room(self, group: LayerGroup, page_format: str, count: int) -> None:
         self._room.make(lambda: {group: {page_format: count}})
 
+    @locked
     def _unreserved(
         self, layer: int, sequences: list[Sequence], count: int
     ) -> dict[LayerGroup, list[Write]]:
-        """The writes of a step that no earlier layer has reserved blocks for, by group."""
+        """The writes of a step that no earlier layer has reserved blocks for, by group; what they
+        write over is retired."""
         writes: dict[LayerGroup, list[Write]] = {}
         open_groups = [group for group in self.groups if group.is_open]
         for sequence in sequences:
@@ -334,6 +347,7 @@ class PagePool:
             for group in open_groups:
                 table = sequence.table(group)
                 if end > start and not table.is_reserved(end):
+                    retire_leaving(self, group, sequence, end)
                     writes.setdefault(group, []).append(Write(table, start, end))
         return writes
 
@@ -354,6 +368,7 @@ class PagePool:
 
     def _write_pending(self, layer: int, sequence: Sequence, pending: PendingStep) -> None:
         group, window = self.group_of(layer), self.windows[layer]
+        write_unseen(group, layer, sequence, pending)
         end = sequence.context_lens[layer]
         start = end - len(pending.own)
         for first, last in window.kept_parts(start, end):

@@ -1,19 +1,22 @@
 """Where the blocks for a step come from, when the budget gets short.
 
-What is free comes first and new slabs next; then cached blocks of the prefix index are evicted,
-pages are made smaller if the pool has a policy for that, what one group has mapped and does not use
-is given back for another, and at last everything is forgotten that only could be found again.
+What is free comes first and new slabs next; then what left a ring and was retired is given up,
+cached blocks of the prefix index are evicted, pages are made smaller if the pool has a policy for
+that, what one group has mapped and does not use is given back for another, and at last everything
+is forgotten that only could be found again.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.demotion import DemotionPolicy
+from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.allocator.retired_blocks import RetiredBlock, RetiredBlocks
 from paged_kv.layer_group import LayerGroup
 from paged_kv.stats import sum_counts
 
@@ -28,6 +31,7 @@ class PoolRoom:
         groups: of the pool.
         budget: the bytes that they may map, maybe with groups of other pools.
         index: whose cached blocks may be evicted.
+        retired: what is done without first.
         policy: which pages become smaller, and from when on; None if none do.
 
     Attributes:
@@ -41,6 +45,7 @@ class PoolRoom:
         groups: list[LayerGroup],
         budget: ByteBudget,
         index: PrefixIndex,
+        retired: RetiredBlocks,
         policy: DemotionPolicy | None,
     ) -> None:
         self.demotions: Counter[str] = Counter()
@@ -49,6 +54,7 @@ class PoolRoom:
         self._groups = groups
         self._budget = budget
         self._index = index
+        self._retired = retired
         self._policy = policy
         watermark = policy.watermark if policy else 1.0
         self._limit = int(watermark * budget.max_bytes)
@@ -63,6 +69,7 @@ class PoolRoom:
         """
         needs = needed()
         if self._mapped_after(needs) > self._limit:
+            self._give_up_retired(needed)
             self._evict(needed)
             self._demote(needed)
             self._make_at_any_price(needed)
@@ -72,9 +79,37 @@ class PoolRoom:
             group.allocator.ensure_free(counts)
 
     def fits(self, needs: Needs) -> bool:
-        """Whether there would be room, with cached blocks evicted. O(slabs + cached blocks)."""
+        """Whether there would be room, with cached blocks evicted and pages made smaller. O(slabs +
+        cached blocks), and O(used blocks) if it takes the latter."""
         left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
-        return self._mapped_after(left) <= self._budget.max_bytes
+        if self._mapped_after(left) <= self._budget.max_bytes:
+            return True
+        if self._policy is None:
+            return False
+        smaller = sum(self._bytes_demoted(group, counts) for group, counts in needs.items())
+        return smaller + self.slack() <= self._budget.max_bytes
+
+    def slack(self) -> int:
+        """Bytes that may lie idle, because memory is mapped in slabs: when room is made, less than
+        a slab of each kind stays partly empty, and what is mapped last gets exactly what is left.
+        """
+        groups = [group for group in self._groups if group.is_open]
+        formats = [each for group in groups for each in group.allocator.formats]
+        largest = [each.largest_slab(self._budget) * each.block_bytes for each in formats]
+        return sum(largest) - min(largest, default=0)
+
+    def spare_block(self, group: LayerGroup, page_format: str) -> RetiredBlock | None:
+        """A block for what can be done without, maybe in the place of what was retired earlier;
+        None if there is no room."""
+        needs = {group: {page_format: 1}}
+        if self._mapped_after(needs) > self._limit:
+            self._retired.give_up(lambda: self._mapped_after(needs) <= self._limit)
+            if self._mapped_after(needs) > self._limit:
+                return None
+        blocks = group.allocator.allocate(1, page_format)
+        retired = self._retired.retire(group.allocator, blocks[0])
+        group.allocator.release(blocks)
+        return retired
 
     def give_back(self) -> int:
         """Unmap every slab in which no block is used; returns how many."""
@@ -102,15 +137,33 @@ class PoolRoom:
 
     def _forget(self, is_enough: Callable[[], bool]) -> None:
         self.evictions += self._index.forget(is_enough)
+        # What no prefix ends with any more may still be known to sequences.
+        self._retired.give_up(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
-        self.evictions += self._index.evict(lambda: self._mapped_after(needed()) <= self._limit)
+        def is_enough() -> bool:
+            return self._mapped_after(needed()) <= self._limit
+
+        self.evictions += self._index.evict(is_enough)
+        self._retired.give_up(is_enough)
+
+    def _give_up_retired(self, needed: Callable[[], Needs]) -> None:
+        """Do without what was retired, and the slabs that are left partly empty: before anybody
+        else has to do without anything."""
+
+        def is_enough() -> bool:
+            return self._mapped_after(needed()) <= self._limit
+
+        if self._retired.give_up(is_enough) and not is_enough():
+            for group in self._groups:
+                if group.window is not None:
+                    group.compact()
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
-        """Cached blocks of a group, by page format."""
+        """Cached and retired blocks of a group, by page format."""
         allocator = group.allocator
         allocator.drain()
-        blocks = self._index.evictable(allocator)
+        blocks = self._index.evictable(allocator) + self._retired.evictable(allocator)
         return Counter([allocator.format_of(block).name for block in blocks])
 
     def _demote(self, needed: Callable[[], Needs]) -> None:
@@ -125,6 +178,21 @@ class PoolRoom:
             if not any(demoted):
                 return
             self.demotions.update(sum_counts(demoted))
+
+    def _bytes_demoted(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
+        """Bytes of a group's used blocks and of some more, once all pages are as small as the
+        policy makes them; the last page of what is more is not full."""
+        allocator, policy = group.allocator, self._policy
+        used = Counter({each.name: sum(each.used.values()) for each in allocator.formats})
+        blocks = used - self._evictable(group) + Counter(counts)
+        if policy is not None and group.window is None:
+            full = {each.block for each in policy.demotions(full_blocks(allocator), math.inf)}
+            for block in full:
+                blocks[allocator.format_of(block).name] -= 1
+            more = sum(counts.values()) - len(counts)
+            blocks[group.page_format.name] -= more
+            blocks[policy.page_formats[-1]] += len(full) + more
+        return sum(allocator.format_named(name).block_bytes * n for name, n in blocks.items())
 
     def _mapped_after(self, needs: Needs) -> int:
         """Bytes mapped when what is needed is free; more than the budget if it does not hold
@@ -147,6 +215,7 @@ class PoolRoom:
         Raises:
             PoolExhausted: it does not suffice; nothing was changed.
         """
+        self._retired.drain()
         for group in needs:
             group.allocator.drain()
         left = self._budget.left

@@ -1,47 +1,33 @@
 """Sequences that begin with what was computed before.
 
 Full-attention layers can begin at any token of a prefix: they share its blocks, and of a block that
-matches in part they copy the page at their first write. Layers with a window hold their latest
-tokens only, and recurrent layers one state, so these begin where somebody stopped: at a checkpoint,
-which holds the rings and the states that there were. A ring can also be rolled back a little.
+matches in part they copy the page at their first write. So can layers with a window where the pages
+of a whole ring are known: those that it passed while there was room for them, and those with which
+somebody stopped. Recurrent layers have one state, and begin where a snapshot of it was taken.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefix_index import Match, Node
+from paged_kv.allocator.prefix_index import Match
+from paged_kv.allocator.prefix_node import WindowRows
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
+from paged_kv.known_rings import KnownRing, held_rows, known_ring
 from paged_kv.locked import locked
 from paged_kv.sequence import Sequence
+from paged_kv.snapshots import Snapshot, Snapshots
 
 if TYPE_CHECKING:
     from paged_kv.layer_group import LayerGroup
     from paged_kv.page_pool import PagePool
 
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """What is needed beside the blocks of full attention to go on behind a prefix.
-
-    Attributes:
-        rings: a sequence that holds the rings only.
-        states: what layers hold that are not paged.
-    """
-
-    rings: Sequence
-    states: Any
-
-    def held(self) -> Iterator[tuple[BlockAllocator, int]]:
-        """The blocks of the rings."""
-        for group in self.rings.pool.groups:
-            for block in self.rings.blocks(group):
-                yield group.allocator, block
+# Snapshots of recurrent layers may take so much of the budget again.
+SNAPSHOT_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -51,12 +37,21 @@ class Prefix:
     Attributes:
         sequence: holds it.
         num_tokens: how much that is.
-        states: what layers hold that are not paged; None if all are.
+        states: what layers hold that are not paged; None if nothing is known of them.
     """
 
     sequence: Sequence
     num_tokens: int
     states: Any
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where all layers can begin, and with what."""
+
+    num_tokens: int
+    rings: Mapping[LayerGroup, KnownRing]
+    snapshot: Snapshot | None = None
 
 
 class PrefixCache:
@@ -67,6 +62,8 @@ class PrefixCache:
         has_states: whether the model has layers whose caches are not paged.
 
     Attributes:
+        has_states: that.
+        snapshots: what is known of those.
         tokens_asked: tokens of all prompts that were looked up.
         tokens_found: those of them that did not have to be computed again.
     """
@@ -74,9 +71,10 @@ class PrefixCache:
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
         self.pool = pool
         self.lock = pool.lock
+        self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE)
         self.tokens_asked = 0
         self.tokens_found = 0
-        self._has_states = has_states
+        self.has_states = has_states
 
     def __len__(self) -> int:
         """Known prompts that are not the beginning of another."""
@@ -85,49 +83,43 @@ class PrefixCache:
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes of the pages that nobody else holds. O(known blocks)."""
-        self._drain()
-        held: Counter[tuple[BlockAllocator, int]] = Counter()
-        for node in self.pool.index.nodes():
-            held.update(node.blocks.items())
-            for checkpoint in node.checkpoints.values():
-                held.update(checkpoint.held())
-        return sum(
+        """Bytes of the pages that nobody else holds, and of snapshots. O(known blocks)."""
+        self.pool.retired.drain()
+        cached = [
             allocator.format_of(block).block_bytes
-            for (allocator, block), count in held.items()
-            if allocator.ref_count(block) == count
-        )
+            for allocator in self._allocators()
+            for block in allocator.cached_blocks()
+        ]
+        return sum(cached) + self.snapshots.nbytes
 
     @locked
     def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
         """Evict what was least recently used, and nobody else holds, until there are at most so
         many prompts and `nbytes`; returns how many blocks' worth that was."""
-        most = self._bytes_used()
-        if max_bytes is not None:
-            most -= max(0, self.nbytes - max_bytes)
-        return self.pool.index.evict(
-            lambda: (max_prompts is None or len(self) <= max_prompts) and self._bytes_used() <= most
-        )
+        most = None if max_bytes is None else self._bytes_held() - max(0, self.nbytes - max_bytes)
+
+        def is_small_enough() -> bool:
+            return most is None or self._bytes_held() <= most
+
+        def is_enough() -> bool:
+            return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
+
+        self.pool.retired.give_up(is_small_enough)
+        return self.pool.index.evict(is_enough)
 
     @locked
-    def fetch(
-        self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat
-    ) -> Prefix | None:
-        """A new sequence that holds as much of a prompt as is known, without its last token; None
-        if that is nothing. O(tokens). The pages that it gets later are of `page_format`."""
+    def fetch(self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat) -> Prefix:
+        """A new sequence that holds as much of a prompt as is known, without its last token.
+        O(tokens). The pages that it gets later are of `page_format`."""
         match = self.pool.index.match(namespace, tokens)
-        num_tokens, checkpoint = self._usable(match)
+        start = self._start(match)
         self.tokens_asked += len(tokens)
-        self.tokens_found += num_tokens
-        if not num_tokens:
-            return None
-        sequence = Sequence(self.pool) if checkpoint is None else checkpoint.rings.copy_rings()
-        sequence.page_format = page_format
-        held = match.nodes[: -(-num_tokens // PAGE_SIZE)]
-        for group in self._shared_groups():
-            sequence.adopt(group, [node.blocks[group.allocator] for node in held])
-        sequence.begin_at(num_tokens)
-        return Prefix(sequence, num_tokens, checkpoint.states if checkpoint else None)
+        self.tokens_found += start.num_tokens
+        sequence = Sequence(self.pool, page_format)
+        sequence.retires = True
+        if start.num_tokens:
+            self._share(sequence, match, start)
+        return Prefix(sequence, start.num_tokens, start.snapshot and start.snapshot.states)
 
     @locked
     def insert(
@@ -138,65 +130,86 @@ class PrefixCache:
         sequence holds are known; it must not change any more."""
         self.pool.commit([sequence])
         num_tokens = min(len(tokens), sequence.length)
-        known = tokens[:num_tokens]
-        groups = self._shared_groups()
-        tables = [(group.allocator, sequence.blocks(group)) for group in groups]
+        num_pages = -(-num_tokens // PAGE_SIZE)
+        tables = [(group.allocator, sequence.blocks(group)) for group in self._shared_groups()]
         blocks = [
-            {allocator: table[page] for allocator, table in tables}
-            for page in range(-(-num_tokens // PAGE_SIZE))
+            {allocator: table[page] for allocator, table in tables} for page in range(num_pages)
         ]
-        checkpoint = self._checkpoint(sequence, num_tokens, states)
-        self.pool.index.insert(namespace, known, blocks, checkpoint)
+        windows: list[dict[BlockAllocator, list[WindowRows]]] = [{} for _ in range(num_pages)]
+        for group in self._window_groups():
+            for page, rows in held_rows(sequence, group, num_tokens):
+                windows[page].setdefault(group.allocator, []).append(rows)
+        snapshot = self._snapshot(states) if sequence.length == num_tokens else None
+        known = tokens[:num_tokens]
+        self.pool.index.insert(namespace, known, blocks, windows, snapshot)
         return num_tokens
 
-    def _checkpoint(self, sequence: Sequence, num_tokens: int, states: Any) -> Checkpoint | None:
-        """What to go on with behind these tokens, if that is still there."""
-        if not self._has_states and not self.pool.windows:
+    def _snapshot(self, states: Any) -> Snapshot | None:
+        if not self.has_states:
             return None
-        if self._has_states and sequence.length != num_tokens:
-            return None
-        if num_tokens < sequence.length - sequence.rollback:
-            return None
-        rings = sequence.copy_rings()
-        rings.begin_at(num_tokens)
-        return Checkpoint(rings, states)
+        nbytes = sum(cache.nbytes for cache in states)
+        return self.snapshots.take(states, nbytes)
 
-    def _usable(self, match: Match) -> tuple[int, Checkpoint | None]:
-        """How much of a match all layers can begin with, and what they need for it."""
-        if not self._has_states and not self.pool.windows:
-            return match.num_tokens, None
-        for at in reversed(range(len(match.nodes))):
-            start = at * PAGE_SIZE
-            matched = min(PAGE_SIZE, match.num_tokens - start)
-            found = self._latest(match.nodes[at], start, matched)
-            if found is not None:
-                return found
-        return 0, None
+    def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
+        """Let a new sequence hold the beginning of a match."""
+        held = match.nodes[: -(-start.num_tokens // PAGE_SIZE)]
+        for group in self._shared_groups():
+            sequence.adopt(group, [node.blocks[group.allocator] for node in held])
+        for group, ring in start.rings.items():
+            blocks = [page.block for page in ring.pages]
+            sequence.adopt(group, [block for block in blocks if block is not None])
+            for page in ring.pages:
+                self.pool.retired.touch(page)
+        if start.snapshot is not None:
+            self.snapshots.touch(start.snapshot)
+        written = {group: ring.written for group, ring in start.rings.items()}
+        sequence.begin_at(start.num_tokens, written)
 
-    def _latest(self, node: Node, start: int, matched: int) -> tuple[int, Checkpoint] | None:
-        """Where in a node that begins at a position, and matches so far, one can begin."""
-        best: tuple[int, Checkpoint] | None = None
-        for position, checkpoint in node.checkpoints.items():
-            num_tokens = start + min(position, matched)
-            back = start + position - num_tokens
-            possible = 0 if self._has_states else checkpoint.rings.rollback
-            if back <= possible and (best is None or num_tokens > best[0]):
-                best = num_tokens, checkpoint
-        return best
+    def _start(self, match: Match) -> _Start:
+        """The end of the longest part of a match with which all layers can begin."""
+        for num_tokens, snapshot in self._candidates(match):
+            rings = {
+                group: known_ring(match.nodes, num_tokens, group.window, group.allocator)
+                for group in self._window_groups()
+                if group.window is not None
+            }
+            known = {group: ring for group, ring in rings.items() if ring is not None}
+            if len(known) == len(rings):
+                return _Start(num_tokens, known, snapshot)
+        return _Start(0, {})
+
+    def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:
+        """Ends of parts of a match, the longest first: where snapshots were taken if there must be
+        one, else its own end and those of its blocks."""
+        for page in reversed(range(len(match.nodes))):
+            end = min(match.num_tokens, (page + 1) * PAGE_SIZE)
+            if not self.has_states:
+                yield end, None
+                continue
+            known = match.nodes[page].checkpoints
+            for rows in sorted(known, reverse=True):
+                snapshot = known[rows]
+                assert isinstance(snapshot, Snapshot)
+                if page * PAGE_SIZE + rows <= end and snapshot.states is not None:
+                    yield page * PAGE_SIZE + rows, snapshot
 
     def _shared_groups(self) -> list[LayerGroup]:
         """The groups whose sequences hold all their tokens."""
         return [group for group in self.pool.groups if group.is_open and group.window is None]
 
-    def _open_groups(self) -> list[LayerGroup]:
-        return [group for group in self.pool.groups if group.is_open]
+    def _window_groups(self) -> list[LayerGroup]:
+        return [group for group in self.pool.groups if group.is_open and group.window is not None]
 
-    def _drain(self) -> None:
-        for group in self._open_groups():
-            group.allocator.drain()
+    def _allocators(self) -> list[BlockAllocator]:
+        """Those of all groups, with what was dropped counted as such."""
+        allocators = [group.allocator for group in self.pool.groups if group.is_open]
+        for allocator in allocators:
+            allocator.drain()
+        return allocators
 
-    def _bytes_used(self) -> int:
-        """Bytes of the pages of all blocks that are not free. O(slabs)."""
-        self._drain()
-        formats = [each for group in self._open_groups() for each in group.allocator.formats]
-        return sum(sum(each.used.values()) * each.block_bytes for each in formats)
+    def _bytes_held(self) -> int:
+        """Bytes of all blocks that are not free, and of snapshots. O(slabs)."""
+        self.pool.retired.drain()
+        formats = [each for allocator in self._allocators() for each in allocator.formats]
+        pages = sum(sum(each.used.values()) * each.block_bytes for each in formats)
+        return pages + self.snapshots.nbytes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.kernels.page_format import PageFormat
+from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.locked import locked
 from paged_kv.padding import NO_PADDING, Padding
 from paged_kv.pending_step import PendingStep
@@ -35,6 +37,8 @@ class Sequence:
         step_lens: tokens of the latest step, per layer; 0 once its queries are over.
         padding: what of a batch's steps is padding in this row, per layer.
         pending: the latest step of layers that have not written it yet.
+        retires: whether pages that leave a ring are kept, for prompts that begin alike.
+        passed: of groups with a window, the pages of tokens that were kept so, by their number.
     """
 
     def __init__(self, pool: PagePool, page_format: PageFormat | None = None) -> None:
@@ -48,6 +52,8 @@ class Sequence:
         self.step_lens = [0] * pool.num_layers
         self.padding = [NO_PADDING] * pool.num_layers
         self.pending: dict[int, PendingStep] = {}
+        self.retires = False
+        self.passed: dict[LayerGroup, dict[int, RetiredBlock]] = {}
         self._before_step = self._progress()
         self._furthest = 0
         self._tables: dict[LayerGroup, BlockTable] = {}
@@ -176,14 +182,10 @@ class Sequence:
             if fork is not None and layer not in asked:
                 asked.add(layer)
                 return fork
-        fork = self._copy_of(list(self._tables))
+        fork = self._copy()
         self._forks = [entry for entry in self._forks if entry[0]() is not None]
         self._forks.append((weakref.ref(fork), {layer}))
         return fork
-
-    def copy_rings(self) -> Sequence:
-        """A sequence that shares this one's rings, as they are now, and nothing else."""
-        return self._copy_of([group for group in self._tables if group.window])
 
     @locked
     def adopt(self, group: LayerGroup, blocks: list[int]) -> None:
@@ -193,25 +195,30 @@ class Sequence:
         group.allocator.retain(blocks)
         table.blocks = tuple(blocks)
 
-    def begin_at(self, num_tokens: int) -> None:
-        """Note that so many tokens are there, in every layer that is ever written."""
+    def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:
+        """Note that so many tokens are there, in every layer that is ever written, and that the
+        rings of some groups are as if so many had been written."""
         for group in self.pool.groups:
             for layer in group.pages:
                 self.context_lens[layer] = num_tokens
-                self.written_lens[layer] = max(num_tokens, self.written_lens[layer])
-        self.padding = [NO_PADDING] * self.pool.num_layers
+                self.written_lens[layer] = written.get(group, num_tokens)
         self._shrink()
 
+    def written(self, group: LayerGroup) -> int:
+        """The most tokens that there ever were in a layer of a group."""
+        return max(self.written_lens[layer] for layer in group.layers)
+
     @locked
-    def _copy_of(self, groups: list[LayerGroup]) -> Sequence:
-        """A sequence that shares the blocks of some groups with this one, as it is now."""
+    def _copy(self) -> Sequence:
+        """A sequence that shares all blocks with this one, as it is now."""
         self.pool.commit([self])
         copy = Sequence(self.pool, self.page_format)
-        copy.model_version = self.model_version
+        copy.model_version, copy.retires = self.model_version, self.retires
         copy.context_lens, copy.written_lens, copy.padding = self._progress()
         copy._shrink()
-        for group in groups:
-            copy._tables[group] = group.allocator.fork(self._tables[group])
+        copy.passed = {group: dict(pages) for group, pages in self.passed.items()}
+        for group, table in self._tables.items():
+            copy._tables[group] = group.allocator.fork(table)
         return copy
 
     def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
@@ -223,12 +230,15 @@ class Sequence:
         self._forks.clear()
         self._furthest = max(map(self.offset, range(self.pool.num_layers)))
         for group, table in self._tables.items():
-            window, layers = group.window, group.layers
-            written = max(self.written_lens[layer] for layer in layers)
-            if window is not None and window.first_held(written):
+            window, length = group.window, max(self.context_lens[layer] for layer in group.layers)
+            if window is not None and window.first_held(self.written(group)):
                 table.forget_reserved()
             else:
-                table.truncate(max(self.context_lens[layer] for layer in layers))
+                table.truncate(length)
+            # What comes behind this length will be other tokens.
+            passed = self.passed.get(group, {})
+            for page in [page for page in passed if (page + 1) * PAGE_SIZE > length]:
+                del passed[page]
 
 
 def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:

@@ -12,8 +12,13 @@ from paged_kv.integrations.admission import (
     ServerBusy,
 )
 
-FULL = PoolSize(1000, 0, (GroupSize(100),))
-WINDOWS = PoolSize(1000, 100, (GroupSize(100), GroupSize(50, ring_blocks=2)))
+
+def group(block_bytes: int, most_blocks: int = 1 << 60) -> GroupSize:
+    return GroupSize(block_bytes, lambda tokens: min(-(-tokens // 256), most_blocks))
+
+
+FULL = PoolSize(1000, 0, (group(100),))
+WINDOWS = PoolSize(1000, 100, (group(100), group(50, most_blocks=2)))
 
 
 class Clock:
@@ -57,7 +62,7 @@ def test_the_longest_sequence_fits_and_one_more_token_does_not(pool: PoolSize, n
 
 
 def test_rings_alone_hold_any_length() -> None:
-    ring = (GroupSize(100, ring_blocks=3),)
+    ring = (group(100, most_blocks=3),)
     assert PoolSize(300, 0, ring).tokens_in(300) == math.inf
     assert PoolSize(299, 0, ring).tokens_in(299) == 512
     assert PoolSize(299, 0, ()).tokens_in(299) == math.inf
@@ -82,7 +87,7 @@ def test_requests_begin_while_there_is_room_for_what_they_become() -> None:
 
 
 def test_every_pool_must_have_room() -> None:
-    requests = admission(FULL, PoolSize(300, 0, (GroupSize(100),)))
+    requests = admission(FULL, PoolSize(300, 0, (group(100),)))
     requests.arrive(512)
     assert requests.next() == 512
     requests.promise("a", 512)

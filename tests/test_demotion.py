@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,9 @@ def test_a_trained_model_goes_on_far_past_what_16_bits_allow(
     block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
     factory = PagedCacheFactory(model, page_format="auto", max_bytes=8 * block_bytes)
     cache = factory.make_cache()
-    assert not factory.can_admit(len(prompt))
+    # Three times what 16 bits hold, but not more than the smallest pages do.
+    assert factory.can_admit(len(prompt))
+    assert not factory.can_admit(10 * len(prompt))
 
     def progress(done: int, _: int) -> None:
         if done:
@@ -331,3 +334,22 @@ def test_rows_of_a_batch_find_room_together() -> None:
         assert len(names) == 10
         assert names[-1] == "fp16"
     assert pool.stats().demotions["q8"] > 0
+
+
+@pytest.mark.parametrize(("blocks", "others"), [(12, 0), (12, 3), (40, 1), (40, 3)])
+def test_what_is_admitted_can_be_read_page_by_page(blocks: int, others: int) -> None:
+    pool = new_pool(blocks)
+    held = [caches_of(pool) for _ in range(others)]
+    for caches in held:
+        for _ in range(blocks // 5):
+            write(caches, 256)
+    if not pool.is_open:
+        write(caches_of(pool), 1)
+    most = bisect_right(range(8 * blocks), 0, key=lambda pages: not pool.can_admit(256 * pages)) - 1
+    used = others * (blocks // 5)
+    assert most > blocks - used
+    new = caches_of(pool)
+    for _ in range(most):
+        write(new, 256)
+        assert_within_budget(pool)
+    assert pool.stats().allocation_failures == 0

@@ -54,7 +54,7 @@ def keep(
 
 def test_what_was_kept_is_found_and_at_least_one_token_is_left(qwen3: Any) -> None:
     prompts, factories = prompts_of(qwen3)
-    assert prompts.fetch_nearest_cache(KEY, TEXT[:300]) == (None, TEXT[:300])
+    assert_unknown(prompts, TEXT[:300])
     keep(prompts, [qwen3], factories, TEXT[:300])
     assert len(prompts) == 1
     for asked, cached in ((TEXT[:300], 299), (TEXT[:400], 300), ([*TEXT[:100], 1, 2], 100)):
@@ -62,8 +62,15 @@ def test_what_was_kept_is_found_and_at_least_one_token_is_left(qwen3: Any) -> No
         assert rest == asked[cached:]
         expected = greedy(qwen3, asked, factories[0].make_cache(), 4)
         assert_same_run(greedy(qwen3, rest, found, 4), expected, 1e-4)
-    assert prompts.fetch_nearest_cache(KEY, TEXT[:1]) == (None, TEXT[:1])
-    assert prompts.fetch_nearest_cache(KEY, []) == (None, [])
+    assert_unknown(prompts, TEXT[:1])
+    assert_unknown(prompts, [])
+
+
+def assert_unknown(prompts: PagedPromptCache, tokens: list[int]) -> None:
+    found, rest = prompts.fetch_nearest_cache(KEY, tokens)
+    assert found is not None
+    assert all(layer.empty() for layer in found)
+    assert rest == tokens
 
 
 def test_another_model_finds_and_keeps_nothing(qwen3: Any) -> None:
@@ -119,15 +126,15 @@ def test_the_prompts_used_last_are_kept(qwen3: Any) -> None:
     for first in range(3):
         keep(prompts, [qwen3], factories, [first, *TEXT[:300]])
     assert len(prompts) == 2
-    found = [prompts.fetch_nearest_cache(KEY, [first, *TEXT[:300]])[0] for first in range(3)]
-    assert [cache is not None for cache in found] == [False, True, True]
+    found = [prompts.fetch_nearest_cache(KEY, [first, *TEXT[:300]]) for first in range(3)]
+    assert [len(rest) for _, rest in found] == [301, 1, 1]
     del found
     one_prompt = prompts.nbytes // 2
     limited, factories = prompts_of(qwen3, max_bytes=one_prompt)
     for first in range(3):
         keep(limited, [qwen3], factories, [first, *TEXT[:300]])
     assert limited.nbytes == one_prompt
-    assert limited.fetch_nearest_cache(KEY, [2, *TEXT[:300]])[0] is not None
+    assert len(limited.fetch_nearest_cache(KEY, [2, *TEXT[:300]])[1]) == 1
 
 
 def test_a_model_without_pages_keeps_nothing() -> None:

@@ -17,6 +17,7 @@ from tests.running_server import (
     stock_server,
     wait_until,
 )
+from tests.zoo import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 
@@ -169,10 +170,16 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
         assert_idle_pools_hold_nothing(running)
 
 
-@pytest.mark.parametrize(("model", "budget"), [(LLAMA, "3.2MB"), (GEMMA, "2.2MB")])
-def test_requests_wait_for_memory_and_all_are_served(model: str, budget: str, system: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "budget", "page_format"),
+    [(LLAMA, "3.2MB", "fp16"), (LLAMA, "5MB", "auto"), (GEMMA, "2.2MB", "fp16")],
+)
+def test_requests_wait_for_memory_and_all_are_served(
+    model: str, budget: str, page_format: str, system: str
+) -> None:
     """There is room for two at a time, and for few of their prompts."""
-    with paged_server(*options(model, "--max-kv-bytes", budget)) as running:
+    memory = ["--max-kv-bytes", budget, "--page-format", page_format]
+    with paged_server(*options(model, *memory)) as running:
         questions = [system[start : start + 200] for start in range(0, 600, 100)]
         with ThreadPoolExecutor(len(questions)) as clients:
             answers = [
@@ -221,4 +228,73 @@ def test_another_model_gets_pages_of_its_own(system: str) -> None:
         assert first.stats().bytes_mapped == 0
         talk = converse(running, system, NAMES[0], turns=2)
         assert talk[1][1] > 256
+        assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.parametrize("alone", [{}, {"seed": 1}])
+def test_users_of_other_salts_share_nothing(alone: dict[str, int], system: str) -> None:
+    """Seen in what was found, not in how long it took; with a seed requests are served alone."""
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB")) as running:
+        client = running.client()
+        (factory,) = running.generator.model_provider.factories
+        messages = [{"role": "user", "content": system}]
+
+        def cached(**body: Any) -> int:
+            before = factory.prefixes.tokens_found
+            text, count = ask(client, messages, extra_body=body, **alone)
+            texts.add(text)
+            assert factory.prefixes.tokens_found - before == count
+            running.wait_until_idle()
+            wait_until(lambda: not factory.stats().blocks_used)
+            return count
+
+        texts: set[str] = set()
+        assert cached(cache_salt="alice") == 0
+        assert cached(cache_salt="bob") == 0
+        assert cached() == 0
+        held = factory.stats().blocks_cached
+        for body in ({"cache_salt": "alice"}, {"cache_salt": "bob"}, {}):
+            assert cached(**body) > 256
+        # Each of the three goes on in blocks of its own.
+        assert factory.stats().blocks_cached == held
+        assert len(texts) == 1
+        for salt in ("", 7):
+            with pytest.raises(APIStatusError, match="cache_salt must be a string") as refused:
+                cached(cache_salt=salt)
+            assert refused.value.status_code == 400
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_recurrent_layers_go_on_inside_of_prompts(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random hybrid reads what the tokenizer of the llama gives."""
+    load: Any = vars(server)["load"]
+
+    def load_hybrid(path: str, **kwargs: Any) -> Any:
+        loaded = load(path, **kwargs)
+        return (small_model("falcon_h1", vocab_size=loaded[1].vocab_size), *loaded[1:])
+
+    monkeypatch.setattr(server, "load", load_hybrid)
+    prompt = system * 9
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "256MB")) as running:
+        tokens = len(running.generator.model_provider.tokenizer.encode(prompt))
+        assert 2100 < tokens < 6000
+
+        def complete(text: str) -> tuple[str, int]:
+            answer = running.client().completions.create(
+                model="default_model", prompt=text, max_tokens=4, temperature=0
+            )
+            running.wait_until_idle()
+            assert answer.usage
+            assert answer.usage.prompt_tokens_details
+            return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        first, cached = complete(prompt)
+        assert cached == 0
+        assert complete(prompt) == (first, tokens - 1)
+        other, cached = complete(prompt[:-30] + "\nimport")
+        assert cached == tokens // 2048 * 2048
+        running.pools[0].clear()
+        assert complete(prompt[:-30] + "\nimport") == (other, 0)
         assert_idle_pools_hold_nothing(running)

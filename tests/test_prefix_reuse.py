@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import load
+from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
-from tests.generation import Run, assert_same_run, greedy
+from paged_kv.integrations.shared_prefill import begin_together
+from tests.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.zoo import small_model
 
 # Float32 sums in another order: a step of other length goes through other kernels.
@@ -32,6 +33,13 @@ def warm(
 
 def cold(model: Any, prompt: list[int], count: int = 4) -> Run:
     return greedy(model, prompt, PagedCacheFactory(model).make_cache(), count)
+
+
+def read(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
+    """Compute tokens, generate nothing, and keep that."""
+    cache = factory.make_cache()
+    model(mx.array([tokens]), cache=cache)
+    assert factory.insert_cache(tokens, cache) == len(tokens)
 
 
 @pytest.fixture(scope="module")
@@ -201,14 +209,20 @@ def test_a_match_that_not_all_layers_can_use_is_shortened(name: str) -> None:
         assert_same_run(run, cold(model, prompt), 1e-3)
 
 
-def test_a_trained_model_says_the_same_warm_and_cold() -> None:
-    model, tokenizer = load("tests/models/stdlib-gemma3")[:2]
-    model.set_dtype(mx.float32)
-    text = tokenizer.encode("import os\n\n\ndef walk(path):\n" * 30)
+@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3"])
+def test_a_trained_model_says_the_same_warm_and_cold(name: str, trained: Any) -> None:
+    model, tokenizer = trained(name)
+    text = tokenizer.encode("import os\n\n\ndef walk(path):\n" * 60)[:700]
     factory = PagedCacheFactory(model)
-    for length in (100, 400, len(text)):
-        run, _ = warm(model, factory, text[:length], 8)
-        assert_same_run(run, cold(model, text[:length], 8), 1e-3)
+    for length in (257, len(text)):
+        run, _ = warm(model, factory, text[:length])
+        assert_same_run(run, cold(model, text[:length]), 1e-3)
+    for length in (300, 256, 512):
+        # The window has passed what comes before.
+        prompt = [*text[:length], *text[5:9]]
+        run, cached = warm(model, factory, prompt)
+        assert cached >= length
+        assert_same_run(run, cold(model, prompt), 1e-3)
 
 
 def test_a_batch_is_refused(qwen3: Any) -> None:
@@ -250,3 +264,77 @@ def test_several_threads_look_up_insert_and_drop(qwen3: Any) -> None:
     assert not failures, failures[0]
     factory.pool.check()
     assert factory.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
+    """Prompts that are computed together leave a state every 2,048 tokens."""
+    model = small_model(name)
+    factory = PagedCacheFactory(model)
+    text = [(7 * i * i + 3 * i) % 97 for i in range(2300)]
+    begin_together(factory, model, [[*text, 1], [*text, 2]], 700)
+    for length, expected in ((2300, 2300), (2250, 2048), (2049, 2048), (2048, 0)):
+        prompt = [*text[:length], 3, 4] if length > 2048 else text[:length]
+        cache, cached = factory.fetch_cache(prompt)
+        assert cached == expected
+        run = greedy(model, prompt[cached:], cache, 3)
+        assert_same_run(run, cold(model, prompt, 3), 1e-3)
+        del cache
+    states = factory.prefixes.snapshots.nbytes
+    assert factory.prefixes.nbytes == states + factory.stats().bytes_active
+    factory.clear()
+    assert factory.prefixes.nbytes == 0
+
+
+def test_states_have_a_bound_of_their_own_and_the_last_used_stay() -> None:
+    model = small_model("qwen3_next")
+    factory = PagedCacheFactory(model)
+    for first in range(2):
+        read(model, factory, [first, *TEXT[:40]])
+    snapshots = factory.prefixes.snapshots
+    one = snapshots.nbytes // 2
+    snapshots.max_bytes = 3 * one
+    assert factory.pin([0, *TEXT[:40]]) == 41
+    for first in range(2, 6):
+        read(model, factory, [first, *TEXT[:40]])
+        assert snapshots.nbytes <= 3 * one
+    found = [factory.fetch_cache([first, *TEXT[:50]])[1] for first in range(6)]
+    # The first is pinned, and without a state pages alone are of no use.
+    assert [count > 0 for count in found] == [True, False, False, False, True, True]
+    assert factory.unpin([0, *TEXT[:40]]) == 41
+
+
+def test_a_model_without_pages_computes_everything() -> None:
+    model = small_model("mamba")
+    factory = PagedCacheFactory(model)
+    cache, cached = factory.fetch_cache(TEXT[:20])
+    run = greedy(model, TEXT[:20], cache, 3)
+    assert (cached, factory.insert_cache(TEXT[:20], cache)) == (0, 0)
+    assert factory.fetch_cache(TEXT[:30])[1] == 0
+    assert_same_run(run, cold(model, TEXT[:20], 3), TOLERANCE)
+
+
+SPLITS = (255, 256, 257, 511, 512, 513)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
+)
+def test_splits_around_borders_of_blocks_give_what_a_cold_prompt_gives(name: str) -> None:
+    """Alone, and all of them in one batch."""
+    model: Any = small_model(name)
+    factory = PagedCacheFactory(model)
+    expected = cold(model, TEXT[:530], 3)
+    for split in SPLITS:
+        read(model, factory, TEXT[:split])
+        cache, cached = factory.fetch_cache(TEXT[:530])
+        assert cached == split
+        assert_same_run(greedy(model, TEXT[split:530], cache, 3), expected, 1e-3)
+    prompts = [[*TEXT[:split], TEXT[split] + 1, *TEXT[:row]] for row, split in enumerate(SPLITS)]
+    found = [factory.fetch_cache(prompt) for prompt in prompts]
+    assert [cached for _, cached in found] == list(SPLITS)
+    generator = BatchGenerator(model, max_tokens=3)
+    rest = [prompt[cached:] for prompt, (_, cached) in zip(prompts, found, strict=True)]
+    runs = runs_of(generator, generator.insert(rest, caches=[cache for cache, _ in found]))
+    generator.close()
+    assert_same_runs(runs, [cold(model, prompt, 3) for prompt in prompts], 2e-3)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,7 +14,8 @@ from paged_kv.page_transfer import page_views
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.window import Window
 
-DIMS = (8, 24)
+# Quantised pages need heads of whole groups of 32.
+DIMS = (32, 64)
 
 
 @dataclass(eq=False)
@@ -35,26 +37,28 @@ def write(pool: PagePool, sequence: Sequence, count: int) -> None:
 
 
 def begun(prefixes: PrefixCache, tokens: list[int]) -> Row:
-    prefix = prefixes.fetch("", tokens, prefixes.pool.page_format)
-    return Row(tokens, prefix.sequence if prefix else Sequence(prefixes.pool))
+    return Row(tokens, prefixes.fetch("", tokens, prefixes.pool.page_format).sequence)
 
 
-def opened(windows: dict[int, Window], budget_blocks: int) -> PagePool:
+def opened(windows: dict[int, Window], budget_blocks: int, page_format: Any) -> PagePool:
     """A pool of two layers that has been written once."""
     block = 256 * sum(DIMS) * 2 * 2
-    pool = PagePool(2, windows=windows, max_bytes=budget_blocks * block)
+    max_bytes = budget_blocks * block
+    pool = PagePool(2, windows=windows, max_bytes=max_bytes, page_format=page_format)
     write(pool, Sequence(pool), 1)
     pool.clear()
     return pool
 
 
 @pytest.mark.parametrize("windows", [{}, {1: Window(300, 200)}, {0: Window(256, 100)}])
-@pytest.mark.parametrize("budget_blocks", [9, 40])
+@pytest.mark.parametrize(
+    ("budget_blocks", "page_format"), [(9, "fp16"), (40, "fp16"), (20, "auto"), (60, "auto")]
+)
 def test_no_step_of_what_was_promised_exhausts_a_pool(
-    windows: dict[int, Window], budget_blocks: int
+    windows: dict[int, Window], budget_blocks: int, page_format: str
 ) -> None:
     rng = random.Random(budget_blocks)
-    pool = opened(windows, budget_blocks)
+    pool = opened(windows, budget_blocks, page_format)
     size = pool_size(pool)
     prefixes = PrefixCache(pool, has_states=False)
     admission: Admission[list[int]] = Admission(len, 1.0, pools=[size])

@@ -41,7 +41,6 @@ def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "part"),
     [
         (["--max-kv-bytes", "10GBB"], "'10GBB' is not a size"),
-        (["--page-format", "auto"], "choose fp16, q8, q4 or a pair"),
         (["--page-format", "q5"], "got 'q5'"),
         (["--admission-timeout", "-1"], "a number of seconds is needed, got '-1'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

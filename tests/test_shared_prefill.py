@@ -1,12 +1,16 @@
 """Prompts that are inserted together and begin alike are computed once, and say the same."""
 
+from itertools import islice, pairwise
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations.shared_prefill import cut_for_snapshots, joined, step_ends
 from tests.generation import greedy
 from tests.zoo import small_model
 
@@ -66,6 +70,9 @@ def test_what_prompts_share_is_computed_once(
         type(model), "__call__", lambda self, inputs, **named: counting(self, inputs, **named)
     )
     factory = PagedCacheFactory(model)
+    # Looks at what a step writes, and computes nothing.
+    factory.can_admit(0)
+    counting.tokens = 0
     with factory:
         generator = BatchGenerator(model, max_tokens=4)
         uids = generator.insert(prompts)
@@ -103,3 +110,26 @@ def test_other_models_and_prompts_with_caches_are_left_alone() -> None:
             finish(generator, uids)
             generator.close()
     assert factory.stats().blocks_cached == 0
+
+
+@settings(deadline=None, derandomize=True)
+@given(start=st.integers(0, 9000), length=st.integers(0, 9000), step=st.integers(1, 3000))
+def test_steps_end_where_states_are_kept(start: int, length: int, step: int) -> None:
+    ends = step_ends(start, start + length, step)
+    steps = list(pairwise([start, *ends]))
+    assert sum(end - begin for begin, end in steps) == length
+    assert all(0 < end - begin <= step for begin, end in steps)
+    assert not any(begin // 2048 < (end - 1) // 2048 for begin, end in steps)
+
+
+@settings(deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 5000), max_size=4))
+def test_segments_are_cut_where_states_are_kept(lengths: list[int]) -> None:
+    numbers = iter(range(sum(lengths)))
+    segments = [list(islice(numbers, length)) for length in lengths]
+    cut, kinds = cut_for_snapshots(segments, range(len(segments)))
+    assert joined(cut) == joined(segments)
+    for kind, segment in enumerate(segments):
+        assert joined([part for part, of in zip(cut, kinds, strict=True) if of == kind]) == segment
+    ends = {part[-1] + 1 for part in cut}
+    assert ends == {*range(2048, sum(lengths), 2048), *(segment[-1] + 1 for segment in segments)}

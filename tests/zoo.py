@@ -40,8 +40,9 @@ FAMILIES = [
 """One of each that asks something of its own from a cache."""
 
 
-def small_model(name: str, *, seed: int = 0) -> Module:
-    """Build ``ZOO[name]`` in float32 with weights that depend only on ``name`` and ``seed``.
+def small_model(name: str, *, seed: int = 0, **changes: Any) -> Module:
+    """Build ``ZOO[name]``, with some changes, in float32 with weights that depend only on those,
+    ``name`` and ``seed``.
 
     Every floating-point parameter is replaced, integer ones stay:
 
@@ -57,7 +58,7 @@ def small_model(name: str, *, seed: int = 0) -> Module:
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     # A copy: some of these classes write into the nested config that they are given.
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(ZOO[name])))
+    model = module.Model(module.ModelArgs.from_dict({**copy.deepcopy(ZOO[name]), **changes}))
 
     def redraw(p: mx.array) -> mx.array:
         if not mx.issubdtype(p.dtype, mx.floating):

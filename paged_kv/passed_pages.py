@@ -1,0 +1,93 @@
+"""What happens to the pages of a ring that its window has passed.
+
+A ring writes over them. For sequences whose prompts others may repeat they are retired instead,
+page by page, and stay while there is room. A page that is retired is shared, so the ring goes on in
+a copy of it: one page in 256 tokens is copied, rings need no page more than otherwise, and
+whatever rings can do they still can.
+
+A step may be so long that pages pass which were never in the ring, or not with all their rows.
+Those get blocks of their own, which are filled when the step is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paged_kv.kernels.page_format import PAGE_SIZE
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.pending_step import PendingStep
+
+if TYPE_CHECKING:
+    from paged_kv.layer_group import LayerGroup
+    from paged_kv.page_pool import PagePool
+    from paged_kv.pool_room import PoolRoom
+    from paged_kv.sequence import Sequence
+    from paged_kv.window import Window
+
+
+def retire_leaving(pool: PagePool, group: LayerGroup, sequence: Sequence, end: int) -> None:
+    """Retire the pages of a ring that writing up to `end` begins to write over, if all their rows
+    are in it."""
+    window = group.window
+    if window is None or not sequence.retires:
+        return
+    written, ring = sequence.written(group), window.ring
+    for begun in range(-(-written // PAGE_SIZE), -(-end // PAGE_SIZE)):
+        page = begun - ring.entries
+        if page >= ring.head and (page + 1) * PAGE_SIZE <= written:
+            # The step before this one may not be in the pages yet.
+            pool.commit([sequence])
+            block = sequence.blocks(group)[ring.entry(page)]
+            passed = sequence.passed.setdefault(group, {})
+            passed[page] = pool.retired.retire(group.allocator, block)
+
+
+def is_read_first(window: Window | None, layer: int, sequences: list[Sequence], count: int) -> bool:
+    """Whether a step that all sequences have taken is attended to before it is written: because
+    its queries see what it writes over, or because a page would be lost."""
+    if window is None or count > window.write_chunk:
+        return window is not None
+    steps = [
+        (each.context_lens[layer], each.step_lens[layer]) for each in sequences if each.retires
+    ]
+    return any(_unseen_pages(window, end - own, end) for end, own in steps)
+
+
+def keep_unseen(room: PoolRoom, group: LayerGroup, sequence: Sequence, end: int) -> None:
+    """Own a block for each page that a step up to `end` ends and writes over, while there is
+    room."""
+    window = group.window
+    # While a layer's size is not known, what is mapped now may turn out to be too much.
+    if window is None or not sequence.retires or not group.is_settled:
+        return
+    start = sequence.length
+    first_held = window.first_held(sequence.written(group))
+    with sequence.lock:
+        for page in _unseen_pages(window, start, end):
+            if page * PAGE_SIZE >= min(start, first_held):
+                retired = room.spare_block(group, sequence.page_format.name)
+                if retired is not None:
+                    sequence.passed.setdefault(group, {})[page] = retired
+
+
+def write_unseen(group: LayerGroup, layer: int, sequence: Sequence, pending: PendingStep) -> None:
+    """Fill those blocks in one layer, before the end of the step is written into the ring."""
+    end = sequence.context_lens[layer]
+    start = end - len(pending.own)
+    pages = group.pages[layer]
+    for page, retired in sequence.passed.get(group, {}).items():
+        base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
+        if retired.block is None or last <= start or base >= end:
+            continue
+        first = max(base, start)
+        if first > base:
+            (in_ring,) = sequence.table(group).blocks_of(base, first)
+            pages.copy({in_ring: retired.block})
+        keys, values = pending.between(first - start, last - start)
+        pages.write(keys, values, PageRows(((retired.block,),), (last - base,), (0,)))
+
+
+def _unseen_pages(window: Window, start: int, end: int) -> range:
+    """The pages that writing [start, end) ends and writes over."""
+    first = max(window.ring.head, start // PAGE_SIZE)
+    return range(first, min(end // PAGE_SIZE, -(-(end - window.capacity) // PAGE_SIZE)))

@@ -1,0 +1,249 @@
+"""Prompts of models with windows go on behind any block that was computed, while there is room for
+the pages that their windows have passed, and never with a wrong one."""
+
+import copy
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.prefix_cache import PrefixCache
+from paged_kv.window import Window
+from tests.generation import Run, assert_same_run, greedy
+from tests.zoo import small_model
+
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Any:
+    """With windows of 32 tokens, in rings of one page."""
+    return small_model("gemma3_text")
+
+
+def warm(model: Any, factory: PagedCacheFactory, prompt: list[int], step: int = 2048) -> Any:
+    """A run behind what is known of a prompt, which is kept, and how many tokens were known."""
+    cache, cached = factory.fetch_cache(prompt)
+    run = greedy(model, prompt[cached:], cache, 3, step)
+    factory.insert_cache(prompt + run.tokens, cache)
+    factory.pool.check()
+    return run, cached
+
+
+def cold(model: Any, prompt: list[int]) -> Run:
+    return greedy(model, prompt, PagedCacheFactory(model).make_cache(), 3)
+
+
+@pytest.mark.parametrize("step", [20, 100, 256, 700, 2048])
+def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
+    gemma3: Any, step: int
+) -> None:
+    factory = PagedCacheFactory(gemma3)
+    warm(gemma3, factory, TEXT[:1300], step)
+    for length in (1290, 1100, 800, 513, 512, 511, 300, 257, 256, 100):
+        prompt = [*TEXT[:length], 1, 2, 3]
+        run, cached = warm(gemma3, factory, prompt)
+        # A ring of one page needs a window's worth of rows in the latest one, but where the
+        # first prompt ended, as it still holds rows of the page before.
+        is_behind = length % 256 >= 31 or length < 256 or length >= 1280
+        assert cached == (length if is_behind else length // 256 * 256)
+        assert_same_run(run, cold(gemma3, prompt), TOLERANCE)
+
+
+def test_a_prompt_of_whole_blocks_and_one_token_is_found_again(gemma3: Any) -> None:
+    """A match leaves a token, so the ring goes back over the border of a block."""
+    for length in (257, 513, 769):
+        factory = PagedCacheFactory(gemma3)
+        cache = factory.make_cache()
+        greedy(gemma3, TEXT[:length], cache, 1)
+        for layer in cache:
+            layer.trim(layer.offset - length)
+        assert factory.insert_cache(TEXT[:length], cache) == length
+        del cache, layer
+        run, cached = warm(gemma3, factory, TEXT[:length])
+        assert cached == length - 1
+        assert_same_run(run, cold(gemma3, TEXT[:length]), TOLERANCE)
+
+
+def test_rows_of_a_batch_leave_their_pages_too(gemma3: Any) -> None:
+    factory = PagedCacheFactory(gemma3)
+    prompts = [[row, *TEXT[row : 600 + 90 * row]] for row in range(3)]
+    with factory:
+        generator = BatchGenerator(gemma3, prefill_step_size=300, max_tokens=3)
+        caches = [factory.fetch_cache(prompt)[0] for prompt in prompts]
+        uids = generator.insert(prompts, caches=caches)
+        del caches
+        kept: dict[int, Any] = {}
+        while len(kept) < len(uids):
+            for response in generator.next()[1]:
+                if response.finish_reason is not None:
+                    kept[response.uid] = response.prompt_cache, response.all_tokens
+        generator.close()
+    for cache, tokens in kept.values():
+        factory.insert_cache(tokens, cache)
+    kept.clear()
+    for prompt in prompts:
+        for length in (512, 400):
+            again = [*prompt[:length], 1, 2]
+            run, cached = warm(gemma3, factory, again)
+            assert cached == length
+            assert_same_run(run, cold(gemma3, again), TOLERANCE)
+
+
+def test_without_reuse_a_ring_holds_no_more_than_before(gemma3: Any) -> None:
+    factory = PagedCacheFactory(gemma3)
+    cache = factory.make_cache()
+    greedy(gemma3, TEXT, cache, 3)
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (6 + 1, 0)
+    kept, _ = factory.fetch_cache(TEXT)
+    greedy(gemma3, TEXT, kept, 3)
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (2 * (6 + 1), 5)
+    # Nobody can ask for them any more.
+    del kept
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (6 + 1, 0)
+    factory.pool.check()
+
+
+# Quantised pages need as many.
+DIM = 32
+# As wide as a page and wider, in rings of one, two and three.
+WINDOWS = {1: Window(32, 32), 2: Window(300, 100), 3: Window(512, 256), 4: Window(512, 1)}
+
+
+def numbers(tokens: list[int], layer: int) -> mx.array:
+    """What a layer writes: the tokens themselves."""
+    column = np.array(tokens, np.float32)[None, None, :, None] + 10_000 * layer
+    return mx.array(np.broadcast_to(column, (1, 1, len(tokens), DIM)).copy())
+
+
+class Told:
+    """A pool whose layers hold what they are told, and its prefixes."""
+
+    def __init__(self, max_bytes: int, **options: Any) -> None:
+        self.pool = PagePool(5, windows=WINDOWS, max_bytes=max_bytes, **options)
+        self.prefixes = PrefixCache(self.pool, has_states=False)
+        for _ in range(2):
+            self.write(Sequence(self.pool), [1, 2])
+        self.pool.clear()
+
+    def write(self, sequence: Sequence, tokens: list[int]) -> None:
+        for layer in range(5):
+            PagedKVCache(self.pool, layer, [sequence]).make_mask(len(tokens))
+            part = numbers(tokens, layer)
+            self.pool.append(layer, [sequence], part, part)
+
+    def assert_holds(self, sequence: Sequence, tokens: list[int]) -> None:
+        """All that the next query sees is there, in every layer."""
+        assert sequence.context_lens == [len(tokens)] * 5
+        for layer in range(5):
+            window = self.pool.windows.get(layer)
+            seen = len(tokens) if window is None else min(len(tokens), window.size - 1)
+            keys, _ = PagedKVCache(self.pool, layer, [sequence]).keys_and_values()
+            held = np.asarray(mx.array(keys))[0, 0, :, 0]
+            expected = np.array(tokens[len(tokens) - seen :]) + 10_000 * layer
+            assert (held[len(held) - seen :] == expected).all(), f"layer {layer}"
+
+
+@pytest.mark.parametrize("blocks", [60, 200])
+def test_random_histories_never_begin_with_a_wrong_page(blocks: int) -> None:
+    """Forks, trims, insertions, evictions, moves and full pools, and what is found is right."""
+    found = [history(random.Random(seed), blocks) for seed in range(5)]
+    assert sum(found) > 2000
+
+
+def history(rng: random.Random, blocks: int) -> int:
+    """How many tokens were found in one of them."""
+    told = Told(blocks * 256 * DIM * 2 * 4)
+    pool, prefixes = told.pool, told.prefixes
+    rows: list[tuple[Sequence, list[int]]] = []
+    found = 0
+    for _ in range(150):
+        act = rng.random()
+        if act < 0.25 or not rows:
+            prompt = [*[rng.randrange(2)] * rng.randrange(1, 1500), 9, 9]
+            prefix = prefixes.fetch("", prompt, pool.page_format)
+            found += prefix.num_tokens
+            rows.append((prefix.sequence, prompt[: prefix.num_tokens]))
+            told.assert_holds(*rows[-1])
+        sequence, tokens = rng.choice(rows)
+        if act < 0.65:
+            new = [rng.randrange(2)] * rng.choice([1, 3, 30, 100, 256, 700])
+            try:
+                told.write(sequence, new)
+                tokens += new
+            except PoolExhausted:
+                assert sequence.length == len(tokens)
+        elif act < 0.75:
+            prefixes.insert("", tokens, sequence, None)
+        elif act < 0.8:
+            count = min(sequence.rollback, rng.choice([0, 1, 40, 300]))
+            for layer in range(5):
+                sequence.trim(layer, count)
+            del tokens[len(tokens) - count :]
+        elif act < 0.85 and len(rows) < 5:
+            rows.append((copy_of(pool, sequence), list(tokens)))
+        elif act < 0.9:
+            pool.compact()
+        else:
+            rows.remove((sequence, tokens))
+        if rows:
+            told.assert_holds(*rng.choice(rows))
+        if len(rows) > 5:
+            rows.pop(0)
+        del sequence
+        pool.check()
+    rows.clear()
+    del prefix
+    pool.clear()
+    assert pool.stats().blocks_used == pool.stats().blocks_cached == 0
+    return found
+
+
+def copy_of(pool: PagePool, sequence: Sequence) -> Sequence:
+    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(5)]
+    return copy.deepcopy(caches)[0].sequences[0]
+
+
+def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> None:
+    """One sequence needs all of the memory in the end."""
+    told = Told(40 * 256 * DIM * 2 * 4)
+    kept = told.prefixes.fetch("", [7] * 300, told.pool.page_format).sequence
+    told.write(kept, [7] * 300)
+    told.prefixes.insert("", [7] * 300, kept, None)
+    del kept
+    sequence = told.prefixes.fetch("", [5] * 4000, told.pool.page_format).sequence
+    told.write(sequence, [5] * 2048)
+    assert told.pool.stats().blocks_cached > 8
+    while told.pool.can_admit(0) and sequence.length < 2048 + 3000:
+        told.write(sequence, [5] * 100)
+    told.assert_holds(sequence, [5] * sequence.length)
+    stats = told.pool.stats()
+    assert (stats.evictions, stats.allocation_failures) == (0, 0)
+    assert told.prefixes.fetch("", [7] * 301, told.pool.page_format).num_tokens == 300
+
+
+def test_passed_pages_make_no_page_smaller() -> None:
+    """With "auto" pages become smaller in the end, but no sooner."""
+    demoted = []
+    for retires in (True, False):
+        told = Told(100 * 256 * DIM * 2 * 4, page_format="auto")
+        sequence = Sequence(told.pool)
+        sequence.retires = retires
+        lengths = [0]
+        while len(lengths) < 100 and not told.pool.stats().demotions:
+            told.write(sequence, [5] * 900)
+            lengths.append(sequence.length)
+        demoted.append(lengths)
+        assert told.pool.stats().demotions
+        assert told.pool.stats().blocks_cached == 0
+        assert sequence.passed or not retires
+    assert demoted[0] == demoted[1]
