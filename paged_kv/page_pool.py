@@ -228,8 +228,6 @@ class PagePool:
         for group in open_groups:
             group.add_format(page_format)
         self.commit(others)
-        for sequence in others:
-            sequence.passed.clear()
         for group in open_groups:
             tables = [sequence.table(group) for sequence in others]
             group.convert(tables, page_format, partial(self._make_room, group, page_format.name))

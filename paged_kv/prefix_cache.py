@@ -139,7 +139,8 @@ class PrefixCache:
         for group in self._window_groups():
             for page, rows in held_rows(sequence, group, num_tokens):
                 windows[page].setdefault(group.allocator, []).append(rows)
-        snapshot = self._snapshot(states) if sequence.length == num_tokens else None
+        is_at_end = sequence.length == num_tokens > 0
+        snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
         self.pool.index.insert(namespace, known, blocks, windows, snapshot)
         return num_tokens

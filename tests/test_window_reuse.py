@@ -160,23 +160,29 @@ def test_random_histories_never_begin_with_a_wrong_page(blocks: int) -> None:
     assert sum(found) > 2000
 
 
+TALES = [[1 + 3 * at + tale for at in range(4000)] for tale in range(3)]
+
+
 def history(rng: random.Random, blocks: int) -> int:
-    """How many tokens were found in one of them."""
+    """How many tokens were found in one of them. Sequences tell parts of three tales."""
     told = Told(blocks * 256 * DIM * 2 * 4)
     pool, prefixes = told.pool, told.prefixes
     rows: list[tuple[Sequence, list[int]]] = []
+    texts = [tale[:1500] for tale in TALES]
     found = 0
     for _ in range(150):
         act = rng.random()
         if act < 0.25 or not rows:
-            prompt = [*[rng.randrange(2)] * rng.randrange(1, 1500), 9, 9]
+            prompt = rng.choice(texts)
+            prompt = [*prompt[: rng.randrange(max(0, len(prompt) - 600), len(prompt) + 1)], 0, 0]
             prefix = prefixes.fetch("", prompt, pool.page_format)
             found += prefix.num_tokens
             rows.append((prefix.sequence, prompt[: prefix.num_tokens]))
             told.assert_holds(*rows[-1])
         sequence, tokens = rng.choice(rows)
         if act < 0.65:
-            new = [rng.randrange(2)] * rng.choice([1, 3, 30, 100, 256, 700])
+            tale = rng.choice([*[t for t in TALES if t[: len(tokens)] == tokens] * 9, *TALES])
+            new = tale[len(tokens) :][: rng.choice([1, 3, 30, 100, 256, 700])]
             try:
                 told.write(sequence, new)
                 tokens += new
@@ -184,8 +190,9 @@ def history(rng: random.Random, blocks: int) -> int:
                 assert sequence.length == len(tokens)
         elif act < 0.75:
             prefixes.insert("", tokens, sequence, None)
+            texts.append(list(tokens))
         elif act < 0.8:
-            count = min(sequence.rollback, rng.choice([0, 1, 40, 300]))
+            count = min(sequence.rollback, rng.choice([1, 40, 120, 200]))
             for layer in range(5):
                 sequence.trim(layer, count)
             del tokens[len(tokens) - count :]
