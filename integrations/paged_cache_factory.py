@@ -280,8 +280,7 @@ class PagedCacheFactory:
                 geometry = LayerGeometry.of(keys, values)
                 self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
         for group in self.pool.groups:
-            if group.is_open:
-                group.settle()
+            group.settle()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -305,12 +305,12 @@ class PagePool:
         begun = [sequence for sequence in sequences if sequence.begin_write(layer, count)]
         pages = group.open_layer(layer, geometry)
         if any(sequence.length for sequence in begun):
-            group.settle()
+            for each in self.groups:
+                each.settle()
         self.reserve(layer, sequences, count)
         for sequence in begun:
             end = sequence.length + sequence.padding[layer].own(count)
-            for each in self.groups:
-                keep_unseen(self._room, each, sequence, end)
+            keep_unseen(self._room, self.groups, sequence, end)
         return pages
 
     @locked

@@ -53,21 +53,24 @@ def is_read_first(window: Window | None, layer: int, sequences: list[Sequence], 
     return any(_unseen_pages(window, end - own, end) for end, own in steps)
 
 
-def keep_unseen(room: PoolRoom, group: LayerGroup, sequence: Sequence, end: int) -> None:
-    """Own a block for each page that a step up to `end` ends and writes over, while there is
-    room."""
-    window = group.window
-    # While a layer's size is not known, what is mapped now may turn out to be too much.
-    if window is None or not sequence.retires or not group.is_settled:
+def keep_unseen(room: PoolRoom, groups: list[LayerGroup], sequence: Sequence, end: int) -> None:
+    """Own a block for each page that a step up to `end` ends and writes over, in groups with a
+    window, while there is room."""
+    if not sequence.retires:
         return
-    start = sequence.length
-    first_held = window.first_held(sequence.written(group))
-    with sequence.lock:
-        for page in _unseen_pages(window, start, end):
-            if page * PAGE_SIZE >= min(start, first_held):
-                retired = room.spare_block(group, sequence.page_format.name)
-                if retired is not None:
-                    sequence.passed.setdefault(group, {})[page] = retired
+    start, page_format = sequence.length, sequence.page_format.name
+    for group in groups:
+        window = group.window
+        # While a layer's size is not known, what is mapped now may turn out to be too much.
+        if window is None or not group.is_settled:
+            continue
+        first_held = window.first_held(sequence.written(group))
+        with sequence.lock:
+            for page in _unseen_pages(window, start, end):
+                if page * PAGE_SIZE >= min(start, first_held):
+                    retired = room.spare_block(group, page_format)
+                    if retired is not None:
+                        sequence.passed.setdefault(group, {})[page] = retired
 
 
 def write_unseen(group: LayerGroup, layer: int, sequence: Sequence, pending: PendingStep) -> None:
