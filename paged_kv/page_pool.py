@@ -328,8 +328,7 @@ class PagePool:
     def _unreserved(
         self, layer: int, sequences: list[Sequence], count: int
     ) -> dict[LayerGroup, list[Write]]:
-        """The writes of a step that no earlier layer has reserved blocks for, by group; what they
-        write over is retired."""
+        """The writes of a step not yet reserved, by group; what they write over is retired."""
         writes: dict[LayerGroup, list[Write]] = {}
         open_groups = [group for group in self.groups if group.is_open]
         for sequence in sequences:
@@ -338,7 +337,7 @@ class PagePool:
             for group in open_groups:
                 table = sequence.table(group)
                 if end > start and not table.is_reserved(end):
-                    retire_leaving(self, group, sequence, end)
+                    retire_leaving(self.retired, group, sequence, end)
                     writes.setdefault(group, []).append(Write(table, start, end))
         return writes
 
