@@ -157,8 +157,9 @@ class PrefixCache:
         for group in self._shared_groups():
             sequence.adopt(group, [node.blocks[group.allocator] for node in held])
         for group, ring in start.rings.items():
-            blocks = [page.block for page in ring.pages]
-            sequence.adopt(group, [block for block in blocks if block is not None])
+            blocks = [page.block for page in ring.pages if page.block is not None]
+            assert len(blocks) == len(ring.pages), "a page was given up while it was looked for"
+            sequence.adopt(group, blocks)
             for page in ring.pages:
                 self.pool.retired.touch(page)
         if start.snapshot is not None:
