@@ -3,7 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benches.table_cells import count, giga, mebibytes, micros, percent, ratio, seconds, table
+from benches.table_cells import (
+    count,
+    giga,
+    mebibytes,
+    micros,
+    millis,
+    percent,
+    ratio,
+    seconds,
+    table,
+)
 
 Figures = dict[str, Any]
 Row = tuple[str, str, str]
@@ -98,3 +108,44 @@ def rings(figures: Figures) -> str:
     steps = f"blocks allocated in {allocations['decoded']:,} steps of full rings"
     rows.append((steps, "", str(allocations["allocations"])))
     return table(("window of 1,024", "mlx-lm", f"pages, {figures['backend']} backend"), rows)
+
+
+def prefix_reuse(figures: Figures) -> str:
+    """What it saves that prompts share what they begin with."""
+    first, talk, batch = (
+        figures["time_to_first_token"],
+        figures["conversation"],
+        figures["together"],
+    )
+    behind = f"{first['new_tokens']} tokens behind {first['common_tokens']:,}, first token"
+    requests = f"{batch['requests']} requests of {batch['own_tokens']} tokens"
+    common = f"{requests} behind the same {batch['prefix_tokens']:,}"
+    needed = batch["blocks_of_one_prefix"] + batch["blocks_of_tails"]
+    fork, look_up = figures["fork"], figures["look_up"]
+    rows = [
+        (
+            f"{behind}, cold",
+            millis(first["mlx_lm_cold_seconds"]),
+            millis(first["paged_cold_seconds"]),
+        ),
+        (
+            f"{behind}, when those are known",
+            millis(first["mlx_lm_warm_seconds"]),
+            millis(first["paged_warm_seconds"]),
+        ),
+        (
+            f"conversation of {talk['turns']} turns, prompt tokens found",
+            "",
+            percent(talk["share_found"]),
+        ),
+        (common, seconds(batch["mlx_lm_seconds"]), seconds(batch["paged_seconds"])),
+        ("their blocks in use", "", f"{batch['most_blocks_used']} of {needed} needed"),
+        (f"fork of {fork['tokens']:,} tokens", "", micros(1e9 * fork["seconds"])),
+        (
+            f"look-up of {look_up['tokens']:,} tokens in {look_up['blocks']:,} blocks",
+            "",
+            millis(look_up["seconds"]),
+        ),
+    ]
+    pages = f"pages, {figures['backend']} backend"
+    return table(("stdlib-llama in float32", "mlx-lm, LRUPromptCache", pages), rows)

@@ -46,7 +46,8 @@ class PagedCacheFactory:
             oldest become q8 and then q4 when `max_bytes` gets short; a `DemotionPolicy` in its
             place says otherwise.
         max_bytes: the most bytes that pages may take. None means 80 % of what the machine
-            recommends, less what is in use; `stats()` tells.
+            recommends, less what is in use; `stats()` tells. What is kept of recurrent layers by
+            `insert_cache` takes up to a quarter of that besides.
         write_chunk: in layers with a sliding window, the longest step that is written before it
             is read, and one more than the tokens that can always be rolled back. None means 256,
             or the window where that is smaller.
@@ -280,8 +281,7 @@ class PagedCacheFactory:
                 geometry = LayerGeometry.of(keys, values)
                 self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
         for group in self.pool.groups:
-            if group.is_open:
-                group.settle()
+            group.settle()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -65,8 +65,9 @@ def server_parser() -> argparse.ArgumentParser:
         "--max-kv-bytes",
         type=parse_size,
         help="the most memory for pages, such as 4GB: of all requests, and of what is kept of "
-        "earlier prompts. A draft model gets its share of it. (default: 80%% of what the machine "
-        "recommends, less what is in use)",
+        "earlier prompts. A draft model gets its share of it. States of recurrent layers take up "
+        "to a quarter of it besides. (default: 80%% of what the machine recommends, less what is "
+        "in use)",
     )
     ours.add_argument(
         "--page-format",

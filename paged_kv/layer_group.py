@@ -115,7 +115,7 @@ class LayerGroup:
 
     def settle(self) -> None:
         """Note that a second step begins: a layer that wrote nothing in the first never will."""
-        if not self._all_layers_known:
+        if self.is_open and not self._all_layers_known:
             self._all_layers_known = True
             self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
 

@@ -229,8 +229,6 @@ class PagePool:
         for group in open_groups:
             group.add_format(page_format)
         self.commit(others)
-        for sequence in others:
-            sequence.passed.clear()
         for group in open_groups:
             tables = [sequence.table(group) for sequence in others]
             group.convert(tables, page_format, partial(self._make_room, group, page_format.name))
@@ -314,12 +312,12 @@ class PagePool:
         begun = [sequence for sequence in sequences if sequence.begin_write(layer, count)]
         pages = group.open_layer(layer, geometry)
         if any(sequence.length for sequence in begun):
-            group.settle()
+            for each in self.groups:
+                each.settle()
         self.reserve(layer, sequences, count)
         for sequence in begun:
             end = sequence.length + sequence.padding[layer].own(count)
-            for each in self.groups:
-                keep_unseen(self._room, each, sequence, end)
+            keep_unseen(self._room, self.groups, sequence, end)
         return pages
 
     @locked
@@ -337,8 +335,7 @@ class PagePool:
     def _unreserved(
         self, layer: int, sequences: list[Sequence], count: int
     ) -> dict[LayerGroup, list[Write]]:
-        """The writes of a step that no earlier layer has reserved blocks for, by group; what they
-        write over is retired."""
+        """The writes of a step not yet reserved, by group; what they write over is retired."""
         writes: dict[LayerGroup, list[Write]] = {}
         open_groups = [group for group in self.groups if group.is_open]
         for sequence in sequences:
@@ -347,7 +344,7 @@ class PagePool:
             for group in open_groups:
                 table = sequence.table(group)
                 if end > start and not table.is_reserved(end):
-                    retire_leaving(self, group, sequence, end)
+                    retire_leaving(self.retired, group, sequence, end)
                     writes.setdefault(group, []).append(Write(table, start, end))
         return writes
 

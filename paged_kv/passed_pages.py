@@ -18,14 +18,14 @@ from paged_kv.kernels.page_rows import PageRows
 from paged_kv.pending_step import PendingStep
 
 if TYPE_CHECKING:
+    from paged_kv.allocator.retired_blocks import RetiredBlocks
     from paged_kv.layer_group import LayerGroup
-    from paged_kv.page_pool import PagePool
     from paged_kv.pool_room import PoolRoom
     from paged_kv.sequence import Sequence
     from paged_kv.window import Window
 
 
-def retire_leaving(pool: PagePool, group: LayerGroup, sequence: Sequence, end: int) -> None:
+def retire_leaving(blocks: RetiredBlocks, group: LayerGroup, sequence: Sequence, end: int) -> None:
     """Retire the pages of a ring that writing up to `end` begins to write over, if all their rows
     are in it."""
     window = group.window
@@ -35,11 +35,9 @@ def retire_leaving(pool: PagePool, group: LayerGroup, sequence: Sequence, end: i
     for begun in range(-(-written // PAGE_SIZE), -(-end // PAGE_SIZE)):
         page = begun - ring.entries
         if page >= ring.head and (page + 1) * PAGE_SIZE <= written:
-            # The step before this one may not be in the pages yet.
-            pool.commit([sequence])
             block = sequence.blocks(group)[ring.entry(page)]
             passed = sequence.passed.setdefault(group, {})
-            passed[page] = pool.retired.retire(group.allocator, block)
+            passed[page] = blocks.retire(group.allocator, block)
 
 
 def is_read_first(window: Window | None, layer: int, sequences: list[Sequence], count: int) -> bool:
@@ -53,25 +51,29 @@ def is_read_first(window: Window | None, layer: int, sequences: list[Sequence], 
     return any(_unseen_pages(window, end - own, end) for end, own in steps)
 
 
-def keep_unseen(room: PoolRoom, group: LayerGroup, sequence: Sequence, end: int) -> None:
-    """Own a block for each page that a step up to `end` ends and writes over, while there is
-    room."""
-    window = group.window
-    # While a layer's size is not known, what is mapped now may turn out to be too much.
-    if window is None or not sequence.retires or not group.is_settled:
+def keep_unseen(room: PoolRoom, groups: list[LayerGroup], sequence: Sequence, end: int) -> None:
+    """Own a block for each page that a step up to `end` ends and writes over, in groups with a
+    window, while there is room."""
+    if not sequence.retires:
         return
-    start = sequence.length
-    first_held = window.first_held(sequence.written(group))
-    with sequence.lock:
-        for page in _unseen_pages(window, start, end):
-            if page * PAGE_SIZE >= min(start, first_held):
-                retired = room.spare_block(group, sequence.page_format.name)
-                if retired is not None:
-                    sequence.passed.setdefault(group, {})[page] = retired
+    start, page_format = sequence.length, sequence.page_format.name
+    for group in groups:
+        window = group.window
+        # While a layer's size is not known, what is mapped now may turn out to be too much.
+        if window is None or not group.is_settled:
+            continue
+        first_held = window.first_held(sequence.written(group))
+        with sequence.lock:
+            for page in _unseen_pages(window, start, end):
+                if page * PAGE_SIZE >= min(start, first_held):
+                    retired = room.spare_block(group, page_format)
+                    if retired is not None:
+                        sequence.passed.setdefault(group, {})[page] = retired
 
 
 def write_unseen(group: LayerGroup, layer: int, sequence: Sequence, pending: PendingStep) -> None:
-    """Fill those blocks in one layer, before the end of the step is written into the ring."""
+    """Write a step into the passed pages of one layer, those blocks and what was retired while the
+    step was in no page yet, before its end is written into the ring."""
     end = sequence.context_lens[layer]
     start = end - len(pending.own)
     pages = group.pages[layer]

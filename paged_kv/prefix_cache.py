@@ -139,7 +139,8 @@ class PrefixCache:
         for group in self._window_groups():
             for page, rows in held_rows(sequence, group, num_tokens):
                 windows[page].setdefault(group.allocator, []).append(rows)
-        snapshot = self._snapshot(states) if sequence.length == num_tokens else None
+        is_at_end = sequence.length == num_tokens > 0
+        snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
         self.pool.index.insert(namespace, known, blocks, windows, snapshot)
         return num_tokens
@@ -156,8 +157,9 @@ class PrefixCache:
         for group in self._shared_groups():
             sequence.adopt(group, [node.blocks[group.allocator] for node in held])
         for group, ring in start.rings.items():
-            blocks = [page.block for page in ring.pages]
-            sequence.adopt(group, [block for block in blocks if block is not None])
+            blocks = [page.block for page in ring.pages if page.block is not None]
+            assert len(blocks) == len(ring.pages), "a page was given up while it was looked for"
+            sequence.adopt(group, blocks)
             for page in ring.pages:
                 self.pool.retired.touch(page)
         if start.snapshot is not None:

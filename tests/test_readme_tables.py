@@ -136,6 +136,30 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "allocations": {"decoded": 10000, "allocations": 0},
     },
+    "prefix_reuse": {
+        "backend": "native",
+        "time_to_first_token": {
+            "common_tokens": 3500,
+            "new_tokens": 32,
+            "mlx_lm_cold_seconds": 20.0,
+            "mlx_lm_warm_seconds": 0.2,
+            "paged_cold_seconds": 4.0,
+            "paged_warm_seconds": 0.125,
+        },
+        "conversation": {"turns": 20, "share_found": 0.96},
+        "together": {
+            "requests": 32,
+            "own_tokens": 16,
+            "prefix_tokens": 2048,
+            "mlx_lm_seconds": 20.0,
+            "paged_seconds": 5.0,
+            "most_blocks_used": 41,
+            "blocks_of_one_prefix": 8,
+            "blocks_of_tails": 32,
+        },
+        "fork": {"tokens": 32768, "seconds": 1e-4},
+        "look_up": {"tokens": 8192, "blocks": 100_000, "seconds": 1e-3},
+    },
     "quantised_quality": {
         "backend": "plain",
         "tokens": 20480,
@@ -193,6 +217,7 @@ ROWS = {
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
     "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
+    "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
     "quantised_quality": "| q4 | 864 (1 / 3.56) | 4.5 | +0.65 ± 0.08 % | 7.1e-03 | 17.5 of 128 |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
 }

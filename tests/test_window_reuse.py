@@ -115,8 +115,11 @@ def test_without_reuse_a_ring_holds_no_more_than_before(gemma3: Any) -> None:
 
 # Quantised pages need as many.
 DIM = 32
-# As wide as a page and wider, in rings of one, two and three.
+# Narrower than a page and wider, in rings of one, two and three, two of which can hardly be
+# rolled back.
 WINDOWS = {1: Window(32, 32), 2: Window(300, 100), 3: Window(512, 256), 4: Window(512, 1)}
+# In rings that can be rolled back far.
+LOOSE = {1: Window(32, 32), 2: Window(300, 200)}
 
 
 def numbers(tokens: list[int], layer: int) -> mx.array:
@@ -128,23 +131,29 @@ def numbers(tokens: list[int], layer: int) -> mx.array:
 class Told:
     """A pool whose layers hold what they are told, and its prefixes."""
 
-    def __init__(self, max_bytes: int, **options: Any) -> None:
-        self.pool = PagePool(5, windows=WINDOWS, max_bytes=max_bytes, **options)
+    def __init__(
+        self, max_bytes: int, windows: dict[int, Window] = WINDOWS, **options: Any
+    ) -> None:
+        self.layers = range(1 + len(windows))
+        self.pool = PagePool(len(self.layers), windows=windows, max_bytes=max_bytes, **options)
         self.prefixes = PrefixCache(self.pool, has_states=False)
+        # With its second step it is known what all layers write.
+        first = Sequence(self.pool)
         for _ in range(2):
-            self.write(Sequence(self.pool), [1, 2])
+            self.write(first, [1, 2])
+        del first
         self.pool.clear()
 
     def write(self, sequence: Sequence, tokens: list[int]) -> None:
-        for layer in range(5):
+        for layer in self.layers:
             PagedKVCache(self.pool, layer, [sequence]).make_mask(len(tokens))
             part = numbers(tokens, layer)
             self.pool.append(layer, [sequence], part, part)
 
     def assert_holds(self, sequence: Sequence, tokens: list[int]) -> None:
         """All that the next query sees is there, in every layer."""
-        assert sequence.context_lens == [len(tokens)] * 5
-        for layer in range(5):
+        assert set(sequence.context_lens) == {len(tokens)}
+        for layer in self.layers:
             window = self.pool.windows.get(layer)
             seen = len(tokens) if window is None else min(len(tokens), window.size - 1)
             keys, _ = PagedKVCache(self.pool, layer, [sequence]).keys_and_values()
@@ -154,29 +163,41 @@ class Told:
 
 
 @pytest.mark.parametrize("blocks", [60, 200])
-def test_random_histories_never_begin_with_a_wrong_page(blocks: int) -> None:
+@pytest.mark.parametrize("windows", [WINDOWS, LOOSE])
+def test_random_histories_never_begin_with_a_wrong_page(
+    windows: dict[int, Window], blocks: int
+) -> None:
     """Forks, trims, insertions, evictions, moves and full pools, and what is found is right."""
-    found = [history(random.Random(seed), blocks) for seed in range(5)]
+    found = [
+        history(random.Random(seed), Told(blocks * 256 * DIM * 2 * 4, windows)) for seed in range(6)
+    ]
     assert sum(found) > 2000
 
 
-def history(rng: random.Random, blocks: int) -> int:
-    """How many tokens were found in one of them."""
-    told = Told(blocks * 256 * DIM * 2 * 4)
+TALES = [[1 + 3 * at + tale for at in range(4000)] for tale in range(3)]
+
+
+def history(rng: random.Random, told: Told) -> int:
+    """How many tokens were found in one of them. Sequences tell parts of three tales."""
     pool, prefixes = told.pool, told.prefixes
     rows: list[tuple[Sequence, list[int]]] = []
+    texts = [tale[:1500] for tale in TALES]
     found = 0
     for _ in range(150):
         act = rng.random()
         if act < 0.25 or not rows:
-            prompt = [*[rng.randrange(2)] * rng.randrange(1, 1500), 9, 9]
+            prompt = rng.choice(texts)
+            prompt = [*prompt[: rng.randrange(max(0, len(prompt) - 600), len(prompt) + 1)], 0, 0]
             prefix = prefixes.fetch("", prompt, pool.page_format)
             found += prefix.num_tokens
             rows.append((prefix.sequence, prompt[: prefix.num_tokens]))
+            prefix.sequence.retires = rng.random() < 0.8
             told.assert_holds(*rows[-1])
         sequence, tokens = rng.choice(rows)
         if act < 0.65:
-            new = [rng.randrange(2)] * rng.choice([1, 3, 30, 100, 256, 700])
+            tale = rng.choice([*[t for t in TALES if t[: len(tokens)] == tokens] * 9, *TALES])
+            to_the_border = -len(tokens) % 256 or 512
+            new = tale[len(tokens) :][: rng.choice([1, 3, 30, 100, 700, to_the_border])]
             try:
                 told.write(sequence, new)
                 tokens += new
@@ -184,9 +205,10 @@ def history(rng: random.Random, blocks: int) -> int:
                 assert sequence.length == len(tokens)
         elif act < 0.75:
             prefixes.insert("", tokens, sequence, None)
+            texts.append(list(tokens))
         elif act < 0.8:
-            count = min(sequence.rollback, rng.choice([0, 1, 40, 300]))
-            for layer in range(5):
+            count = min(sequence.rollback, rng.choice([1, 40, 120, 200]))
+            for layer in told.layers:
                 sequence.trim(layer, count)
             del tokens[len(tokens) - count :]
         elif act < 0.85 and len(rows) < 5:
@@ -195,8 +217,6 @@ def history(rng: random.Random, blocks: int) -> int:
             pool.compact()
         else:
             rows.remove((sequence, tokens))
-        if rows:
-            told.assert_holds(*rng.choice(rows))
         if len(rows) > 5:
             rows.pop(0)
         del sequence
@@ -209,8 +229,41 @@ def history(rng: random.Random, blocks: int) -> int:
 
 
 def copy_of(pool: PagePool, sequence: Sequence) -> Sequence:
-    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(5)]
+    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
     return copy.deepcopy(caches)[0].sequences[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked"),
+    [
+        # A page is retired whose last rows are of a step that is in no page yet.
+        ([512, 30], 512),
+        ([500, 12, 30], 512),
+        # A page that was passed holds tokens that were taken back.
+        ([500, 20, -120, 300], 512),
+        ([500, 20, -120, 300], 450),
+        # The first rows of a page are gone when the rest of it is written.
+        ([500, 20, -220, 300], 290),
+        ([500, 20, -220, 20, 300], 512),
+    ],
+)
+def test_a_passed_page_holds_all_of_its_tokens_or_is_not_kept(steps: list[int], asked: int) -> None:
+    told = Told(100 * 256 * DIM * 2 * 4, {1: Window(32, 32)})
+    tokens: list[int] = []
+    sequence = told.prefixes.fetch("", [0], told.pool.page_format).sequence
+    for tale, step in enumerate(steps):
+        if step < 0:
+            for layer in told.layers:
+                sequence.trim(layer, -step)
+            del tokens[step:]
+        else:
+            new = TALES[tale % 3][len(tokens) :][:step]
+            told.write(sequence, new)
+            tokens += new
+    told.prefixes.insert("", tokens, sequence, None)
+    prefix = told.prefixes.fetch("", [*tokens[:asked], 0], told.pool.page_format)
+    assert prefix.num_tokens >= 256
+    told.assert_holds(prefix.sequence, tokens[: prefix.num_tokens])
 
 
 def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> None:
@@ -244,6 +297,5 @@ def test_passed_pages_make_no_page_smaller() -> None:
             lengths.append(sequence.length)
         demoted.append(lengths)
         assert told.pool.stats().demotions
-        assert told.pool.stats().blocks_cached == 0
-        assert sequence.passed or not retires
+        assert bool(sequence.passed) == retires
     assert demoted[0] == demoted[1]
