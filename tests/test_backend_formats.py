@@ -36,9 +36,6 @@ FORMATS: list[FormatName] = [
 STRIDE = 8
 SLAB_PAGES = 4
 TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
-# Native kernels multiply codes of 4 bits with queries and weights of 16: a logit is off by about
-# 2e-5, as half of 1 / 32767 of the largest number of a query is, and so is an output. Measured: 3e-5.
-SIXTEEN_BITS = 6e-5
 
 
 def same(k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
@@ -117,13 +114,7 @@ def assert_attends(
         expected, _ = dense_attention(
             numbers(asked[row]), np.concatenate(keys, 1), np.concatenate(values, 1), **options
         )
-        assert np.abs(numbers(found[row]) - expected).max() <= tolerance(pages)
-
-
-def tolerance(pages: LayerPages) -> float:
-    names = {pages.layout_of(slab * STRIDE).page_format.name for slab in pages.slabs}
-    is_in_pairs = pages.backend_name == "native" and any("q4" in name for name in names)
-    return max(TOLERANCES[pages.geometry.k_dtype], SIXTEEN_BITS if is_in_pairs else 0)
+        assert np.abs(numbers(found[row]) - expected).max() <= TOLERANCES[geometry.k_dtype]
 
 
 @pytest.mark.parametrize("name", FORMATS)

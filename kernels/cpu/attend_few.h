@@ -10,7 +10,6 @@
 #include "row_coding.h"
 #include "softmax.h"
 #include "sums.h"
-#include "weigh_groups.h"
 
 namespace {
 
@@ -27,7 +26,7 @@ template <int FORMAT, int G>
 void multiply_values(const RowRun& values, int count, int dim, float* scales, const float* weights,
                      const float* decay, float* out, int stride, const Next& next) {
   if constexpr (is_quantised(FORMAT))
-    weigh_groups<FORMAT, G>(values, count, dim, scales, weights, decay, out, stride, next);
+    multiply_group_values<FORMAT, G>(values, count, dim, scales, weights, decay, out, stride, next);
   else
     multiply_row_values<FORMAT, G>(values, count, dim, weights, decay, out, stride, next);
 }
@@ -107,8 +106,8 @@ class Queries {
     float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
     for (int r = 0; r < rows_; r++, to += QUERY_FLOATS) {
       read_query(a_, block_, r, keys.rotated, is_quantised(keys.format) ? row : to);
-      if (keys.format == PAGED_KV_Q8) arrange_for_bytes(row, dim, to);
-      if (keys.format == PAGED_KV_Q4) arrange_for_nibbles(row, dim, to);
+      if (keys.format == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
+      if (keys.format == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
     }
   }
 };

@@ -1,10 +1,74 @@
-// The products of a few query rows with quantised keys, which never leave the registers as floats.
+// The products of a few query rows with quantised rows, whose numbers never leave the registers.
+//
+// Both are nearly as fast as the multiplications with queries and weights allow. Codes are taken as
+// they stand, without their sign; what they have above their middle is subtracted from sums.
 #pragma once
 
-#include "arranged_queries.h"
 #include "fetch.h"
 
 namespace {
+
+// A row's codes lie in words of 32 bits, PER_WORD in each and WORDS of those to a group.
+template <int FORMAT>
+struct Codes {
+  static constexpr int BITS = FORMAT == PAGED_KV_Q4 ? 4 : 8;
+  static constexpr int PER_WORD = 32 / BITS, WORDS = GROUP / PER_WORD;
+  static constexpr int MIDDLE = 1 << (BITS - 1);
+
+  // Which number of a row is the i-th code of a word.
+  static constexpr int number(int word, int i) {
+    if (BITS == 8) return word * PER_WORD + i;
+    return word / WORDS * GROUP + word % WORDS * 4 + i / 2 + i % 2 * (GROUP / 2);
+  }
+  // What the i-th codes are multiplied with by being left in their places.
+  static constexpr float factor(int i) { return i == PER_WORD - 1 ? 1.f : (float)(1u << BITS * i); }
+  INLINE vec in_place(words x, int i) {
+    if (i == PER_WORD - 1) return floats_of(shifted_right(x, BITS * i));
+    return floats_of(both(x, word1((2 * MIDDLE - 1) << BITS * i)));
+  }
+  // Codes of 8 bits have a sign.
+  INLINE words without_sign(words x) {
+    return BITS == 8 ? differing(x, word1(0x80808080)) : x;
+  }
+  // Numbers i and i + 16 of a group, from i = `at` on.
+  INLINE void load_pair(const char* group, int at, vec& first, vec& second) {
+    if (BITS == 8) {
+      first = load_bytes(group + at);
+      second = load_bytes(group + GROUP / 2 + at);
+    } else {
+      words x = load_byte_words(group + at);
+      first = floats_of(both(x, word1(15)));
+      second = floats_of(shifted_right(x, 4));
+    }
+  }
+};
+
+// A query row that is arranged for keys of a format: for each register of words a vector to begin
+// with, then a vector for each code of a word. A register's lanes stay within a group so long, and
+// are scaled once for all codes of a word.
+template <int FORMAT>
+INLINE int arranged(int dim) {
+  typedef Codes<FORMAT> C;
+  return (dim / GROUP * C::WORDS + W - 1) / W * (C::PER_WORD + 1) * W;
+}
+
+template <int FORMAT>
+void arrange(const float* q, int dim, float* to) {
+  typedef Codes<FORMAT> C;
+  for (int word = 0; word < dim / GROUP * C::WORDS; word += W, to += (C::PER_WORD + 1) * W)
+    for (int lane = 0; lane < W; lane++) {
+      float sum = 0.f;
+      for (int i = 0; i < C::PER_WORD; i++) {
+        int number = C::number(word + lane, i);
+        float x = number < dim ? q[number] : 0.f;
+        to[(i + 1) * W + lane] = x / C::factor(i);
+        sum += x;
+      }
+      to[lane] = -C::MIDDLE * sum;
+    }
+}
+
+constexpr int QUERY_FLOATS = LONGEST_HEAD / 4 * 5 + LANES;  // at least what any row takes
 
 // Scales [count, groups] as floats.
 INLINE void read_scales(const RowRun& run, int count, int groups, float* to) {
@@ -12,6 +76,14 @@ INLINE void read_scales(const RowRun& run, int count, int groups, float* to) {
   int i = 0;
   for (; i + W <= count * groups; i += W) store(to + i, load_f16<false>(from + i));
   for (; i < count * groups; i++) to[i] = float_of_f16(from[i]);
+}
+
+// [count, groups] to [groups, VALUE_TOKENS], with zeros behind the last of each.
+INLINE void transpose_scales(const float* from, int count, int groups, float* to) {
+  for (int t = 0; t < count; t++)
+    for (int i = 0; i < groups; i++) to[i * VALUE_TOKENS + t] = from[t * groups + i];
+  for (int t = count; t % W; t++)
+    for (int i = 0; i < groups; i++) to[i * VALUE_TOKENS + t] = 0.f;
 }
 
 // scores[g * SCORES + t] of G arranged query rows [G, QUERY_FLOATS] with `count` keys.
@@ -40,10 +112,10 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
     fetch.step();
     auto step = [&](auto part, int word) __attribute__((always_inline)) {
       constexpr bool PART = decltype(part)::value;
-      const float* x = q + word * (OPERANDS + 1);
+      const float* x = q + word * (C::PER_WORD + 1);
       int group = word / C::WORDS;
       words codes[R];
-      typename C::Sum acc[G * R];
+      vec acc[G * R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
         codes[r] = C::without_sign(PART ? load_words(row[r] + word * 4, row_words - word)
@@ -51,26 +123,25 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
 #pragma GCC unroll 16
       for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) acc[g * R + r] = C::begin(x + g * QUERY_FLOATS);
+        for (int r = 0; r < R; r++) acc[g * R + r] = load(x + g * QUERY_FLOATS);
 #pragma GCC unroll 16
-      for (int i = 0; i < OPERANDS; i++) {
-        decltype(C::operand(codes[0], i)) k[R];
+      for (int i = 0; i < C::PER_WORD; i++) {
+        vec k[R];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) k[r] = C::operand(codes[r], i);
+        for (int r = 0; r < R; r++) k[r] = C::in_place(codes[r], i);
 #pragma GCC unroll 16
         for (int g = 0; g < G; g++) {
-          auto y = C::query(x + g * QUERY_FLOATS + (i + 1) * W);
+          vec y = load(x + g * QUERY_FLOATS + (i + 1) * W);
           keep_in_register(y);
 #pragma GCC unroll 16
-          for (int r = 0; r < R; r++) acc[g * R + r] = C::multiplied(k[r], y, acc[g * R + r]);
+          for (int r = 0; r < R; r++) acc[g * R + r] = fma(k[r], y, acc[g * R + r]);
         }
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         vec by = spread<C::WORDS>(scale[r] + group, PART ? groups - group : W);
 #pragma GCC unroll 16
-        for (int g = 0; g < G; g++)
-          total[g * R + r] = fma(C::total(acc[g * R + r]), by, total[g * R + r]);
+        for (int g = 0; g < G; g++) total[g * R + r] = fma(acc[g * R + r], by, total[g * R + r]);
       }
     };
     int word = 0;
@@ -87,10 +158,85 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) scores[g * SCORES + t + r] = sums[g * R + r];
   }
+}
+
+// Weights of `count` values of a group, [G, SCORES] times the scales, to [G, VALUE_TOKENS]; and what
+// they add up to times the middle of codes.
+template <int FORMAT, int G>
+INLINE void scale_weights(const float* weights, const float* scales, int count, float* scaled,
+                          float* middle) {
+  vec sums[G];
+#pragma GCC unroll 16
+  for (int g = 0; g < G; g++) sums[g] = zero();
+  for (int t = 0; t < count; t += W) {
+    vec scale = load(scales + t);
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++) {
+      vec weight = mul(scale, load(weights + g * SCORES + t));
+      store(scaled + g * VALUE_TOKENS + t, weight);
+      sums[g] = add(sums[g], weight);
+    }
+  }
+  if (FORMAT == PAGED_KV_Q4)
+    for (int g = 0; g < G; g++) middle[g] = Codes<FORMAT>::MIDDLE * reduce_add(sums[g]);
+}
+
+// Two vectors of one group of the sums over `count` values.
+template <int FORMAT, int G>
+INLINE void multiply_pair(const char* group, int at, ptrdiff_t row, int count, const float* scaled,
+                          const float* middle, const float* decay, float* out, int stride,
+                          Fetch& fetch) {
+  vec first[G], second[G];
+#pragma GCC unroll 16
   for (int g = 0; g < G; g++) {
-    vec scale = set1(q[(g + 1) * QUERY_FLOATS - 1]);
-    for (float* x = scores + g * SCORES; x < scores + g * SCORES + count; x += W)
-      store(x, mul(scale, load(x)));
+    vec shrink = set1(decay ? decay[g] : 1.f);
+    first[g] = mul(shrink, load(out + g * stride + at));
+    second[g] = mul(shrink, load(out + g * stride + GROUP / 2 + at));
+  }
+  fetch.step();
+#pragma GCC unroll 4
+  for (int t = 0; t < count; t++) {
+    vec x, y;
+    Codes<FORMAT>::load_pair(group + t * row, at, x, y);
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++) {
+      vec weight = set1(scaled[g * VALUE_TOKENS + t]);
+      first[g] = fma(weight, x, first[g]);
+      second[g] = fma(weight, y, second[g]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int g = 0; g < G; g++) {
+    vec low = FORMAT == PAGED_KV_Q4 ? set1(middle[g]) : zero();
+    store(out + g * stride + at, sub(first[g], low));
+    store(out + g * stride + GROUP / 2 + at, sub(second[g], low));
+  }
+}
+
+// out [G, stride] becomes decay[g] * out + weights @ values.
+template <int FORMAT, int G>
+void multiply_group_values(const RowRun& values, int count, int dim, float* scales,
+                           const float* weights, const float* decay, float* out, int stride,
+                           const Next& next) {
+  int groups = dim / GROUP, bytes = (int)(values.stride / groups);
+  Fetch fetch(next, (count + VALUE_TOKENS - 1) / VALUE_TOKENS * groups * (GROUP / 2 / W));
+  float* by_group = scales + PAGE_SIZE * groups;
+  read_scales(values, count, groups, scales);
+  for (int t = 0; t < count; t += VALUE_TOKENS) {
+    int tokens = smaller(VALUE_TOKENS, count - t);
+    const float* of_tile = scales + t * groups;
+    if (groups == 4) transpose_scales(of_tile, tokens, 4, by_group);  // 128, the most frequent size
+    else transpose_scales(of_tile, tokens, groups, by_group);
+    alignas(64) float scaled[LONGEST_HEAD / GROUP][G * VALUE_TOKENS], middle[LONGEST_HEAD / GROUP][G];
+    for (int group = 0; group < groups; group++)
+      scale_weights<FORMAT, G>(weights + t, by_group + group * VALUE_TOKENS, tokens, scaled[group],
+                               middle[group]);
+    for (int group = 0; group < groups; group++)
+      for (int at = 0; at < GROUP / 2; at += W)
+        multiply_pair<FORMAT, G>(values.data + t * values.stride + group * bytes, at, values.stride,
+                                 tokens, scaled[group], middle[group], decay, out + group * GROUP,
+                                 stride, fetch);
+    decay = nullptr;
   }
 }
 

@@ -20,8 +20,7 @@ INLINE vec zero() { return _mm256_setzero_ps(); }
 INLINE vec set1(float x) { return _mm256_set1_ps(x); }
 INLINE vec load(const float* p) { return _mm256_loadu_ps(p); }
 // Else the compiler may load it again for each use, and loads are what there are too few of.
-template <class Register>
-INLINE void keep_in_register(Register& x) { __asm__("" : "+x"(x)); }
+INLINE void keep_in_register(vec& x) { __asm__("" : "+x"(x)); }
 INLINE void store(float* p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
@@ -110,7 +109,7 @@ INLINE words word1(uint32_t x) { return _mm256_set1_epi32((int)x); }
 INLINE words both(words a, words b) { return _mm256_and_si256(a, b); }
 INLINE words differing(words a, words b) { return _mm256_xor_si256(a, b); }
 INLINE words shifted_right(words x, int bits) { return _mm256_srli_epi32(x, bits); }
-INLINE vec floats_of(words x) { return _mm256_cvtepi32_ps(x); }  // with a sign
+INLINE vec floats_of(words x) { return _mm256_cvtepi32_ps(x); }  // of 31 bits
 // Scales for groups of so many words; only the first `count` of them exist.
 template <int WORDS>
 INLINE vec spread(const float* scales, int count) {
@@ -122,22 +121,6 @@ INLINE vec spread(const float* scales, int count) {
 INLINE vec load_bytes(const char* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-// Pairs of 16-bit numbers with a sign: what both products of a lane's pairs add to it.
-INLINE words add_pairs(words sum, words x, words y) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
-}
-// Bytes of one row and of another as pairs.
-INLINE words load_byte_pairs(const char* p, const char* q) {
-  return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i*)p),
-                                                _mm_loadl_epi64((const __m128i*)q)));
-}
-// Numbers rounded to 16 bits with a sign.
-INLINE void store_halves(char* p, vec x) {
-  __m256i n = _mm256_cvtps_epi32(x);
-  _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(n),
-                                                _mm256_extracti128_si256(n, 1)));
-}
-
 // Whole numbers as bytes, signed or not.
 INLINE void store_bytes(char* p, vec x) {
   const __m256i first = _mm256_set1_epi32(0x0c080400);

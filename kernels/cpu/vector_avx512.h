@@ -20,8 +20,7 @@ INLINE vec zero() { return _mm512_setzero_ps(); }
 INLINE vec set1(float x) { return _mm512_set1_ps(x); }
 INLINE vec load(const float* p) { return _mm512_loadu_ps(p); }
 // Else the compiler may load it again for each use, and loads are what there are too few of.
-template <class Register>
-INLINE void keep_in_register(Register& x) {
+INLINE void keep_in_register(vec& x) {
 #ifdef __AVX512F__  // tests emulate it where it is missing
   __asm__("" : "+v"(x));
 #else
@@ -111,7 +110,7 @@ INLINE words word1(uint32_t x) { return _mm512_set1_epi32((int)x); }
 INLINE words both(words a, words b) { return _mm512_and_si512(a, b); }
 INLINE words differing(words a, words b) { return _mm512_xor_si512(a, b); }
 INLINE words shifted_right(words x, int bits) { return _mm512_srli_epi32(x, bits); }
-INLINE vec floats_of(words x) { return _mm512_cvtepi32_ps(x); }  // with a sign
+INLINE vec floats_of(words x) { return _mm512_cvtepi32_ps(x); }  // of 31 bits
 // Scales for groups of so many words; only the first `count` of them exist.
 template <int WORDS>
 INLINE vec spread(const float* scales, int count) {
@@ -125,27 +124,13 @@ INLINE vec spread(const float* scales, int count) {
 INLINE vec load_bytes(const char* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-// Bytes as words.
-INLINE words load_byte_words(const char* p) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-}
-// Pairs of 16-bit numbers with a sign: what both products of a lane's pairs add to it.
-INLINE words add_pairs(words sum, words x, words y) {
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
-}
-// Bytes of one row and of another as pairs.
-INLINE words load_byte_pairs(const char* p, const char* q) {
-  words first = load_byte_words(p), second = load_byte_words(q);
-  return _mm512_or_si512(first, _mm512_slli_epi32(second, 16));
-}
-// Numbers rounded to 16 bits with a sign.
-INLINE void store_halves(char* p, vec x) {
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
-}
-
 // Whole numbers as bytes, signed or not.
 INLINE void store_bytes(char* p, vec x) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+// Bytes as words.
+INLINE words load_byte_words(const char* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
 
 INLINE vec sum_pairs(vec a, vec b) {

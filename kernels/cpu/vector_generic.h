@@ -32,8 +32,7 @@ INLINE vec load(const float* p) {
   memcpy(&x, p, sizeof x);
   return x;
 }
-template <class Register>
-INLINE void keep_in_register(Register&) {}
+INLINE void keep_in_register(vec&) {}
 INLINE void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec sub(vec a, vec b) { return a - b; }
@@ -148,7 +147,7 @@ INLINE words word1(uint32_t x) { return words{x, x, x, x}; }
 INLINE words both(words a, words b) { return a & b; }
 INLINE words differing(words a, words b) { return a ^ b; }
 INLINE words shifted_right(words x, int bits) { return x >> bits; }
-INLINE vec floats_of(words x) { return __builtin_convertvector(bits_of<ints>(x), vec); }  // with a sign
+INLINE vec floats_of(words x) { return __builtin_convertvector(bits_of<ints>(x), vec); }  // of 31 bits
 // A register has words of one group only.
 template <int WORDS>
 INLINE vec spread(const float* scales, int) {
@@ -160,34 +159,14 @@ INLINE vec load_bytes(const char* p) {
   const signed char* x = (const signed char*)p;
   return __builtin_convertvector((ints{x[0], x[1], x[2], x[3]}), vec);
 }
+// Whole numbers as bytes, signed or not.
+INLINE void store_bytes(char* p, vec x) {
+  for (int i = 0; i < W; i++) p[i] = (char)(int)x[i];
+}
 // Bytes as words.
 INLINE words load_byte_words(const char* p) {
   const uint8_t* x = (const uint8_t*)p;
   return words{x[0], x[1], x[2], x[3]};
-}
-// Pairs of 16-bit numbers with a sign: what both products of a lane's pairs add to it.
-INLINE words add_pairs(words sum, words x, words y) {
-  ints a = bits_of<ints>(x), b = bits_of<ints>(y);
-  ints low = ((a << 16) >> 16) * ((b << 16) >> 16);
-  return sum + bits_of<words>(low + (a >> 16) * (b >> 16));
-}
-// Bytes of one row and of another as pairs.
-INLINE words load_byte_pairs(const char* p, const char* q) {
-  words second = load_byte_words(q);
-  return load_byte_words(p) | second << 16;
-}
-// Numbers rounded to 16 bits with a sign.
-INLINE void store_halves(char* p, vec x) {
-  ints n = __builtin_convertvector(round_to_int(x), ints);
-  for (int i = 0; i < W; i++) {
-    int16_t half = (int16_t)n[i];
-    memcpy(p + 2 * i, &half, sizeof half);
-  }
-}
-
-// Whole numbers as bytes, signed or not.
-INLINE void store_bytes(char* p, vec x) {
-  for (int i = 0; i < W; i++) p[i] = (char)(int)x[i];
 }
 
 // sums[i] is the sum of the lanes of x[i].

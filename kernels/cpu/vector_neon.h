@@ -21,8 +21,7 @@ INLINE vec zero() { return vdupq_n_f32(0.f); }
 INLINE vec set1(float x) { return vdupq_n_f32(x); }
 INLINE vec load(const float* p) { return vld1q_f32(p); }
 // Else the compiler may load it again for each use, and loads are what there are too few of.
-template <class Register>
-INLINE void keep_in_register(Register& x) { __asm__("" : "+w"(x)); }
+INLINE void keep_in_register(vec& x) { __asm__("" : "+w"(x)); }
 INLINE void store(float* p, vec x) { vst1q_f32(p, x); }
 INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec sub(vec a, vec b) { return vsubq_f32(a, b); }
@@ -94,7 +93,7 @@ INLINE words word1(uint32_t x) { return vdupq_n_u32(x); }
 INLINE words both(words a, words b) { return vandq_u32(a, b); }
 INLINE words differing(words a, words b) { return veorq_u32(a, b); }
 INLINE words shifted_right(words x, int bits) { return vshlq_u32(x, vdupq_n_s32(-bits)); }
-INLINE vec floats_of(words x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
+INLINE vec floats_of(words x) { return vcvtq_f32_u32(x); }
 // A register has words of one group only.
 template <int WORDS>
 INLINE vec spread(const float* scales, int) {
@@ -111,19 +110,6 @@ INLINE vec load_bytes(const char* p) {
   int16x8_t x = vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p)));
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(x)));
 }
-// Pairs of 16-bit numbers with a sign: what both products of a lane's pairs add to it.
-INLINE words add_pairs(words sum, words x, words y) {
-  int32x4_t total = vreinterpretq_s32_u32(sum), a = vreinterpretq_s32_u32(x), b = vreinterpretq_s32_u32(y);
-  total = vmlal_s16(total, vmovn_s32(a), vmovn_s32(b));
-  return vreinterpretq_u32_s32(vmlal_s16(total, vshrn_n_s32(a, 16), vshrn_n_s32(b, 16)));
-}
-// Bytes of one row and of another as pairs.
-INLINE words load_byte_pairs(const char* p, const char* q) {
-  return vreinterpretq_u32_u16(vmovl_u8(vzip1_u8(load_4_bytes(p), load_4_bytes(q))));
-}
-// Numbers rounded to 16 bits with a sign.
-INLINE void store_halves(char* p, vec x) { vst1_s16((int16_t*)p, vmovn_s32(vcvtnq_s32_f32(x))); }
-
 // Whole numbers as bytes, signed or not.
 INLINE void store_bytes(char* p, vec x) {
   int16x4_t halves = vmovn_s32(vcvtq_s32_f32(x));

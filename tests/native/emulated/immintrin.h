@@ -87,9 +87,6 @@ EACH(_mm512_max_ps, __m512, a.x[i] > b.x[i] ? a.x[i] : b.x[i])  // the second wh
 EACH(_mm512_scalef_ps, __m512, ldexpf(a.x[i], (int)fmaxf(floorf(b.x[i]), -300.f)))
 EACH(_mm512_add_epi32, __m512i, a.x[i] + b.x[i])
 EACH(_mm512_and_si512, __m512i, a.x[i] & b.x[i])
-EACH(_mm512_or_si512, __m512i, a.x[i] | b.x[i])
-EACH(_mm512_madd_epi16, __m512i,
-     (int16_t)a.x[i] * (int16_t)b.x[i] + (int16_t)(a.x[i] >> 16) * (int16_t)(b.x[i] >> 16))
 EACH(_mm512_xor_si512, __m512i, a.x[i] ^ b.x[i])
 // Within each quarter of 4 floats, or of 2 doubles.
 EACH(_mm512_unpacklo_ps, __m512, (i % 2 ? b : a).x[i / 4 * 4 + i % 4 / 2])
