@@ -15,7 +15,13 @@ from typing import Any
 
 from benches.quality_tables import quantised_quality
 from benches.results_file import RESULTS
-from benches.speed_tables import cpu_kernels, prefix_reuse, rings, whole_model
+from benches.speed_tables import (
+    cpu_kernels,
+    prefix_reuse,
+    quantised_kernels,
+    rings,
+    whole_model,
+)
 from benches.table_cells import (
     count,
     mebibytes,
@@ -252,6 +258,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "whole_model": whole_model,
     "rings": rings,
     "prefix_reuse": prefix_reuse,
+    "quantised_kernels": quantised_kernels,
     "quantised_quality": quantised_quality,
     "model_families": model_families,
 }

@@ -63,6 +63,31 @@ def _step_rows(dtype: str, of: Figures) -> Iterator[Row]:
     yield f"{dtype}: shuffled pages over pages in order", mixed, itself
 
 
+def quantised_kernels(figures: Figures) -> str:
+    """Steps on pages of fewer bits, beside those of 16."""
+    labels = {
+        "decode_of_1_at_1k": "decode of 1 row at 1K",
+        "decode_of_8_at_1k": "decode of 8 rows at 1K",
+        "decode_of_1_at_32k": "decode of 1 row at 32K",
+        "decode_of_8_at_32k": "decode of 8 rows at 32K",
+        "prefill": "prefill of 512 on 4K",
+        "write_of_1": "write of 1 token",
+        "write_of_512": "write of 512 tokens",
+    }
+    rows = [
+        (
+            label,
+            micros(1e9 * figures[name]["fp16"]["seconds"]),
+            *(f"{figures[name][each]['times_fp16']:.2f}" for each in ("q8", "q4")),
+        )
+        for name, label in labels.items()
+    ]
+    stock = ratio(figures["mlx_lm_of_1_at_32k"]["times_mlx_lm"])
+    rows.append(("decode of 1 row at 32K, times as fast as mlx-lm with 4 bits", "", "", stock))
+    head = ("fp16", "q8: times as fast", "q4: times as fast")
+    return table((f"{figures['backend']} backend", *head), rows)
+
+
 def whole_model(figures: Figures) -> str:
     """Tokens a second of whole models, and what share of a step attention takes."""
     rows = [

@@ -101,6 +101,23 @@ FIGURES: dict[str, dict[str, Any]] = {
             "shuffled_pages": {"shuffled_over_in_order": 1.01, "spread_of_in_order": 1.02},
         },
     },
+    "quantised_kernels": {
+        "backend": "native",
+        **dict.fromkeys(
+            [
+                *(f"decode_of_{rows}_at_{tokens}" for rows in (1, 8) for tokens in ("1k", "32k")),
+                "prefill",
+                "write_of_1",
+                "write_of_512",
+            ],
+            {
+                "fp16": {"seconds": 5e-5, "times_fp16": 1.0},
+                "q8": {"seconds": 4e-5, "times_fp16": 1.25},
+                "q4": {"seconds": 2.5e-5, "times_fp16": 2.004},
+            },
+        ),
+        "mlx_lm_of_1_at_32k": {"times_mlx_lm": 1446.9},
+    },
     "whole_model": {
         "backend": "native",
         "rows": [
@@ -215,6 +232,7 @@ ROWS = {
     "batch_operations": "| merge | 2 ms | 2 ms | 681 | 1.0 MiB | 1.0 MiB | 8 of 128 |",
     "serving": "| peak of keys and values | 3.0 MiB | 1.0 MiB in use, 2.0 MiB mapped |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
+    "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
     "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
     "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
