@@ -13,33 +13,16 @@ The states of a block and what moves it between them:
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
+from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
+from paged_kv.allocator.idle_rows import IdleRows
+from paged_kv.allocator.ref_counts import Follow, NotUsed, RefCounts
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
-
-Follow = Callable[["BlockAllocator", int, int], None]
-
-
-@dataclass(frozen=True)
-class AllocatorStats:
-    """A snapshot of one allocator; counts are blocks unless a name says bytes."""
-
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    blocks_shared: int
-    blocks_by_format: Mapping[str, int]
-    table_entries: int
-    slabs: int
-    bytes_mapped: int
-    bytes_active: int
-    allocation_failures: int
-    cow_copies: int
 
 
 class BlockAllocator:
@@ -83,8 +66,8 @@ class BlockAllocator:
         self._unmap_slab = unmap_slab
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
-        self._ref_counts: dict[int, int] = {}
-        self._kept: dict[int, Follow] = {}
+        self._refs = RefCounts(self._count_cached)
+        self.idle_rows = IdleRows(self._refs.holders, self.format_of)
         self._dropped: deque[BlockTable] = deque()
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
@@ -118,7 +101,7 @@ class BlockAllocator:
 
     def ref_count(self, block: int) -> int:
         """References to a block, those of dropped tables included until `drain`; 0 if free."""
-        return self._ref_counts.get(block, 0)
+        return self._refs.counts.get(block, 0)
 
     def available(self, page_format: str | None = None) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
@@ -143,7 +126,9 @@ class BlockAllocator:
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        return self._register(BlockTable(self, table.blocks, table.page_format, table.ring))
+        fork = self._register(BlockTable(self, (), table.page_format, table.ring))
+        fork.change(table.blocks, table.tokens)
+        return fork
 
     def drop(self, table: BlockTable) -> None:
         """Release a table's blocks and forget it."""
@@ -200,7 +185,7 @@ class BlockAllocator:
         self._grow(needs)
         taken = {name: self._formats[name].take(count) for name, count in needs.items()}
         for blocks in taken.values():
-            self._ref_counts.update(dict.fromkeys(blocks, 1))
+            self._refs.begin(blocks)
         return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -210,11 +195,11 @@ class BlockAllocator:
             BlockStateError: one of them is not in use; nothing was changed.
         """
         blocks = list(blocks)
-        for block in blocks:
-            if block not in self._ref_counts:
-                raise self._not_used(block)
-        for block in blocks:
-            self._ref_counts[block] += 1
+        try:
+            self._refs.retain(blocks)
+        except NotUsed as error:
+            raise self._not_used(error) from None
+        self.idle_rows.recount(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Take a reference from each block; those without any become free. O(n log n).
@@ -224,30 +209,25 @@ class BlockAllocator:
                 use; nothing was changed.
         """
         blocks = list(blocks)
-        freed: list[int] = []
-        ref_counts = self._ref_counts
-        for done, block in enumerate(blocks):
-            count = ref_counts.pop(block, 0)
-            if count == 1:
-                freed.append(block)
-            elif count > 1:
-                ref_counts[block] = count - 1
-            else:
-                ref_counts.update(Counter(ref_counts) + Counter(blocks[:done]))
-                raise self._not_used(block)
+        try:
+            freed = self._refs.release(blocks)
+        except NotUsed as error:
+            raise self._not_used(error) from None
+        self.idle_rows.recount(blocks)
         if freed:
             self._free(sorted(freed))
 
     def keep(self, block: int, follow: Follow) -> None:
         """Take a reference to a block in use, for the prefix index; `follow` is called with
         (allocator, block, other block) when its pages were moved."""
-        self.retain([block])
-        self._kept[block] = follow
+        try:
+            self._refs.keep(block, follow)
+        except NotUsed as error:
+            raise self._not_used(error) from None
 
     def let_go(self, block: int) -> None:
         """Give back the reference that `keep` took."""
-        del self._kept[block]
-        self.release([block])
+        self._free(self._refs.let_go(block))
 
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
@@ -259,7 +239,7 @@ class BlockAllocator:
         for slabs in self.formats:
             victims = slabs.slabs_to_empty()
             targets = (block for block in slabs.free if slab_of(block) not in victims)
-            sources = sorted(block for block in self._ref_counts if slab_of(block) in victims)
+            sources = sorted(block for block in self._refs.counts if slab_of(block) in victims)
             moves.update(zip(sources, targets, strict=False))
         return moves
 
@@ -268,14 +248,13 @@ class BlockAllocator:
         maybe of another format."""
         for source, target in moves.items():
             self.format_of(target).take_block(target)
-            self._ref_counts[target] = self._ref_counts.pop(source)
-            follow = self._kept.pop(source, None)
+            follow = self._refs.move(source, target)
             if follow is not None:
-                self._kept[target] = follow
                 follow(self, source, target)
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
+                self.idle_rows.note(table)
         self._free(sorted(moves))
 
     def unmap_empty_slabs(self) -> int:
@@ -308,40 +287,45 @@ class BlockAllocator:
             self._formats[name].block_bytes = size
 
     def stats(self) -> AllocatorStats:
-        """A snapshot. O(used blocks)."""
+        """A snapshot. O(slabs)."""
         self.drain()
-        used = {each.name: sum(each.used.values()) for each in self.formats}
-        cached = sum(self._ref_counts[block] == 1 for block in self._kept)
+        return self.snapshot()
+
+    def snapshot(self) -> AllocatorStats:
+        """As `stats`, but nothing is released that finalisers left: for threads that only look."""
+        refs = self._refs
+        entries = refs.total - len(refs.kept)
         return AllocatorStats(
-            blocks_used=len(self._ref_counts) - cached,
-            blocks_cached=cached,
-            blocks_free=sum(len(each.free) for each in self.formats),
-            blocks_shared=sum(count > 1 for count in self._ref_counts.values()),
-            blocks_by_format=used,
-            table_entries=sum(len(table.blocks) for table in self.tables),
-            slabs=len(self._slab_format),
-            bytes_mapped=sum(each.capacity * each.block_bytes for each in self.formats),
-            bytes_active=sum(used[each.name] * each.block_bytes for each in self.formats),
-            allocation_failures=self.allocation_failures,
+            formats=tuple([each.stats(self.page_size) for each in self._formats.values()]),
+            blocks_shared=refs.shared,
+            table_entries=entries,
+            tables=len(self.tables),
+            tables_dropped=len(self._dropped),
             cow_copies=self.cow_copies,
+            allocation_failures=self.allocation_failures,
+            bytes_metadata=metadata_bytes(
+                refs.counts, sum(len(each.free) for each in self.formats), len(self.tables), entries
+            ),
         )
 
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
         self.drain()
         free = [block for slabs in self.formats for block in slabs.free]
-        used = self._ref_counts
+        used = self._refs.counts
         mapped = {block for slab, pages in self.slabs.items() for block in block_range(slab, pages)}
         assert len(free) == len(set(free)), "a block is free twice"
         assert not used.keys() & set(free), "a block is free and used"
         assert used.keys() | set(free) == mapped, "a block is lost, or lies outside every slab"
-        entries = Counter(block for table in self.tables for block in table.blocks)
-        entries.update(self._kept.keys())
-        assert dict(entries) == used, "references and table entries differ"
+        self._refs.check(block for table in self.tables for block in table.blocks)
         in_slab = Counter(map(slab_of, used))
         for slabs in self.formats:
             assert slabs.used == {slab: in_slab[slab] for slab in slabs.slabs}, "a count is wrong"
             assert all(self._slab_format[slab] is slabs for slab in slabs.slabs)
+            slabs.check()
+        cached = Counter(self.format_of(b).name for b in self._refs.kept if self._refs.is_cached(b))
+        assert cached == Counter({each.name: each.num_cached for each in self.formats}), "cached"
+        self.idle_rows.check(self.tables, self.formats)
         bytes_mapped = sum(each.capacity * each.block_bytes for each in self.formats)
         assert bytes_mapped <= self.budget.mapped <= self.budget.max_bytes
 
@@ -382,8 +366,8 @@ class BlockAllocator:
 
     def _forget(self, table: BlockTable) -> None:
         assert table.allocator is self, "this table is another allocator's"
-        self.release(table.blocks)
-        table.blocks = ()
+        blocks = table.change((), 0)
+        self.release(blocks)
         self.tables.discard(table)
 
     def _map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
@@ -415,7 +399,11 @@ class BlockAllocator:
             start += count
         return list(parts.items())
 
-    def _not_used(self, block: int) -> BlockStateError:
+    def _count_cached(self, block: int, change: int) -> None:
+        self.format_of(block).num_cached += change
+
+    def _not_used(self, error: NotUsed) -> BlockStateError:
+        block: int = error.args[0]
         pages = self.slabs.get(slab_of(block), 0)
         known = block in block_range(slab_of(block), pages)
         return BlockStateError(block, "free" if known else "unknown to this pool")

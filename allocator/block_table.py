@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paged_kv.allocator.idle_rows import Idle
 from paged_kv.allocator.ring import Ring
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class BlockTable:
         page_format: the format of the blocks that are appended from now on.
         ring: how entries are used again; None if they are not.
         last_reserved: what the allocator's `tokens_reserved` was when this table last reserved.
+        tokens: how many tokens there are, those of a step that is about to be written included.
+        idle: the rows of its blocks that hold none of them.
+        owner: names the sequence, the same in all groups.
     """
 
     def __init__(
@@ -40,7 +44,32 @@ class BlockTable:
         self.page_format = page_format
         self.ring = ring
         self.last_reserved = allocator.tokens_reserved
+        self.tokens = 0
+        self.idle: dict[int, Idle] = {}
+        self.owner = ""
         self._reserved_end = 0
+
+    def change(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """Hold these blocks, which have a reference for it, and so many tokens in them. Returns the
+        blocks held before, whose references are still to be released."""
+        before = self.blocks
+        self.blocks, self.tokens = blocks, tokens
+        self.allocator.idle_rows.note(self)
+        return before
+
+    def idle_rows(self) -> dict[int, Idle]:
+        """The rows of each block that hold no live token, where there are any. O(1), or O(entries)
+        of a ring."""
+        size = self.allocator.page_size
+        if self.ring is None:
+            tail = len(self.blocks) * size - self.tokens
+            return {self.blocks[-1]: Idle(tail, 0)} if tail else {}
+        idle: dict[int, Idle] = {}
+        for entry, block in enumerate(self.blocks):
+            written, live = self.ring.rows(entry, self.tokens, size)
+            if live < size:
+                idle[block] = Idle(size - written, written - live)
+        return idle
 
     def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
         """The blocks that hold the tokens at [start, end), in their order. In a ring the last may
@@ -75,8 +104,10 @@ class BlockTable:
         self.last_reserved = allocator.tokens_reserved
         shared = self._shared_entries(start, end)
         missing = self._entries_for(end) - len(self.blocks)
+        tokens = max(self.tokens, end)
         if not shared and missing <= 0:
             self._reserved_end = end
+            self.change(self.blocks, tokens)
             return {}
         fresh = {
             name: iter(blocks)
@@ -87,14 +118,14 @@ class BlockTable:
         for entry in shared:
             block = blocks[entry]
             copies[block] = blocks[entry] = next(fresh[allocator.format_of(block).name])
-        self.blocks = (*blocks, *fresh.get(self.page_format, ()))
+        self.change((*blocks, *fresh.get(self.page_format, ())), tokens)
         self._reserved_end = end
         allocator.release(copies)
         allocator.cow_copies += len(copies)
         return copies
 
     def append(self, formats: list[str]) -> None:
-        """Own new blocks of these formats, behind the others; all or none.
+        """Own new blocks of these formats, full of tokens, behind the others; all or none.
 
         Raises:
             PoolExhausted: there are not enough blocks; nothing was changed.
@@ -104,14 +135,15 @@ class BlockTable:
             name: iter(blocks)
             for name, blocks in self.allocator.take_free(Counter(formats)).items()
         }
-        self.blocks += tuple([next(fresh[name]) for name in formats])
+        blocks = (*self.blocks, *[next(fresh[name]) for name in formats])
+        self.change(blocks, len(blocks) * self.allocator.page_size)
 
     def exchange(self, others: Mapping[int, int]) -> None:
         """Hold other blocks in use in the place of some, which are released."""
         self.forget_reserved()
         mine = [block for block in self.blocks if block in others]
         self.allocator.retain([others[block] for block in mine])
-        self.blocks = tuple([others.get(block, block) for block in self.blocks])
+        self.change(tuple([others.get(block, block) for block in self.blocks]), self.tokens)
         self.allocator.release(mine)
 
     def truncate(self, num_tokens: int) -> None:
@@ -123,10 +155,15 @@ class BlockTable:
         assert num_tokens >= 0, num_tokens
         self.forget_reserved()
         keep = self._entries_for(num_tokens)
-        tail = self.blocks[keep:]
+        tail = self.change(self.blocks[:keep], num_tokens)[keep:]
         if tail:
-            self.blocks = self.blocks[:keep]
             self.allocator.release(tail)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Note that a ring that was used again holds the window behind so many tokens only; its
+        blocks stay."""
+        self.forget_reserved()
+        self.change(self.blocks, num_tokens)
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)

@@ -14,6 +14,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import MAX_SLAB_BYTES, LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.stats import GroupStats
 from paged_kv.window import Window
 
 
@@ -162,6 +163,14 @@ class LayerGroup:
         allocator.apply_moves(moves)
         self.compact()
         return {name: len(moves)}
+
+    def stats(self) -> GroupStats:
+        """A snapshot. Nothing is released that finalisers left. O(slabs)."""
+        return GroupStats(
+            **vars(self.allocator.snapshot()),
+            layers=len(self.layers),
+            window=self.window.size if self.window else None,
+        )
 
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the moves."""

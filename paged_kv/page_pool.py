@@ -33,7 +33,7 @@ from paged_kv.pending_step import PendingStep
 from paged_kv.pool_room import PoolRoom
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
-from paged_kv.stats import PoolStats, sum_counts
+from paged_kv.stats import Compaction, PoolStats
 from paged_kv.window import Window
 
 logger = logging.getLogger("paged_kv")
@@ -54,6 +54,10 @@ class PagePool:
             less what is in use.
         beside: a pool with which this one shares its budget, instead of one of its own.
         name: what log messages call the pool.
+
+    Attributes:
+        prefix_queries: tokens of all prompts that were looked up in it.
+        prefix_hits: those of them that did not have to be computed again.
 
     Raises:
         ValueError: an argument is out of its range; the message says which.
@@ -82,6 +86,8 @@ class PagePool:
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
         self._room = PoolRoom(self.groups, self.budget, self.index, self.demotion_policy)
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         self._gather_fallbacks = 0
         self._fallback_reported = False
         open_pools.add(self)
@@ -246,19 +252,24 @@ class PagePool:
         return self._room.fits(needs)
 
     @locked
-    def compact(self) -> int:
-        """Move pages out of the emptiest slabs and give those back; returns the blocks moved.
+    def compact(self) -> Compaction:
+        """Move pages out of the emptiest slabs and give those back; returns what that did.
+        `stats().bytes_compactable` says beforehand what it would give back.
 
         Call it between steps: it waits for what is in flight, and copies each moved page once.
         """
-        return sum(group.compact() for group in self.groups)
+        return self._room.compact()
 
     @locked
     def clear(self) -> int:
         """Forget the prefixes that are not pinned, and give back every slab that holds no used
         block; returns how many."""
-        self.index.clear()
+        self.note_evictions("clear", self.index.clear())
         return self._room.give_back()
+
+    def note_evictions(self, reason: str, blocks: int) -> None:
+        """Count blocks' worth of cached tokens that were let go."""
+        self._room.evictions[reason] += blocks
 
     @locked
     def check(self) -> None:
@@ -269,29 +280,29 @@ class PagePool:
 
     @locked
     def stats(self) -> PoolStats:
-        """A snapshot of what the pool holds."""
-        groups = [group.allocator.stats() for group in self.groups if group.is_open]
+        """A snapshot of what the pool holds. O(slabs)."""
+        for group in self.groups:
+            if group.is_open:
+                group.allocator.drain()
+        return self.snapshot()
+
+    @locked
+    def snapshot(self) -> PoolStats:
+        """As `stats`, but nothing is released that finalisers left: for threads that only look."""
         return PoolStats(
             page_format=self.page_format.name,
             backend=self.backend.name,
-            blocks_used=sum(group.blocks_used for group in groups),
-            blocks_cached=sum(group.blocks_cached for group in groups),
-            blocks_free=sum(group.blocks_free for group in groups),
-            blocks_shared=sum(group.blocks_shared for group in groups),
-            evictions=self._room.evictions,
-            demotions=dict(self._room.demotions),
-            blocks_by_format=sum_counts(group.blocks_by_format for group in groups),
-            table_entries=sum(group.table_entries for group in groups),
-            slabs=sum(group.slabs for group in groups),
-            bytes_mapped=sum(group.bytes_mapped for group in groups),
-            bytes_active=sum(group.bytes_active for group in groups),
             bytes_budget=self.budget.max_bytes,
-            cow_copies=sum(group.cow_copies for group in groups),
-            allocation_failures=self._room.failures
-            + sum(group.allocation_failures for group in groups),
+            groups=tuple([group.stats() for group in self.groups if group.is_open]),
+            evictions=dict(self._room.evictions),
+            demotions=dict(self._room.demotions),
+            prefix_queries=self.prefix_queries,
+            prefix_hits=self.prefix_hits,
+            refusals=self._room.failures,
             gather_fallbacks=self._gather_fallbacks,
         )
 
+    @locked
     def _prepare(
         self, layer: int, sequences: list[Sequence], geometry: LayerGeometry, count: int
     ) -> LayerPages:

@@ -15,7 +15,7 @@ from paged_kv.allocator.demotion import DemotionPolicy
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.layer_group import LayerGroup
-from paged_kv.stats import sum_counts
+from paged_kv.stats import Compaction, sum_counts
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
 """Blocks that are to be free in each group, by page format."""
@@ -32,7 +32,7 @@ class PoolRoom:
 
     Attributes:
         demotions: blocks that became smaller, by their new format.
-        evictions: blocks' worth of cached tokens that were let go.
+        evictions: blocks' worth of cached tokens that were let go, by reason.
         failures: times that there was no room.
     """
 
@@ -44,7 +44,7 @@ class PoolRoom:
         policy: DemotionPolicy | None,
     ) -> None:
         self.demotions: Counter[str] = Counter()
-        self.evictions = 0
+        self.evictions: Counter[str] = Counter()
         self.failures = 0
         self._groups = groups
         self._budget = budget
@@ -81,6 +81,15 @@ class PoolRoom:
         open_groups = [group for group in self._groups if group.is_open]
         return sum(group.allocator.unmap_empty_slabs() for group in open_groups)
 
+    def compact(self) -> Compaction:
+        """Move pages out of the emptiest slabs and give those back; returns what that did."""
+        open_groups = [group for group in self._groups if group.is_open]
+        slabs = sum(len(group.allocator.slabs) for group in open_groups)
+        mapped = self._budget.mapped
+        moved = sum(group.compact() for group in open_groups)
+        left = sum(len(group.allocator.slabs) for group in open_groups)
+        return Compaction(moved, slabs - left, mapped - self._budget.mapped)
+
     def _make_at_any_price(self, needed: Callable[[], Needs]) -> None:
         """Make room for what would fit if nothing was cached and no slab was partly empty.
 
@@ -91,20 +100,17 @@ class PoolRoom:
         def fits() -> bool:
             return self._mapped_after(needed()) <= self._budget.max_bytes
 
-        for attempt in (self.give_back, self._compact, lambda: self._forget(fits), self._compact):
+        for attempt in (self.give_back, self.compact, lambda: self._forget(fits), self.compact):
             if fits():
                 return
             attempt()
 
-    def _compact(self) -> None:
-        for group in self._groups:
-            group.compact()
-
     def _forget(self, is_enough: Callable[[], bool]) -> None:
-        self.evictions += self._index.forget(is_enough)
+        self.evictions["exhausted"] += self._index.forget(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
-        self.evictions += self._index.evict(lambda: self._mapped_after(needed()) <= self._limit)
+        evicted = self._index.evict(lambda: self._mapped_after(needed()) <= self._limit)
+        self.evictions["room"] += evicted
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
         """Cached blocks of a group, by page format."""

@@ -65,17 +65,11 @@ class PrefixCache:
     Args:
         pool: where the pages are.
         has_states: whether the model has layers whose caches are not paged.
-
-    Attributes:
-        tokens_asked: tokens of all prompts that were looked up.
-        tokens_found: those of them that did not have to be computed again.
     """
 
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
         self.pool = pool
         self.lock = pool.lock
-        self.tokens_asked = 0
-        self.tokens_found = 0
         self._has_states = has_states
 
     def __len__(self) -> int:
@@ -105,9 +99,11 @@ class PrefixCache:
         most = self._bytes_used()
         if max_bytes is not None:
             most -= max(0, self.nbytes - max_bytes)
-        return self.pool.index.evict(
+        evicted = self.pool.index.evict(
             lambda: (max_prompts is None or len(self) <= max_prompts) and self._bytes_used() <= most
         )
+        self.pool.note_evictions("limit", evicted)
+        return evicted
 
     @locked
     def fetch(
@@ -117,8 +113,8 @@ class PrefixCache:
         if that is nothing. O(tokens). The pages that it gets later are of `page_format`."""
         match = self.pool.index.match(namespace, tokens)
         num_tokens, checkpoint = self._usable(match)
-        self.tokens_asked += len(tokens)
-        self.tokens_found += num_tokens
+        self.pool.prefix_queries += len(tokens)
+        self.pool.prefix_hits += num_tokens
         if not num_tokens:
             return None
         sequence = Sequence(self.pool) if checkpoint is None else checkpoint.rings.copy_rings()
@@ -199,4 +195,4 @@ class PrefixCache:
         """Bytes of the pages of all blocks that are not free. O(slabs)."""
         self._drain()
         formats = [each for group in self._open_groups() for each in group.allocator.formats]
-        return sum(sum(each.used.values()) * each.block_bytes for each in formats)
+        return sum(each.num_used * each.block_bytes for each in formats)

@@ -70,6 +70,7 @@ class Sequence:
         """The sequence's block table in a group that is open."""
         if group not in self._tables:
             self._tables[group] = group.new_table(self.page_format)
+            self._tables[group].owner = self.uid
         return self._tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
@@ -191,7 +192,7 @@ class Sequence:
         table = self.table(group)
         assert not table.blocks, "the sequence has tokens"
         group.allocator.retain(blocks)
-        table.blocks = tuple(blocks)
+        table.change(tuple(blocks), len(blocks) * group.allocator.page_size)
 
     def begin_at(self, num_tokens: int) -> None:
         """Note that so many tokens are there, in every layer that is ever written."""
@@ -212,6 +213,7 @@ class Sequence:
         copy._shrink()
         for group in groups:
             copy._tables[group] = group.allocator.fork(self._tables[group])
+            copy._tables[group].owner = copy.uid
         return copy
 
     def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
@@ -225,10 +227,11 @@ class Sequence:
         for group, table in self._tables.items():
             window, layers = group.window, group.layers
             written = max(self.written_lens[layer] for layer in layers)
+            tokens = max(self.context_lens[layer] for layer in layers)
             if window is not None and window.first_held(written):
-                table.forget_reserved()
+                table.rewind(tokens)
             else:
-                table.truncate(max(self.context_lens[layer] for layer in layers))
+                table.truncate(tokens)
 
 
 def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:
