@@ -11,16 +11,18 @@ The states of a block and what moves it between them:
 `check()` verifies this, and every reference count against the block tables.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.books import check_books
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
 from paged_kv.allocator.idle_rows import IdleRows
-from paged_kv.allocator.ref_counts import Follow, NotUsed, RefCounts
+from paged_kv.allocator.ref_counts import Follow, RefCounts
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
 
@@ -39,8 +41,11 @@ class BlockAllocator:
             leaves everything as it was.
         unmap_slab: called with (slab) when a slab is given back.
         page_format: the format of those blocks, and of new tables that are not told another.
+        events: is told what happens.
 
     Attributes:
+        refs: the reference counts.
+        idle_rows: which rows of used blocks hold no live token.
         tables: those that were made and not dropped.
         tokens_reserved: tokens that all tables ever reserved blocks for.
     """
@@ -53,11 +58,13 @@ class BlockAllocator:
         map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None,
         unmap_slab: Callable[[int], None] = lambda slab: None,
         page_format: str = "fp16",
+        events: Events = NO_EVENTS,
     ) -> None:
         require_positive("page_size", page_size)
         self.page_size = page_size
         self.budget = budget
         self.page_format = page_format
+        self.events = events
         self.tables: set[BlockTable] = set()
         self.tokens_reserved = 0
         self.cow_copies = 0
@@ -66,14 +73,16 @@ class BlockAllocator:
         self._unmap_slab = unmap_slab
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
-        self._refs = RefCounts(self._count_cached)
-        self.idle_rows = IdleRows(self._refs.holders, self.format_of)
+        self.refs = RefCounts(self._count_cached, self._not_used)
+        self.idle_rows = IdleRows(self.refs.holders, self.format_of)
         self._dropped: deque[BlockTable] = deque()
+        events.sized(self, {page_format: block_bytes})
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
         """Let blocks be of another format too; one that is known is returned as it is."""
         if page_format not in self._formats:
             self._formats[page_format] = FormatSlabs(page_format, block_bytes)
+            self.events.sized(self, {page_format: block_bytes})
         return self._formats[page_format]
 
     @property
@@ -101,7 +110,7 @@ class BlockAllocator:
 
     def ref_count(self, block: int) -> int:
         """References to a block, those of dropped tables included until `drain`; 0 if free."""
-        return self._refs.counts.get(block, 0)
+        return self.refs.counts.get(block, 0)
 
     def available(self, page_format: str | None = None) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
@@ -119,15 +128,20 @@ class BlockAllocator:
     def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:
         """An empty block table, known to this allocator until it is dropped."""
         self.drain()
-        return self._register(BlockTable(self, (), page_format or self.page_format, ring))
+        table = BlockTable(self, (), page_format or self.page_format, ring)
+        self.tables.add(table)
+        self.events.made(table)
+        return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks, each with one reference more. O(blocks)."""
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        fork = self._register(BlockTable(self, (), table.page_format, table.ring))
+        fork = BlockTable(self, (), table.page_format, table.ring)
+        self.tables.add(fork)
         fork.change(table.blocks, table.tokens)
+        self.events.forked(table, fork)
         return fork
 
     def drop(self, table: BlockTable) -> None:
@@ -185,7 +199,7 @@ class BlockAllocator:
         self._grow(needs)
         taken = {name: self._formats[name].take(count) for name, count in needs.items()}
         for blocks in taken.values():
-            self._refs.begin(blocks)
+            self.refs.begin(blocks)
         return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -195,10 +209,7 @@ class BlockAllocator:
             BlockStateError: one of them is not in use; nothing was changed.
         """
         blocks = list(blocks)
-        try:
-            self._refs.retain(blocks)
-        except NotUsed as error:
-            raise self._not_used(error) from None
+        self.refs.retain(blocks)
         self.idle_rows.recount(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -209,10 +220,7 @@ class BlockAllocator:
                 use; nothing was changed.
         """
         blocks = list(blocks)
-        try:
-            freed = self._refs.release(blocks)
-        except NotUsed as error:
-            raise self._not_used(error) from None
+        freed = self.refs.release(blocks)
         self.idle_rows.recount(blocks)
         if freed:
             self._free(sorted(freed))
@@ -220,14 +228,13 @@ class BlockAllocator:
     def keep(self, block: int, follow: Follow) -> None:
         """Take a reference to a block in use, for the prefix index; `follow` is called with
         (allocator, block, other block) when its pages were moved."""
-        try:
-            self._refs.keep(block, follow)
-        except NotUsed as error:
-            raise self._not_used(error) from None
+        self.refs.keep(block, follow)
+        self.events.kept(self, block)
 
     def let_go(self, block: int) -> None:
         """Give back the reference that `keep` took."""
-        self._free(self._refs.let_go(block))
+        self._free(self.refs.let_go(block))
+        self.events.let_go(self, block)
 
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
@@ -239,7 +246,7 @@ class BlockAllocator:
         for slabs in self.formats:
             victims = slabs.slabs_to_empty()
             targets = (block for block in slabs.free if slab_of(block) not in victims)
-            sources = sorted(block for block in self._refs.counts if slab_of(block) in victims)
+            sources = sorted(block for block in self.refs.counts if slab_of(block) in victims)
             moves.update(zip(sources, targets, strict=False))
         return moves
 
@@ -248,7 +255,7 @@ class BlockAllocator:
         maybe of another format."""
         for source, target in moves.items():
             self.format_of(target).take_block(target)
-            follow = self._refs.move(source, target)
+            follow = self.refs.move(source, target)
             if follow is not None:
                 follow(self, source, target)
         for table in self.tables:
@@ -256,6 +263,7 @@ class BlockAllocator:
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
                 self.idle_rows.note(table)
         self._free(sorted(moves))
+        self.events.moved(self, moves)
 
     def unmap_empty_slabs(self) -> int:
         """Give back every slab in which no block is used; returns how many."""
@@ -285,6 +293,7 @@ class BlockAllocator:
         self.budget.take(growth)
         for name, size in block_bytes.items():
             self._formats[name].block_bytes = size
+        self.events.sized(self, block_bytes)
 
     def stats(self) -> AllocatorStats:
         """A snapshot. O(slabs)."""
@@ -293,7 +302,7 @@ class BlockAllocator:
 
     def snapshot(self) -> AllocatorStats:
         """As `stats`, but nothing is released that finalisers left: for threads that only look."""
-        refs = self._refs
+        refs = self.refs
         entries = refs.total - len(refs.kept)
         return AllocatorStats(
             formats=tuple([each.stats(self.page_size) for each in self._formats.values()]),
@@ -308,26 +317,14 @@ class BlockAllocator:
             ),
         )
 
+    def references(self) -> tuple[dict[int, int], list[int]]:
+        """A copy of all reference counts, and the blocks of which one is the prefix index's."""
+        return dict(self.refs.counts), list(self.refs.kept)
+
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
         self.drain()
-        free = [block for slabs in self.formats for block in slabs.free]
-        used = self._refs.counts
-        mapped = {block for slab, pages in self.slabs.items() for block in block_range(slab, pages)}
-        assert len(free) == len(set(free)), "a block is free twice"
-        assert not used.keys() & set(free), "a block is free and used"
-        assert used.keys() | set(free) == mapped, "a block is lost, or lies outside every slab"
-        self._refs.check(block for table in self.tables for block in table.blocks)
-        in_slab = Counter(map(slab_of, used))
-        for slabs in self.formats:
-            assert slabs.used == {slab: in_slab[slab] for slab in slabs.slabs}, "a count is wrong"
-            assert all(self._slab_format[slab] is slabs for slab in slabs.slabs)
-            slabs.check()
-        cached = Counter(self.format_of(b).name for b in self._refs.kept if self._refs.is_cached(b))
-        assert cached == Counter({each.name: each.num_cached for each in self.formats}), "cached"
-        self.idle_rows.check(self.tables, self.formats)
-        bytes_mapped = sum(each.capacity * each.block_bytes for each in self.formats)
-        assert bytes_mapped <= self.budget.mapped <= self.budget.max_bytes
+        check_books(self)
 
     def _plans(self, needs: Mapping[str, int], left: int) -> list[tuple[FormatSlabs, SlabPlan]]:
         """The slabs to map, until so many blocks of each format are free."""
@@ -360,15 +357,12 @@ class BlockAllocator:
                 self._unmap(slab)
             raise
 
-    def _register(self, table: BlockTable) -> BlockTable:
-        self.tables.add(table)
-        return table
-
     def _forget(self, table: BlockTable) -> None:
         assert table.allocator is self, "this table is another allocator's"
         blocks = table.change((), 0)
         self.release(blocks)
         self.tables.discard(table)
+        self.events.dropped(table)
 
     def _map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
         self._map_slab(plan.slab, plan.pages, slabs.name)
@@ -402,8 +396,7 @@ class BlockAllocator:
     def _count_cached(self, block: int, change: int) -> None:
         self.format_of(block).num_cached += change
 
-    def _not_used(self, error: NotUsed) -> BlockStateError:
-        block: int = error.args[0]
+    def _not_used(self, block: int) -> BlockStateError:
         pages = self.slabs.get(slab_of(block), 0)
         known = block in block_range(slab_of(block), pages)
         return BlockStateError(block, "free" if known else "unknown to this pool")

@@ -108,6 +108,7 @@ class BlockTable:
         if not shared and missing <= 0:
             self._reserved_end = end
             self.change(self.blocks, tokens)
+            allocator.events.written(self, start, end, 0, 0)
             return {}
         fresh = {
             name: iter(blocks)
@@ -122,6 +123,7 @@ class BlockTable:
         self._reserved_end = end
         allocator.release(copies)
         allocator.cow_copies += len(copies)
+        allocator.events.written(self, start, end, max(0, missing), len(copies))
         return copies
 
     def append(self, formats: list[str]) -> None:
@@ -135,8 +137,10 @@ class BlockTable:
             name: iter(blocks)
             for name, blocks in self.allocator.take_free(Counter(formats)).items()
         }
+        begin = len(self.blocks) * self.allocator.page_size
         blocks = (*self.blocks, *[next(fresh[name]) for name in formats])
         self.change(blocks, len(blocks) * self.allocator.page_size)
+        self.allocator.events.written(self, begin, self.tokens, len(formats), 0)
 
     def exchange(self, others: Mapping[int, int]) -> None:
         """Hold other blocks in use in the place of some, which are released."""
@@ -158,12 +162,14 @@ class BlockTable:
         tail = self.change(self.blocks[:keep], num_tokens)[keep:]
         if tail:
             self.allocator.release(tail)
+        self.allocator.events.trimmed(self)
 
     def rewind(self, num_tokens: int) -> None:
-        """Note that a ring that was used again holds the window behind so many tokens only; its
-        blocks stay."""
+        """Note that there are so many tokens; the blocks stay. For a ring that was used again, and
+        for blocks that were filled."""
         self.forget_reserved()
         self.change(self.blocks, num_tokens)
+        self.allocator.events.trimmed(self)
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)

@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from paged_kv.allocator.errors import BlockStateError
+
 if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
 
 Follow = Callable[["BlockAllocator", int, int], None]
-
-
-class NotUsed(Exception):
-    """A block has no reference; `args` is the block."""
 
 
 class RefCounts:
@@ -23,6 +21,7 @@ class RefCounts:
     Args:
         count_cached: called with (block, change) when a block becomes one that nobody but the
             prefix index holds (1), or is no longer one (-1).
+        not_used: the error for a block that has no reference.
 
     Attributes:
         counts: references of each block; a free block is missing.
@@ -31,12 +30,17 @@ class RefCounts:
         shared: blocks with more than one reference.
     """
 
-    def __init__(self, count_cached: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        count_cached: Callable[[int, int], None],
+        not_used: Callable[[int], BlockStateError],
+    ) -> None:
         self.counts: dict[int, int] = {}
         self.kept: dict[int, Follow] = {}
         self.total = 0
         self.shared = 0
         self._count_cached = count_cached
+        self._not_used = not_used
 
     def holders(self, block: int) -> int:
         """Tables that hold a block."""
@@ -55,12 +59,12 @@ class RefCounts:
         """Add a reference to each block.
 
         Raises:
-            NotUsed: one of them has none; nothing was changed.
+            BlockStateError: one of them has none; nothing was changed.
         """
         counts, kept = self.counts, self.kept
         for block in blocks:
             if block not in counts:
-                raise NotUsed(block)
+                raise self._not_used(block)
         for block in blocks:
             count = counts[block]
             counts[block] = count + 1
@@ -74,7 +78,8 @@ class RefCounts:
         """Take a reference from each block; returns those that have none left.
 
         Raises:
-            NotUsed: a block is named more often than it has references; nothing was changed.
+            BlockStateError: a block is named more often than it has references;
+                nothing was changed.
         """
         freed, single = [], []
         counts = self.counts
@@ -88,7 +93,7 @@ class RefCounts:
                     single.append(block)
             else:
                 counts.update(Counter(counts) + Counter(blocks[:done]))
-                raise NotUsed(block)
+                raise self._not_used(block)
         self.total -= len(blocks)
         self.shared -= len(single)
         for block in single:
@@ -100,7 +105,7 @@ class RefCounts:
         """Take the prefix index's reference to a block in use.
 
         Raises:
-            NotUsed: it has none; nothing was changed.
+            BlockStateError: it has none; nothing was changed.
         """
         self.retain([block])
         self.kept[block] = follow

@@ -8,6 +8,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
+from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -34,6 +35,7 @@ class LayerGroup:
         backend: Backend,
         budget: ByteBudget,
         smaller_formats: tuple[PageFormat, ...] = (),
+        events: Events = NO_EVENTS,
     ) -> None:
         self.layers = layers
         self.window = window
@@ -45,6 +47,7 @@ class LayerGroup:
         self.latest_rows = PageRows((), (), ())
         self._backend = backend
         self._budget = budget
+        self._events = events
         self._allocator: BlockAllocator | None = None
         self._all_layers_known = False
 
@@ -220,6 +223,7 @@ class LayerGroup:
                 self._map_slab,
                 self._unmap_slab,
                 first,
+                self._events,
             )
             for name, size in block_bytes.items():
                 self._allocator.add_format(name, size)

@@ -27,13 +27,15 @@ from paged_kv.kernels.page_format import (
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
 from paged_kv.locked import locked
-from paged_kv.open_pools import open_pools
+from paged_kv.open_pools import note_open
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
 from paged_kv.pending_step import PendingStep
+from paged_kv.pool_counts import PoolCounts
 from paged_kv.pool_room import PoolRoom
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
 from paged_kv.stats import Compaction, PoolStats
+from paged_kv.trace import events_of
 from paged_kv.window import Window
 
 logger = logging.getLogger("paged_kv")
@@ -53,11 +55,12 @@ class PagePool:
         max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
             less what is in use.
         beside: a pool with which this one shares its budget, instead of one of its own.
+        trace: a file in which to record what happens to blocks, see `paged_kv.trace`. None means
+            the one that PAGED_KV_TRACE names, if it does.
         name: what log messages call the pool.
 
     Attributes:
-        prefix_queries: tokens of all prompts that were looked up in it.
-        prefix_hits: those of them that did not have to be computed again.
+        counts: what has happened in it.
 
     Raises:
         ValueError: an argument is out of its range; the message says which.
@@ -71,6 +74,7 @@ class PagePool:
         page_format: FormatChoice = "fp16",
         max_bytes: int | None = None,
         beside: PagePool | None = None,
+        trace: str | None = None,
         name: str = "pool",
     ) -> None:
         self.num_layers = num_layers
@@ -82,15 +86,15 @@ class PagePool:
         own = recommended_bytes() if max_bytes is None else max_bytes
         self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
         self.lock = self.budget.lock
+        self.counts = PoolCounts(events_of(self, trace))
         self.groups = self._new_groups()
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
-        self._room = PoolRoom(self.groups, self.budget, self.index, self.demotion_policy)
+        self._room = PoolRoom(
+            self.groups, self.budget, self.index, self.demotion_policy, self.counts
+        )
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
-        self.prefix_queries = 0
-        self.prefix_hits = 0
-        self._gather_fallbacks = 0
         self._fallback_reported = False
-        open_pools.add(self)
+        note_open(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
 
     def __repr__(self) -> str:
@@ -264,12 +268,8 @@ class PagePool:
     def clear(self) -> int:
         """Forget the prefixes that are not pinned, and give back every slab that holds no used
         block; returns how many."""
-        self.note_evictions("clear", self.index.clear())
+        self.counts.evictions["clear"] += self.index.clear()
         return self._room.give_back()
-
-    def note_evictions(self, reason: str, blocks: int) -> None:
-        """Count blocks' worth of cached tokens that were let go."""
-        self._room.evictions[reason] += blocks
 
     @locked
     def check(self) -> None:
@@ -294,12 +294,7 @@ class PagePool:
             backend=self.backend.name,
             bytes_budget=self.budget.max_bytes,
             groups=tuple([group.stats() for group in self.groups if group.is_open]),
-            evictions=dict(self._room.evictions),
-            demotions=dict(self._room.demotions),
-            prefix_queries=self.prefix_queries,
-            prefix_hits=self.prefix_hits,
-            refusals=self._room.failures,
-            gather_fallbacks=self._gather_fallbacks,
+            **self.counts.frozen(),
         )
 
     @locked
@@ -379,6 +374,7 @@ class PagePool:
                 self.backend,
                 self.budget,
                 () if window else self._smaller_formats(),
+                self.counts.events,
             )
             for window, members in layers.items()
         ]
@@ -388,7 +384,7 @@ class PagePool:
         return tuple(map(page_format_named, policy.page_formats)) if policy else ()
 
     def _note_gather(self, layer: int) -> None:
-        self._gather_fallbacks += 1
+        self.counts.gather_fallbacks += 1
         if not self._fallback_reported:
             self._fallback_reported = True
             logger.warning(

@@ -62,7 +62,7 @@ def load_pages(
     pages.load(dict(zip(table.blocks, contents, strict=False)))
     sequence.restore(layer, context_len, written_len)
     with pool.lock:
-        table.change(table.blocks, context_len)
+        table.rewind(context_len)
 
 
 def _held(pool: PagePool, layer: int, sequence: Sequence) -> tuple[int, ...]:

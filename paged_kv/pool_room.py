@@ -15,6 +15,7 @@ from paged_kv.allocator.demotion import DemotionPolicy
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.layer_group import LayerGroup
+from paged_kv.pool_counts import PoolCounts
 from paged_kv.stats import Compaction, sum_counts
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
@@ -29,11 +30,7 @@ class PoolRoom:
         budget: the bytes that they may map, maybe with groups of other pools.
         index: whose cached blocks may be evicted.
         policy: which pages become smaller, and from when on; None if none do.
-
-    Attributes:
-        demotions: blocks that became smaller, by their new format.
-        evictions: blocks' worth of cached tokens that were let go, by reason.
-        failures: times that there was no room.
+        counts: where evictions, demotions and refusals are counted.
     """
 
     def __init__(
@@ -42,10 +39,9 @@ class PoolRoom:
         budget: ByteBudget,
         index: PrefixIndex,
         policy: DemotionPolicy | None,
+        counts: PoolCounts,
     ) -> None:
-        self.demotions: Counter[str] = Counter()
-        self.evictions: Counter[str] = Counter()
-        self.failures = 0
+        self._counts = counts
         self._groups = groups
         self._budget = budget
         self._index = index
@@ -106,11 +102,11 @@ class PoolRoom:
             attempt()
 
     def _forget(self, is_enough: Callable[[], bool]) -> None:
-        self.evictions["exhausted"] += self._index.forget(is_enough)
+        self._counts.evictions["exhausted"] += self._index.forget(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
         evicted = self._index.evict(lambda: self._mapped_after(needed()) <= self._limit)
-        self.evictions["room"] += evicted
+        self._counts.evictions["room"] += evicted
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
         """Cached blocks of a group, by page format."""
@@ -130,7 +126,7 @@ class PoolRoom:
             demoted = [group.demote(self._policy, pressure) for group in groups]
             if not any(demoted):
                 return
-            self.demotions.update(sum_counts(demoted))
+            self._counts.demotions.update(sum_counts(demoted))
 
     def _mapped_after(self, needs: Needs) -> int:
         """Bytes mapped when what is needed is free; more than the budget if it does not hold
@@ -144,7 +140,7 @@ class PoolRoom:
         try:
             self._left_after(needs)
         except PoolExhausted:
-            self.failures += 1
+            self._counts.refusals += 1
             raise
 
     def _left_after(self, needs: Needs) -> int:

@@ -102,7 +102,7 @@ class PrefixCache:
         evicted = self.pool.index.evict(
             lambda: (max_prompts is None or len(self) <= max_prompts) and self._bytes_used() <= most
         )
-        self.pool.note_evictions("limit", evicted)
+        self.pool.counts.evictions["limit"] += evicted
         return evicted
 
     @locked
@@ -113,8 +113,7 @@ class PrefixCache:
         if that is nothing. O(tokens). The pages that it gets later are of `page_format`."""
         match = self.pool.index.match(namespace, tokens)
         num_tokens, checkpoint = self._usable(match)
-        self.pool.prefix_queries += len(tokens)
-        self.pool.prefix_hits += num_tokens
+        self.pool.counts.look_up(len(tokens), num_tokens)
         if not num_tokens:
             return None
         sequence = Sequence(self.pool) if checkpoint is None else checkpoint.rings.copy_rings()
@@ -143,6 +142,8 @@ class PrefixCache:
         ]
         checkpoint = self._checkpoint(sequence, num_tokens, states)
         self.pool.index.insert(namespace, known, blocks, checkpoint)
+        for group in groups:
+            group.allocator.events.inserted(sequence.table(group), num_tokens)
         return num_tokens
 
     def _checkpoint(self, sequence: Sequence, num_tokens: int, states: Any) -> Checkpoint | None:

@@ -193,6 +193,7 @@ class Sequence:
         assert not table.blocks, "the sequence has tokens"
         group.allocator.retain(blocks)
         table.change(tuple(blocks), len(blocks) * group.allocator.page_size)
+        group.allocator.events.adopted(table, blocks)
 
     def begin_at(self, num_tokens: int) -> None:
         """Note that so many tokens are there, in every layer that is ever written."""
