@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 LARGEST_SEQUENCES = 10
+LONGEST_COMMAND = 200
 
 
 class SequenceView(NamedTuple):
@@ -119,7 +120,8 @@ def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessV
     """What the pools of this process hold. Those that are busy for so long are left out."""
     views = [view_pool(pool, patience_s) for pool in sorted(pools, key=lambda pool: pool.serial)]
     there = tuple([view for view in views if view is not None])
-    return ProcessView(os.getpid(), " ".join(sys.orig_argv), time.time(), there)
+    command = " ".join(" ".join(sys.orig_argv).split())[:LONGEST_COMMAND]
+    return ProcessView(os.getpid(), command, time.time(), there)
 
 
 def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:

@@ -50,6 +50,8 @@ def running_process(pid: int) -> ProcessView:
 
 def _require_own(pid: int) -> None:
     try:
+        if process_start(pid) is None:
+            raise ProcessLookupError
         os.kill(pid, 0)
     except PermissionError:
         raise PermissionError(

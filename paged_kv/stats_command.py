@@ -110,7 +110,14 @@ def _watch(arguments: argparse.Namespace) -> int:
     from paged_kv.stats_watch import watch
 
     pid = _view(arguments).pid
-    watch(lambda: running_process(pid), Console(highlight=False), arguments.interval)
+
+    def look() -> ProcessView:
+        try:
+            return running_process(pid)
+        except ProcessLookupError:
+            raise ProcessLookupError(f"process {pid} has ended") from None
+
+    watch(look, Console(highlight=False), arguments.interval)
     return 0
 
 

@@ -102,9 +102,10 @@ def events(stats: PoolStats) -> Text:
 
 def process_list(views: list[ProcessView]) -> Table:
     """A row for each process."""
-    table = Table("pid", "pools", box=None, pad_edge=False)
-    for name in ("active", "mapped", "command"):
-        table.add_column(name, justify="left" if name == "command" else "right", no_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for name in ("pid", "pools", "active", "mapped"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("command", overflow="fold")
     for view in views:
         active, mapped = (
             format_size(sum(getattr(pool.stats, name) for pool in view.pools))

@@ -131,6 +131,7 @@ class TracedPool(Events):
         self._file = file
         self._pool = next(file.numbers["pool"])
         self._groups: dict[BlockAllocator, int] = {}
+        self._sizes: dict[tuple[BlockAllocator, str], int] = {}
         self._begun: set[BlockAllocator] = set()
         self._tables: dict[BlockTable, int] = {}
         self._joined: dict[BlockTable, tuple[int, int]] = {}
@@ -144,7 +145,9 @@ class TracedPool(Events):
         if allocator not in self._groups:
             self._groups[allocator] = next(self._file.numbers["group"])
         for name, size in block_bytes.items():
-            self._file.line("B", self._groups[allocator], size, name)
+            if self._sizes.get((allocator, name)) != size:
+                self._sizes[allocator, name] = size
+                self._file.line("B", self._groups[allocator], size, name)
 
     def made(self, table: BlockTable) -> None:
         """See `Events`."""
