@@ -21,6 +21,7 @@ from paged_kv.integrations.admission import (
 from paged_kv.integrations.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.paged_prompt_cache import PagedPromptCache
 from paged_kv.integrations.promising_batch import PromisingBatch
+from paged_kv.integrations.status_page import answer_for
 
 
 class PagedResponseGenerator(server.ResponseGenerator):
@@ -120,7 +121,19 @@ class Refusal(BaseException):
 
 
 class PagedAPIHandler(server.APIHandler):
-    """mlx-lm's, which says why a request was refused."""
+    """mlx-lm's, which says why a request was refused, and shows what the pools hold."""
+
+    def do_GET(self) -> None:
+        """See mlx-lm's, and `status_page`."""
+        answer = answer_for(self.path)
+        if answer is None:
+            super().do_GET()  # type: ignore[no-untyped-call]
+            return
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.content)
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         """See mlx-lm's."""
