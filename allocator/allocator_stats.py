@@ -169,7 +169,7 @@ class AllocatorStats(BlockTotals):
 
     Attributes:
         formats: the blocks of each page format.
-        blocks_shared: blocks with more than one holder, sequences and the prefix index.
+        blocks_shared: blocks that more than one sequence holds.
         table_entries: entries of all block tables.
         tables: block tables, one a sequence.
         tables_dropped: those of them that were dropped, and whose blocks the next call frees.

@@ -27,7 +27,7 @@ class RefCounts:
         counts: references of each block; a free block is missing.
         kept: the blocks that the prefix index holds, and whom to tell when their pages move.
         total: references of all blocks.
-        shared: blocks with more than one reference.
+        shared: blocks that several tables hold.
     """
 
     def __init__(
@@ -68,9 +68,11 @@ class RefCounts:
         for block in blocks:
             count = counts[block]
             counts[block] = count + 1
-            if count == 1:
-                self.shared += 1
-                if block in kept:
+            if count <= 2:
+                holders = count - (block in kept)
+                if holders == 1:
+                    self.shared += 1
+                elif holders == 0:
                     self._count_cached(block, -1)
         self.total += len(blocks)
 
@@ -81,7 +83,8 @@ class RefCounts:
             BlockStateError: a block is named more often than it has references;
                 nothing was changed.
         """
-        freed, single = [], []
+        freed: list[int] = []
+        few: list[tuple[int, int]] = []
         counts = self.counts
         for done, block in enumerate(blocks):
             count = counts.pop(block, 0)
@@ -89,15 +92,17 @@ class RefCounts:
                 freed.append(block)
             elif count > 1:
                 counts[block] = count - 1
-                if count == 2:
-                    single.append(block)
+                if count <= 3:
+                    few.append((block, count - 1))
             else:
                 counts.update(Counter(counts) + Counter(blocks[:done]))
                 raise self._not_used(block)
         self.total -= len(blocks)
-        self.shared -= len(single)
-        for block in single:
-            if block in self.kept:
+        for block, left in few:
+            holders = left - (block in self.kept)
+            if holders == 1:
+                self.shared -= 1
+            elif holders == 0:
                 self._count_cached(block, 1)
         return freed
 
@@ -107,15 +112,23 @@ class RefCounts:
         Raises:
             BlockStateError: it has none; nothing was changed.
         """
-        self.retain([block])
+        if block not in self.counts:
+            raise self._not_used(block)
+        self.counts[block] += 1
+        self.total += 1
         self.kept[block] = follow
 
     def let_go(self, block: int) -> list[int]:
         """Give the prefix index's reference back; returns the block if that was the last one."""
-        if self.is_cached(block):
-            self._count_cached(block, -1)
+        was_cached = self.is_cached(block)
         del self.kept[block]
-        return self.release([block])
+        self.total -= 1
+        if was_cached:
+            self._count_cached(block, -1)
+            del self.counts[block]
+            return [block]
+        self.counts[block] -= 1
+        return []
 
     def move(self, source: int, target: int) -> Follow | None:
         """All references are to another block now; returns whom to tell."""
@@ -135,5 +148,5 @@ class RefCounts:
         found.update(self.kept.keys())
         assert dict(found) == self.counts, "references and table entries differ"
         assert self.total == found.total(), "references are miscounted"
-        shared = sum(count > 1 for count in self.counts.values())
+        shared = sum(self.holders(block) > 1 for block in self.counts)
         assert self.shared == shared, "shared blocks are miscounted"

@@ -93,7 +93,7 @@ class PoolStats(BlockTotals):
 
     @property
     def blocks_shared(self) -> int:
-        """Blocks with more than one holder, sequences and the prefix index."""
+        """Blocks that more than one sequence holds."""
         return sum(group.blocks_shared for group in self.groups)
 
     @property

@@ -52,11 +52,9 @@ def draw(history: History, path: Path) -> None:
 def _draw_blocks(history: History, axes: Any) -> None:
     times = [sample.seconds for sample in history.samples]
     stats = [sample.stats for sample in history.samples]
-    unshared = [each.blocks_used - min(each.blocks_used, each.blocks_shared) for each in stats]
-    shared = [each.blocks_used - own for each, own in zip(stats, unshared, strict=True)]
     parts = {
-        "used": (unshared, COLOURS[USED]),
-        "shared": (shared, COLOURS[SHARED]),
+        "used": ([each.blocks_used - each.blocks_shared for each in stats], COLOURS[USED]),
+        "shared": ([each.blocks_shared for each in stats], COLOURS[SHARED]),
         "cached": ([each.blocks_cached for each in stats], COLOURS[CACHED]),
         "free": ([each.blocks_free for each in stats], COLOURS[FREE]),
     }

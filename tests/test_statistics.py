@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import tracemalloc
+from collections import Counter
 from threading import Event, Thread
 from timeit import repeat
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_map import block_map, packed, unpacked
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.ring import Ring
+from paged_kv.prefix_cache import PrefixCache
 from paged_kv.window import Window
 from tests.books import assert_books_balance, used_rows
 
@@ -147,7 +150,7 @@ def test_snapshots_from_another_thread_are_of_one_moment() -> None:
                 assert_books_balance(stats, stats.bytes_mapped)
                 for group in stats.groups:
                     assert group.table_entries >= group.blocks_used - group.blocks_cached
-                    assert group.blocks_shared <= group.blocks_used + group.blocks_cached
+                    assert group.blocks_shared <= group.blocks_used
             except BaseException as error:
                 wrong.append(error)
                 return
@@ -216,3 +219,50 @@ def test_metadata_is_about_what_python_takes(pages: int) -> None:
 def test_what_is_no_snapshot_is_refused(content: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a snapshot of this version"):
         PoolStats.from_dict(content)
+
+
+def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    prefixes = PrefixCache(pool, has_states=False)
+    first = new_caches(pool)
+    write(first, 300)
+    prefixes.insert("", list(range(300)), first[0].sequences[0], None)
+
+    def states() -> tuple[int, int, int]:
+        seen = pool.stats()
+        pool.check()
+        (slab,) = block_map(pool.groups[0].allocator)()
+        assert Counter(slab.states) == {
+            letter: count
+            for letter, count in (
+                ("u", seen.blocks_used - seen.blocks_shared),
+                ("s", seen.blocks_shared),
+                ("c", seen.blocks_cached),
+                (".", seen.blocks_free),
+            )
+            if count
+        }
+        assert unpacked(packed(slab.states)) == slab.states
+        return seen.blocks_used, seen.blocks_shared, seen.blocks_cached
+
+    assert states() == (2, 0, 0)
+    found = prefixes.fetch("", list(range(290)), pool.page_format)
+    assert found is not None
+    assert states() == (2, 2, 0)
+    assert (pool.stats().prefix_queries, pool.stats().prefix_hits) == (290, 289)
+    del first
+    gc.collect()
+    assert states() == (2, 0, 0)
+    assert used_rows(pool.stats()) == 289
+    del found
+    gc.collect()
+    assert states() == (0, 0, 2)
+    assert pool.stats().bytes_retained == pool.stats().bytes_mapped / 2
+    pool.clear()
+    assert pool.stats().evictions == {"clear": 2}
+
+
+@pytest.mark.parametrize("text", ["x", "3u", "u-1", "u٣", "u9999999"])
+def test_what_is_no_map_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no map of blocks"):
+        unpacked(text)
