@@ -11,6 +11,7 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.allocator.retired_blocks import RetiredBlocks
 from paged_kv.allocator.ring import Ring
 from paged_kv.process_view import PoolView
 from paged_kv.stats import GroupStats, PoolStats
@@ -30,14 +31,21 @@ class SimulatedPool:
 
     def __post_init__(self) -> None:
         self.index = PrefixIndex(self.page_size)
+        self.retired = RetiredBlocks()
 
     def give_back(self) -> None:
         """Unmap every slab in which no block is used."""
         for group in self.groups:
             group.allocator.unmap_empty_slabs()
 
+    def note_found(self, group: SimulatedGroup, num_tokens: int) -> None:
+        """Count what a prompt begins with once, not for every group."""
+        if group is next((each for each in self.groups if each.ring is None), self.groups[0]):
+            self.tokens_found += num_tokens
+
     def stats(self) -> PoolStats:
         """A snapshot."""
+        self.retired.drain()
         groups = [
             GroupStats(
                 **vars(each.allocator.stats()), window=each.ring.window if each.ring else None

@@ -2,7 +2,8 @@
 
 A trace is text, one event a line. The first line is JSON, {"paged_kv_trace": 1, "page_size": 256,
 "time": seconds since 1970}. In the others a letter is followed by integers, and a name at the
-end. Tables, groups and prefixes have numbers, each kind its own, counted through the file.
+end. Tables, groups, prefixes and retired pages have numbers, each kind its own, counted through
+the file.
 
     + ms                         so many milliseconds have passed since the last such line
     P pool budget bytes name     a pool, and its budget of so many bytes, maybe shared with others
@@ -19,6 +20,10 @@ end. Tables, groups and prefixes have numbers, each kind its own, counted throug
     k table tokens prefix blocks the prefix index holds the first tokens of a table, as a prefix;
                                  so many of its blocks it did not hold before
     a table tokens prefix        a table begins with what the index holds of a prefix
+    r retired table entry        a page is kept that a ring passes, for prompts that begin alike
+    s retired group format       so is a page that passes without ever being in the ring
+    u retired                    nobody keeps it any more
+    b table tokens retired...    a ring begins with such pages, in the order of its entries
     l pool tokens found          a prompt was looked up, and so many of its tokens were found
     e prefix blocks              so many blocks of a prefix were evicted
 
@@ -84,7 +89,7 @@ class TraceFile:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = os.getpid()
-        self.numbers = {kind: count() for kind in ("pool", "group", "table", "prefix")}
+        self.numbers = {kind: count() for kind in ("pool", "group", "table", "prefix", "retired")}
         self._budgets: list[ByteBudget] = []
         self._lock = threading.Lock()
         self._file: IO[str] = path.open("w", buffering=1 << 16)
@@ -132,12 +137,13 @@ class TracedPool(Events):
         self._pool = next(file.numbers["pool"])
         self._groups: dict[BlockAllocator, int] = {}
         self._sizes: dict[tuple[BlockAllocator, str], int] = {}
-        self._begun: set[BlockAllocator] = set()
+        self._rings: dict[BlockAllocator, Ring | None] = {}
         self._tables: dict[BlockTable, int] = {}
         self._joined: dict[BlockTable, tuple[int, int]] = {}
-        self._adopting: dict[BlockTable, int] = {}
+        self._adopting: dict[BlockTable, str] = {}
         self._fresh: list[tuple[BlockAllocator, int]] = []
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
+        self._retired: dict[tuple[BlockAllocator, int], int] = {}
         file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
 
     def sized(self, allocator: BlockAllocator, block_bytes: Mapping[str, int]) -> None:
@@ -152,8 +158,8 @@ class TracedPool(Events):
     def made(self, table: BlockTable) -> None:
         """See `Events`."""
         group = self._groups[table.allocator]
-        if table.allocator not in self._begun:
-            self._begun.add(table.allocator)
+        if table.allocator not in self._rings:
+            self._rings[table.allocator] = table.ring
             ring = table.ring or Ring(0)
             shape = ring.entries, ring.head, ring.window or 0, ring.keep
             self._file.line("G", group, self._pool, *shape)
@@ -180,12 +186,12 @@ class TracedPool(Events):
 
     def trimmed(self, table: BlockTable) -> None:
         """See `Events`."""
-        prefix = self._adopting.pop(table, None)
+        adopted = self._adopting.pop(table, None)
         number = self._settled(table)
-        if prefix is None:
+        if adopted is None:
             self._file.line("t", number, table.tokens)
         else:
-            self._file.line("a", number, table.tokens, prefix)
+            self._file.line("a" if table.ring is None else "b", number, table.tokens, adopted)
 
     def dropped(self, table: BlockTable) -> None:
         """See `Events`."""
@@ -195,7 +201,18 @@ class TracedPool(Events):
 
     def kept(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
-        self._fresh.append((allocator, block))
+        if self._rings.get(allocator) is None:
+            self._fresh.append((allocator, block))
+            return
+        number = self._retired[allocator, block] = next(self._file.numbers["retired"])
+        tables = [each for each in self._tables if each.allocator is allocator]
+        holder = next((each for each in tables if block in each.blocks), None)
+        if holder is None:
+            page_format = allocator.format_of(block).name
+            self._file.line("s", number, self._groups[allocator], page_format)
+        else:
+            table = self._settled(holder)
+            self._file.line("r", number, table, holder.blocks.index(block))
 
     def inserted(self, table: BlockTable, num_tokens: int) -> None:
         """See `Events`."""
@@ -209,7 +226,11 @@ class TracedPool(Events):
     def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """See `Events`."""
         # How many of their tokens it begins with is told next, by `trimmed`.
-        self._adopting[table] = self._prefix_of[table.allocator, blocks[-1]]
+        known = [(table.allocator, block) for block in blocks]
+        if table.ring is None:
+            self._adopting[table] = str(self._prefix_of[known[-1]])
+        else:
+            self._adopting[table] = " ".join([str(self._retired[each]) for each in known])
 
     def looked_up(self, num_tokens: int, found: int) -> None:
         """See `Events`."""
@@ -217,17 +238,20 @@ class TracedPool(Events):
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
-        if (allocator, block) in self._fresh:
+        if (allocator, block) in self._retired:
+            self._file.line("u", self._retired.pop((allocator, block)))
+        elif (allocator, block) in self._fresh:
             self._fresh.remove((allocator, block))
         else:
             self._file.line("e", self._prefix_of.pop((allocator, block)), 1)
 
     def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
         """See `Events`."""
-        found = {each: self._prefix_of.pop((allocator, each), None) for each in moves}
-        for source, prefix in found.items():
-            if prefix is not None:
-                self._prefix_of[allocator, moves[source]] = prefix
+        for numbers in (self._prefix_of, self._retired):
+            found = {each: numbers.pop((allocator, each), None) for each in moves}
+            for source, number in found.items():
+                if number is not None:
+                    numbers[allocator, moves[source]] = number
 
     def _number(self, table: BlockTable) -> int:
         self._tables[table] = next(self._file.numbers["table"])

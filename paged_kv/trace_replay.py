@@ -5,6 +5,11 @@ only pages are missing, so any page size will do. Two things are not known: what
 have written that was refused for want of memory, so it ends there; and which pages would have
 become smaller because memory is short, so none do. A prefix that is no longer held when a sequence
 begins with it is computed again: its tokens take blocks of their own.
+
+What rings have passed is kept as long as it was, or until room is needed. With pages of another
+size it is not: which tokens share a page is another matter then. Rings that began with such pages
+are computed again. What was found counts by the tokens of layers without a window, if there are
+any.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from pathlib import Path
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.retired_blocks import RetiredBlock
 from paged_kv.allocator.ring import Ring
 from paged_kv.process_view import PoolView
 from paged_kv.simulated_pool import (
@@ -141,6 +147,7 @@ class Replay:
         self._tables: dict[int, SimulatedTable] = {}
         self._sizes: dict[int, dict[str, int]] = {}
         self._prefixes: dict[int, tuple[int, ...]] = {}
+        self._retired: dict[int, RetiredBlock] = {}
         self._tags = count(1)
         self._made = self._refused = 0
         self._peaks: Counter[str] = Counter()
@@ -175,7 +182,8 @@ class Replay:
             "+": self._pass, "P": self._add_pool, "G": self._add_group, "B": self._size,
             "n": self._make, "w": self._write, "c": self._ignore, "f": self._fork,
             "t": self._trim, "d": self._drop, "k": self._keep, "a": self._adopt,
-            "l": self._look_up, "e": self._ignore,
+            "l": self._look_up, "e": self._ignore, "r": self._retire, "s": self._retire_unseen,
+            "u": self._let_go, "b": self._begin_ring,
         }  # fmt: skip
 
     def _ignore(self, *_: str) -> None:
@@ -233,10 +241,10 @@ class Replay:
             return False
 
         if not fits():
-            pool.evicted += pool.index.evict(fits)
+            pool.evicted += pool.retired.give_up(fits) + pool.index.evict(fits)
         if not fits():
             pool.give_back()
-            pool.evicted += pool.index.forget(fits)
+            pool.evicted += pool.index.forget(fits) + pool.retired.give_up(fits)
         try:
             table.table.reserve(start, end)
         except PoolExhausted:
@@ -290,10 +298,51 @@ class Replay:
         table.table.change(tuple(blocks), len(blocks) * size)
         table.table.truncate(found)
         table.tokens = list(known)
-        pool.tokens_found += found
+        pool.note_found(table.group, found)
         if found < len(known) and not self._reserve(table, found, len(known)):
             self._refused += 1
             self._drop(number)
+
+    @property
+    def _follows_rings(self) -> bool:
+        parameters = self._parameters
+        return parameters.keeps_prefixes and parameters.page_size == PAGE_SIZE
+
+    def _retire(self, number: str, table: str, entry: str) -> None:
+        holder = self._tables.get(int(table))
+        if holder is not None and self._follows_rings:
+            block = holder.table.blocks[int(entry)]
+            retired = holder.group.pool.retired.retire(holder.group.allocator, block)
+            self._retired[int(number)] = retired
+
+    def _retire_unseen(self, number: str, group: str, page_format: str) -> None:
+        owner = self._groups[int(group)]
+        if not self._follows_rings:
+            return
+        # As when it was recorded, it is kept only where there is room.
+        with suppress(PoolExhausted):
+            blocks = owner.allocator.allocate(1, page_format)
+            self._retired[int(number)] = owner.pool.retired.retire(owner.allocator, blocks[0])
+            owner.allocator.release(blocks)
+
+    def _let_go(self, number: str) -> None:
+        self._retired.pop(int(number), None)
+
+    def _begin_ring(self, number: str, tokens: str, *retired: str) -> None:
+        table = self._tables.get(int(number))
+        if table is None:
+            return
+        known = [self._retired.get(int(each)) for each in " ".join(retired).split()]
+        blocks = [each.block for each in known if each is not None and each.block is not None]
+        if len(blocks) < len(known) or not known:
+            if not self._reserve(table, 0, int(tokens)):
+                self._refused += 1
+                self._drop(number)
+            return
+        table.group.allocator.retain(blocks)
+        table.table.change(tuple(blocks), int(tokens))
+        table.was_furthest = int(tokens)
+        table.group.pool.note_found(table.group, int(tokens))
 
     def _fresh(self, start: int, end: int) -> Iterator[int]:
         tag = next(self._tags)

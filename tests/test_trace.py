@@ -90,25 +90,25 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
-    """Random use of forks, trims, drops, windows and prefixes; only eviction may differ, as what is
-    cached in a replay does not hold rings."""
+    """Random use of forks, trims, drops, windows and prefixes."""
     path = tmp_path / "trace"
     rng = random.Random(seed)
-    windows = {1: Window(300, 64, keep=4)} if seed % 2 else {}
+    windows = {0: Window(300, 64, keep=4)} if seed % 2 else {}
     pool = PagePool(2, windows=windows, max_bytes=1 << 24, trace=str(path))
     prefixes = PrefixCache(pool, has_states=False)
     held: list[tuple[list[int], list[PagedKVCache]]] = []
     for _ in range(120):
         choice = rng.random()
         if choice < 0.4 or not held:
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 700))]
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 1400))]
             tokens[: len(tokens) // 2] = [7] * (len(tokens) // 2)
-            prefix = prefixes.fetch("", tokens, FORMAT) if not windows else None
-            caches = new_caches(pool, prefix.sequence if prefix else None)
-            for start in range(prefix.num_tokens if prefix else 0, len(tokens), 64):
-                write(caches, min(64, len(tokens) - start))
-            if not windows:
-                prefixes.insert("", tokens, caches[0].sequences[0], None)
+            prefix = prefixes.fetch("", tokens, FORMAT)
+            caches = new_caches(pool, prefix.sequence)
+            step = rng.choice([64, 2048])
+            for start in range(prefix.num_tokens, len(tokens), step):
+                write(caches, min(step, len(tokens) - start))
+            del prefix
+            prefixes.insert("", tokens, caches[0].sequences[0], None)
             held.append((tokens, caches))
         elif choice < 0.55:
             held.append(copy.deepcopy(rng.choice(held)))
@@ -124,7 +124,10 @@ def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
             caches = []
             gc.collect()
     stats = pool.stats()
+    pool.check()
     flush(pool)
+    letters = {line[0] for line in lines(path)}
+    assert letters >= (set("rsb") if windows else set("ka"))
     outcome = replayed(path)
     again = outcome.stats
     assert (outcome.tokens_asked, outcome.tokens_found) == (stats.prefix_queries, stats.prefix_hits)
@@ -134,6 +137,47 @@ def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
     assert [getattr(again, name) for name in names] == [getattr(stats, name) for name in names]
     assert used_rows(again) == used_rows(stats)
     assert again.bytes_allocated == stats.bytes_allocated
+    block_bytes = sum(group.block_bytes for group in pool.groups)
+    for other in ({"max_bytes": 40 * block_bytes}, {"page_size": 64}, {"page_size": 512}):
+        replayed(path, **other)
+
+
+def test_a_trace_of_rings_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    pool = PagePool(1, windows={0: Window(200, 57)}, max_bytes=1 << 20, trace=str(path))
+    prefixes = PrefixCache(pool, has_states=False)
+    first = prefixes.fetch("", [5] * 300, FORMAT).sequence
+    write(new_caches(pool, first), 250)
+    write(new_caches(pool, first), 50)
+    prefixes.insert("", [5] * 300, first, None)
+    second = prefixes.fetch("", [5] * 280, FORMAT).sequence
+    write(new_caches(pool, second), 1)
+    del first
+    gc.collect()
+    pool.clear()
+    flush(pool)
+    assert lines(path) == [
+        "P 0 0 1048576 pool",
+        "l 0 300 0",
+        "B 0 8192 fp16",
+        "G 0 0 1 0 200 0",
+        "n 0 0 fp16",
+        "w 0 0 250 1",
+        # The page is full and written over in one step, so it never is in the ring.
+        "w 0 250 300 0",
+        "s 0 0 fp16",
+        "r 1 0 0",
+        "l 0 280 279",
+        "n 1 0 fp16",
+        "b 1 279 1",
+        "c 1 1",
+        "w 1 279 280 0",
+        "u 0",
+        "u 1",
+        "d 0",
+    ]
+    stats = replayed(path).stats
+    assert (stats.blocks_used, stats.blocks_cached, stats.prefix_hits) == (1, 0, 279)
 
 
 def test_what_a_smaller_budget_would_have_changed(tmp_path: Path) -> None:
