@@ -78,6 +78,31 @@ def test_what_two_share_counts_once_and_idle_rows_are_those_that_neither_uses() 
     assert used_rows(pool.stats()) == 270
 
 
+def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_neither() -> None:
+    pool = ring_pool()
+    prefixes = PrefixCache(pool, has_states=False)
+    write(new_caches(pool), 1)
+    pool.clear()
+    first = prefixes.fetch("", [7] * 700, pool.page_format).sequence
+    caches = [PagedKVCache(pool, layer, [first]) for layer in range(LAYERS)]
+    for count in [64] * 10 + [60]:
+        write(caches, count)
+    # The second page is the oldest in the ring, and sees its last 112 rows.
+    kept = first.blocks(pool.groups[1])[1]
+    prefixes.insert("", [7] * 700, first, None)
+    found = prefixes.fetch("", [7] * 300 + [8], pool.page_format)
+    assert found.num_tokens == 300
+    # That page is the second one's latest, with 44 rows: between those and the 112 are 100.
+    assert found.sequence.blocks(pool.groups[1])[1] == kept
+    windowed = pool.stats().groups[1]
+    assert (windowed.blocks_used, windowed.blocks_shared, windowed.blocks_cached) == (3, 1, 0)
+    # The first one's latest page has 188 rows, and behind them what was there a lap before.
+    assert windowed.bytes_ring_slack == (100 + 256 - 188) * 2 * TOKEN_BYTES
+    assert windowed.bytes_tail == 0
+    pool.check()
+    assert_books_balance(pool.stats(), pool.budget.mapped)
+
+
 @pytest.mark.parametrize("keep", [0, 4])
 @pytest.mark.parametrize("entries", [1, 2, 3])
 def test_rows_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -> None:

@@ -14,6 +14,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.window import Window
+from tests.books import assert_books_balance
 from tests.generation import Run, assert_same_run, greedy
 from tests.zoo import small_model
 
@@ -201,6 +202,7 @@ def history(rng: random.Random, blocks: int) -> int:
             rows.pop(0)
         del sequence
         pool.check()
+        assert_books_balance(pool.stats(), pool.budget.mapped)
     rows.clear()
     del prefix
     pool.clear()
