@@ -86,10 +86,13 @@ class PrefixCache:
     def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
         """Evict what was least recently used, and nobody else holds, until there are at most so
         many prompts and `nbytes`; returns how many blocks' worth that was."""
-        most = None if max_bytes is None else self._bytes_held() - max(0, self.nbytes - max_bytes)
+        # Counting releases what was dropped, so that nothing stays for the sake of it.
+        most = self._bytes_held()
+        if max_bytes is not None:
+            most -= max(0, self.nbytes - max_bytes)
 
         def is_small_enough() -> bool:
-            return most is None or self._bytes_held() <= most
+            return self._bytes_held() <= most
 
         def is_enough() -> bool:
             return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
