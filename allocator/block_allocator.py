@@ -3,7 +3,7 @@
 The states of a block and what moves it between them:
 
     free --allocate--> used (1 reference) --retain/release--> used (n) --last release--> free
-    used --last release but that of the prefix index--> cached --match--> used
+    used --last release but that of who keeps it--> cached --match--> used
     cached --evict--> free
 
     free + used + cached == capacity, at all times
@@ -11,35 +11,20 @@ The states of a block and what moves it between them:
 `check()` verifies this, and every reference count against the block tables.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
+from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.books import check_books
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
+from paged_kv.allocator.idle_rows import IdleRows
+from paged_kv.allocator.ref_counts import Follow, RefCounts
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
-
-Follow = Callable[["BlockAllocator", int, int], None]
-
-
-@dataclass(frozen=True)
-class AllocatorStats:
-    """A snapshot of one allocator; counts are blocks unless a name says bytes."""
-
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    blocks_shared: int
-    blocks_by_format: Mapping[str, int]
-    table_entries: int
-    slabs: int
-    bytes_mapped: int
-    bytes_active: int
-    allocation_failures: int
-    cow_copies: int
 
 
 class BlockAllocator:
@@ -56,8 +41,11 @@ class BlockAllocator:
             leaves everything as it was.
         unmap_slab: called with (slab) when a slab is given back.
         page_format: the format of those blocks, and of new tables that are not told another.
+        events: is told what happens.
 
     Attributes:
+        refs: the reference counts.
+        idle_rows: which rows of used blocks hold no live token.
         tables: those that were made and not dropped.
         tokens_reserved: tokens that all tables ever reserved blocks for.
     """
@@ -70,11 +58,13 @@ class BlockAllocator:
         map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None,
         unmap_slab: Callable[[int], None] = lambda slab: None,
         page_format: str = "fp16",
+        events: Events = NO_EVENTS,
     ) -> None:
         require_positive("page_size", page_size)
         self.page_size = page_size
         self.budget = budget
         self.page_format = page_format
+        self.events = events
         self.tables: set[BlockTable] = set()
         self.tokens_reserved = 0
         self.cow_copies = 0
@@ -83,14 +73,16 @@ class BlockAllocator:
         self._unmap_slab = unmap_slab
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
-        self._ref_counts: dict[int, int] = {}
-        self._kept: dict[int, Follow] = {}
+        self.refs = RefCounts(self._count_cached, self._not_used)
+        self.idle_rows = IdleRows(page_size, self.refs.holders, self.format_of)
         self._dropped: deque[BlockTable] = deque()
+        events.sized(self, {page_format: block_bytes})
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
         """Let blocks be of another format too; one that is known is returned as it is."""
         if page_format not in self._formats:
             self._formats[page_format] = FormatSlabs(page_format, block_bytes)
+            self.events.sized(self, {page_format: block_bytes})
         return self._formats[page_format]
 
     @property
@@ -118,7 +110,7 @@ class BlockAllocator:
 
     def ref_count(self, block: int) -> int:
         """References to a block, those of dropped tables included until `drain`; 0 if free."""
-        return self._ref_counts.get(block, 0)
+        return self.refs.counts.get(block, 0)
 
     def available(self, page_format: str | None = None) -> int:
         """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
@@ -136,14 +128,21 @@ class BlockAllocator:
     def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:
         """An empty block table, known to this allocator until it is dropped."""
         self.drain()
-        return self._register(BlockTable(self, (), page_format or self.page_format, ring))
+        table = BlockTable(self, (), page_format or self.page_format, ring)
+        self.tables.add(table)
+        self.events.made(table)
+        return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks, each with one reference more. O(blocks)."""
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
-        return self._register(BlockTable(self, table.blocks, table.page_format, table.ring))
+        fork = BlockTable(self, (), table.page_format, table.ring)
+        self.tables.add(fork)
+        fork.change(table.blocks, table.tokens)
+        self.events.forked(table, fork)
+        return fork
 
     def drop(self, table: BlockTable) -> None:
         """Release a table's blocks and forget it."""
@@ -200,7 +199,7 @@ class BlockAllocator:
         self._grow(needs)
         taken = {name: self._formats[name].take(count) for name, count in needs.items()}
         for blocks in taken.values():
-            self._ref_counts.update(dict.fromkeys(blocks, 1))
+            self.refs.begin(blocks)
         return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -210,11 +209,8 @@ class BlockAllocator:
             BlockStateError: one of them is not in use; nothing was changed.
         """
         blocks = list(blocks)
-        for block in blocks:
-            if block not in self._ref_counts:
-                raise self._not_used(block)
-        for block in blocks:
-            self._ref_counts[block] += 1
+        self.refs.retain(blocks)
+        self.idle_rows.recount(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Take a reference from each block; those without any become free. O(n log n).
@@ -224,34 +220,21 @@ class BlockAllocator:
                 use; nothing was changed.
         """
         blocks = list(blocks)
-        freed: list[int] = []
-        ref_counts = self._ref_counts
-        for done, block in enumerate(blocks):
-            count = ref_counts.pop(block, 0)
-            if count == 1:
-                freed.append(block)
-            elif count > 1:
-                ref_counts[block] = count - 1
-            else:
-                ref_counts.update(Counter(ref_counts) + Counter(blocks[:done]))
-                raise self._not_used(block)
+        freed = self.refs.release(blocks)
+        self.idle_rows.recount(blocks)
         if freed:
             self._free(sorted(freed))
 
     def keep(self, block: int, follow: Follow) -> None:
         """Take a reference to a block in use, for who may want it later; `follow` is called with
         (allocator, block, other block) when its pages were moved."""
-        self.retain([block])
-        self._kept[block] = follow
+        self.refs.keep(block, follow)
+        self.events.kept(self, block)
 
     def let_go(self, block: int) -> None:
         """Give back the reference that `keep` took."""
-        del self._kept[block]
-        self.release([block])
-
-    def cached_blocks(self) -> list[int]:
-        """The blocks that nobody holds but who keeps them."""
-        return [block for block in self._kept if self._ref_counts[block] == 1]
+        self._free(self.refs.let_go(block))
+        self.events.let_go(self, block)
 
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
@@ -263,7 +246,7 @@ class BlockAllocator:
         for slabs in self.formats:
             victims = slabs.slabs_to_empty()
             targets = (block for block in slabs.free if slab_of(block) not in victims)
-            sources = sorted(block for block in self._ref_counts if slab_of(block) in victims)
+            sources = sorted(block for block in self.refs.counts if slab_of(block) in victims)
             moves.update(zip(sources, targets, strict=False))
         return moves
 
@@ -272,15 +255,15 @@ class BlockAllocator:
         maybe of another format."""
         for source, target in moves.items():
             self.format_of(target).take_block(target)
-            self._ref_counts[target] = self._ref_counts.pop(source)
-            follow = self._kept.pop(source, None)
+            follow = self.refs.move(source, target)
             if follow is not None:
-                self._kept[target] = follow
                 follow(self, source, target)
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
+                self.idle_rows.note(table)
         self._free(sorted(moves))
+        self.events.moved(self, moves)
 
     def unmap_empty_slabs(self) -> int:
         """Give back every slab in which no block is used; returns how many."""
@@ -310,44 +293,34 @@ class BlockAllocator:
         self.budget.take(growth)
         for name, size in block_bytes.items():
             self._formats[name].block_bytes = size
+        self.events.sized(self, block_bytes)
 
     def stats(self) -> AllocatorStats:
-        """A snapshot. O(used blocks)."""
+        """A snapshot. O(slabs)."""
         self.drain()
-        used = {each.name: sum(each.used.values()) for each in self.formats}
-        cached = len(self.cached_blocks())
+        return self.snapshot()
+
+    def snapshot(self) -> AllocatorStats:
+        """As `stats`, but nothing is released that finalisers left: for threads that only look."""
+        refs = self.refs
+        entries = refs.total - len(refs.kept)
         return AllocatorStats(
-            blocks_used=len(self._ref_counts) - cached,
-            blocks_cached=cached,
-            blocks_free=sum(len(each.free) for each in self.formats),
-            blocks_shared=sum(count > 1 for count in self._ref_counts.values()),
-            blocks_by_format=used,
-            table_entries=sum(len(table.blocks) for table in self.tables),
-            slabs=len(self._slab_format),
-            bytes_mapped=sum(each.capacity * each.block_bytes for each in self.formats),
-            bytes_active=sum(used[each.name] * each.block_bytes for each in self.formats),
-            allocation_failures=self.allocation_failures,
+            formats=tuple([each.stats(self.page_size) for each in self._formats.values()]),
+            blocks_shared=refs.shared,
+            table_entries=entries,
+            tables=len(self.tables),
+            tables_dropped=len(self._dropped),
             cow_copies=self.cow_copies,
+            allocation_failures=self.allocation_failures,
+            bytes_metadata=metadata_bytes(
+                refs.counts, sum(len(each.free) for each in self.formats), len(self.tables), entries
+            ),
         )
 
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
         self.drain()
-        free = [block for slabs in self.formats for block in slabs.free]
-        used = self._ref_counts
-        mapped = {block for slab, pages in self.slabs.items() for block in block_range(slab, pages)}
-        assert len(free) == len(set(free)), "a block is free twice"
-        assert not used.keys() & set(free), "a block is free and used"
-        assert used.keys() | set(free) == mapped, "a block is lost, or lies outside every slab"
-        entries = Counter(block for table in self.tables for block in table.blocks)
-        entries.update(self._kept.keys())
-        assert dict(entries) == used, "references and table entries differ"
-        in_slab = Counter(map(slab_of, used))
-        for slabs in self.formats:
-            assert slabs.used == {slab: in_slab[slab] for slab in slabs.slabs}, "a count is wrong"
-            assert all(self._slab_format[slab] is slabs for slab in slabs.slabs)
-        bytes_mapped = sum(each.capacity * each.block_bytes for each in self.formats)
-        assert bytes_mapped <= self.budget.mapped <= self.budget.max_bytes
+        check_books(self)
 
     def _plans(self, needs: Mapping[str, int], left: int) -> list[tuple[FormatSlabs, SlabPlan]]:
         """The slabs to map, until so many blocks of each format are free."""
@@ -380,15 +353,12 @@ class BlockAllocator:
                 self._unmap(slab)
             raise
 
-    def _register(self, table: BlockTable) -> BlockTable:
-        self.tables.add(table)
-        return table
-
     def _forget(self, table: BlockTable) -> None:
         assert table.allocator is self, "this table is another allocator's"
-        self.release(table.blocks)
-        table.blocks = ()
+        blocks = table.change((), 0)
+        self.release(blocks)
         self.tables.discard(table)
+        self.events.dropped(table)
 
     def _map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
         self._map_slab(plan.slab, plan.pages, slabs.name)
@@ -418,6 +388,9 @@ class BlockAllocator:
             parts.setdefault(self._slab_format[slab], []).extend(blocks[start : start + count])
             start += count
         return list(parts.items())
+
+    def _count_cached(self, block: int, change: int) -> None:
+        self.format_of(block).num_cached += change
 
     def _not_used(self, block: int) -> BlockStateError:
         pages = self.slabs.get(slab_of(block), 0)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paged_kv.allocator.ring import Ring
+from paged_kv.allocator.idle_rows import Rows
+from paged_kv.allocator.ring import Ring, bits
 
 if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
@@ -26,6 +27,9 @@ class BlockTable:
         page_format: the format of the blocks that are appended from now on.
         ring: how entries are used again; None if they are not.
         last_reserved: what the allocator's `tokens_reserved` was when this table last reserved.
+        tokens: how many tokens there are, those of a step that is about to be written included.
+        partly: the rows that it uses of blocks that are not full of them.
+        owner: names the sequence, the same in all groups.
     """
 
     def __init__(
@@ -40,7 +44,29 @@ class BlockTable:
         self.page_format = page_format
         self.ring = ring
         self.last_reserved = allocator.tokens_reserved
+        self.tokens = 0
+        self.partly: dict[int, Rows] = {}
+        self.owner = ""
         self._reserved_end = 0
+
+    def change(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """Hold these blocks, which have a reference for it, and so many tokens in them. Returns the
+        blocks held before, whose references are still to be released."""
+        before = self.blocks
+        self.blocks, self.tokens = blocks, tokens
+        self.allocator.idle_rows.note(self)
+        return before
+
+    def partly_used(self) -> dict[int, Rows]:
+        """The rows in use of each block in which not all are. O(1), or O(entries) of a ring."""
+        size = self.allocator.page_size
+        if self.ring is None:
+            tail = len(self.blocks) * size - self.tokens
+            used = bits(0, size - tail)
+            return {self.blocks[-1]: Rows(used, used)} if tail else {}
+        full = bits(0, size)
+        rows = [Rows(*self.ring.rows(at, self.tokens, size)) for at in range(len(self.blocks))]
+        return {b: each for b, each in zip(self.blocks, rows, strict=True) if each.live != full}
 
     def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
         """The blocks that hold the tokens at [start, end), in their order. In a ring the last may
@@ -75,8 +101,11 @@ class BlockTable:
         self.last_reserved = allocator.tokens_reserved
         shared = self._shared_entries(start, end)
         missing = self._entries_for(end) - len(self.blocks)
+        tokens = max(self.tokens, end)
         if not shared and missing <= 0:
             self._reserved_end = end
+            self.change(self.blocks, tokens)
+            allocator.events.written(self, start, end, 0, 0)
             return {}
         fresh = {
             name: iter(blocks)
@@ -87,14 +116,15 @@ class BlockTable:
         for entry in shared:
             block = blocks[entry]
             copies[block] = blocks[entry] = next(fresh[allocator.format_of(block).name])
-        self.blocks = (*blocks, *fresh.get(self.page_format, ()))
+        self.change((*blocks, *fresh.get(self.page_format, ())), tokens)
         self._reserved_end = end
         allocator.release(copies)
         allocator.cow_copies += len(copies)
+        allocator.events.written(self, start, end, max(0, missing), len(copies))
         return copies
 
     def append(self, formats: list[str]) -> None:
-        """Own new blocks of these formats, behind the others; all or none.
+        """Own new blocks of these formats, full of tokens, behind the others; all or none.
 
         Raises:
             PoolExhausted: there are not enough blocks; nothing was changed.
@@ -104,14 +134,17 @@ class BlockTable:
             name: iter(blocks)
             for name, blocks in self.allocator.take_free(Counter(formats)).items()
         }
-        self.blocks += tuple([next(fresh[name]) for name in formats])
+        begin = len(self.blocks) * self.allocator.page_size
+        blocks = (*self.blocks, *[next(fresh[name]) for name in formats])
+        self.change(blocks, len(blocks) * self.allocator.page_size)
+        self.allocator.events.written(self, begin, self.tokens, len(formats), 0)
 
     def exchange(self, others: Mapping[int, int]) -> None:
         """Hold other blocks in use in the place of some, which are released."""
         self.forget_reserved()
         mine = [block for block in self.blocks if block in others]
         self.allocator.retain([others[block] for block in mine])
-        self.blocks = tuple([others.get(block, block) for block in self.blocks])
+        self.change(tuple([others.get(block, block) for block in self.blocks]), self.tokens)
         self.allocator.release(mine)
 
     def truncate(self, num_tokens: int) -> None:
@@ -123,10 +156,17 @@ class BlockTable:
         assert num_tokens >= 0, num_tokens
         self.forget_reserved()
         keep = self._entries_for(num_tokens)
-        tail = self.blocks[keep:]
+        tail = self.change(self.blocks[:keep], num_tokens)[keep:]
         if tail:
-            self.blocks = self.blocks[:keep]
             self.allocator.release(tail)
+        self.allocator.events.trimmed(self)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Note that there are so many tokens; the blocks stay. For a ring that was used again, and
+        for blocks that were filled."""
+        self.forget_reserved()
+        self.change(self.blocks, num_tokens)
+        self.allocator.events.trimmed(self)
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedList
 
+from paged_kv.allocator.allocator_stats import FormatStats
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS, block_range, count_by_slab, slab_of
 
@@ -35,7 +36,11 @@ class FormatSlabs:
         max_slab_pages: the most pages of a slab; lower it where memory has a limit of its own.
         slabs: pages of each slab.
         free: free blocks, the lowest first.
-        used: used blocks of each slab.
+        used: used and cached blocks of each slab.
+        num_used: used and cached blocks of all slabs.
+        num_cached: those of them that nobody holds but who keeps them for later.
+        spare: blocks of slabs of which none is used.
+        tail_rows, ring_rows: see `IdleRows`.
     """
 
     def __init__(self, name: str, block_bytes: int) -> None:
@@ -46,6 +51,11 @@ class FormatSlabs:
         self.slabs: dict[int, int] = {}
         self.free: SortedList[int] = SortedList()
         self.used: dict[int, int] = {}
+        self.num_used = 0
+        self.num_cached = 0
+        self.spare = 0
+        self.tail_rows = 0
+        self.ring_rows = 0
 
     @property
     def capacity(self) -> int:
@@ -83,12 +93,14 @@ class FormatSlabs:
         """All of a new slab's blocks are free."""
         self.slabs[slab] = pages
         self.used[slab] = 0
+        self.spare += pages
         self.free.update(block_range(slab, pages))
 
     def remove_slab(self, slab: int) -> int:
         """Forget a slab of which all blocks are free; returns its pages."""
         pages = self.slabs.pop(slab)
         del self.used[slab]
+        self.spare -= pages
         first = self.free.bisect_left(block_range(slab, pages).start)
         del self.free[first : first + pages]
         return pages
@@ -101,13 +113,13 @@ class FormatSlabs:
             blocks = list(self.free[:count])
             del self.free[:count]
         for slab, taken in count_by_slab(blocks):
-            self.used[slab] += taken
+            self._use(slab, taken)
         return blocks
 
     def take_block(self, block: int) -> None:
         """This free block becomes used."""
         self.free.remove(block)
-        self.used[slab_of(block)] += 1
+        self._use(slab_of(block), 1)
 
     def give(self, blocks: list[int]) -> list[int]:
         """Used blocks of ascending ids become free; returns the slabs that none uses any more."""
@@ -119,7 +131,9 @@ class FormatSlabs:
         for slab, freed in count_by_slab(blocks):
             self.used[slab] -= freed
             if not self.used[slab]:
+                self.spare += self.slabs[slab]
                 emptied.append(slab)
+        self.num_used -= len(blocks)
         return emptied
 
     def empty_slabs(self) -> list[int]:
@@ -151,3 +165,39 @@ class FormatSlabs:
                 victims.add(slab)
                 room -= self.slabs[slab]
         return victims
+
+    def stats(self, page_size: int) -> FormatStats:
+        """A snapshot. O(slabs)."""
+        return FormatStats(
+            page_format=self.name,
+            block_bytes=self.block_bytes,
+            page_size=page_size,
+            slabs=len(self.slabs),
+            used=self.num_used - self.num_cached,
+            cached=self.num_cached,
+            spare=self.spare,
+            stranded=len(self.free) - self.spare,
+            tail_rows=self.tail_rows,
+            ring_rows=self.ring_rows,
+            compactable=self.compactable,
+        )
+
+    @property
+    def compactable(self) -> int:
+        """Blocks of the slabs that compaction would give back. O(slabs log slabs)."""
+        # Most pools fill their slabs in order, and have less free than any slab holds.
+        if not self.slabs or len(self.free) < min(self.slabs.values()):
+            return 0
+        return sum(self.slabs[slab] for slab in self.slabs_to_empty())
+
+    def check(self) -> None:
+        """Verify the counts against each other."""
+        assert self.num_used == sum(self.used.values()), "used blocks are miscounted"
+        empty = self.empty_slabs()
+        assert self.spare == sum(self.slabs[slab] for slab in empty), "spare blocks are miscounted"
+
+    def _use(self, slab: int, count: int) -> None:
+        if not self.used[slab]:
+            self.spare -= self.slabs[slab]
+        self.used[slab] += count
+        self.num_used += count

@@ -51,6 +51,8 @@ class PagedCacheFactory:
         write_chunk: in layers with a sliding window, the longest step that is written before it
             is read, and one more than the tokens that can always be rolled back. None means 256,
             or the window where that is smaller.
+        trace: a file in which to record what happens to blocks, for `paged-kv trace replay`. None
+            means the one that PAGED_KV_TRACE names, if it does.
 
     Attributes:
         pool: where the pages are.
@@ -74,6 +76,7 @@ class PagedCacheFactory:
         page_format: FormatChoice = "fp16",
         max_bytes: int | None = None,
         write_chunk: int | None = None,
+        trace: str | None = None,
     ) -> None:
         self._model = model
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
@@ -81,6 +84,7 @@ class PagedCacheFactory:
         self._installed_on_entry: list[bool] = []
         self._write_chunk = write_chunk
         self._page_format = page_format
+        self._trace = trace
         self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._version = ModelVersion(model)
@@ -266,6 +270,7 @@ class PagedCacheFactory:
             len(paged),
             windows=windows,
             page_format=self._page_format,
+            trace=self._trace,
             name=_file_of(self._model),
             **options,
         )

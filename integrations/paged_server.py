@@ -23,6 +23,7 @@ from paged_kv.integrations.paged_prompt_cache import PagedPromptCache
 from paged_kv.integrations.promising_batch import PromisingBatch
 from paged_kv.integrations.salted_tokens import SaltedTokens
 from paged_kv.integrations.shared_prefill import cut_for_snapshots
+from paged_kv.integrations.status_page import answer_for
 
 
 class PagedResponseGenerator(server.ResponseGenerator):
@@ -132,7 +133,19 @@ class Refusal(BaseException):
 
 
 class PagedAPIHandler(server.APIHandler):
-    """mlx-lm's, which says why a request was refused."""
+    """mlx-lm's, which says why a request was refused, and shows what the pools hold."""
+
+    def do_GET(self) -> None:
+        """See mlx-lm's, and `status_page`."""
+        answer = answer_for(self.path)
+        if answer is None:
+            super().do_GET()  # type: ignore[no-untyped-call]
+            return
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.content)
 
     def do_POST(self) -> None:
         """See mlx-lm's."""

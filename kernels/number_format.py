@@ -17,9 +17,9 @@ GROUP = 32  # numbers that share a scale
 MOST = 65504.0  # the largest float16
 LEAST = 2.0**-126  # the smallest float32 of full precision
 GRID = 2048  # steps of the largest number of a group, for the choice of 4-bit codes
-# What the largest may become in steps of a 4-bit code; codes end at -8. The first alone gives 21.5 dB
-# of signal to noise on Gaussian numbers, rotated keys and rotated values, the first two 21.7, all
-# three 21.8; 23 between 6.75 and 9.5 would give 21.9.
+# What the largest may become in steps of a 4-bit code; codes end at -8. The first alone gives
+# 21.5 dB of signal to noise on Gaussian numbers, rotated keys and rotated values, the first two
+# 21.7, all three 21.8; 23 between 6.75 and 9.5 would give 21.9.
 REACHES = (8.0, 8.5, 7.25)
 
 
@@ -75,12 +75,13 @@ class Quantised:
     """Codes of 4 or 8 bits, 32 of which share one float16 scale: q4_0 and q8_0 of llama.cpp.
 
     A number is code * scale. All steps are in float32, each rounded to nearest on its own: no
-    product is fused with a sum, and 1 / x and p / q are divisions. Every backend then writes the same
-    bytes for the same row. Rotated rows are the same where sums are made in one order: of numbers 1
-    apart first, then of those 2, 4, 8 and so on apart, and all times 1 / sqrt(block size) at the end.
+    product is fused with a sum, and 1 / x and p / q are divisions. Every backend then writes the
+    same bytes for the same row. Rotated rows are the same where sums are made in one order: of
+    numbers 1 apart first, then of those 2, 4, 8 and so on apart, and all times 1 / sqrt(block size)
+    at the end.
 
-    8 bits: the scale is the largest magnitude over 127. A code is floor(number * (1 / scale) + 0.5),
-    clipped to -127 and 127.
+    8 bits: the scale is the largest magnitude over 127. A code is floor(number * (1 / scale) +
+    0.5), clipped to -127 and 127.
 
     4 bits: codes are -8 to 7, and those of several scales are tried, as make_qx_quants of llama.cpp
     does. Whole numbers stand for the group while its codes are chosen, so that their sums are
@@ -92,12 +93,12 @@ class Quantised:
         for each reach of 8, 8.5 and 7.25:
             code = y * (reach / 2048), rounded to a whole number, ties to even, clipped to -8 and 7
             p, q = sum of code * y, sum of code * code
-        the codes are those of the largest p * p / q, so of the least error: the first, where two are
+        the codes are those of the largest p * p / q, so of the least error (the first of equals)
         scale = p / q * grid, which is the best for the codes by least squares
 
     Where the scale of 8 bits or the grid is nearer to 0 than 2^-126, 1 / x is 0 instead, and so are
-    all codes; then q is 1. Scales are clipped to the largest float16 and rounded to nearest, ties to
-    even.
+    all codes; then q is 1. Scales are clipped to the largest float16 and rounded to nearest, ties
+    to even.
 
     Planes: codes, then scales. Code j of a group of 4-bit codes, plus 8, is the low half of byte
     j for j < 16, else the high half of byte j - 16. Codes of 8 bits are signed bytes.

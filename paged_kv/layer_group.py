@@ -8,12 +8,14 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
+from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import MAX_SLAB_BYTES, LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.stats import GroupStats
 from paged_kv.window import Window
 
 
@@ -33,6 +35,7 @@ class LayerGroup:
         backend: Backend,
         budget: ByteBudget,
         smaller_formats: tuple[PageFormat, ...] = (),
+        events: Events = NO_EVENTS,
     ) -> None:
         self.layers = layers
         self.window = window
@@ -44,6 +47,7 @@ class LayerGroup:
         self.latest_rows = PageRows((), (), ())
         self._backend = backend
         self._budget = budget
+        self._events = events
         self._allocator: BlockAllocator | None = None
         self._all_layers_known = False
 
@@ -178,6 +182,14 @@ class LayerGroup:
         self.compact()
         return {name: len(moves)}
 
+    def stats(self) -> GroupStats:
+        """A snapshot. Nothing is released that finalisers left. O(slabs)."""
+        return GroupStats(
+            **vars(self.allocator.snapshot()),
+            layers=len(self.layers),
+            window=self.window.size if self.window else None,
+        )
+
     def compact(self) -> int:
         """Move pages out of the emptiest slabs and give those back; returns the moves."""
         if not self.is_open:
@@ -226,6 +238,7 @@ class LayerGroup:
                 self._map_slab,
                 self._unmap_slab,
                 first,
+                self._events,
             )
             for name, size in block_bytes.items():
                 self._allocator.add_format(name, size)

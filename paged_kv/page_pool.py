@@ -24,14 +24,16 @@ from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_name
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
 from paged_kv.locked import locked
-from paged_kv.open_pools import open_pools
+from paged_kv.open_pools import note_open
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
-from paged_kv.passed_pages import is_read_first, keep_unseen, retire_leaving, write_unseen
+from paged_kv.passed_pages import is_read_first, keep_unseen, retire_leaving, write_pending
 from paged_kv.pending_step import PendingStep
+from paged_kv.pool_counts import PoolCounts
 from paged_kv.pool_room import PoolRoom
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
-from paged_kv.stats import PoolStats, sum_counts
+from paged_kv.stats import Compaction, PoolStats
+from paged_kv.trace import events_of
 from paged_kv.window import Window
 
 logger = logging.getLogger("paged_kv")
@@ -51,7 +53,12 @@ class PagePool:
         max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
             less what is in use.
         beside: a pool with which this one shares its budget, instead of one of its own.
+        trace: a file in which to record what happens to blocks, see `paged_kv.trace`. None means
+            the one that PAGED_KV_TRACE names, if it does.
         name: what log messages call the pool.
+
+    Attributes:
+        counts: what has happened in it.
 
     Raises:
         ValueError: an argument is out of its range; the message says which.
@@ -65,6 +72,7 @@ class PagePool:
         page_format: FormatChoice = "fp16",
         max_bytes: int | None = None,
         beside: PagePool | None = None,
+        trace: str | None = None,
         name: str = "pool",
     ) -> None:
         self.num_layers = num_layers
@@ -76,16 +84,15 @@ class PagePool:
         own = recommended_bytes() if max_bytes is None else max_bytes
         self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
         self.lock = self.budget.lock
+        self.counts = PoolCounts(events_of(self, trace))
         self.groups = self._new_groups()
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
         self.retired = RetiredBlocks()
         self._room = PoolRoom(
-            self.groups, self.budget, self.index, self.retired, self.demotion_policy
+            self.groups, self.budget, self.index, self.retired, self.demotion_policy, self.counts
         )
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
-        self._gather_fallbacks = 0
-        self._fallback_reported = False
-        open_pools.add(self)
+        note_open(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
 
     def __repr__(self) -> str:
@@ -177,7 +184,7 @@ class PagePool:
         for sequence in sequences:
             pending = sequence.pending
             for each in [each for each in pending if layer in (None, each)]:
-                self._write_pending(each, sequence, pending.pop(each))
+                write_pending(self.group_of(each), each, sequence, pending.pop(each))
                 sequence.step_lens[each] = 0
 
     def rows(self, layer: int, sequences: list[Sequence], *, in_tail: bool = False) -> PageRows:
@@ -250,19 +257,20 @@ class PagePool:
         )
 
     @locked
-    def compact(self) -> int:
-        """Move pages out of the emptiest slabs and give those back; returns the blocks moved.
+    def compact(self) -> Compaction:
+        """Move pages out of the emptiest slabs and give those back; returns what that did.
+        `stats().bytes_compactable` says beforehand what it would give back.
 
         Call it between steps: it waits for what is in flight, and copies each moved page once.
         """
-        return sum(group.compact() for group in self.groups)
+        return self._room.compact()
 
     @locked
     def clear(self) -> int:
         """Forget the prefixes that are not pinned, and give back every slab that holds no used
         block; returns how many."""
-        self.index.clear()
-        self.retired.give_up(lambda: False)
+        evicted = self.index.clear()
+        self.counts.evictions["clear"] += evicted + self.retired.give_up(lambda: False)
         return self._room.give_back()
 
     @locked
@@ -274,28 +282,19 @@ class PagePool:
 
     @locked
     def stats(self) -> PoolStats:
-        """A snapshot of what the pool holds."""
-        self.retired.drain()
-        groups = [group.allocator.stats() for group in self.groups if group.is_open]
+        """A snapshot of what the pool holds. O(slabs)."""
+        self._room.drain()
+        return self.snapshot()
+
+    @locked
+    def snapshot(self) -> PoolStats:
+        """As `stats`, but nothing is released that finalisers left: for threads that only look."""
         return PoolStats(
             page_format=self.page_format.name,
             backend=self.backend.name,
-            blocks_used=sum(group.blocks_used for group in groups),
-            blocks_cached=sum(group.blocks_cached for group in groups),
-            blocks_free=sum(group.blocks_free for group in groups),
-            blocks_shared=sum(group.blocks_shared for group in groups),
-            evictions=self._room.evictions,
-            demotions=dict(self._room.demotions),
-            blocks_by_format=sum_counts(group.blocks_by_format for group in groups),
-            table_entries=sum(group.table_entries for group in groups),
-            slabs=sum(group.slabs for group in groups),
-            bytes_mapped=sum(group.bytes_mapped for group in groups),
-            bytes_active=sum(group.bytes_active for group in groups),
             bytes_budget=self.budget.max_bytes,
-            cow_copies=sum(group.cow_copies for group in groups),
-            allocation_failures=self._room.failures
-            + sum(group.allocation_failures for group in groups),
-            gather_fallbacks=self._gather_fallbacks,
+            groups=tuple([group.stats() for group in self.groups if group.is_open]),
+            **self.counts.frozen(),
         )
 
     def _page_read(
@@ -304,6 +303,7 @@ class PagePool:
         window, on_gather = self.windows.get(layer), partial(self._note_gather, layer)
         return PagedRead(pages, rows, window, tail, on_gather)
 
+    @locked
     def _prepare(
         self, layer: int, sequences: list[Sequence], geometry: LayerGeometry, count: int
     ) -> LayerPages:
@@ -363,17 +363,6 @@ class PagePool:
         self.commit(sequences, layer)
         return None
 
-    def _write_pending(self, layer: int, sequence: Sequence, pending: PendingStep) -> None:
-        group, window = self.group_of(layer), self.windows[layer]
-        write_unseen(group, layer, sequence, pending)
-        end = sequence.context_lens[layer]
-        start = end - len(pending.own)
-        for first, last in window.kept_parts(start, end):
-            base = first - first % PAGE_SIZE
-            blocks = sequence.table(group).blocks_of(base, last)
-            keys, values = pending.between(first - start, last - start)
-            group.pages[layer].write(keys, values, PageRows((blocks,), (last - base,), (0,)))
-
     def _new_groups(self) -> list[LayerGroup]:
         """The layers without a window, and those of each window."""
         layers: dict[Window | None, list[int]] = {}
@@ -387,6 +376,7 @@ class PagePool:
                 self.backend,
                 self.budget,
                 () if window else self._smaller_formats(),
+                self.counts.events,
             )
             for window, members in layers.items()
         ]
@@ -396,12 +386,11 @@ class PagePool:
         return tuple(map(page_format_named, policy.page_formats)) if policy else ()
 
     def _note_gather(self, layer: int) -> None:
-        self._gather_fallbacks += 1
-        if not self._fallback_reported:
-            self._fallback_reported = True
+        if not self.counts.gather_fallbacks:
             logger.warning(
                 "%s: attention of layer %d does not read pages; keys and values are gathered "
                 "for it, which is right but slower (said once; stats() counts)",
                 self.name,
                 layer,
             )
+        self.counts.gather_fallbacks += 1

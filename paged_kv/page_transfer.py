@@ -61,6 +61,8 @@ def load_pages(
     pool.append_blocks(group, table, formats[len(table.blocks) :])
     pages.load(dict(zip(table.blocks, contents, strict=False)))
     sequence.restore(layer, context_len, written_len)
+    with pool.lock:
+        table.rewind(context_len)
 
 
 def _held(pool: PagePool, layer: int, sequence: Sequence) -> tuple[int, ...]:

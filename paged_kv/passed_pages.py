@@ -19,6 +19,7 @@ from paged_kv.pending_step import PendingStep
 
 if TYPE_CHECKING:
     from paged_kv.allocator.retired_blocks import RetiredBlocks
+    from paged_kv.kernels.layer_pages import LayerPages
     from paged_kv.layer_group import LayerGroup
     from paged_kv.pool_room import PoolRoom
     from paged_kv.sequence import Sequence
@@ -63,20 +64,36 @@ def keep_unseen(room: PoolRoom, groups: list[LayerGroup], sequence: Sequence, en
         if window is None or not group.is_settled:
             continue
         first_held = window.first_held(sequence.written(group))
-        with sequence.lock:
-            for page in _unseen_pages(window, start, end):
-                if page * PAGE_SIZE >= min(start, first_held):
-                    retired = room.spare_block(group, page_format)
-                    if retired is not None:
-                        sequence.passed.setdefault(group, {})[page] = retired
+        for page in _unseen_pages(window, start, end):
+            if page * PAGE_SIZE >= min(start, first_held):
+                retired = room.spare_block(group, page_format)
+                if retired is not None:
+                    sequence.passed.setdefault(group, {})[page] = retired
 
 
-def write_unseen(group: LayerGroup, layer: int, sequence: Sequence, pending: PendingStep) -> None:
-    """Write a step into the passed pages of one layer, those blocks and what was retired while the
-    step was in no page yet, before its end is written into the ring."""
+def write_pending(group: LayerGroup, layer: int, sequence: Sequence, pending: PendingStep) -> None:
+    """Write a step of one layer: what of it passes unseen first, then its end into the ring."""
+    assert group.window is not None
     end = sequence.context_lens[layer]
     start = end - len(pending.own)
-    pages = group.pages[layer]
+    _write_unseen(group.pages[layer], group, sequence, pending, start, end)
+    for first, last in group.window.kept_parts(start, end):
+        base = first - first % PAGE_SIZE
+        blocks = sequence.table(group).blocks_of(base, last)
+        keys, values = pending.between(first - start, last - start)
+        group.pages[layer].write(keys, values, PageRows((blocks,), (last - base,), (0,)))
+
+
+def _write_unseen(
+    pages: LayerPages,
+    group: LayerGroup,
+    sequence: Sequence,
+    pending: PendingStep,
+    start: int,
+    end: int,
+) -> None:
+    """Fill the blocks of pages that were never in the ring, and of those that were retired while
+    the step was in no page yet."""
     for page, retired in sequence.passed.get(group, {}).items():
         base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
         if retired.block is None or last <= start or base >= end:

@@ -18,7 +18,8 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.allocator.retired_blocks import RetiredBlock, RetiredBlocks
 from paged_kv.layer_group import LayerGroup
-from paged_kv.stats import sum_counts
+from paged_kv.pool_counts import PoolCounts
+from paged_kv.stats import Compaction, sum_counts
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
 """Blocks that are to be free in each group, by page format."""
@@ -33,11 +34,7 @@ class PoolRoom:
         index: whose cached blocks may be evicted.
         retired: what is done without first.
         policy: which pages become smaller, and from when on; None if none do.
-
-    Attributes:
-        demotions: blocks that became smaller, by their new format.
-        evictions: blocks' worth of cached tokens that were let go.
-        failures: times that there was no room.
+        counts: where evictions, demotions and refusals are counted.
     """
 
     def __init__(
@@ -47,10 +44,9 @@ class PoolRoom:
         index: PrefixIndex,
         retired: RetiredBlocks,
         policy: DemotionPolicy | None,
+        counts: PoolCounts,
     ) -> None:
-        self.demotions: Counter[str] = Counter()
-        self.evictions = 0
-        self.failures = 0
+        self._counts = counts
         self._groups = groups
         self._budget = budget
         self._index = index
@@ -111,10 +107,26 @@ class PoolRoom:
         group.allocator.release(blocks)
         return retired
 
+    def drain(self) -> None:
+        """Release what finalisers left."""
+        self._retired.drain()
+        for group in self._groups:
+            if group.is_open:
+                group.allocator.drain()
+
     def give_back(self) -> int:
         """Unmap every slab in which no block is used; returns how many."""
         open_groups = [group for group in self._groups if group.is_open]
         return sum(group.allocator.unmap_empty_slabs() for group in open_groups)
+
+    def compact(self) -> Compaction:
+        """Move pages out of the emptiest slabs and give those back; returns what that did."""
+        open_groups = [group for group in self._groups if group.is_open]
+        slabs = sum(len(group.allocator.slabs) for group in open_groups)
+        mapped = self._budget.mapped
+        moved = sum(group.compact() for group in open_groups)
+        left = sum(len(group.allocator.slabs) for group in open_groups)
+        return Compaction(moved, slabs - left, mapped - self._budget.mapped)
 
     def _make_at_any_price(self, needed: Callable[[], Needs]) -> None:
         """Make room for what would fit if nothing was cached and no slab was partly empty.
@@ -126,26 +138,22 @@ class PoolRoom:
         def fits() -> bool:
             return self._mapped_after(needed()) <= self._budget.max_bytes
 
-        for attempt in (self.give_back, self._compact, lambda: self._forget(fits), self._compact):
+        for attempt in (self.give_back, self.compact, lambda: self._forget(fits), self.compact):
             if fits():
                 return
             attempt()
 
-    def _compact(self) -> None:
-        for group in self._groups:
-            group.compact()
-
     def _forget(self, is_enough: Callable[[], bool]) -> None:
-        self.evictions += self._index.forget(is_enough)
+        self._counts.evictions["exhausted"] += self._index.forget(is_enough)
         # What no prefix ends with any more may still be known to sequences.
-        self._retired.give_up(is_enough)
+        self._give_up(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
 
-        self.evictions += self._index.evict(is_enough)
-        self._retired.give_up(is_enough)
+        self._counts.evictions["room"] += self._index.evict(is_enough)
+        self._give_up(is_enough)
 
     def _give_up_retired(self, needed: Callable[[], Needs]) -> None:
         """Do without what was retired, and the slabs that are left partly empty: before anybody
@@ -154,10 +162,15 @@ class PoolRoom:
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
 
-        if self._retired.give_up(is_enough) and not is_enough():
+        if self._give_up(is_enough) and not is_enough():
             for group in self._groups:
                 if group.window is not None:
                     group.compact()
+
+    def _give_up(self, is_enough: Callable[[], bool]) -> int:
+        given_up = self._retired.give_up(is_enough)
+        self._counts.evictions["retired"] += given_up
+        return given_up
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
         """Cached and retired blocks of a group, by page format."""
@@ -177,13 +190,13 @@ class PoolRoom:
             demoted = [group.demote(self._policy, pressure) for group in groups]
             if not any(demoted):
                 return
-            self.demotions.update(sum_counts(demoted))
+            self._counts.demotions.update(sum_counts(demoted))
 
     def _bytes_demoted(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
         """Bytes of a group's used blocks and of some more, once all pages are as small as the
         policy makes them; the last page of what is more is not full."""
         allocator, policy = group.allocator, self._policy
-        used = Counter({each.name: sum(each.used.values()) for each in allocator.formats})
+        used = Counter({each.name: each.num_used for each in allocator.formats})
         blocks = used - self._evictable(group) + Counter(counts)
         if policy is not None and group.window is None:
             full = {each.block for each in policy.demotions(full_blocks(allocator), math.inf)}
@@ -206,7 +219,7 @@ class PoolRoom:
         try:
             self._left_after(needs)
         except PoolExhausted:
-            self.failures += 1
+            self._counts.refusals += 1
             raise
 
     def _left_after(self, needs: Needs) -> int:
@@ -215,9 +228,7 @@ class PoolRoom:
         Raises:
             PoolExhausted: it does not suffice; nothing was changed.
         """
-        self._retired.drain()
-        for group in needs:
-            group.allocator.drain()
+        self.drain()
         left = self._budget.left
         for group, counts in needs.items():
             left = group.allocator.room_after(counts, left)

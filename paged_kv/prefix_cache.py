@@ -64,16 +64,12 @@ class PrefixCache:
     Attributes:
         has_states: that.
         snapshots: what is known of those.
-        tokens_asked: tokens of all prompts that were looked up.
-        tokens_found: those of them that did not have to be computed again.
     """
 
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
         self.pool = pool
         self.lock = pool.lock
         self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE)
-        self.tokens_asked = 0
-        self.tokens_found = 0
         self.has_states = has_states
 
     def __len__(self) -> int:
@@ -83,29 +79,27 @@ class PrefixCache:
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes of the pages that nobody else holds, and of snapshots. O(known blocks)."""
-        self.pool.retired.drain()
-        cached = [
-            allocator.format_of(block).block_bytes
-            for allocator in self._allocators()
-            for block in allocator.cached_blocks()
-        ]
-        return sum(cached) + self.snapshots.nbytes
+        """Bytes of the pages that nobody else holds, and of snapshots. O(slabs)."""
+        return self.pool.stats().bytes_retained + self.snapshots.nbytes
 
     @locked
     def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
         """Evict what was least recently used, and nobody else holds, until there are at most so
         many prompts and `nbytes`; returns how many blocks' worth that was."""
-        most = None if max_bytes is None else self._bytes_held() - max(0, self.nbytes - max_bytes)
+        # Counting releases what was dropped, so that nothing stays for the sake of it.
+        most = self._bytes_held()
+        if max_bytes is not None:
+            most -= max(0, self.nbytes - max_bytes)
 
         def is_small_enough() -> bool:
-            return most is None or self._bytes_held() <= most
+            return self._bytes_held() <= most
 
         def is_enough() -> bool:
             return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
 
-        self.pool.retired.give_up(is_small_enough)
-        return self.pool.index.evict(is_enough)
+        evicted = self.pool.retired.give_up(is_small_enough) + self.pool.index.evict(is_enough)
+        self.pool.counts.evictions["limit"] += evicted
+        return evicted
 
     @locked
     def fetch(self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat) -> Prefix:
@@ -113,8 +107,7 @@ class PrefixCache:
         O(tokens). The pages that it gets later are of `page_format`."""
         match = self.pool.index.match(namespace, tokens)
         start = self._start(match)
-        self.tokens_asked += len(tokens)
-        self.tokens_found += start.num_tokens
+        self.pool.counts.look_up(len(tokens), start.num_tokens)
         sequence = Sequence(self.pool, page_format)
         sequence.retires = True
         if start.num_tokens:
@@ -143,6 +136,8 @@ class PrefixCache:
         snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
         self.pool.index.insert(namespace, known, blocks, windows, snapshot)
+        for group in self._shared_groups():
+            group.allocator.events.inserted(sequence.table(group), num_tokens)
         return num_tokens
 
     def _snapshot(self, states: Any) -> Snapshot | None:
@@ -155,11 +150,12 @@ class PrefixCache:
         """Let a new sequence hold the beginning of a match."""
         held = match.nodes[: -(-start.num_tokens // PAGE_SIZE)]
         for group in self._shared_groups():
-            sequence.adopt(group, [node.blocks[group.allocator] for node in held])
+            blocks = [node.blocks[group.allocator] for node in held]
+            sequence.adopt(group, blocks, start.num_tokens)
         for group, ring in start.rings.items():
             blocks = [page.block for page in ring.pages if page.block is not None]
             assert len(blocks) == len(ring.pages), "a page was given up while it was looked for"
-            sequence.adopt(group, blocks)
+            sequence.adopt(group, blocks, start.num_tokens)
             for page in ring.pages:
                 self.pool.retired.touch(page)
         if start.snapshot is not None:
@@ -202,16 +198,7 @@ class PrefixCache:
     def _window_groups(self) -> list[LayerGroup]:
         return [group for group in self.pool.groups if group.is_open and group.window is not None]
 
-    def _allocators(self) -> list[BlockAllocator]:
-        """Those of all groups, with what was dropped counted as such."""
-        allocators = [group.allocator for group in self.pool.groups if group.is_open]
-        for allocator in allocators:
-            allocator.drain()
-        return allocators
-
     def _bytes_held(self) -> int:
         """Bytes of all blocks that are not free, and of snapshots. O(slabs)."""
-        self.pool.retired.drain()
-        formats = [each for allocator in self._allocators() for each in allocator.formats]
-        pages = sum(sum(each.used.values()) * each.block_bytes for each in formats)
-        return pages + self.snapshots.nbytes
+        stats = self.pool.stats()
+        return stats.bytes_active + stats.bytes_retained + self.snapshots.nbytes

@@ -76,6 +76,7 @@ class Sequence:
         """The sequence's block table in a group that is open."""
         if group not in self._tables:
             self._tables[group] = group.new_table(self.page_format)
+            self._tables[group].owner = self.uid
         return self._tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
@@ -188,12 +189,14 @@ class Sequence:
         return fork
 
     @locked
-    def adopt(self, group: LayerGroup, blocks: list[int]) -> None:
-        """Share blocks that hold the first tokens of a group, where there are none yet."""
+    def adopt(self, group: LayerGroup, blocks: list[int], num_tokens: int) -> None:
+        """Share blocks that hold the first `num_tokens` tokens of a group, where there are none
+        yet."""
         table = self.table(group)
         assert not table.blocks, "the sequence has tokens"
         group.allocator.retain(blocks)
-        table.blocks = tuple(blocks)
+        table.change(tuple(blocks), num_tokens)
+        group.allocator.events.adopted(table, blocks)
 
     def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:
         """Note that so many tokens are there, in every layer that is ever written, and that the
@@ -219,6 +222,7 @@ class Sequence:
         copy.passed = {group: dict(pages) for group, pages in self.passed.items()}
         for group, table in self._tables.items():
             copy._tables[group] = group.allocator.fork(table)
+            copy._tables[group].owner = copy.uid
         return copy
 
     def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
@@ -230,14 +234,14 @@ class Sequence:
         self._forks.clear()
         self._furthest = max(map(self.offset, range(self.pool.num_layers)))
         for group, table in self._tables.items():
-            window, length = group.window, max(self.context_lens[layer] for layer in group.layers)
+            window, tokens = group.window, max(self.context_lens[layer] for layer in group.layers)
             if window is not None and window.first_held(self.written(group)):
-                table.forget_reserved()
+                table.rewind(tokens)
             else:
-                table.truncate(length)
+                table.truncate(tokens)
             # What comes behind this length will be other tokens.
             passed = self.passed.get(group, {})
-            for page in [page for page in passed if (page + 1) * PAGE_SIZE > length]:
+            for page in [page for page in passed if (page + 1) * PAGE_SIZE > tokens]:
                 del passed[page]
 
 

@@ -1,166 +1,194 @@
-"""The command `paged-kv stats`: how well pages are used by a workload of given lengths."""
+"""The command `paged-kv stats`: what the pools of a process, a snapshot or a trace hold."""
+
+from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged_kv.replay import ReplayResult, Workload, replay
-from paged_kv.sizes import format_size, parse_size
+from paged_kv.arguments import seconds
+from paged_kv.extras import extra_module
+from paged_kv.process_view import ProcessView
+from paged_kv.published import running_process, running_processes
 
 if TYPE_CHECKING:
+    from paged_kv.stats_history import History
+    from paged_kv.trace_replay import Replay
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Replays sequences of random lengths through the block allocator and prints how much of the pool
-holds tokens. It needs no model and no memory: only the bookkeeping runs. The defaults for the
-model's geometry are those of Llama 3.1 8B.
+Where did my memory go? Shows what the pages of a running process hold, of a snapshot that `--json`
+wrote, or of a trace that PAGED_KV_TRACE recorded, as it is at its end. Every process of yours that
+uses this library can be looked at; it opens no port, and is not slowed down.
 """
 
 
-def add_stats_parser(subparsers: "Subparsers") -> None:
-    """Register the subcommand "stats"; it sets `run`, which takes the parsed arguments."""
+def add_stats_parser(subparsers: Subparsers) -> None:
+    """Register the subcommand "stats"."""
     parser = subparsers.add_parser(
-        "stats", help="replay a workload and print how pages are used", description=_DESCRIPTION
+        "stats", help="show what the pages of a process hold", description=_DESCRIPTION
     )
     parser.set_defaults(run=run_stats)
-    _add_workload_arguments(parser)
-    _add_geometry_arguments(parser)
-    parser.add_argument(
-        "--max-bytes",
-        type=parse_size,
-        default=parse_size("16GB"),
-        metavar="SIZE",
-        help="the pool's budget, such as 512MB, 4GB or 1.5GiB (default: 16GB)",
+    parser.add_argument("file", nargs="?", type=Path, help="a snapshot or a trace; else a process")
+    parser.add_argument("--pid", type=int, help="the process, if there are several")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--list", action="store_true", help="list the processes, and nothing else")
+    forms.add_argument("--json", action="store_true", help="print JSON, which is a snapshot too")
+    forms.add_argument("--prom", action="store_true", help="print Prometheus' text format")
+    forms.add_argument("--watch", action="store_true", help="draw it anew as it changes")
+    forms.add_argument(
+        "--plot", type=Path, metavar="OUT", help="draw it over time, into a .svg, .png or .html"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON to standard output")
+    parser.add_argument(
+        "--interval", type=seconds, default=0.5, metavar="S", help="of --watch and --plot (0.5)"
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, default=10.0, metavar="S", help="how long --plot looks (10)"
+    )
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
-    """Replay and print; returns the exit status, always 0."""
-    shortest, longest = arguments.lengths
-    workload = Workload(arguments.sequences, shortest, longest, arguments.churn, arguments.seed)
-    result = replay(workload, _token_bytes(arguments), arguments.max_bytes)
-    print(json.dumps(_as_dict(result), indent=2) if arguments.json else _as_table(result))
+    """Show what was asked for; returns the exit status.
+
+    Raises:
+        OSError, ValueError: there is nothing to show, and why.
+    """
+    if arguments.file is not None and (arguments.pid is not None or arguments.watch):
+        raise ValueError("--pid and --watch are of running processes: leave out the file")
+    if arguments.list:
+        return _print_list()
+    if arguments.plot:
+        extra_module("paged_kv.stats_plot", "plot").draw(_history(arguments), arguments.plot)
+    elif arguments.watch:
+        return _watch(arguments)
+    else:
+        _print(_view(arguments), arguments)
     return 0
 
 
-def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sequences",
-        type=_positive,
-        default=64,
-        metavar="N",
-        help="sequences at once (default: 64)",
-    )
-    parser.add_argument(
-        "--lengths",
-        type=_length_range,
-        default=(100, 2000),
-        metavar="MIN,MAX",
-        help="tokens of a sequence, uniformly random, or one number (default: 100,2000)",
-    )
-    parser.add_argument(
-        "--churn",
-        type=_share,
-        default=0.5,
-        metavar="R",
-        help="share of the sequences that end and are replaced by new ones (default: 0.5)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="chooses the lengths and who ends (default: 0)"
-    )
+def _print(view: ProcessView, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(view.as_dict(), indent=2))
+    elif arguments.prom:
+        metrics = extra_module("paged_kv.prometheus_metrics", "metrics")
+        sys.stdout.write(metrics.metrics_text(view).decode())
+    else:
+        from rich.console import Console
+
+        from paged_kv.stats_table import process_tables
+
+        Console(highlight=False).print(process_tables(view))
 
 
-def _add_geometry_arguments(parser: argparse.ArgumentParser) -> None:
-    for flag, default, meaning in (
-        ("--layers", 32, "layers that keep keys and values"),
-        ("--kv-heads", 8, "key and value heads of a layer"),
-        ("--head-dim", 128, "numbers of a head"),
-        ("--bytes-per-number", 2, "bytes of a number"),
-    ):
-        parser.add_argument(
-            flag,
-            type=_positive,
-            default=default,
-            metavar="N",
-            help=f"{meaning} (default: {default})",
-        )
+def _print_list() -> int:
+    from rich.console import Console
+
+    from paged_kv.stats_table import process_list
+
+    views = running_processes()
+    if not views:
+        raise ProcessLookupError(_NOBODY)
+    Console(highlight=False).print(process_list(views))
+    return 0
 
 
-def _token_bytes(arguments: argparse.Namespace) -> int:
-    numbers: int = 2 * arguments.layers * arguments.kv_heads * arguments.head_dim
-    nbytes: int = numbers * arguments.bytes_per_number
-    return nbytes
+_NOBODY = (
+    "no process of yours has a pool of pages: start one that uses paged_kv, such as `paged-kv "
+    "generate` or `paged-kv server`, or name a snapshot or a trace"
+)
 
 
-def _as_dict(result: ReplayResult) -> dict[str, int | float]:
-    return {
-        **asdict(result),
-        "utilisation": result.utilisation,
-        "internal_waste": result.internal_waste,
-        "mean_waste_tokens": result.mean_waste_tokens,
-        "external_fragmentation": result.external_fragmentation,
-    }
+def _watch(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from paged_kv.stats_watch import watch
+
+    pid = _view(arguments).pid
+
+    def look() -> ProcessView:
+        try:
+            return running_process(pid)
+        except ProcessLookupError:
+            raise ProcessLookupError(f"process {pid} has ended") from None
+
+    watch(look, Console(highlight=False), arguments.interval)
+    return 0
 
 
-def _as_table(result: ReplayResult) -> str:
-    rows = [
-        (
-            "sequences",
-            f"{result.sequences_live} live of {result.sequences_started} started",
-            f"{result.sequences_ended} ended, {result.allocation_failures} did not fit",
-        ),
-        ("allocated", format_size(result.allocated_bytes), "live tokens"),
-        ("active", format_size(result.active_bytes), "pages in use"),
-        ("mapped", format_size(result.mapped_bytes), _slabs_in_words(result)),
-        ("utilisation", f"{result.utilisation:.1%}", "allocated / mapped"),
-        ("internal waste", f"{result.internal_waste:.1%}", _waste_in_words(result)),
-        ("external fragmentation", f"{result.external_fragmentation:.1%}", "1 - active / mapped"),
-        ("allocation failures", str(result.allocation_failures), "sequences that did not fit"),
-    ]
-    return _aligned(rows)
+def _view(arguments: argparse.Namespace) -> ProcessView:
+    """The process, snapshot or trace that is meant.
+
+    Raises:
+        OSError, ValueError: there is none, or there are several.
+    """
+    if arguments.file is not None:
+        return _saved_view(arguments.file)
+    if arguments.pid is not None:
+        return running_process(arguments.pid)
+    views = running_processes()
+    if not views:
+        raise ProcessLookupError(_NOBODY)
+    if len(views) > 1:
+        known = "".join(f"\n  --pid {view.pid}  {view.command}" for view in views)
+        raise ValueError(f"{len(views)} processes can be looked at; choose one:{known}")
+    return views[0]
 
 
-def _slabs_in_words(result: ReplayResult) -> str:
-    peak, budget = format_size(result.peak_mapped_bytes), format_size(result.budget_bytes)
-    return f"{result.slabs} slabs; at most {peak} of a budget of {budget}"
-
-
-def _waste_in_words(result: ReplayResult) -> str:
-    mean, half = f"{result.mean_waste_tokens:.1f}", result.page_size // 2
-    return f"1 - allocated / active: {mean} tokens a sequence (half a page is {half})"
-
-
-def _aligned(rows: list[tuple[str, str, str]]) -> str:
-    names = max(len(name) for name, _, _ in rows)
-    values = max(len(value) for _, value, _ in rows)
-    return "\n".join(f"{name:<{names}}  {value:<{values}}  {note}" for name, value, note in rows)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer, such as 8")
-    return int(text)
-
-
-def _length_range(text: str) -> tuple[int, int]:
-    parts = text.split(",")
-    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a range like 100,2000 nor a number")
-    shortest, longest = int(parts[0]), int(parts[-1])
-    if not 1 <= shortest <= longest:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be two lengths, the shorter first, from 1 on, such as 100,2000"
-        )
-    return shortest, longest
-
-
-def _share(text: str) -> float:
+def _saved_view(path: Path) -> ProcessView:
+    if _is_trace(path):
+        replay = _replayed(path)
+        return ProcessView(0, str(path), replay.samples[-1].seconds, replay.pools)
     try:
-        share = float(text)
+        content = json.loads(path.read_text())
     except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.5")
-    return share
+        raise ValueError(
+            f"{path} is neither a snapshot, which `paged-kv stats --json` writes, nor a trace, "
+            "which PAGED_KV_TRACE records"
+        ) from None
+    return ProcessView.from_dict(content)
+
+
+def _is_trace(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b'"paged_kv_trace"' in file.readline(1000)
+
+
+def _history(arguments: argparse.Namespace) -> History:
+    from paged_kv.stats_history import History
+
+    if arguments.file is None:
+        pid = _view(arguments).pid
+        return History.of_views(_looks(pid, arguments.seconds, arguments.interval))
+    if _is_trace(arguments.file):
+        return History.of_replay(_replayed(arguments.file), str(arguments.file))
+    return History.of_views(iter([_saved_view(arguments.file)]))
+
+
+def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessView]:
+    """What a process publishes, until it ends or the time is over."""
+    end = time.monotonic() + duration_s
+    view = running_process(pid)
+    while True:
+        # A process that did nothing publishes what it did before; it is so now.
+        yield replace(view, time=time.time())
+        if time.monotonic() + interval_s > end:
+            return
+        time.sleep(interval_s)
+        try:
+            view = running_process(pid)
+        except ProcessLookupError:
+            return
+
+
+def _replayed(path: Path) -> Replay:
+    from paged_kv.trace_replay import Parameters, Replay, read_trace
+
+    replay = Replay(read_trace(path), Parameters())
+    replay.run()
+    return replay

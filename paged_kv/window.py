@@ -48,7 +48,7 @@ class Window:
     def ring(self) -> Ring:
         """How block tables use their entries again."""
         entries = -(-(self.size + self.write_chunk - 1) // PAGE_SIZE)
-        return Ring(entries, head=-(-self.keep // PAGE_SIZE))
+        return Ring(entries, -(-self.keep // PAGE_SIZE), self.size, self.keep)
 
     @property
     def capacity(self) -> int:

@@ -23,7 +23,7 @@ def state(allocator: BlockAllocator) -> Any:
     tables = {id(table): list(table.blocks) for table in allocator.tables}
     mapped, slabs = allocator.budget.mapped, dict(allocator.slabs)
     formats = [(list(each.free), dict(each.used), each.block_bytes) for each in allocator.formats]
-    return formats, dict(allocator._ref_counts), slabs, mapped, tables
+    return formats, dict(allocator.refs.counts), slabs, mapped, tables
 
 
 def free_blocks(allocator: BlockAllocator) -> list[int]:
@@ -328,7 +328,7 @@ def test_stats_add_up() -> None:
 
 
 def add_reference(allocator: BlockAllocator) -> None:
-    allocator._ref_counts[1] += 1
+    allocator.refs.counts[1] += 1
 
 
 def lose_an_entry(allocator: BlockAllocator) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from tests.books import assert_books_balance, live_rows, used_rows
 from tests.layer_caches import filter_rows, ragged_step
 
 LAYERS = 2
@@ -139,6 +140,19 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.pool.check()
+        assert_books_balance(self.pool.stats(), self.pool.budget.mapped)
+
+    @invariant()
+    def every_live_token_is_counted(self) -> None:
+        if not self.pool.is_open:
+            return
+        group = self.pool.groups[0]
+        lengths = [
+            (sequence.table(group), len(row))
+            for batch in self.held
+            for sequence, row in zip(batch.layers[0].sequences, batch.rows, strict=True)
+        ]
+        assert used_rows(self.pool.stats()) == sum(live_rows(lengths, 256).values())
 
     @invariant()
     def every_row_holds_its_tokens(self) -> None:

@@ -1,6 +1,7 @@
 """What a factory promises: limits, memory that comes back, caches that outlive the process."""
 
 import gc
+import json
 import logging
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PoolExhausted
+from paged_kv import PagedCacheFactory, PagedKVCache, PoolExhausted, PoolStats
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import small_model
 
@@ -206,7 +207,11 @@ def test_stats_are_a_dictionary_too(model: Any) -> None:
     cache = factory.make_cache()
     greedy(model, PROMPT, cache, 1)
     stats = factory.stats()
-    assert stats.as_dict() == {name: getattr(stats, name) for name in stats.as_dict()}
+    content = stats.as_dict()
+    (group,) = content.pop("groups")
+    assert content == {name: getattr(stats, name) for name in content}
+    assert (group["layers"], group["formats"][0]["used"]) == (len(cache), 2)
+    assert PoolStats.from_dict(json.loads(json.dumps(stats.as_dict()))) == stats
     assert (stats.blocks_used, stats.gather_fallbacks) == (2, 0)
     assert stats.bytes_active == 2 * block_bytes(model) <= stats.bytes_mapped
     assert stats.bytes_active == sum(layer.nbytes for layer in cache)

@@ -278,11 +278,11 @@ def test_pages_follow_when_slabs_are_compacted() -> None:
     del sequences[1:4], expected[1:4], caches, cache
     gc.collect()
     mapped = pool.stats().bytes_mapped
-    assert pool.compact() > 0
+    assert pool.compact().blocks_moved > 0
     pool.check()
     assert pool.stats().bytes_mapped < mapped
     assert [[contents(cache) for cache in caches] for caches in sequences] == expected
-    assert pool.compact() == 0
+    assert pool.compact().blocks_moved == 0
 
 
 def test_blocks_are_freed_when_the_collector_runs_in_the_middle_of_a_step(pool: PagePool) -> None:

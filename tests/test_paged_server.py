@@ -240,10 +240,10 @@ def test_users_of_other_salts_share_nothing(alone: dict[str, int], system: str) 
         messages = [{"role": "user", "content": system}]
 
         def cached(**body: Any) -> int:
-            before = factory.prefixes.tokens_found
+            before = factory.stats().prefix_hits
             text, count = ask(client, messages, extra_body=body, **alone)
             texts.add(text)
-            assert factory.prefixes.tokens_found - before == count
+            assert factory.stats().prefix_hits - before == count
             running.wait_until_idle()
             wait_until(lambda: not factory.stats().blocks_used)
             return count

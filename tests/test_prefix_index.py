@@ -238,7 +238,7 @@ def test_random_histories_keep_the_books_right() -> None:
         else:
             tables.append(table)
         allocator.check()
-        assert len(index) == len(allocator._kept) == len(index._nodes)
+        assert len(index) == len(allocator.refs.kept) == len(index._nodes)
     for table in tables:
         allocator.drop(table)
     cached = allocator.stats().blocks_cached

@@ -200,7 +200,7 @@ def test_blocks_needed_is_exact_for_forks_at_different_phases(
 )
 def test_a_ring_holds_a_window_and_a_write(size: int, write_chunk: int, entries: int) -> None:
     window = Window(size, write_chunk)
-    assert window.ring == Ring(entries)
+    assert window.ring == Ring(entries, window=size)
     assert (window.capacity, window.head_end) == (256 * entries, 0)
     assert 256 * (entries - 1) < size + write_chunk - 1 <= 256 * entries
 
@@ -275,7 +275,7 @@ def test_of_a_long_step_the_head_is_kept_too(
     start: int, end: int, parts: list[tuple[int, int]]
 ) -> None:
     window = Window(300, 100, keep=4)
-    assert (window.ring, window.head_end) == (Ring(2, head=1), 256)
+    assert (window.ring, window.head_end) == (Ring(2, 1, window.size, window.keep), 256)
     assert window.kept_parts(start, end) == parts
 
 

@@ -1,165 +1,281 @@
-"""`paged-kv stats`: what it prints adds up, and bad arguments are refused with an example."""
+"""`paged-kv stats`: of processes, snapshots and traces, in every form, and why it cannot."""
 
-import argparse
 import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paged_kv.replay import ReplayResult, Workload, replay
-from paged_kv.sizes import format_size, parse_size
-from paged_kv.stats_command import add_stats_parser
+from paged_kv.command_line import main
+from paged_kv.process_view import ProcessView
+from paged_kv.runtime_folder import process_start, runtime_folder
+from tests.running_server import wait_until
+from tests.shown_process import SCRIPT, shown_process
 
-TOKEN_BYTES = 1000
+
+@pytest.fixture(autouse=True)
+def _own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A process that others can look at, and its runtime folder."""
+    folder = tmp_path_factory.mktemp("runtime")
+    with shown_process(folder) as pid:
+        published = folder / "paged-kv" / f"{pid}.json"
+        wait_until(lambda: published.exists() and '"used":3' in published.read_text())
+        yield pid, folder
+
+
+@pytest.fixture
+def pid(shown: tuple[int, Path], monkeypatch: pytest.MonkeyPatch) -> int:
+    number, folder = shown
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return number
 
 
 def stats(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_stats_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["stats", *arguments])
-    status: int = parsed.run(parsed)
-    return status
+    return main(["stats", *arguments])
 
 
-def assert_adds_up(result: ReplayResult) -> None:
-    ended_or_live = result.sequences_live + result.sequences_ended
-    assert result.sequences_started == ended_or_live + result.allocation_failures
-    assert result.allocated_bytes <= result.active_bytes <= result.mapped_bytes
-    assert result.mapped_bytes <= result.peak_mapped_bytes <= result.budget_bytes
-    wasted = (1 - result.internal_waste) * (1 - result.external_fragmentation)
-    assert result.utilisation == pytest.approx(wasted)
-    waste_bytes = result.active_bytes - result.allocated_bytes
-    assert result.mean_waste_tokens * result.sequences_live * TOKEN_BYTES == waste_bytes
-
-
-@pytest.mark.parametrize("churn", [0, 0.5, 1])
-def test_bytes_add_up_when_everything_fits(churn: float) -> None:
-    result = replay(Workload(64, 100, 2000, churn), TOKEN_BYTES, 10**9)
-    assert_adds_up(result)
-    assert result.sequences_live == 64
-    assert result.sequences_ended == 64 * churn
-    assert result.allocation_failures == 0
-    assert 64 * 100 <= result.allocated_tokens <= 64 * 2000
-
-
-def test_bytes_add_up_when_sequences_do_not_fit() -> None:
-    # Room for 58 pages of 256 tokens, where 64 sequences of 4 pages each are asked for.
-    result = replay(Workload(64, 1024, 1024), TOKEN_BYTES, 15_000_000)
-    assert_adds_up(result)
-    assert result.sequences_live == 14
-    assert result.allocation_failures > 0
-
-
-def test_a_budget_below_one_block_maps_nothing() -> None:
-    result = replay(Workload(3, 1, 1, churn=0), TOKEN_BYTES, 1000)
-    assert_adds_up(result)
-    assert (result.allocation_failures, result.mapped_bytes, result.utilisation) == (3, 0, 1.0)
-
-
-def test_one_sequence_by_hand() -> None:
-    # 1,025 tokens take 5 pages: the first slab holds 4 pages and the second 8.
-    result = replay(Workload(1, 1025, 1025, churn=0), TOKEN_BYTES, 10**9)
-    assert (result.slabs, result.active_tokens) == (2, 5 * 256)
-    assert result.mapped_bytes == 12 * 256 * TOKEN_BYTES
-    assert result.mean_waste_tokens == 255
-    assert result.internal_waste == pytest.approx(255 / 1280)
-    assert result.external_fragmentation == pytest.approx(7 / 12)
-
-
-def test_whole_pages_waste_nothing() -> None:
-    assert replay(Workload(8, 512, 512), TOKEN_BYTES, 10**9).mean_waste_tokens == 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_mean_waste_is_half_a_page(seed: int) -> None:
-    # 1,000 sequences: the mean of uniform 0 to 255 has a standard deviation of 2.3.
-    result = replay(Workload(1000, 1, 2560, seed=seed), TOKEN_BYTES, 10**10)
-    assert result.mean_waste_tokens == pytest.approx(127.5, abs=10)
-
-
-def test_a_seed_always_gives_the_same() -> None:
-    runs = [replay(Workload(50, 1, 3000, seed=s), TOKEN_BYTES, 10**9) for s in (7, 7, 8)]
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert stats("--json", "--sequences", "4", "--lengths", "300", "--layers", "2") == 0
-    output: dict[str, Any] = json.loads(capsys.readouterr().out)
-    # 2 layers, keys and values, 8 heads of 128 numbers of 2 bytes
-    assert output["allocated_bytes"] == 4 * 300 * 2 * 2 * 8 * 128 * 2
-    assert output["active_tokens"] == 4 * 512
-    assert output["budget_bytes"] == 16_000_000_000
-    assert output["internal_waste"] == pytest.approx(1 - 300 / 512)
-    assert output["mean_waste_tokens"] == 212
-
-
-def test_table_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert stats("--max-bytes", "1GB") == 0
-    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == [
-        "sequences",
-        "allocated",
-        "active",
-        "mapped",
-        "utilisation",
-        "internal waste",
-        "external fragmentation",
-        "allocation failures",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "example"),
-    [
-        ("--max-bytes", "10GBB", "'10GBB' is not a size; write one like 512MB, 4GB or 1.5GiB"),
-        ("--max-bytes", "0", "like 512MB"),
-        ("--sequences", "0", "such as 8"),
-        ("--layers", "-1", "such as 8"),
-        ("--lengths", "2000,100", "such as 100,2000"),
-        ("--lengths", "0", "such as 100,2000"),
-        ("--lengths", "1,2,3", "like 100,2000"),
-        ("--lengths", "many", "like 100,2000"),
-        ("--churn", "1.5", "such as 0.5"),
-        ("--churn", "nan", "such as 0.5"),
-    ],
-)
-def test_bad_arguments_exit_with_2_and_an_example(
-    capsys: pytest.CaptureFixture[str], flag: str, value: str, example: str
+def test_the_only_process_is_shown_to_the_byte(
+    pid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        stats(f"{flag}={value}")
-    assert exit_info.value.code == 2
-    assert example in capsys.readouterr().err
+    assert stats() == 0
+    text = capsys.readouterr().out
+    assert f"process {pid}:" in text
+    # 320 tokens in 2 layers of float32, and 212 + 236 rows behind them
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["allocated"][1:3] == ["20.48", "kB"]
+    assert rows["+ tail"][2:4] == ["28.67", "kB"]
+    assert rows["= active"][2:4] == ["49.15", "kB"]
+    assert "sharing factor 1.67" in text
+    assert "\x1b" not in text
+
+
+def test_json_is_a_snapshot_that_can_be_shown_later(
+    pid: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert stats("--json") == 0
+    output = capsys.readouterr().out
+    content: dict[str, Any] = json.loads(output)
+    (pool,) = content["pools"]
+    assert (content["pid"], pool["name"]) == (pid, "shown")
+    assert (pool["stats"]["blocks_used"], pool["stats"]["blocks_shared"]) == (3, 2)
+    assert pool["slabs"] == [[0, 0, "fp16", "s2u."]]
+    assert [each[1:4] for each in pool["sequences"]] == [[300, 2, 2], [300, 2, 2], [20, 1, 0]]
+    assert ProcessView.from_dict(content).as_dict() == content
+    saved = tmp_path / "saved.json"
+    saved.write_text(output)
+    assert stats() == 0
+    live = capsys.readouterr().out
+    assert stats(str(saved)) == 0
+    assert capsys.readouterr().out == live
+
+
+def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    assert stats("--prom", "--pid", str(pid)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    labels = '{model="shown",pool="0"}'
+    assert f"paged_kv:kv_active_bytes{labels} 49152.0" in lines
+    assert f"paged_kv:cow_copies_total{labels} 0.0" in lines
+    used = 'paged_kv:kv_blocks{format="fp16",model="shown",pool="0",state="used"} 3.0'
+    assert used in lines
+
+
+def test_watch_draws_a_map_until_the_process_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = SCRIPT.replace("sys.stdin.readline()", "import time; time.sleep(3)")
+    with shown_process(tmp_path, ends) as number:
+        wait_until(lambda: (tmp_path / "paged-kv" / f"{number}.json").exists())
+        assert stats("--watch", "--interval", "0.1") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count(f"process {number}") > 3
+    assert "▣▣■·" in captured.out
+    assert "largest" in captured.out
+    assert f"process {number} has ended" in captured.err
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_plot_of_a_process(pid: int, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / f"out.{suffix}"
+    assert stats("--plot", str(out), "--seconds", "0.3", "--interval", "0.1") == 0
+    begin = {"svg": b"<?xml", "png": b"\x89PNG", "html": b"<!doctype html>"}[suffix]
+    content = out.read_bytes()
+    assert content.startswith(begin)
+    assert len(content) > 10_000
+    assert b"<script" not in content
+
+
+def test_several_processes_are_listed_and_chosen(
+    pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shown_process(shown[1]) as other:
+        wait_until(lambda: (shown[1] / "paged-kv" / f"{other}.json").exists())
+        assert stats() == 1
+        message = capsys.readouterr().err
+        assert "2 processes can be looked at; choose one" in message
+        assert f"--pid {pid} " in message
+        assert f"--pid {other} " in message
+        assert stats("--list") == 0
+        pids = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+        assert set(pids) >= {str(pid), str(other)}
+        assert stats("--pid", str(other)) == 0
+        assert f"process {other}:" in capsys.readouterr().out
+    assert not (shown[1] / "paged-kv" / f"{other}.json").exists()
+
+
+def test_what_dead_processes_left_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shown_process(tmp_path) as number:
+        published = tmp_path / "paged-kv" / f"{number}.json"
+        wait_until(published.exists)
+        os.kill(number, signal.SIGKILL)
+        wait_until(lambda: process_start(number) is None)
+        assert published.exists()
+        assert stats() == 1
+        assert not published.exists()
+    assert "no process of yours has a pool of pages" in capsys.readouterr().err
+
+
+def test_an_earlier_process_of_the_same_number_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "paged-kv"
+    folder.mkdir(mode=0o700)
+    published = folder / f"{os.getpid()}.json"
+    published.write_text('{"paged_kv": 1, "started": "another time"}')
+    assert stats("--pid", str(os.getpid())) == 1
+    assert not published.exists()
+    assert f"process {os.getpid()} runs, and publishes nothing" in capsys.readouterr().err
+
+
+def test_no_process_of_that_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stats("--pid", "99999999") == 1
+    assert "there is no process 99999999" in capsys.readouterr().err
+
+
+def test_another_users_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert stats("--pid", "1") == 1
+    assert "process 1 is another user's" in capsys.readouterr().err
+
+
+def test_a_folder_that_others_can_enter_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "paged-kv").mkdir()
+    (tmp_path / "paged-kv").chmod(0o755)
+    assert stats() == 1
+    assert "that nobody else can enter: chmod 700" in capsys.readouterr().err
+    # The process goes on all the same.
+    with shown_process(tmp_path):
+        time.sleep(0.2)
+    assert not list((tmp_path / "paged-kv").iterdir())
+
+
+def test_a_linked_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "paged-kv").symlink_to(tmp_path / "real")
+    assert stats() == 1
+    assert "must be a folder of yours" in capsys.readouterr().err
+
+
+def test_nothing_is_published_where_nobody_wants_it(tmp_path: Path) -> None:
+    with shown_process(tmp_path, PAGED_KV_PUBLISH="0"):
+        time.sleep(0.3)
+        assert not (tmp_path / "paged-kv").exists()
+
+
+def test_a_bad_interval_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError), shown_process(tmp_path, PAGED_KV_PUBLISH="soon"):
+        pass
+
+
+def test_a_forked_process_publishes_its_own_pools_and_leaves_its_parents_file(
+    tmp_path: Path,
+) -> None:
+    forks = SCRIPT.replace(
+        'print("ready", flush=True)',
+        """
+import os, time
+for _ in range(50):
+    child = os.fork()
+    if not child:
+        assert pool.stats().blocks_used == 3
+        if _ == 49:
+            other = PagePool(1, max_bytes=1 << 20, name="child")
+            time.sleep(0.3)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("ready", flush=True)""",
+    )
+    with shown_process(tmp_path, forks) as number:
+        files = {file.name for file in (tmp_path / "paged-kv").iterdir()}
+        assert f"{number}.json" in files
+        # The last child published too, and its end was not seen by it.
+        assert len([name for name in files if name.endswith(".json")]) == 2
+
+
+def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert runtime_folder() == tmp_path / "paged-kv" / "run"
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"),
+    ("content", "message"),
     [
-        ("1", 1),
-        ("4096", 4096),
-        ("512MB", 512_000_000),
-        ("4GB", 4_000_000_000),
-        ("4g", 4_000_000_000),
-        ("2 TB", 2_000_000_000_000),
-        ("1.5GiB", 1_610_612_736),
-        ("0.1GB", 100_000_000),
-        ("1KiB", 1024),
-        ("12b", 12),
+        ("no json", "neither a snapshot"),
+        ("[]", "no snapshot of this paged_kv"),
+        ('{"paged_kv": 99}', "it has version 99, and 1 is read"),
+        ('{"paged_kv": 1, "pid": 3}', "this snapshot is broken"),
     ],
 )
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "10GBB", "-1GB", "1e9", "1.GB", "4iB", "0.5", "٤GB"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="like 512MB"):
-        parse_size(text)
+def test_a_file_that_is_no_snapshot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text(content)
+    assert stats(str(file)) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (8_590_000_000, "8.59 GB")],
+    ("arguments", "message"),
+    [
+        (["x", "--watch"], "leave out the file"),
+        (["x", "--pid", "3"], "leave out the file"),
+        (["missing"], "No such file"),
+    ],
 )
-def test_sizes_for_people(nbytes: int, text: str) -> None:
-    assert format_size(nbytes) == text
+def test_arguments_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert stats(*arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--json", "--prom"], ["--interval", "0"]])
+def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        stats(*arguments)
+    assert exit_info.value.code == 2

@@ -1,0 +1,153 @@
+"""References to blocks, and what follows from them, counted as they change: how many there are, how
+many blocks are shared, and which are only kept for later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from paged_kv.allocator.errors import BlockStateError
+
+if TYPE_CHECKING:
+    from paged_kv.allocator.block_allocator import BlockAllocator
+
+Follow = Callable[["BlockAllocator", int, int], None]
+
+
+class RefCounts:
+    """The reference count of each block that is not free.
+
+    Args:
+        count_cached: called with (block, change) when a block becomes one that nobody holds but who
+            keeps it (1), or is no longer one (-1).
+        not_used: the error for a block that has no reference.
+
+    Attributes:
+        counts: references of each block; a free block is missing.
+        kept: the blocks that the prefix index or `RetiredBlocks` hold, and whom to tell when their
+            pages move.
+        total: references of all blocks.
+        shared: blocks that several tables hold.
+    """
+
+    def __init__(
+        self,
+        count_cached: Callable[[int, int], None],
+        not_used: Callable[[int], BlockStateError],
+    ) -> None:
+        self.counts: dict[int, int] = {}
+        self.kept: dict[int, Follow] = {}
+        self.total = 0
+        self.shared = 0
+        self._count_cached = count_cached
+        self._not_used = not_used
+
+    def holders(self, block: int) -> int:
+        """Tables that hold a block."""
+        return self.counts.get(block, 0) - (block in self.kept)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether nobody holds a block but who keeps it."""
+        return block in self.kept and self.counts[block] == 1
+
+    def begin(self, blocks: list[int]) -> None:
+        """The first reference of free blocks."""
+        self.counts.update(dict.fromkeys(blocks, 1))
+        self.total += len(blocks)
+
+    def retain(self, blocks: list[int]) -> None:
+        """Add a reference to each block.
+
+        Raises:
+            BlockStateError: one of them has none; nothing was changed.
+        """
+        counts, kept = self.counts, self.kept
+        for block in blocks:
+            if block not in counts:
+                raise self._not_used(block)
+        for block in blocks:
+            count = counts[block]
+            counts[block] = count + 1
+            if count <= 2:
+                holders = count - (block in kept)
+                if holders == 1:
+                    self.shared += 1
+                elif holders == 0:
+                    self._count_cached(block, -1)
+        self.total += len(blocks)
+
+    def release(self, blocks: list[int]) -> list[int]:
+        """Take a reference from each block; returns those that have none left.
+
+        Raises:
+            BlockStateError: a block is named more often than it has references;
+                nothing was changed.
+        """
+        freed: list[int] = []
+        few: list[tuple[int, int]] = []
+        counts = self.counts
+        for done, block in enumerate(blocks):
+            count = counts.pop(block, 0)
+            if count == 1:
+                freed.append(block)
+            elif count > 1:
+                counts[block] = count - 1
+                if count <= 3:
+                    few.append((block, count - 1))
+            else:
+                counts.update(Counter(counts) + Counter(blocks[:done]))
+                raise self._not_used(block)
+        self.total -= len(blocks)
+        for block, left in few:
+            holders = left - (block in self.kept)
+            if holders == 1:
+                self.shared -= 1
+            elif holders == 0:
+                self._count_cached(block, 1)
+        return freed
+
+    def keep(self, block: int, follow: Follow) -> None:
+        """Take the reference of who keeps a block in use for later.
+
+        Raises:
+            BlockStateError: it has none; nothing was changed.
+        """
+        if block not in self.counts:
+            raise self._not_used(block)
+        self.counts[block] += 1
+        self.total += 1
+        self.kept[block] = follow
+
+    def let_go(self, block: int) -> list[int]:
+        """Give that reference back; returns the block if that was the last one."""
+        was_cached = self.is_cached(block)
+        del self.kept[block]
+        self.total -= 1
+        if was_cached:
+            self._count_cached(block, -1)
+            del self.counts[block]
+            return [block]
+        self.counts[block] -= 1
+        return []
+
+    def move(self, source: int, target: int) -> Follow | None:
+        """All references are to another block now; returns whom to tell."""
+        is_cached = self.is_cached(source)
+        self.counts[target] = self.counts.pop(source)
+        follow = self.kept.pop(source, None)
+        if follow is not None:
+            self.kept[target] = follow
+        if is_cached:
+            self._count_cached(source, -1)
+            self._count_cached(target, 1)
+        return follow
+
+    def check(self, entries: Iterable[int]) -> None:
+        """Verify the counts against the entries of all tables."""
+        found = Counter(entries)
+        found.update(self.kept.keys())
+        assert dict(found) == self.counts, "references and table entries differ"
+        assert self.total == found.total(), "references are miscounted"
+        shared = sum(self.holders(block) > 1 for block in self.counts)
+        assert self.shared == shared, "shared blocks are miscounted"

@@ -1,0 +1,88 @@
+"""Reads what processes of the same user publish."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from paged_kv.process_view import ProcessView
+from paged_kv.runtime_folder import process_start, require_private, runtime_folder
+
+
+def running_processes() -> list[ProcessView]:
+    """What each process that runs has published last, in the order of their numbers. Files that
+    dead processes left are removed.
+
+    Raises:
+        OSError: the folder cannot be read, or is not the user's alone.
+    """
+    folder = runtime_folder()
+    if not folder.exists():
+        return []
+    require_private(folder)
+    files = [(int(file.stem), file) for file in folder.iterdir() if _is_published(file)]
+    views = [_read(pid, file) for pid, file in sorted(files)]
+    return [view for view in views if view is not None]
+
+
+def running_process(pid: int) -> ProcessView:
+    """What one process has published last.
+
+    Raises:
+        ProcessLookupError: there is no such process, or it publishes nothing.
+        PermissionError: it is another user's.
+        OSError: the folder cannot be read, or is not the user's alone.
+    """
+    folder = runtime_folder()
+    if folder.exists():
+        require_private(folder)
+        view = _read(pid, folder / f"{pid}.json")
+        if view is not None:
+            return view
+    _require_own(pid)
+    raise ProcessLookupError(
+        f"process {pid} runs, and publishes nothing in {folder}: it has no pool of pages yet, was "
+        "started with PAGED_KV_PUBLISH=0 or another XDG_RUNTIME_DIR, or cannot write there"
+    )
+
+
+def _require_own(pid: int) -> None:
+    try:
+        if process_start(pid) is None:
+            raise ProcessLookupError
+        os.kill(pid, 0)
+    except PermissionError:
+        raise PermissionError(
+            f"process {pid} is another user's, and shows its pools to that user only: run this "
+            "command as that user"
+        ) from None
+    except (ProcessLookupError, OverflowError):
+        raise ProcessLookupError(
+            f"there is no process {pid}; `paged-kv stats --list` names those that can be looked at"
+        ) from None
+
+
+def _is_published(file: Path) -> bool:
+    return re.fullmatch(r"[1-9]\d*\.(json|part)", file.name, re.ASCII) is not None
+
+
+def _read(pid: int, file: Path) -> ProcessView | None:
+    """What a process has published; None if it is dead, or publishes nothing (any more)."""
+    started = process_start(pid)
+    try:
+        text = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)).read()
+    except FileNotFoundError:
+        return None
+    if started is None:
+        file.unlink(missing_ok=True)
+        return None
+    if file.suffix == ".part":
+        return None
+    content = json.loads(text)
+    if content.get("started") != started:
+        # An earlier process of the same number.
+        file.unlink(missing_ok=True)
+        return None
+    return ProcessView.from_dict(content)

@@ -1,0 +1,55 @@
+"""The folder in which processes of one user publish what their pools hold, and who is alive."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+
+def runtime_folder() -> Path:
+    """$XDG_RUNTIME_DIR/paged-kv, or the folder "run" of the cache folder where there is none."""
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "paged-kv"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "paged-kv" / "run"
+
+
+def make_runtime_folder() -> Path:
+    """The folder, made if there is none.
+
+    Raises:
+        OSError: it cannot be made, or others than its owner, or another owner, could write to it.
+    """
+    folder = runtime_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_private(folder)
+    return folder
+
+
+def require_private(folder: Path) -> None:
+    """Raise a PermissionError unless the folder is one, is the user's, and only the user's."""
+    status = os.lstat(folder)
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not is_private or status.st_uid != os.getuid():
+        raise PermissionError(
+            f"{folder} must be a folder of yours that nobody else can enter: chmod 700 it, or "
+            "delete it"
+        )
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began, in a form of the system's; None if there is none. Tells a process from
+    an earlier one of the same number."""
+    if sys.platform != "linux":
+        asked = ["ps", "-o", "lstart=", "-p", str(pid)]
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program, in brackets, may hold anything.
+    fields = text[text.rindex(")") + 1 :].split()
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,37 @@
+"""What must be so of the numbers of any snapshot."""
+
+from collections.abc import Iterable
+
+from paged_kv.allocator.allocator_stats import BlockTotals
+from paged_kv.allocator.block_table import BlockTable
+
+
+def assert_books_balance(stats: BlockTotals, mapped: int) -> None:
+    """Every byte that is mapped is in exactly one place."""
+    for each in stats.formats:
+        assert min(each[1:]) >= 0, each
+        assert each.tail_rows + each.ring_rows <= each.used * each.page_size
+        assert each.compactable <= each.used + each.cached + each.spare + each.stranded
+    assert stats.bytes_mapped == mapped
+    active = stats.bytes_allocated + stats.bytes_tail + stats.bytes_ring_slack
+    assert active == stats.bytes_active
+    held = stats.bytes_active + stats.bytes_retained
+    assert held + stats.bytes_spare + stats.bytes_stranded == mapped
+    assert 0 <= stats.internal_waste <= 1
+    assert 0 <= stats.external_fragmentation <= 1
+
+
+def live_rows(lengths: Iterable[tuple[BlockTable, int]], page_size: int) -> dict[int, int]:
+    """The rows of each block that hold tokens, of tables with so many tokens and no ring."""
+    rows: dict[int, int] = {}
+    for table, tokens in lengths:
+        for page, block in enumerate(table.blocks):
+            mine = min(page_size, tokens - page * page_size)
+            rows[block] = max(rows.get(block, 0), mine)
+    return rows
+
+
+def used_rows(stats: BlockTotals) -> int:
+    """Rows of live tokens, by the counts of a snapshot."""
+    idle = sum(each.tail_rows + each.ring_rows for each in stats.formats)
+    return sum(each.used * each.page_size for each in stats.formats) - idle

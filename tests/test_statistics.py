@@ -1,0 +1,294 @@
+"""The statistics of a pool: every byte is told, cheaply, and at any moment."""
+
+import copy
+import gc
+import random
+import tracemalloc
+from collections import Counter
+from threading import Event, Thread
+from timeit import repeat
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_map import block_map, packed, unpacked
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.ring import Ring
+from paged_kv.prefix_cache import PrefixCache
+from paged_kv.window import Window
+from tests.books import assert_books_balance, used_rows
+
+LAYERS = 3
+WINDOW = Window(300, 64)
+# float32, one head of 4 numbers, keys and values
+TOKEN_BYTES = 2 * 4 * 4
+
+
+def new_caches(pool: PagePool, rows: int = 1) -> list[PagedKVCache]:
+    sequences = [Sequence(pool) for _ in range(rows)]
+    return [PagedKVCache(pool, layer, list(sequences)) for layer in range(pool.num_layers)]
+
+
+def write(caches: list[PagedKVCache], count: int) -> None:
+    numbers = mx.zeros((len(caches[0].sequences), 1, count, 4))
+    for cache in caches:
+        cache.update_and_fetch(numbers, numbers)
+
+
+def ring_pool(max_bytes: int = 1 << 26) -> PagePool:
+    """One layer that sees everything, and two with a window."""
+    return PagePool(LAYERS, windows={1: WINDOW, 2: WINDOW}, max_bytes=max_bytes)
+
+
+def test_one_sequence_by_hand() -> None:
+    pool = ring_pool()
+    caches = new_caches(pool)
+    for count in (60, 64, 64, 64, 64, 64, 20):
+        write(caches, count)
+    full, windowed = pool.stats().groups
+    # 400 tokens: two pages, of which 112 rows are free.
+    assert (full.layers, full.window, full.blocks_used) == (1, None, 2)
+    assert (full.bytes_tail, full.bytes_ring_slack) == (112 * TOKEN_BYTES, 0)
+    # A window of 300 in a ring of two pages: 100 of the 400 tokens are out of sight.
+    assert (windowed.layers, windowed.window, windowed.blocks_used) == (2, 300, 2)
+    assert windowed.bytes_tail == 112 * 2 * TOKEN_BYTES
+    assert windowed.bytes_ring_slack == 100 * 2 * TOKEN_BYTES
+    assert pool.stats().bytes_allocated == (400 + 2 * 300) * TOKEN_BYTES
+    for _ in range(10):
+        write(caches, 64)
+    _, windowed = pool.stats().groups
+    assert (windowed.bytes_tail, windowed.bytes_ring_slack) == (0, 2 * 212 * TOKEN_BYTES)
+
+
+def test_what_two_share_counts_once_and_idle_rows_are_those_that_neither_uses() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    first = new_caches(pool)
+    write(first, 300)
+    second = copy.deepcopy(first)
+    second[0].trim(20)
+    assert (pool.stats().blocks_used, used_rows(pool.stats())) == (2, 300)
+    assert pool.stats().sharing_factor == 2.0
+    first[0].trim(30)
+    assert used_rows(pool.stats()) == 280
+    del second
+    gc.collect()
+    assert used_rows(pool.stats()) == 270
+
+
+def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_neither() -> None:
+    pool = ring_pool()
+    prefixes = PrefixCache(pool, has_states=False)
+    write(new_caches(pool), 1)
+    pool.clear()
+    first = prefixes.fetch("", [7] * 700, pool.page_format).sequence
+    caches = [PagedKVCache(pool, layer, [first]) for layer in range(LAYERS)]
+    for count in [64] * 10 + [60]:
+        write(caches, count)
+    # The second page is the oldest in the ring, and sees its last 112 rows.
+    kept = first.blocks(pool.groups[1])[1]
+    prefixes.insert("", [7] * 700, first, None)
+    found = prefixes.fetch("", [7] * 300 + [8], pool.page_format)
+    assert found.num_tokens == 300
+    # That page is the second one's latest, with 44 rows: between those and the 112 are 100.
+    assert found.sequence.blocks(pool.groups[1])[1] == kept
+    windowed = pool.stats().groups[1]
+    assert (windowed.blocks_used, windowed.blocks_shared, windowed.blocks_cached) == (3, 1, 0)
+    # The first one's latest page has 188 rows, and behind them what was there a lap before.
+    assert windowed.bytes_ring_slack == (100 + 256 - 188) * 2 * TOKEN_BYTES
+    assert windowed.bytes_tail == 0
+    pool.check()
+    assert_books_balance(pool.stats(), pool.budget.mapped)
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("entries", [1, 2, 3])
+def test_rows_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -> None:
+    size, window = 8, 6
+    ring = Ring(entries, -(-keep // size), window, keep)
+    rows: dict[tuple[int, int], int] = {}
+    for tokens in range(1, 70):
+        rows[ring.entry((tokens - 1) // size), (tokens - 1) % size] = tokens - 1
+        for entry in range(ring.size):
+            held = {row: rows[entry, row] for row in range(size) if (entry, row) in rows}
+            seen = [row for row, at in held.items() if at >= tokens - window or at < keep]
+            expected = sum(1 << row for row in held), sum(1 << row for row in seen)
+            assert ring.rows(entry, tokens, size) == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
+    """Random lengths, forks, drops and windows; waste is half a page a sequence and group, and
+    what the rings are larger than their windows."""
+    rng = random.Random(seed)
+    pool = ring_pool(1 << 28)
+    held: list[list[PagedKVCache]] = []
+    for _ in range(64):
+        caches = new_caches(pool)
+        held.append(caches)
+        for _ in range(rng.randrange(1, 30)):
+            write(caches, rng.randrange(1, 65))
+        if rng.random() < 0.2:
+            held.append(copy.deepcopy(rng.choice(held)))
+            write(held[-1], rng.randrange(1, 65))
+        if rng.random() < 0.2:
+            held.pop(rng.randrange(len(held)))
+            gc.collect()
+        assert_books_balance(pool.stats(), pool.budget.mapped)
+    stats = pool.stats()
+    full, windowed = stats.groups
+    lengths = [caches[0].offset for caches in held]
+    assert windowed.bytes_ring_slack <= len(held) * (512 - 300) * 2 * TOKEN_BYTES
+    tails = (full.bytes_tail + windowed.bytes_tail / 2) / TOKEN_BYTES
+    # The mean of 64 uniform numbers of 0 to 255 has a standard deviation of 9.2.
+    assert full.bytes_tail / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
+    assert tails / len(held) / 2 < 128 + 3 * 9.2
+    owned = [-(-int(length) // 256) * 256 - int(length) for length in lengths]
+    # Shared tails are counted once, so this is what there would be without forks.
+    assert full.bytes_tail <= sum(owned) * TOKEN_BYTES
+    pool.check()
+
+
+def test_a_snapshot_is_cheap_and_does_not_depend_on_what_there_is() -> None:
+    allocator = BlockAllocator(ByteBudget(20_000), 1)
+    for _ in range(100):
+        allocator.new_table().reserve(0, 100 * 256)
+    assert allocator.stats().blocks_used == 10_000
+    pool = PagePool(1, max_bytes=1 << 30)
+    write(new_caches(pool), 1)
+    pool.groups[0]._allocator = allocator
+    assert pool.stats().blocks_used == 10_000
+    assert min(repeat(pool.stats, number=50, repeat=20)) / 50 < 50e-6
+
+
+def test_snapshots_from_another_thread_are_of_one_moment() -> None:
+    pool = ring_pool(1 << 24)
+    write(new_caches(pool), 1)
+    wrong: list[BaseException] = []
+    is_over = Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            stats = pool.stats()
+            try:
+                assert_books_balance(stats, stats.bytes_mapped)
+                for group in stats.groups:
+                    assert group.table_entries >= group.blocks_used - group.blocks_cached
+                    assert group.blocks_shared <= group.blocks_used
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    looking = Thread(target=look)
+    looking.start()
+    rng = random.Random(0)
+    held = []
+    for _ in range(120):
+        caches = new_caches(pool, rng.randrange(1, 4))
+        write(caches, rng.randrange(1, 65))
+        held.append(copy.deepcopy(caches))
+        write(caches, 64)
+        del held[: rng.randrange(3)]
+    is_over.set()
+    looking.join()
+    assert not wrong
+
+
+def test_looking_releases_nothing() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    caches = new_caches(pool)
+    write(caches, 300)
+    del caches
+    gc.collect()
+    seen = pool.snapshot()
+    assert (seen.blocks_used, seen.tables, seen.tables_dropped) == (2, 1, 1)
+    after = pool.stats()
+    assert (after.blocks_used, after.tables, after.tables_dropped) == (0, 0, 0)
+
+
+def test_compaction_reports_what_was_announced() -> None:
+    pool = PagePool(1, max_bytes=1 << 24)
+    sequences = [new_caches(pool) for _ in range(12)]
+    for caches in sequences:
+        write(caches, 1000)
+    del sequences[2:10], caches
+    gc.collect()
+    before = pool.stats()
+    announced = before.bytes_compactable
+    assert announced > 0
+    done = pool.compact()
+    assert done.blocks_moved > 0
+    assert done.slabs_freed == before.slabs - pool.stats().slabs > 0
+    assert done.bytes_freed == announced == before.bytes_mapped - pool.stats().bytes_mapped
+    assert pool.stats().bytes_compactable == 0
+    assert pool.compact().bytes_freed == 0
+
+
+@pytest.mark.parametrize("pages", [4, 40, 400])
+def test_metadata_is_about_what_python_takes(pages: int) -> None:
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    allocator = BlockAllocator(ByteBudget(20_000), 1)
+    tables: list[Any] = [allocator.new_table() for _ in range(4000 // pages)]
+    for table in tables:
+        table.reserve(0, pages * 256 - 5)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken / 1.4 < allocator.stats().bytes_metadata < taken * 1.4
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"page_format": "fp16"}, {"groups": [3]}, {"groups": [{}]}]
+)
+def test_what_is_no_snapshot_is_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a snapshot of this version"):
+        PoolStats.from_dict(content)
+
+
+def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    prefixes = PrefixCache(pool, has_states=False)
+    first = new_caches(pool)
+    write(first, 300)
+    prefixes.insert("", list(range(300)), first[0].sequences[0], None)
+
+    def states() -> tuple[int, int, int]:
+        seen = pool.stats()
+        pool.check()
+        (slab,) = block_map(pool.groups[0].allocator)()
+        assert Counter(slab.states) == {
+            letter: count
+            for letter, count in (
+                ("u", seen.blocks_used - seen.blocks_shared),
+                ("s", seen.blocks_shared),
+                ("c", seen.blocks_cached),
+                (".", seen.blocks_free),
+            )
+            if count
+        }
+        assert unpacked(packed(slab.states)) == slab.states
+        return seen.blocks_used, seen.blocks_shared, seen.blocks_cached
+
+    assert states() == (2, 0, 0)
+    found = prefixes.fetch("", list(range(290)), pool.page_format)
+    assert found is not None
+    assert states() == (2, 2, 0)
+    assert (pool.stats().prefix_queries, pool.stats().prefix_hits) == (290, 289)
+    del first
+    gc.collect()
+    assert states() == (2, 0, 0)
+    assert used_rows(pool.stats()) == 289
+    del found
+    gc.collect()
+    assert states() == (0, 0, 2)
+    assert pool.stats().bytes_retained == pool.stats().bytes_mapped / 2
+    pool.clear()
+    assert pool.stats().evictions == {"clear": 2}
+
+
+@pytest.mark.parametrize("text", ["x", "3u", "u-1", "u٣", "u9999999"])
+def test_what_is_no_map_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no map of blocks"):
+        unpacked(text)
