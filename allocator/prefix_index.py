@@ -77,6 +77,8 @@ class PrefixIndex:
     def __init__(self, page_size: int = 256, lock: threading.RLock | None = None) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
+        # Called with each node that is about to be let go of.
+        self.leaving: Callable[[Node], None] | None = None
         self._roots: dict[Hashable, Node] = {}
         self._nodes: dict[tuple[BlockAllocator, int], Node] = {}
         self._leaves: SortedDict[int, Node] = SortedDict()
@@ -111,9 +113,10 @@ class PrefixIndex:
         tokens: Sequence[int],
         blocks: Sequence[Blocks],
         checkpoint: Any = None,
-    ) -> None:
+    ) -> tuple[Node, ...]:
         """Take a reference to the blocks that hold a prompt's tokens, a page's worth each, where
-        no others are known that do. A checkpoint is kept for the end of the tokens."""
+        no others are known that do; returns the nodes that hold them now. A checkpoint is kept for
+        the end of the tokens."""
         with self.lock:
             node = self._roots.setdefault(namespace, Node((), {}, None))
             path = []
@@ -123,13 +126,14 @@ class PrefixIndex:
                 if child is None and not self._nodes.keys().isdisjoint(theirs.items()):
                     # Known in another namespace: what follows was computed from what that one
                     # stands for. A block is kept once.
-                    return
+                    return ()
                 node = child or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
             if path and checkpoint is not None:
                 at = len(tokens) - (len(path) - 1) * self.page_size
                 path[-1].checkpoints[at] = checkpoint
+            return tuple(path)
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
         """Keep what is known of a prefix until `unpin`; returns how many tokens that is."""
@@ -255,6 +259,8 @@ class PrefixIndex:
             if stays(leaf):
                 passed += 1
             else:
+                if self.leaving is not None:
+                    self.leaving(leaf)
                 self._remove(leaf)
 
 

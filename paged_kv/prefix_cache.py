@@ -18,6 +18,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefix_index import Match, Node
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.locked import locked
+from paged_kv.lower_tier import LowerTier
 from paged_kv.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class PrefixCache:
         self.lock = pool.lock
         self.tokens_asked = 0
         self.tokens_found = 0
-        self._has_states = has_states
+        self.has_states = has_states
+        self._lower: LowerTier | None = None
 
     def __len__(self) -> int:
         """Known prompts that are not the beginning of another."""
@@ -117,6 +119,9 @@ class PrefixCache:
         if that is nothing. O(tokens). The pages that it gets later are of `page_format`."""
         match = self.pool.index.match(namespace, tokens)
         num_tokens, checkpoint = self._usable(match)
+        if num_tokens < len(tokens) - 1 and self._bring_up(namespace, tokens, match, num_tokens):
+            match = self.pool.index.match(namespace, tokens)
+            num_tokens, checkpoint = self._usable(match)
         self.tokens_asked += len(tokens)
         self.tokens_found += num_tokens
         if not num_tokens:
@@ -146,14 +151,28 @@ class PrefixCache:
             for page in range(-(-num_tokens // PAGE_SIZE))
         ]
         checkpoint = self._checkpoint(sequence, num_tokens, states)
-        self.pool.index.insert(namespace, known, blocks, checkpoint)
+        nodes = self.pool.index.insert(namespace, known, blocks, checkpoint)
+        if self._lower is not None:
+            self._lower.keep(namespace, nodes)
         return num_tokens
+
+    @locked
+    def put_below(self, lower: LowerTier) -> None:
+        """Keep in `lower` what is known from now on, and look there for what is not."""
+        self._lower = lower
+        self.pool.index.leaving = lower.leaving
+
+    def _bring_up(
+        self, namespace: Hashable, tokens: Tokens[int], match: Match, beyond: int
+    ) -> bool:
+        lower = self._lower
+        return lower is not None and lower.bring_up(namespace, tokens, match, beyond)
 
     def _checkpoint(self, sequence: Sequence, num_tokens: int, states: Any) -> Checkpoint | None:
         """What to go on with behind these tokens, if that is still there."""
-        if not self._has_states and not self.pool.windows:
+        if not self.has_states and not self.pool.windows:
             return None
-        if self._has_states and sequence.length != num_tokens:
+        if self.has_states and sequence.length != num_tokens:
             return None
         if num_tokens < sequence.length - sequence.rollback:
             return None
@@ -163,7 +182,7 @@ class PrefixCache:
 
     def _usable(self, match: Match) -> tuple[int, Checkpoint | None]:
         """How much of a match all layers can begin with, and what they need for it."""
-        if not self._has_states and not self.pool.windows:
+        if not self.has_states and not self.pool.windows:
             return match.num_tokens, None
         for at in reversed(range(len(match.nodes))):
             start = at * PAGE_SIZE
@@ -179,7 +198,7 @@ class PrefixCache:
         for position, checkpoint in node.checkpoints.items():
             num_tokens = start + min(position, matched)
             back = start + position - num_tokens
-            possible = 0 if self._has_states else checkpoint.rings.rollback
+            possible = 0 if self.has_states else checkpoint.rings.rollback
             if back <= possible and (best is None or num_tokens > best[0]):
                 best = num_tokens, checkpoint
         return best

@@ -1,0 +1,27 @@
+"""What the prefix cache tells whoever keeps prefixes below memory. It knows nothing of files."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from paged_kv.allocator.prefix_index import Match, Node
+
+
+class LowerTier(Protocol):
+    """Keeps what the index knows, and gives it back. Nothing here raises because of a disk."""
+
+    def bring_up(
+        self, namespace: Hashable, tokens: Sequence[int], match: Match, beyond: int
+    ) -> bool:
+        """Bring what is kept of a prompt into the index, if one can begin with more than `beyond`
+        tokens then; whether that is so. `match` is what the index knows of it."""
+        ...
+
+    def keep(self, namespace: Hashable, nodes: Sequence[Node]) -> None:
+        """Note that these nodes, one behind the other from a root, are known."""
+        ...
+
+    def leaving(self, node: Node) -> None:
+        """Note that the index is about to forget a node."""
+        ...
