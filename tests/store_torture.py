@@ -29,6 +29,7 @@ from tests.system_calls import CALLS, SystemCalls
 
 CAP = MIN_BYTES
 WORDS = 40_000  # in each of two layers: 40 entries or so fill the store
+MANY_WORDS = 4 * WORDS
 
 
 def main() -> None:

@@ -208,7 +208,7 @@ def test_what_cannot_be_a_store_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "store")
     for name, why in {
         "file": "is a file: name a folder",
-        "file/below": "is a file|cannot be opened or made",
+        "file/below": "is a file|cannot be used as a page store",
         "photos": "is not empty and no page store",
         "link": "is a link: name the folder that it leads to",
         "store/../store": "has '..' in it",

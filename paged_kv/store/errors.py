@@ -6,11 +6,21 @@ InvalidEntry(ValueError)
 └── OtherEntry      a sound file that is not what was asked for
 """
 
+from pathlib import Path
+
 from paged_kv.allocator.errors import PagedKVError
 
 
 class StoreError(PagedKVError):
     """A folder cannot be used as a page store; the message names it and says what to change."""
+
+
+def unusable(path: Path, error: Exception) -> StoreError:
+    """What to raise when a folder cannot be opened for that reason."""
+    return StoreError(
+        f"{path} cannot be used as a page store ({error}): choose another folder, or make room and "
+        "allow writing there"
+    )
 
 
 class InvalidEntry(ValueError):

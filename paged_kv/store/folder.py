@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paged_kv.store.entry_file import SUFFIX, Buffer
-from paged_kv.store.errors import StoreError
+from paged_kv.store.errors import StoreError, unusable
 
 TAG, LOCK = "CACHEDIR.TAG", "lock"
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
@@ -29,7 +29,7 @@ _BLOCK = 4096
 
 def default_folder() -> Path:
     """Where pages go unless another folder is named: in $XDG_CACHE_HOME, or ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches) / "paged-kv" / "pages"
 
 
@@ -63,7 +63,10 @@ class Folder:
         self._fd = _opened(path)
         try:
             self._require_ours()
-        except BaseException:
+        except OSError as error:
+            self.close()
+            raise unusable(path, error) from None
+        except StoreError:
             self.close()
             raise
 
@@ -179,9 +182,7 @@ def _opened(path: Path) -> int:
     except (FileExistsError, NotADirectoryError):
         raise StoreError(f"{path} is a file: name a folder for the pages") from None
     except OSError as error:
-        raise StoreError(
-            f"{path} cannot be opened or made ({error.strerror}): choose another folder"
-        ) from None
+        raise unusable(path, error) from None
 
 
 def _sizes(fd: int) -> dict[str, int]:

@@ -20,6 +20,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from paged_kv.store.folder import Folder
+
 NAME = "index.sqlite3"
 FILES = (NAME, NAME + "-wal", NAME + "-shm")
 # Rows of one transaction, each of which may touch a few pages of 4 kB.
@@ -170,7 +172,7 @@ class OpenIndex:
         is_damaged: whether a new one should be made.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.is_damaged = False
         self._folder = folder
         self._lock = threading.RLock()
@@ -183,7 +185,9 @@ class OpenIndex:
             if self._index is not None and not self._index.is_there():
                 self.close()
             try:
-                self._index = self._index or Index(self._folder)
+                if self._index is None:
+                    self._folder.require_there()
+                    self._index = Index(self._folder.path)
                 yield self._index
             except sqlite3.DatabaseError as error:
                 # What lies with others, or with the disk, is not cured by a new one.

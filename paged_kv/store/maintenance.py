@@ -27,7 +27,7 @@ class Transfer:
     """What an export or import did.
 
     Attributes:
-        entries: that were written.
+        entries: that were written; those that were there already are not.
         nbytes: of their files.
         skipped: names that were not, and why.
     """
@@ -112,10 +112,10 @@ def import_(store: PageStore, path: Path) -> Transfer:
             for row, data in _imported(archive, skipped):
                 kept.append(row.key)
                 (outcome,) = store.put_files([(row, data)], kept)
-                if outcome is not Outcome.STORED:
+                if outcome is Outcome.NO_ROOM:
                     skipped[file_name(row.key)] = outcome.value
-                    continue
-                done, nbytes = done + 1, nbytes + row.nbytes
+                elif outcome is Outcome.STORED:
+                    done, nbytes = done + 1, nbytes + row.nbytes
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no export of a page store: {error}") from None
     return Transfer(done, nbytes, skipped)

@@ -33,7 +33,7 @@ from paged_kv.store.entry_file import (
     encode,
     file_name,
 )
-from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, StoreError
+from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, unusable
 from paged_kv.store.eviction import Limits, least_recently_used
 from paged_kv.store.finding import Finding
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
@@ -115,17 +115,14 @@ class PageStore:
         self._thread_lock = threading.RLock()
         self._lock = FileLock(self.path / LOCK, timeout=patience_s, mode=0o600)
         # Who looks something up must not wait for who writes files.
-        self._index, self._lookups = OpenIndex(self.path), OpenIndex(self.path)
+        self._index, self._lookups = OpenIndex(self.folder), OpenIndex(self.folder)
         try:
             with self._alone():
                 self.folder.claim()
                 self._contents()
         except FAULTS as error:
             self.close()
-            raise StoreError(
-                f"{self.path} cannot be used as a page store ({error}): choose another folder, or "
-                "make room and allow writing there"
-            ) from None
+            raise unusable(self.path, error) from None
 
     def __enter__(self) -> PageStore:
         return self
