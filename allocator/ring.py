@@ -25,3 +25,9 @@ class Ring:
         if block < self.head:
             return block
         return self.head + (block - self.head) % self.entries
+
+    def held(self, last: int) -> list[int]:
+        """The blocks that are in a ring whose latest is `last`, in the order of their entries."""
+        oldest = max(self.head, last - self.entries + 1)
+        blocks = [*range(min(self.head, last + 1)), *range(oldest, last + 1)]
+        return sorted(blocks, key=self.entry)
