@@ -50,6 +50,8 @@ class PrefixIndex:
     def __init__(self, page_size: int = 256, lock: threading.RLock | None = None) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
+        # Called with each node that is about to be let go of.
+        self.leaving: Callable[[Node], None] | None = None
         self._roots: dict[Hashable, Node] = {}
         self._nodes: dict[tuple[BlockAllocator, int], Node] = {}
         self._leaves: SortedDict[int, Node] = SortedDict()
@@ -66,9 +68,12 @@ class PrefixIndex:
         return len(self._leaves)
 
     def nodes(self) -> list[Node]:
-        """All that is known. O(blocks)."""
+        """All that is known, parents before their children. O(nodes)."""
         with self.lock:
-            return list(dict.fromkeys(self._nodes.values()))
+            found = list(self._roots.values())
+            for node in found:
+                found.extend(node.children.values())
+            return found[len(self._roots) :]
 
     def match(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """The longest prefix of a prompt that was inserted, without the prompt's last token, which
@@ -85,10 +90,11 @@ class PrefixIndex:
         blocks: Sequence[Blocks],
         windows: Sequence[Windows] = (),
         checkpoint: Checkpoint | None = None,
-    ) -> None:
+    ) -> tuple[Node, ...]:
         """Take a reference to the blocks that hold a prompt's tokens, a page's worth each, where
         no others are known that do; and to what groups with a window hold of each page, as far as
-        `windows` goes. A checkpoint is kept for the end of the tokens."""
+        `windows` goes. A checkpoint is kept for the end of the tokens. Returns the nodes that hold
+        them now."""
         with self.lock:
             node = self._roots.setdefault(namespace, Node((), {}, None))
             path = []
@@ -98,7 +104,7 @@ class PrefixIndex:
                 if child is None and not self._nodes.keys().isdisjoint(theirs.items()):
                     # Known in another namespace: what follows was computed from what that one
                     # stands for. A block is kept once.
-                    return
+                    return ()
                 node = child or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
@@ -110,6 +116,7 @@ class PrefixIndex:
                 at = len(tokens) - (len(path) - 1) * self.page_size
                 checkpoint.pins = path[-1].pins
                 path[-1].checkpoints[at] = checkpoint
+            return tuple(path)
 
     def pin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
         """Keep what is known of a prefix until `unpin`; returns how many tokens that is."""
@@ -236,6 +243,8 @@ class PrefixIndex:
             if stays(leaf):
                 passed += 1
             else:
+                if self.leaving is not None:
+                    self.leaving(leaf)
                 self._remove(leaf)
 
 

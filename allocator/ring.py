@@ -30,6 +30,12 @@ class Ring:
             return block
         return self.head + (block - self.head) % self.entries
 
+    def held(self, last: int) -> list[int]:
+        """The blocks that are in a ring whose latest is `last`, in the order of their entries."""
+        oldest = max(self.head, last - self.entries + 1)
+        blocks = [*range(min(self.head, last + 1)), *range(oldest, last + 1)]
+        return sorted(blocks, key=self.entry)
+
     def rows(self, entry: int, tokens: int, page_size: int) -> tuple[int, int]:
         """Of the page of an entry, when there are so many tokens: which rows were written, and
         which of those are seen; bit i is row i."""

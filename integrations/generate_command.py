@@ -7,6 +7,7 @@ from importlib.resources import files
 from tqdm import tqdm
 
 from paged_kv.sizes import parse_size
+from paged_kv.store_command import add_store_options
 
 # Shorter prompts are read before anyone would look at a progress bar.
 _LONG_PROMPT = 512
@@ -49,6 +50,7 @@ def add_generate_parser(
     parser.add_argument(
         "--max-bytes", type=parse_size, help="the most memory for pages, such as 4GB"
     )
+    add_store_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -68,15 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.max_tokens,
         temp=arguments.temp,
         seed=arguments.seed,
+        store=arguments.store,
+        store_bytes=arguments.store_bytes,
     )
     encoded = [
         generation.encode(prompt, use_template=not arguments.ignore_chat_template)
         for prompt in prompts
     ]
-    if len(encoded) == 1 and arguments.num_samples == 1:
-        generation.stream(encoded[0], _Progress(len(encoded[0])))
-    else:
-        generation.batch(encoded, arguments.num_samples)
+    try:
+        if len(encoded) == 1 and arguments.num_samples == 1:
+            generation.stream(encoded[0], _Progress(len(encoded[0])))
+        else:
+            generation.batch(encoded, arguments.num_samples)
+    finally:
+        generation.close()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -14,18 +15,24 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.model_version import ModelVersion
+from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import (
     install_factory,
     stock_make_prompt_cache,
     uninstall_factory,
 )
+from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.sequence import Sequence
+from paged_kv.sizes import size_in_bytes
 from paged_kv.stats import PoolStats
+from paged_kv.store.background import BackgroundStore
+from paged_kv.store.page_store import DEFAULT_STORE_BYTES, PageStore
+from paged_kv.stored_prefixes import StoredPrefixes
 from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
 
 # mlx-lm's load_prompt_cache looks classes up by name among its own.
@@ -53,14 +60,19 @@ class PagedCacheFactory:
             or the window where that is smaller.
         trace: a file in which to record what happens to blocks, for `paged-kv trace replay`. None
             means the one that PAGED_KV_TRACE names, if it does.
+        store: a folder on disk for what `insert_cache` is given; `fetch_cache` finds it there, in
+            this process or a later one. None keeps prompts in memory only.
+        store_bytes: the most that the folder may take of the disk, such as "50GB".
 
     Attributes:
         pool: where the pages are.
         prefixes: what is known of prompts.
         num_caches: the length of a prompt cache.
+        store: what is on disk, if anything is: `store.stats()` counts.
 
     Raises:
         ValueError: an argument is out of its range; the message says which.
+        StoreError: the folder cannot be used; the message says why.
 
     Example:
         >>> factory = PagedCacheFactory(model, max_bytes=4 * 2**30)
@@ -77,6 +89,8 @@ class PagedCacheFactory:
         max_bytes: int | None = None,
         write_chunk: int | None = None,
         trace: str | None = None,
+        store: str | os.PathLike[str] | None = None,
+        store_bytes: int | str = DEFAULT_STORE_BYTES,
     ) -> None:
         self._model = model
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
@@ -91,6 +105,10 @@ class PagedCacheFactory:
         layers = self._layers()
         self.num_caches = len(layers)
         self.prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(layers)))
+        self.store: BackgroundStore | None = None
+        self._stored: StoredPrefixes | None = None
+        if store is not None:
+            self._put_store_below(store, store_bytes)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -223,13 +241,32 @@ class PagedCacheFactory:
             pool.clear()
 
     def close(self) -> None:
-        """Uninstall, make no more caches, and give back what no sequence uses.
+        """Uninstall, make no more caches, and give back what no sequence uses. What is known is
+        stored before, if there is a store; that is waited for.
 
         The caches that are still held go on working, and free their pages when they are dropped.
         """
         self._closed = True
         self.uninstall()
+        if self.store is not None and self._stored is not None and self.store.is_open:
+            self._stored.keep_all()
+            self.store.close()
         self.clear()
+
+    def _put_store_below(self, path: str | os.PathLike[str], max_bytes: int | str) -> None:
+        if not self.pool.num_layers:
+            raise ValueError("this model has no layers with pages, so there is nothing to store")
+        codec = StoredStates()
+        states = unpaged_caches(self._layers())
+        if not codec.knows(states):
+            kinds = ", ".join(sorted({type(state).__name__ for state in states}))
+            raise ValueError(f"a store cannot hold what this model keeps beside pages: {kinds}")
+        self.store = BackgroundStore(PageStore(path, size_in_bytes(max_bytes)))
+        if not self.pool.is_open:
+            self._learn_geometry()
+        identity = PageIdentity(self._model, self._version, self.pool, _file_of(self._model))
+        self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec)
+        self.prefixes.put_below(self._stored)
 
     def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
         """What the contents of pages depend on beside the tokens; the model's version is the

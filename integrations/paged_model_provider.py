@@ -18,7 +18,7 @@ class PagedModelProvider(ModelProvider):
     """Loads one model, and maybe its draft model, at a time.
 
     Args:
-        cli_args: mlx-lm's options, and `max_kv_bytes` and `page_format`.
+        cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, `store`, `store_bytes`.
 
     Attributes:
         factories: of the loaded model and of its draft model. They are installed, and closed when
@@ -65,7 +65,8 @@ class PagedModelProvider(ModelProvider):
         sizes = [self._token_bytes(model) if len(models) > 1 else 1 for model in models]
         shares = [budget * size // max(1, sum(sizes)) for size in sizes]
         self.factories = [
-            self._factory(model, max(1, share)) for model, share in zip(models, shares, strict=True)
+            self._factory(model, max(1, share), self.cli_args.store)
+            for model, share in zip(models, shares, strict=True)
         ]
         for factory in self.factories:
             factory.install()
@@ -75,9 +76,13 @@ class PagedModelProvider(ModelProvider):
         pool = self._factory(model, recommended_bytes()).pool
         return sum(group.block_bytes for group in pool_size(pool).groups)
 
-    def _factory(self, model: Any, max_bytes: int) -> PagedCacheFactory:
+    def _factory(self, model: Any, max_bytes: int, store: str | None = None) -> PagedCacheFactory:
         factory = PagedCacheFactory(
-            model, page_format=self.cli_args.page_format, max_bytes=max_bytes
+            model,
+            page_format=self.cli_args.page_format,
+            max_bytes=max_bytes,
+            store=store,
+            store_bytes=self.cli_args.store_bytes,
         )
         # Learns how large a block is, which promises are made of.
         factory.can_admit(0)

@@ -203,6 +203,8 @@ def serve(model_provider: PagedModelProvider, host: str, port: int) -> None:
     finally:
         # The process would wait for its thread for ever.
         generator.stop_and_join()  # type: ignore[no-untyped-call]
+        # What is known goes to disk, if it is to.
+        model_provider.reset()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from paged_kv.sizes import parse_size
+from paged_kv.store_command import add_store_options
 
 
 def add_server_parser(
@@ -83,6 +84,7 @@ def server_parser() -> argparse.ArgumentParser:
         default=60.0,
         help="seconds that a request waits for memory before it is refused with 503 (default: 60)",
     )
+    add_store_options(ours)
     _redefine(
         parser,
         "prompt_cache_size",

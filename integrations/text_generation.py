@@ -30,11 +30,19 @@ class TextGeneration:
         max_tokens: int,
         temp: float,
         seed: int | None,
+        store: str | None = None,
+        store_bytes: int = 0,
     ) -> None:
         if seed is not None:
             mx.random.seed(seed)
         self._model, self._tokenizer = load(_existing(path_or_repo))[:2]
-        self._factory = PagedCacheFactory(self._model, page_format=page_format, max_bytes=max_bytes)
+        self._factory = PagedCacheFactory(
+            self._model,
+            page_format=page_format,
+            max_bytes=max_bytes,
+            store=store,
+            store_bytes=store_bytes,
+        )
         self._max_tokens = max_tokens
         self._sampler = make_sampler(temp=temp)
 
@@ -51,26 +59,33 @@ class TextGeneration:
 
     def stream(self, prompt: list[int], progress: Callable[[int, int], None]) -> None:
         """Print one text as it comes."""
-        prompt_cache = self._factory.make_cache()
+        prompt_cache, cached = self._factory.fetch_cache(prompt)
+        text = list(prompt)
         for response in stream_generate(
             self._model,
             self._tokenizer,
-            prompt,
+            prompt[cached:],
             max_tokens=self._max_tokens,
             sampler=self._sampler,
             prompt_cache=prompt_cache,
             prompt_progress_callback=progress,
         ):
             print(response.text, end="", flush=True)
+            text.append(response.token)
         print()
-        self._summarise(f"{len(prompt)} tokens, {response.prompt_tps:.1f} tokens/s", response)
-        del prompt_cache
+        known = f", {cached} of them stored before" if cached else ""
+        self._summarise(
+            f"{len(prompt)} tokens{known}, {response.prompt_tps:.1f} tokens/s", response
+        )
+        self._factory.insert_cache(text, prompt_cache)
 
     def batch(self, prompts: list[list[int]], num_samples: int) -> None:
         """Print `num_samples` texts for each of several prompts, when all are there."""
         with self._factory:
             if num_samples == 1:
                 responses = [batch_generate(self._model, self._tokenizer, prompts, **self._options)]
+                for tokens, prompt_cache in zip(prompts, responses[0].caches or [], strict=True):
+                    self._factory.insert_cache(tokens, prompt_cache)
             else:
                 responses = [self._samples(prompt, num_samples) for prompt in prompts]
         texts = [text for response in responses for text in response.texts]
@@ -85,14 +100,21 @@ class TextGeneration:
         self._summarise(f"{sum(map(len, prompts))} tokens", figures)
 
     def _samples(self, prompt: list[int], count: int) -> BatchResponse:
-        return generate_samples(
+        prompt_cache, cached = self._factory.fetch_cache(prompt)
+        response = generate_samples(
             self._model,
             self._tokenizer,
-            prompt,
+            prompt[cached:],
             count,
-            prompt_cache=self._factory.make_cache(),
+            prompt_cache=prompt_cache,
             **self._options,
         )
+        self._factory.insert_cache(prompt, prompt_cache)
+        return response
+
+    def close(self) -> None:
+        """Store what is to be stored, and give back the memory."""
+        self._factory.close()
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
 from paged_kv.stats_command import add_stats_parser
+from paged_kv.store_command import add_store_parser
 from paged_kv.trace_command import add_trace_parser
 
 
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_integrations(commands)
     add_stats_parser(commands)
     add_trace_parser(commands)
+    add_store_parser(commands)
     return parser
 
 

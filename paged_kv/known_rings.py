@@ -80,9 +80,9 @@ def _ring_with(
     """A ring whose latest page is known."""
     ring, last = window.ring, -(-num_tokens // PAGE_SIZE) - 1
     oldest = max(ring.head, last - ring.entries + 1)
-    pages = {last: tail}
-    for page in [*range(min(ring.head, last)), *range(oldest, last)]:
-        rows = _rows_to_the_end(nodes[page], allocator)
+    pages = {}
+    for page in ring.held(last):
+        rows = tail if page == last else _rows_to_the_end(nodes[page], allocator)
         if rows is None:
             return None
         pages[page] = rows
@@ -92,10 +92,9 @@ def _ring_with(
     is_full = len(pages) == ring.size
     if first > window.head_end and not (is_full and first <= window.first_visible(num_tokens)):
         return None
-    by_entry = sorted(pages, key=ring.entry)
     lost = first > window.head_end
     written = max(num_tokens, first + window.capacity) if lost else num_tokens
-    return KnownRing(tuple([pages[page].retired for page in by_entry]), written)
+    return KnownRing(tuple([rows.retired for rows in pages.values()]), written)
 
 
 def _first_held(

@@ -19,6 +19,7 @@ from paged_kv.allocator.prefix_node import WindowRows
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.known_rings import KnownRing, held_rows, known_ring
 from paged_kv.locked import locked
+from paged_kv.lower_tier import LowerTier
 from paged_kv.sequence import Sequence
 from paged_kv.snapshots import Snapshot, Snapshots
 
@@ -71,6 +72,7 @@ class PrefixCache:
         self.lock = pool.lock
         self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE)
         self.has_states = has_states
+        self._lower: LowerTier | None = None
 
     def __len__(self) -> int:
         """Known prompts that are not the beginning of another."""
@@ -105,6 +107,8 @@ class PrefixCache:
     def fetch(self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat) -> Prefix:
         """A new sequence that holds as much of a prompt as is known, without its last token.
         O(tokens). The pages that it gets later are of `page_format`."""
+        if self._lower is not None:
+            self._lower.bring_up(namespace, tokens)
         match = self.pool.index.match(namespace, tokens)
         start = self._start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
@@ -135,10 +139,23 @@ class PrefixCache:
         is_at_end = sequence.length == num_tokens > 0
         snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
-        self.pool.index.insert(namespace, known, blocks, windows, snapshot)
+        nodes = self.pool.index.insert(namespace, known, blocks, windows, snapshot)
         for group in self._shared_groups():
             group.allocator.events.inserted(sequence.table(group), num_tokens)
+        if self._lower is not None:
+            self._lower.keep(namespace, nodes)
         return num_tokens
+
+    @locked
+    def known(self, namespace: Hashable, tokens: Tokens[int]) -> int:
+        """How much of a prompt all layers can begin with, without its last token. O(tokens)."""
+        return self._start(self.pool.index.match(namespace, tokens)).num_tokens
+
+    @locked
+    def put_below(self, lower: LowerTier) -> None:
+        """Keep in `lower` what is known from now on, and look there for what is not."""
+        self._lower = lower
+        self.pool.index.leaving = lower.leaving
 
     def _snapshot(self, states: Any) -> Snapshot | None:
         if not self.has_states:

@@ -25,6 +25,18 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
+def size_in_bytes(size: int | str) -> int:
+    """Bytes, from a number of them or a text as `parse_size` reads it.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    try:
+        return parse_size(size) if isinstance(size, str) else size
+    except ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
+
+
 def format_size(nbytes: int) -> str:
     """A size to be read by people, in powers of ten: 8.59 GB."""
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):

@@ -1,0 +1,140 @@
+"""What the content of a model's pages depends on, the same in every process.
+
+The weights are hashed, all of them: a name or a date does not tell one model from another. So are
+the settings, every number and text that a module of the model holds: bases of rope, scales, sizes.
+Weights and scales of adapters are among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from xxhash import xxh3_128
+
+from paged_kv.integrations.model_version import ModelVersion
+from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
+from paged_kv.page_pool import PagePool
+from paged_kv.store.keys import Identity, Salt, salt_bytes
+
+# What a module remembers that changes no number.
+_ASIDE = frozenset({"_no_grad"})
+
+
+class PageIdentity:
+    """Says what pages of a namespace are stored as.
+
+    Args:
+        model: whose pages these are.
+        versions: of its weights, as the namespaces count them.
+        pool: in which all layers are known.
+        name: of the model, for people.
+    """
+
+    def __init__(self, model: Module, versions: ModelVersion, pool: PagePool, name: str) -> None:
+        self._model = model
+        self._versions = versions
+        self._pool = pool
+        self._name = name
+        self._of: dict[int, tuple[str, str]] = {}
+
+    def __call__(self, namespace: Hashable) -> Identity | None:
+        """None for pages of other weights than the present ones, or of another format than this
+        pool begins with: nobody will ask for these.
+
+        Raises:
+            ValueError: the salt is of a type that cannot be stored.
+        """
+        model_version, page_format, salt = cast("tuple[int, str, Salt]", namespace)
+        salt_bytes(salt)
+        pool = self._pool
+        if (model_version, page_format) != (self._versions.count, pool.page_format.name):
+            return None
+        weights, settings = self._fingerprints(model_version)
+        return Identity(
+            model=self._name,
+            weights=weights,
+            settings=settings,
+            versions=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
+            geometry=_geometry(pool),
+            page_format=" > ".join([pool.page_format.name, *_smaller(pool)]),
+            rotation=_rotation(pool),
+            page_size=PAGE_SIZE,
+            salt=salt,
+        )
+
+    def _fingerprints(self, model_version: int) -> tuple[str, str]:
+        if model_version not in self._of:
+            self._of = {model_version: fingerprints(self._model)}
+        return self._of[model_version]
+
+
+def fingerprints(model: Module) -> tuple[str, str]:
+    """Hashes of all arrays of a model, and of all else that it is made of. O(bytes)."""
+    weights, settings = sha256(), sha256()
+    for path, leaf in _leaves(model, "", set()):
+        if isinstance(leaf, mx.array):
+            about = f"{path}\0{leaf.dtype}\0{leaf.shape}\0{_content(leaf)}\0"
+            weights.update(about.encode())
+        else:
+            settings.update(f"{path}\0{leaf}\0".encode())
+    return weights.hexdigest(), settings.hexdigest()
+
+
+def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Arrays, and the text of everything else, with the path that leads to each."""
+    match value:
+        case mx.array() | None | bool() | int() | float() | str():
+            yield path, value if isinstance(value, mx.array) else repr(value)
+            return
+    yield path, f"{type(value).__module__}.{type(value).__qualname__}"
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for name, child in _children(value):
+        yield from _leaves(child, f"{path}.{name}", seen)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Module):
+        own = [(name, each) for name, each in vars(value).items() if name not in _ASIDE]
+        return sorted([*value.items(), *own], key=lambda named: named[0])
+    if isinstance(value, dict):
+        return sorted(((str(name), each) for name, each in value.items()), key=lambda it: it[0])
+    if isinstance(value, list | tuple):
+        return [(str(at), each) for at, each in enumerate(value)]
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return []
+
+
+def _content(array: mx.array) -> str:
+    """A hash of an array's bytes."""
+    whole = mx.contiguous(array if array.ndim else array.reshape(1)).view(mx.uint8)
+    mx.eval(whole)
+    # MLX's arrays have the buffer protocol, and do not say so.
+    content: Any = whole
+    return xxh3_128(memoryview(content)).hexdigest() if whole.size else ""
+
+
+def _geometry(pool: PagePool) -> str:
+    return "; ".join(
+        f"{layer}: {pool.geometry(layer)} {pool.windows.get(layer)}"
+        for layer in range(pool.num_layers)
+    )
+
+
+def _smaller(pool: PagePool) -> tuple[str, ...]:
+    policy = pool.demotion_policy
+    return tuple(policy.page_formats) if policy else ()
+
+
+def _rotation(pool: PagePool) -> str:
+    formats = [pool.page_format, *map(page_format_named, _smaller(pool))]
+    is_rotated = any(part.is_rotated for each in formats for part in (each.keys, each.values))
+    return "hadamard" if is_rotated else "none"

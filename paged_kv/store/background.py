@@ -1,0 +1,189 @@
+"""A page store whose disk nobody waits for.
+
+Writing is a thread's work. What it is given waits in a queue of bounded bytes; what finds no room
+there is dropped and counted. Reading is done by a few threads, ahead of who reads, and for so long
+only as anybody would wait. Whatever fails is a miss: counted, logged once for each kind, and no
+exception.
+
+These threads see bytes only.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.errors import InvalidEntry
+from paged_kv.store.faults import Faults
+from paged_kv.store.keys import Place
+from paged_kv.store.lookup import Stored, Wanted, find
+from paged_kv.store.page_store import FAULTS, PageStore
+from paged_kv.store.write_queue import WriteQueue
+
+# Of a disk of 1 GB/s the processor decodes what two threads read; a few more hide its latency.
+READERS = 4
+READ_AHEAD = 8
+READ_PATIENCE_S = 5.0
+QUEUE_BYTES = 512 << 20
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store did for this process.
+
+    Attributes:
+        tokens_found: that prompts began with because they were stored.
+        entries_read: files whose content was used.
+        bytes_read: of their arrays.
+        entries_written: files that were stored.
+        bytes_written: of their arrays.
+        dropped: entries that were not stored, by the reason.
+        errors: things that failed, by their kind.
+    """
+
+    tokens_found: int
+    entries_read: int
+    bytes_read: int
+    entries_written: int
+    bytes_written: int
+    dropped: Mapping[str, int]
+    errors: Mapping[str, int]
+
+
+class BackgroundStore:
+    """Reads and writes a page store for whoever must not wait or fail.
+
+    Args:
+        store: is closed with this.
+        queue_bytes: the most that waits to be written.
+        patience_s: how long one file may take to be read.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        queue_bytes: int = QUEUE_BYTES,
+        patience_s: float = READ_PATIENCE_S,
+    ) -> None:
+        self.store = store
+        self._patience_s = patience_s
+        self._counts: Counter[str] = Counter()
+        self._late: list[Future[Any]] = []
+        self._faults = Faults(str(store.path))
+        self._queue = WriteQueue(store, queue_bytes, self._faults)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
+        # At the end of the process too: what was given is written.
+        self._close = weakref.finalize(self, _close, self._queue, self._readers, store)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the folder. Later calls do nothing."""
+        self._close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return self._close.alive
+
+    def flush(self) -> bool:
+        """Wait until everything that was given is written, or dropped; false if that takes too
+        long."""
+        return self._queue.flush()
+
+    def knows(self, key: str) -> bool:
+        """Whether an entry is stored or about to be, as far as this process has seen."""
+        return self._queue.knows(key)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `save` would take so many bytes now; if not, that is counted as a drop."""
+        return self._queue.has_room(nbytes)
+
+    def save(self, entry: Entry, path: Sequence[str] = ()) -> None:
+        """Store an entry some time soon; ask `has_room` before. `path` are entries that are of use
+        together with it: they are not evicted for it."""
+        self._queue.save(entry, path)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Note entries as used, the first of them latest."""
+        self._queue.touch(keys)
+
+    def find(self, wanted: Wanted, without: Sequence[str] = ()) -> Stored | None:
+        """What a prompt can begin with; None if that is nothing, or cannot be found out."""
+        return self._wait(self._submit(find, wanted, self.store.children, without))
+
+    def read(self, places: Sequence[Place]) -> Iterator[Entry | None]:
+        """Entries in their order, some of them read ahead; None, and nothing more, for one that
+        cannot be had."""
+        waiting: list[Future[Entry] | None] = []
+        more = iter(places)
+        for place in places:
+            waiting += [
+                self._submit(self.store.get, each)
+                for each in islice(more, READ_AHEAD - len(waiting))
+            ]
+            entry = self._wait(waiting.pop(0), place)
+            if entry is not None:
+                self._counts["entries_read"] += 1
+                self._counts["bytes_read"] += entry.nbytes
+            yield entry
+            if entry is None:
+                return
+
+    def note_found(self, num_tokens: int) -> None:
+        """Count tokens that a prompt began with because they were stored."""
+        self._counts["tokens_found"] += num_tokens
+
+    def stats(self) -> StoreStats:
+        """What was done so far."""
+        counts, written = self._counts, self._queue.counts
+        return StoreStats(
+            tokens_found=counts["tokens_found"],
+            entries_read=counts["entries_read"],
+            bytes_read=counts["bytes_read"],
+            entries_written=written["entries_written"],
+            bytes_written=written["bytes_written"],
+            dropped=dict(self._faults.dropped),
+            errors=dict(self._faults.errors),
+        )
+
+    def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
+        """Work for a reader; None while readers hang in a disk that does not answer."""
+        self._late = [each for each in self._late if not each.done()]
+        if self._late or not self.is_open:
+            return None
+        try:
+            return self._readers.submit(work, *arguments)
+        except RuntimeError:
+            # The interpreter is about to end.
+            return None
+
+    def _wait(self, future: Future[Result] | None, place: Place | None = None) -> Result | None:
+        if future is None:
+            return None
+        if not wait([future], self._patience_s).done:
+            self._late.append(future)
+            self._faults.note(TimeoutError(f"nothing came in {self._patience_s:g} s"))
+            return None
+        try:
+            return future.result()
+        except FAULTS as error:
+            self._faults.note(error)
+            if place is not None and isinstance(error, InvalidEntry):
+                self._queue.discard([place.key])
+            if isinstance(error, sqlite3.Error):
+                self._queue.mend()
+        return None
+
+
+def _close(queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore) -> None:
+    queue.close()
+    readers.shutdown(wait=False, cancel_futures=True)
+    store.close()

@@ -1,0 +1,190 @@
+"""The bytes of a page file: safetensors, readable elsewhere.
+
+    tensors     "tokens", int64 [n], and the arrays of the entry
+    metadata    format, version, checksum, what the entry is found by, notes
+
+The checksum is xxh3_64 of the whole file, its own digits taken as zeros, so that there is no byte
+that it does not cover. It finds damage. What is compared on every read beside it finds files that
+are sound and not what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+from xxhash import xxh3_64
+
+from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
+from paged_kv.store.keys import Link, Place, token_bytes
+
+FORMAT, VERSION = "paged-kv page", "1"
+SUFFIX = ".safetensors"
+
+# A header has about 100 bytes a layer; one that claims to be longer than this is damage.
+MAX_HEADER_BYTES = 1 << 20
+
+Buffer = bytes | memoryview
+Array = npt.NDArray[Any]
+
+_UNKNOWN = "0" * 16
+_CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{16})"')
+_IDENTITY = "identity."
+_DTYPES = {"I64": "<i8", "U16": "<u2", "U8": "<u1"}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What a file holds.
+
+    Attributes:
+        place: what it is found by.
+        arrays: uint16 or uint8 of any shape, by name.
+        notes: a text that says how to read them.
+    """
+
+    place: Place
+    arrays: Mapping[str, Array]
+    notes: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def file_name(key: str) -> str:
+    """The name of an entry's file."""
+    return key + SUFFIX
+
+
+def encode(entry: Entry) -> list[Buffer]:
+    """The bytes of an entry's file, in pieces."""
+    place, link = entry.place, entry.place.link
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "checksum": _UNKNOWN,
+        "key": place.key,
+        "parent": link.parent,
+        "start": str(link.start),
+        "check": link.check,
+        "part": place.part,
+        "notes": entry.notes,
+        **{_IDENTITY + name: value for name, value in link.identity},
+    }
+    tokens = np.frombuffer(token_bytes(link.tokens), "<i8")
+    data = memoryview(save({**entry.arrays, "tokens": tokens}, metadata))
+    end = _header_end(data)
+    header, rest = bytes(data[:end]), data[end:]
+    (found,) = _CHECKSUM.finditer(header)
+    digits = _checksum(header, rest).encode()
+    return [header[: found.start(1)] + digits + header[found.end(1) :], rest]
+
+
+def decode(data: Buffer, key: str) -> Entry:
+    """The entry that a file of that key holds.
+
+    Raises:
+        InvalidEntry: the bytes are not what was written, of another version, or another entry's.
+    """
+    data = memoryview(data)
+    header, tensors, metadata = _header(data)
+    rest = data[len(header) :]
+    (found,) = _CHECKSUM.finditer(header)
+    blank = header[: found.start(1)] + _UNKNOWN.encode() + header[found.end(1) :]
+    if _checksum(blank, rest) != metadata["checksum"]:
+        raise InvalidEntry("the checksum is wrong")
+    try:
+        arrays = {name: _array(rest, about) for name, about in tensors.items()}
+        place = _place(metadata, tuple(arrays.pop("tokens").tolist()))
+        entry = Entry(place, arrays, metadata["notes"])
+    except (KeyError, TypeError, ValueError) as error:
+        # Nobody but an attacker gives such a file the right checksum.
+        raise InvalidEntry(f"the header lacks something: {error!r}") from None
+    if place.key != key:
+        raise OtherEntry(f"the file holds entry {place.key}")
+    return entry
+
+
+def decode_place(data: Buffer) -> tuple[str, str, int, Mapping[str, str]]:
+    """What the beginning of a file says: parent, part, how many tokens, the identity. Nothing of
+    it is verified but that it can be read.
+
+    Raises:
+        InvalidEntry: it is no entry, or of another version.
+    """
+    _, tensors, metadata = _header(memoryview(data))
+    try:
+        (num_tokens,) = tensors["tokens"]["shape"]
+        identity = dict(_identity(metadata))
+        return metadata["parent"], metadata["part"], int(num_tokens), identity
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidEntry(f"the header lacks something: {error!r}") from None
+
+
+def _header(data: memoryview) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+    """The first bytes of a file, up to the tensors; what they say of these, and the metadata."""
+    header = bytes(data[: _header_end(data)])
+    try:
+        tensors = json.loads(header[8:])
+        metadata = tensors.pop("__metadata__")
+        known = metadata["format"] == FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidEntry(f"it cannot be read: {error!r}") from None
+    if not known:
+        raise InvalidEntry(f"its format is {metadata['format']!r}")
+    if metadata.get("version") != VERSION:
+        raise NewerVersion(
+            f"it has format version {metadata.get('version')!r}, and this paged_kv reads {VERSION}"
+        )
+    if len(_CHECKSUM.findall(header)) != 1 or "checksum" not in metadata:
+        raise InvalidEntry("it has no checksum")
+    return header, tensors, metadata
+
+
+def _header_end(data: memoryview) -> int:
+    end = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < end <= min(len(data), MAX_HEADER_BYTES):
+        raise InvalidEntry(f"it is cut off, or no safetensors file: {len(data)} bytes")
+    return end
+
+
+def _array(data: memoryview, about: dict[str, Any]) -> Array:
+    """One tensor, a view of the file's bytes."""
+    start, end = about["data_offsets"]
+    return np.frombuffer(data[start:end], _DTYPES[about["dtype"]]).reshape(about["shape"])
+
+
+def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> Place:
+    link = Link(
+        _identity(metadata),
+        metadata["parent"],
+        int(metadata["start"]),
+        tokens,
+        metadata["check"],
+    )
+    return Place(link, metadata["part"])
+
+
+def _identity(metadata: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The fields of the identity. Their order in a file is any; sorted they can be compared."""
+    return tuple(
+        sorted(
+            (name.removeprefix(_IDENTITY), value)
+            for name, value in metadata.items()
+            if name.startswith(_IDENTITY)
+        )
+    )
+
+
+def _checksum(header: bytes, rest: memoryview) -> str:
+    digest = xxh3_64(header)
+    digest.update(rest)
+    return digest.hexdigest()

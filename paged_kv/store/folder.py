@@ -1,0 +1,213 @@
+"""The folder of a store, and every system call on it.
+
+All of it goes through the folder's descriptor, names are never paths, and no link is followed. A
+file is written under a temporary name, flushed, and renamed, so that under its own name it is whole
+or not there. What fails raises OSError and leaves at most a temporary file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from paged_kv.store.entry_file import SUFFIX, Buffer
+from paged_kv.store.errors import StoreError, unusable
+
+TAG, LOCK = "CACHEDIR.TAG", "lock"
+_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
+# This folder holds pages of paged_kv: computed again when they are lost, and not worth a backup.
+# See https://bford.info/cachedir/
+"""
+_PAGE_FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
+_BLOCK = 4096
+
+
+def default_folder() -> Path:
+    """Where pages go unless another folder is named: in $XDG_CACHE_HOME, or ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "paged-kv" / "pages"
+
+
+def is_page_file(name: str) -> bool:
+    """Whether an entry's file may be called so."""
+    return _PAGE_FILE.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file that is being written, or was when its writer died, may be called so."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def size_on_disk(nbytes: int) -> int:
+    """The most that a file of so many bytes takes of a disk."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+class Folder:
+    """A folder that belongs to a store.
+
+    Args:
+        path: is made if it is not there, and must else be empty or a store's.
+
+    Raises:
+        StoreError: it cannot be used; the message says why.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = _opened(path)
+        try:
+            self._require_ours()
+        except OSError as error:
+            self.close()
+            raise unusable(path, error) from None
+        except StoreError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+    def require_there(self) -> None:
+        """Raise an OSError if the folder's path no longer leads to it."""
+        there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._fd)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            raise FileNotFoundError(f"{self.path} was replaced by another folder")
+
+    def scan(self) -> dict[str, int]:
+        """Everything in the folder, and the bytes that it takes of the disk."""
+        return _sizes(self._fd)
+
+    def free_bytes(self) -> int:
+        """What the disk still takes."""
+        figures = os.fstatvfs(self._fd)
+        return figures.f_bavail * figures.f_frsize
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """A file's bytes, or the first `most` of them."""
+        # A fifo in the place of a file would else block.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=self._fd)
+        try:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):
+                raise FileNotFoundError(f"{name} is no regular file")
+            size = about.st_size if most is None else min(most, about.st_size)
+            parts, left = [], size
+            while left and (part := os.read(fd, left)):
+                parts.append(part)
+                left -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, data: Sequence[Buffer]) -> None:
+        """Put a file there, whole. It is there for good after `sync`."""
+        temporary = _temporary_name()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
+        try:
+            try:
+                for part in data:
+                    _write_all(fd, memoryview(part))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except BaseException:
+            self.remove(temporary)
+            raise
+
+    def sync(self) -> None:
+        """Make what was written and removed survive a loss of power."""
+        os.fsync(self._fd)
+
+    def remove(self, name: str) -> bool:
+        """Take a file away; false if that was not possible. One that is not there is no fault."""
+        try:
+            os.unlink(name, dir_fd=self._fd)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def claim(self) -> None:
+        """Mark the folder as a store's, and find out whether it can be written. The folder must be
+        ours alone.
+
+        Raises:
+            OSError: it cannot.
+        """
+        if os.fstat(self._fd).st_mode & 0o077:
+            os.fchmod(self._fd, 0o700)
+        if TAG not in os.listdir(self._fd):
+            self.write(TAG, [_TAG_TEXT])
+        self.write(probe := _temporary_name(), [])
+        self.remove(probe)
+
+    def _require_ours(self) -> None:
+        owner = os.fstat(self._fd).st_uid
+        if owner != os.geteuid():
+            raise StoreError(
+                f"{self.path} belongs to user {owner}, and this process runs as user "
+                f"{os.geteuid()}: choose a folder of your own"
+            )
+        names = set(os.listdir(self._fd))
+        if names - {LOCK} and TAG not in names:
+            raise StoreError(
+                f"{self.path} is not empty and no page store (it has no {TAG}): choose an empty "
+                "folder, or one that does not exist"
+            )
+
+
+def _temporary_name() -> str:
+    return secrets.token_hex(16) + ".tmp"
+
+
+def _opened(path: Path) -> int:
+    if ".." in path.parts:
+        raise StoreError(f"{path} has '..' in it: write the folder's own path")
+    if path.is_symlink():
+        raise StoreError(f"{path} is a link: name the folder that it leads to, {path.resolve()}")
+    try:
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileExistsError, NotADirectoryError):
+        raise StoreError(f"{path} is a file: name a folder for the pages") from None
+    except OSError as error:
+        raise unusable(path, error) from None
+
+
+def _sizes(fd: int) -> dict[str, int]:
+    """The names in a folder, and the bytes of each; those of a folder with all that is in it."""
+    sizes = {}
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            try:
+                about = os.lstat(entry.name, dir_fd=fd)
+                sizes[entry.name] = max(about.st_size, about.st_blocks * 512)
+                if stat.S_ISDIR(about.st_mode):
+                    sizes[entry.name] += _size_of_folder(entry.name, fd)
+            except FileNotFoundError:
+                continue
+    return sizes
+
+
+def _size_of_folder(name: str, parent: int) -> int:
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        return sum(_sizes(fd).values())
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(fd, data) :]

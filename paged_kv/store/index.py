@@ -1,0 +1,221 @@
+"""What is stored, behind what, and in which order it was used last: an sqlite3 database.
+
+It may be lost at any time. Files are the truth, and `PageStore` brings the index in line with them
+whenever it has the folder for itself. So it is never flushed, and what is wrong with it is cured by
+making a new one. Use is ordered by a counter and not by a clock, which may jump.
+
+A transaction has few rows, and what it wrote ahead is taken over at once: the bytes that the index
+grows by meanwhile are bounded, by ROOM.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from paged_kv.store.folder import Folder
+
+NAME = "index.sqlite3"
+FILES = (NAME, NAME + "-wal", NAME + "-shm")
+# Rows of one transaction, each of which may touch a few pages of 4 kB.
+_ROWS = 32
+ROOM = 1 << 20
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+    CREATE TABLE entries (
+        key TEXT PRIMARY KEY, parent TEXT NOT NULL, part TEXT NOT NULL, num_tokens INTEGER NOT NULL,
+        nbytes INTEGER NOT NULL, last_used INTEGER NOT NULL, model TEXT NOT NULL,
+        page_format TEXT NOT NULL
+    ) WITHOUT ROWID;
+    CREATE INDEX by_parent ON entries (parent);
+"""
+_COLUMNS = "key, parent, part, num_tokens, nbytes, model, page_format"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one stored entry.
+
+    Attributes:
+        key: names its file.
+        parent: the digest of the block before.
+        part: what of the block it holds.
+        num_tokens: of the block.
+        nbytes: that the file takes of the disk.
+        model: whose pages these are.
+        page_format: how they hold numbers.
+    """
+
+    key: str
+    parent: str
+    part: str
+    num_tokens: int
+    nbytes: int
+    model: str
+    page_format: str
+
+
+class Index:
+    """One connection to the index of a folder.
+
+    Raises:
+        sqlite3.Error: here and in every method, when the database cannot be read or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        _require_no_links(folder)
+        self._connection = sqlite3.connect(
+            self._path, timeout=5, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+        self._file = _identity(self._path)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def is_there(self) -> bool:
+        """Whether the file is still the one that was opened."""
+        try:
+            return _identity(self._path) == self._file
+        except OSError:
+            return False
+
+    def keys(self) -> set[str]:
+        """All entries."""
+        return {key for (key,) in self._all("SELECT key FROM entries")}
+
+    def rows(self) -> list[Row]:
+        """All entries, the latest used first."""
+        found = self._all(f"SELECT {_COLUMNS} FROM entries ORDER BY last_used DESC")
+        return [Row(*each) for each in found]
+
+    def children(self, parent: str) -> list[tuple[int, str]]:
+        """How many tokens the entries behind a block have, and their keys."""
+        return self._all("SELECT num_tokens, key FROM entries WHERE parent = ?", parent)
+
+    def by_use(self) -> list[str]:
+        """Entries, the least recently used first."""
+        return [key for (key,) in self._all("SELECT key FROM entries ORDER BY last_used")]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Note entries as the latest used, the first of them latest."""
+        uses = self._next_uses(len(rows))
+        self._write(
+            f"INSERT OR REPLACE INTO entries ({_COLUMNS}, last_used) VALUES (?,?,?,?,?,?,?,?)",
+            [(*astuple(row), use) for row, use in zip(rows, uses, strict=True)],
+        )
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Note entries as the latest used, the first of them latest."""
+        self._write(
+            "UPDATE entries SET last_used = ? WHERE key = ?",
+            list(zip(self._next_uses(len(keys)), keys, strict=True)),
+        )
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget entries."""
+        self._write("DELETE FROM entries WHERE key = ?", [(key,) for key in keys])
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA journal_mode = WAL").fetchall()
+        run("PRAGMA synchronous = OFF")
+        ((version,),) = self._all("PRAGMA user_version")
+        if version == _SCHEMA_VERSION:
+            return
+        run("BEGIN IMMEDIATE")
+        run("DROP TABLE IF EXISTS entries")
+        for statement in _SCHEMA.split(";")[:-1]:
+            run(statement)
+        run(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        run("COMMIT")
+
+    def _next_uses(self, count: int) -> range:
+        """Counts of the next uses, the latest first."""
+        ((latest,),) = self._all("SELECT coalesce(max(last_used), 0) FROM entries")
+        return range(latest + count, latest, -1)
+
+    def _write(self, statement: str, rows: Sequence[tuple[str | int, ...]]) -> None:
+        for start in range(0, len(rows), _ROWS):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._connection.executemany(statement, rows[start : start + _ROWS])
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._connection.rollback()
+                raise
+            self._all("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _all(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
+        with closing(self._connection.execute(statement, values)) as cursor:
+            return cursor.fetchall()
+
+
+class OpenIndex:
+    """The index of a folder, opened when it is used, and again when somebody made a new one.
+
+    Attributes:
+        is_damaged: whether a new one should be made.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.is_damaged = False
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._index: Index | None = None
+
+    @contextmanager
+    def use(self) -> Iterator[Index]:
+        """The index, for one thread at a time."""
+        with self._lock:
+            if self._index is not None and not self._index.is_there():
+                self.close()
+            try:
+                if self._index is None:
+                    self._folder.require_there()
+                    self._index = Index(self._folder.path)
+                yield self._index
+            except sqlite3.DatabaseError as error:
+                # What lies with others, or with the disk, is not cured by a new one.
+                elsewhere = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+                self.is_damaged = getattr(error, "sqlite_errorcode", None) not in elsewhere
+                raise
+
+    def close(self) -> None:
+        """Close it, if it is open."""
+        with self._lock:
+            if self._index is not None:
+                with suppress(sqlite3.Error):
+                    self._index.close()
+            self._index = None
+            self.is_damaged = False
+
+
+def _require_no_links(folder: Path) -> None:
+    """sqlite3 follows links. Nobody else can make one here after this look: the folder is 0700."""
+    for name in FILES:
+        try:
+            mode = os.lstat(folder / name).st_mode
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(mode):
+            raise sqlite3.DatabaseError(f"{folder / name} is no regular file")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    about = os.lstat(path)
+    return about.st_dev, about.st_ino

@@ -1,0 +1,173 @@
+"""What waits to be written, and the thread that writes it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.faults import Faults
+from paged_kv.store.page_store import FAULTS, Outcome, PageStore
+
+# A batch shares one look at the folder. It is short, as other processes wait for its end.
+_BATCH_BYTES = 64 << 20
+# Notes of use that wait beside entries: without bytes of their own, but not for ever more of them.
+_MOST_NOTES = 1000
+# An uncommonly slow disk may lose what is behind this when a process ends.
+CLOSE_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Something to do with the folder: store an entry, or note others as used, or damaged."""
+
+    entry: Entry | None = None
+    path: Sequence[str] = ()
+    damaged: Sequence[str] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.entry is None else self.entry.nbytes
+
+
+class WriteQueue:
+    """Entries on their way into a store.
+
+    Attributes:
+        counts: "entries_written" and "bytes_written".
+    """
+
+    def __init__(self, store: PageStore, max_bytes: int, faults: Faults) -> None:
+        self.counts: Counter[str] = Counter()
+        self._store = store
+        self._max_bytes = max_bytes
+        self._faults = faults
+        self._jobs: deque[_Job] = deque()
+        self._waiting_bytes = 0
+        self._is_writing = self._is_closing = False
+        self._changed = threading.Condition()
+        self._known = self._stored_keys()
+        self._thread = threading.Thread(target=self._run, name="paged-kv-write", daemon=True)
+        self._thread.start()
+
+    def knows(self, key: str) -> bool:
+        """Whether an entry is stored or waits to be."""
+        return key in self._known
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes may wait too; any number may if nothing else does."""
+        with self._changed:
+            fits = not self._waiting_bytes or self._waiting_bytes + nbytes <= self._max_bytes
+        if not fits:
+            self._faults.drop("the disk is slower than what it is given")
+        return fits
+
+    def save(self, entry: Entry, path: Sequence[str]) -> None:
+        """Let an entry be written."""
+        self._add(_Job(entry, path))
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Let entries be noted as used."""
+        self._add(_Job(path=keys))
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Let damaged entries be taken away."""
+        self._known.difference_update(keys)
+        self._add(_Job(damaged=keys))
+
+    def mend(self) -> None:
+        """Let the index be made anew, if it is damaged."""
+        self._add(_Job(damaged=()))
+
+    def flush(self) -> bool:
+        """Wait until nothing waits; false if that takes too long."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._jobs and not self._is_writing, CLOSE_PATIENCE_S
+            )
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_PATIENCE_S)
+        with self._changed:
+            lost = sum(job.entry is not None for job in self._jobs)
+            self._jobs.clear()
+        if lost:
+            self._faults.drop("the disk did not take them before the end", lost)
+
+    def _add(self, job: _Job) -> None:
+        with self._changed:
+            is_note = job.entry is None
+            if not self._is_closing and not (is_note and len(self._jobs) >= _MOST_NOTES):
+                self._jobs.append(job)
+                self._waiting_bytes += job.nbytes
+                if job.entry is not None:
+                    self._known.add(job.entry.place.key)
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while jobs := self._next_batch():
+            try:
+                self._do(jobs)
+            finally:
+                with self._changed:
+                    self._waiting_bytes -= sum(job.nbytes for job in jobs)
+                    self._is_writing = False
+                    self._changed.notify_all()
+
+    def _next_batch(self) -> list[_Job]:
+        """Waits for work; none means the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs) or self._is_closing)
+            batch: list[_Job] = []
+            while self._jobs and sum(job.nbytes for job in batch) < _BATCH_BYTES:
+                batch.append(self._jobs.popleft())
+            self._is_writing = bool(batch)
+            return batch
+
+    def _do(self, jobs: Sequence[_Job]) -> None:
+        """One batch. Whatever fails, the thread goes on with the next."""
+        entries = [job.entry for job in jobs if job.entry is not None]
+        paths = [job.path for job in jobs if job.path]
+        damaged = [job.damaged for job in jobs if job.damaged is not None]
+        outcomes: list[Outcome] = []
+        try:
+            if damaged:
+                self._store.discard([key for keys in damaged for key in keys])
+            if entries:
+                outcomes = self._store.put(entries, {key for path in paths for key in path})
+            for path in dict.fromkeys(map(tuple, paths)):
+                self._store.touch(path)
+        except Exception as error:
+            self._faults.note(error)
+            if lost := len(entries) - len(outcomes):
+                self._faults.drop("the disk failed", lost)
+        self._note(entries, outcomes)
+
+    def _note(self, entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
+        stored = [
+            entry
+            for entry, outcome in zip(entries, outcomes, strict=False)
+            if outcome is Outcome.STORED
+        ]
+        self.counts["entries_written"] += len(stored)
+        self.counts["bytes_written"] += sum(entry.nbytes for entry in stored)
+        if no_room := outcomes.count(Outcome.NO_ROOM):
+            self._faults.drop("there is no room, and nothing that could go", no_room)
+        if entries:
+            stored_keys = self._stored_keys()
+            with self._changed:
+                jobs = [job.entry.place.key for job in self._jobs if job.entry is not None]
+                self._known = stored_keys.union(jobs)
+
+    def _stored_keys(self) -> set[str]:
+        try:
+            return self._store.stored_keys()
+        except FAULTS as error:
+            self._faults.note(error)
+            return set()

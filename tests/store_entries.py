@@ -1,0 +1,80 @@
+"""Entries whose content is known from their place, so that a wrong read is seen."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.keys import Identity, Link, Place, Salt
+from paged_kv.store.page_store import PageStore
+
+PAGES = "pages 0"
+PAGE_SIZE = 256
+
+
+def identity(**changes: Any) -> Identity:
+    """What some model's pages depend on."""
+    fields: dict[str, Any] = {
+        "model": "llama",
+        "weights": "w",
+        "settings": "s",
+        "versions": "v",
+        "geometry": "g",
+        "page_format": "fp16",
+        "rotation": "none",
+        "page_size": PAGE_SIZE,
+    }
+    return Identity(**{**fields, **changes})
+
+
+def links(tokens: Sequence[int], salt: Salt = None) -> list[Link]:
+    """The blocks of a prompt, the last maybe not full."""
+    chain = [Link.root(identity(salt=salt))]
+    for start in range(0, len(tokens), PAGE_SIZE):
+        chain.append(chain[-1].then(tokens[start : start + PAGE_SIZE]))
+    return chain[1:]
+
+
+def prompt(seed: int, length: int = PAGE_SIZE) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(-5, 1000) for _ in range(length)]
+
+
+def entry(link: Link, part: str = PAGES, words: int = 1000) -> Entry:
+    """What belongs at a place, and nowhere else."""
+    place = Place(link, part)
+    numbers = np.random.default_rng(int(place.key[:15], 16))
+    pages = {f"layer.{layer}": numbers.integers(0, 1 << 16, words, np.uint16) for layer in (0, 1)}
+    return Entry(place, pages, f'{{"words": {words}}}')
+
+
+def is_right(found: Entry) -> bool:
+    """Whether an entry is what `entry` makes for its place."""
+    words = len(found.arrays["layer.0"])
+    right = entry(found.place.link, found.place.part, words)
+    return (
+        found.place == right.place
+        and found.notes == right.notes
+        and found.arrays.keys() == right.arrays.keys()
+        and all(np.array_equal(found.arrays[name], right.arrays[name]) for name in right.arrays)
+    )
+
+
+def open_store(folder: Path, max_bytes: int = 64 << 20, **options: Any) -> PageStore:
+    """A store that lets the disk be nearly full, as a test machine's may be."""
+    return PageStore(folder, max_bytes, **{"min_free_bytes": 0, **options})
+
+
+def bytes_in(folder: Path) -> int:
+    """What a folder takes of the disk, each file once."""
+    found = {}
+    for path in folder.rglob("*"):
+        try:
+            about = path.lstat()
+        except FileNotFoundError:
+            continue
+        found[about.st_ino] = max(about.st_size, about.st_blocks * 512)
+    return sum(found.values())

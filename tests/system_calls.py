@@ -1,0 +1,45 @@
+"""The `os` of a module, in which one call does something else."""
+
+import os
+from collections.abc import Callable, Collection
+from typing import Any
+
+# What a folder asks of the system. Closing is left alone: it is how faults are cleaned up.
+CALLS = (
+    *("open", "read", "write", "fsync", "rename", "unlink", "scandir", "listdir"),
+    *("stat", "lstat", "fstat", "fstatvfs", "fchmod"),
+)
+
+
+class SystemCalls:
+    """Stands in the place of `os`.
+
+    Args:
+        number: which call does something else, counted from 1.
+        instead: what is called before it.
+        names: the calls that count.
+
+    Attributes:
+        count: calls so far.
+    """
+
+    def __init__(
+        self, number: int, instead: Callable[[], object], names: Collection[str] = CALLS
+    ) -> None:
+        self.count = 0
+        self._number = number
+        self._instead = instead
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        if name not in self._names:
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.count += 1
+            if self.count == self._number:
+                self._instead()
+            return found(*arguments, **named)
+
+        return call

@@ -1,0 +1,486 @@
+"""Prompts computed once survive a restart, in every format and kind of layer, and nothing else is
+found."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.page_identity import fingerprints
+from paged_kv.store.background import BackgroundStore
+from paged_kv.store.entry_file import decode
+from paged_kv.store.lookup import CHECKPOINT
+from tests.generation import Run, assert_same_run, greedy
+from tests.store_entries import open_store
+from tests.zoo import small_model
+
+ROOT = Path(__file__).parent.parent
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1200)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def stored_factory(model: Any, folder: Path, **options: Any) -> PagedCacheFactory:
+    return PagedCacheFactory(
+        model, store=folder, **{"max_bytes": 1 << 28, "store_bytes": "1GB", **options}
+    )
+
+
+def store_of(factory: PagedCacheFactory) -> BackgroundStore:
+    assert factory.store is not None
+    return factory.store
+
+
+def warm(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> tuple[Run, int]:
+    cache, cached = factory.fetch_cache(prompt)
+    run = greedy(model, prompt[cached:], cache, 4)
+    factory.pool.check()
+    return run, cached
+
+
+def computed(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> None:
+    """Compute a prompt, and insert it."""
+    cache = factory.make_cache()
+    for start in range(0, len(prompt), 256):
+        model(mx.array([prompt[start : start + 256]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    factory.insert_cache(prompt, cache)
+
+
+def found(model: Any, folder: Path, prompt: list[int], **options: Any) -> int:
+    """How much of a prompt a new factory finds."""
+    factory = stored_factory(model, folder, **options)
+    _, cached = factory.fetch_cache(prompt)
+    factory.close()
+    return cached
+
+
+KINDS = [
+    *[("qwen3", page_format) for page_format in ("fp16", "q8", "q4", "auto", ("q8", "q4"))],
+    *[("gemma3_text", page_format) for page_format in ("fp16", "q4")],
+    *[("gpt_oss", page_format) for page_format in ("fp16", "q8")],
+    *[("qwen3_next", page_format) for page_format in ("fp16", "q4")],
+    *[("falcon_h1", page_format) for page_format in ("fp16", "auto")],
+    ("deepseek_v3", "fp16"),
+    ("minimax_m3_vl", "fp16"),
+]
+
+
+@pytest.mark.parametrize("length", [40, 300, 764])
+@pytest.mark.parametrize(("name", "page_format"), KINDS)
+def test_a_restart_goes_on_as_if_there_had_been_none(
+    folder: Path, name: str, page_format: Any, length: int
+) -> None:
+    model = small_model(name)
+    factory = stored_factory(model, folder, page_format=page_format)
+    cache = factory.make_cache()
+    first = greedy(model, TEXT[:length], cache, 4)
+    longer = TEXT[:length] + first.tokens + [5, 6, 7]
+    factory.insert_cache(longer, cache)
+    del cache
+    before, cached = warm(model, factory, longer)
+    assert cached == length + 4
+    factory.close()
+
+    model = small_model(name)
+    factory = stored_factory(model, folder, page_format=page_format)
+    after, cached = warm(model, factory, longer)
+    assert cached == length + 4
+    assert after.tokens == before.tokens
+    assert mx.array_equal(after.logprobs, before.logprobs)
+    stats = store_of(factory).stats()
+    assert (stats.tokens_found, stats.errors, stats.dropped) == (length + 4, {}, {})
+    factory.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_a_process_that_is_ended_has_stored_what_it_inserted(folder: Path, name: str) -> None:
+    model = small_model(name)
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    store_of(factory).flush()
+    # The other process is still there, and has closed nothing.
+    cached = found(model, folder, [*TEXT[:600], 1, 2])
+    # Layers that begin anywhere have stored whole blocks so far; others all of it.
+    assert cached == (512 if name == "qwen3" else 600)
+    factory.close()
+    assert found(model, folder, [*TEXT[:600], 1, 2]) == 600
+
+
+def test_prompts_that_part_share_what_is_stored(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:1000])
+    computed(model, factory, [*TEXT[:512], *TEXT[600:900]])
+    factory.close()
+    # Of the four blocks of each, two are the same.
+    with open_store(folder) as store:
+        assert len(store.stored_keys()) == 4 + 2
+    assert found(model, folder, TEXT[:1100]) == 1000
+    assert found(model, folder, [*TEXT[:512], *TEXT[600:1000]]) == 512 + 300
+    assert found(model, folder, [*TEXT[:300], 1, *TEXT[301:900]]) == 256
+
+
+def test_what_memory_lost_comes_back_from_disk(folder: Path) -> None:
+    model = small_model("qwen3")
+    probe = PagedCacheFactory(model)
+    probe.can_admit(1)
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
+    factory = stored_factory(model, folder, max_bytes=6 * block_bytes)
+    prompts = [[first, *TEXT[:600]] for first in range(8)]
+    for prompt in prompts:
+        computed(model, factory, prompt)
+    store_of(factory).flush()
+    assert factory.stats().evictions["room"] > 0
+    for prompt in prompts:
+        asked = [*prompt, 1, 2, 3]
+        run, cached = warm(model, factory, asked)
+        assert cached == 601
+        cold = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
+        assert_same_run(run, cold, 1e-4)
+    assert store_of(factory).stats().tokens_found > 0
+    assert factory.stats().allocation_failures == 0
+    factory.close()
+
+
+def test_what_memory_has_no_room_for_is_a_miss(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT)
+    factory.close()
+    probe = PagedCacheFactory(model)
+    probe.can_admit(1)
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
+    factory = stored_factory(model, folder, max_bytes=3 * block_bytes)
+    held = factory.make_cache()
+    greedy(model, TEXT[:300], held, 1)
+    assert factory.fetch_cache(TEXT)[1] == 0
+    factory.pool.check()
+    assert factory.stats().blocks_used == 2
+    factory.close()
+
+
+def test_pages_come_back_in_the_formats_that_they_had(folder: Path) -> None:
+    model = small_model("qwen3")
+    probe = PagedCacheFactory(model)
+    probe.can_admit(1)
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
+    factory = stored_factory(model, folder, page_format="auto", max_bytes=4 * block_bytes)
+    computed(model, factory, TEXT[:1100])
+    before = {name: count for name, count in factory.stats().blocks_by_format.items() if count}
+    assert len(before) > 1
+    factory.close()
+    runs = []
+    for _ in range(2):
+        factory = stored_factory(model, folder, page_format="auto")
+        cache, cached = factory.fetch_cache([*TEXT[:1100], 1])
+        assert cached == 1100
+        after = factory.stats().blocks_by_format
+        assert {name: count for name, count in after.items() if count} == before
+        runs.append(greedy(model, [1], cache, 4))
+        factory.close()
+    assert mx.array_equal(runs[0].logprobs, runs[1].logprobs)
+    cold = greedy(model, [*TEXT[:1100], 1], PagedCacheFactory(model).make_cache(), 4)
+    assert_same_run(runs[0], cold, 0.5)
+
+
+def test_salts_share_nothing(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    cache = factory.make_cache()
+    greedy(model, TEXT[:600], cache, 1)
+    factory.insert_cache(TEXT[:600], cache, salt="alice")
+    with pytest.raises(ValueError, match="a salt of type object cannot be stored"):
+        factory.fetch_cache(TEXT[:600], salt=object())
+    factory.close()
+    factory = stored_factory(model, folder)
+    for salt in ("bob", None, b"alice", ("alice",)):
+        assert factory.fetch_cache(TEXT[:600], salt=salt)[1] == 0
+    assert factory.fetch_cache(TEXT[:600], salt="alice")[1] == 599
+    factory.close()
+
+
+def scaled(model: Any) -> None:
+    projection = model.layers[1].self_attn.k_proj
+    weight = mx.array(projection.weight)
+    weight[3, 5] += 0.01
+    projection.weight = weight
+
+
+def other_rope(model: Any) -> None:
+    model.layers[0].self_attn.rope.base *= 2
+
+
+def other_scale(model: Any) -> None:
+    model.layers[0].self_attn.scale *= 2
+
+
+def with_adapter(model: Any) -> None:
+    mx.random.seed(3)
+    linear_to_lora_layers(model, 1, {"rank": 2, "scale": 4.0, "dropout": 0.0})
+
+
+@pytest.mark.parametrize("change", [scaled, other_rope, other_scale, with_adapter])
+def test_a_changed_model_of_the_same_name_finds_nothing(folder: Path, change: Any) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    factory.close()
+    changed = small_model("qwen3")
+    change(changed)
+    assert found(changed, folder, TEXT[:600]) == 0
+    assert found(small_model("qwen3"), folder, TEXT[:600]) == 599
+
+
+def test_weights_exchanged_under_a_factory_find_nothing(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    begun = factory.make_cache()
+    greedy(model, [1, *TEXT[:600]], begun, 1)
+    scaled(model)
+    assert factory.fetch_cache(TEXT[:600])[1] == 0
+    # Begun with the other weights: not to be stored under these.
+    factory.insert_cache([1, *TEXT[:600]], begun)
+    factory.close()
+    assert found(model, folder, [1, *TEXT[:600]]) == 0
+    assert found(small_model("qwen3"), folder, TEXT[:600]) == 599
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"page_format": "q8"}, {"page_format": "q4"}, {"page_format": "auto"}],
+    ids=lambda options: options["page_format"],
+)
+def test_other_formats_share_nothing(folder: Path, options: dict[str, Any]) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    factory.close()
+    assert found(model, folder, TEXT[:600], **options) == 0
+
+
+def test_another_dtype_shares_nothing(folder: Path) -> None:
+    model: Any = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    factory.close()
+    model.set_dtype(mx.bfloat16)
+    assert found(model, folder, TEXT[:600]) == 0
+
+
+def test_the_fingerprint_is_that_of_the_content() -> None:
+    def of(model: Module) -> tuple[str, str]:
+        return fingerprints(model)
+
+    model = small_model("gemma3_text")
+    first = of(model)
+    assert of(small_model("gemma3_text")) == of(copy.deepcopy(model)) == first
+    # Running it changes nothing.
+    greedy(model, TEXT[:20], PagedCacheFactory(model).make_cache(), 1)
+    assert of(model) == first
+    for change in (scaled, other_scale):
+        changed = small_model("gemma3_text")
+        change(changed)
+        assert of(changed) != first
+
+
+def test_a_damaged_file_shortens_what_is_found(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:1100])
+    factory.close()
+    with open_store(folder) as store:
+        order = {
+            row.key: decode(store.folder.read(f"{row.key}.safetensors"), row.key)
+            for row in store.rows()
+        }
+    (third,) = [key for key, entry in order.items() if entry.place.link.start == 512]
+    path = folder / f"{third}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    factory = stored_factory(model, folder)
+    prompt = [*TEXT[:1100], 1]
+    run, cached = warm(model, factory, prompt)
+    assert cached == 512
+    cold = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 4)
+    assert_same_run(run, cold, 1e-4)
+    assert store_of(factory).stats().errors == {"damaged": 1}
+    # Computed again, it is stored again.
+    computed(model, factory, TEXT[:1100])
+    factory.close()
+    assert found(model, folder, prompt) == 1100
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("gemma3_text", "pages 0"), ("gemma3_text", "pages 1"), ("qwen3_next", CHECKPOINT)],
+)
+def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str) -> None:
+    model = small_model(name)
+    factory = stored_factory(model, folder)
+    for length in (300, 700):
+        computed(model, factory, TEXT[:length])
+    factory.close()
+    prompt = [*TEXT[:700], 1, 2]
+    assert found(model, folder, prompt) == 700
+    with open_store(folder) as store:
+        rows = [row for row in store.rows() if row.part == part]
+    (last,) = [row for row in rows if row.num_tokens == 700 - 512]
+    path = folder / f"{last.key}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    factory = stored_factory(model, folder)
+    run, cached = warm(model, factory, prompt)
+    assert cached == 300
+    cold = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 4)
+    assert_same_run(run, cold, 1e-3)
+    factory.close()
+
+
+def test_rows_that_hold_no_tokens_are_stored_as_zeros(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    # Another's prompt leaves its numbers in the pages.
+    cache = factory.make_cache()
+    greedy(model, TEXT[300:800], cache, 1)
+    del cache
+    computed(model, factory, TEXT[:40])
+    factory.close()
+    with open_store(folder) as store:
+        (row,) = store.rows()
+        entry = decode(store.folder.read(f"{row.key}.safetensors"), row.key)
+    for layer, pages in factory.pool.groups[0].pages.items():
+        geometry = pages.geometry
+        words = entry.arrays[f"layer.{layer}"].reshape(2 * geometry.k_heads, 256, -1)
+        assert words[:, :40].any()
+        assert not words[:, 40:].any()
+
+
+def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    store = store_of(factory)
+
+    def fail(*arguments: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    for name in ("read", "write", "scan"):
+        monkeypatch.setattr(store.store.folder, name, fail)
+    cold = greedy(model, TEXT[:600], PagedCacheFactory(model).make_cache(), 4)
+    for _ in range(2):
+        run, _ = warm(model, factory, TEXT[:600])
+        assert run.tokens == cold.tokens
+        computed(model, factory, TEXT[:600])
+        store.flush()
+    factory.close()
+    assert store.stats().errors.keys() == {"OSError"}
+    assert store.stats().dropped["the disk failed"] >= 2 + 2
+    assert store.stats().entries_written == store.stats().tokens_found == 0
+
+
+def test_mlx_lms_files_work_beside_a_store(folder: Path, tmp_path: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    computed(model, factory, TEXT[:600])
+    cache, cached = factory.fetch_cache(TEXT[:601])
+    assert cached == 600
+    save_prompt_cache(str(tmp_path / "prompt.safetensors"), cache)
+    loaded = load_prompt_cache(str(tmp_path / "prompt.safetensors"))
+    ours = greedy(model, TEXT[600:601], cache, 4)
+    assert greedy(model, TEXT[600:601], loaded, 4).tokens == ours.tokens
+    factory.close()
+
+
+def test_what_cannot_be_stored_is_refused(folder: Path) -> None:
+    model = small_model("qwen3")
+    with pytest.raises(ValueError, match="'50GBB' is not a size; write one like"):
+        stored_factory(model, folder, store_bytes="50GBB")
+    with pytest.raises(ValueError, match="store_bytes must be at least"):
+        stored_factory(model, folder, store_bytes=1000)
+    assert not folder.exists()
+
+
+def test_the_core_of_the_store_loads_no_mlx() -> None:
+    code = """
+import sys
+import paged_kv.store.background, paged_kv.store.maintenance, paged_kv.store_command
+print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "mlx_lm")])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+RESTART = """
+import json, sys
+from hashlib import sha256
+from tests import conftest  # the BLAS, as in the process that compares
+import mlx.core as mx
+import numpy as np
+from mlx_lm import load
+from paged_kv import PagedCacheFactory
+from tests.generation import greedy
+
+folder, page_format, dtype = sys.argv[1:]
+tokens = json.load(sys.stdin)
+model = load(str(conftest.MODEL_FOLDERS["stdlib-llama"]))[0]
+model.set_dtype(getattr(mx, dtype))
+factory = PagedCacheFactory(model, page_format=page_format, store=folder, max_bytes=1 << 28)
+runs = []
+for _ in range(2):
+    cache, cached = factory.fetch_cache(tokens)
+    run = greedy(model, tokens[cached:], cache, 8)
+    logits = sha256(np.array(run.logprobs.view(mx.uint8)).tobytes()).hexdigest()
+    runs.append([cached, run.tokens, logits])
+    factory.insert_cache(tokens, cache)
+    del cache
+factory.close()
+print(json.dumps(runs))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page_format", "dtype", "length"),
+    # Without a GPU 16 bits are slow; benches/page_store.py goes to 4,096 in them too.
+    [("fp16", "float16", 512), ("fp16", "float32", 4096), ("q4", "float32", 4096)],
+)
+def test_a_fresh_process_answers_a_long_prompt_from_disk(
+    folder: Path, page_format: str, dtype: str, length: int, trained: Any, source_text: str
+) -> None:
+    tokens = trained("stdlib-llama")[1].encode(source_text)[:length]
+    assert len(tokens) == length
+
+    def process() -> Any:
+        done = subprocess.run(
+            [sys.executable, "-c", RESTART, str(folder), page_format, dtype],
+            input=json.dumps(tokens),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout)
+
+    cold, warm = process()
+    after, _ = process()
+    assert (cold[0], warm[0], after[0]) == (0, length - 1, length - 1)
+    assert after[1:] == warm[1:]
+    if page_format == "fp16":
+        assert after[1:] == cold[1:]

@@ -1,0 +1,333 @@
+"""Prompts of models with windows and states begin with what is on disk behind every block whose
+ring is stored, and never with a wrong page."""
+
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv import PagedCacheFactory, PagePool, Sequence
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefix_node import Node
+from paged_kv.integrations.shared_prefill import begin_together
+from paged_kv.integrations.stored_states import StoredStates
+from paged_kv.prefix_cache import PrefixCache
+from paged_kv.store.background import BackgroundStore
+from paged_kv.store.entry_file import decode
+from paged_kv.store.keys import Identity
+from paged_kv.store.page_store import PageStore
+from paged_kv.stored_prefixes import StoredPrefixes
+from tests.generation import Run, assert_same_run, greedy
+from tests.store_entries import identity, open_store
+from tests.test_window_reuse import DIM, Told, numbers
+from tests.zoo import small_model
+
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
+TOLERANCE = 1e-3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@contextmanager
+def stored_factory(model: Any, folder: Path, **options: Any) -> Iterator[PagedCacheFactory]:
+    factory = PagedCacheFactory(
+        model, store=folder, **{"max_bytes": 1 << 28, "store_bytes": "1GB", **options}
+    )
+    yield factory
+    factory.pool.check()
+    factory.close()
+    assert factory.store is not None
+    assert factory.store.stats().dropped == {}
+
+
+def run_of(
+    model: Any,
+    factory: PagedCacheFactory,
+    prompt: list[int],
+    *,
+    step: int = 2048,
+    keep: bool = True,
+) -> tuple[Run, int]:
+    """A run behind what is known of a prompt, and how many tokens that was."""
+    cache, cached = factory.fetch_cache(prompt)
+    run = greedy(model, prompt[cached:], cache, 3, step)
+    if keep:
+        factory.insert_cache(prompt, cache)
+    return run, cached
+
+
+def cold(model: Any, prompt: list[int], **options: Any) -> Run:
+    return greedy(model, prompt, PagedCacheFactory(model, **options).make_cache(), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_format"),
+    [
+        *[("llama", page_format) for page_format in ("fp16", "q8", "q4", "auto")],
+        *[("gemma3_text", page_format) for page_format in ("fp16", "q4", "auto")],
+        *[("falcon_h1", page_format) for page_format in ("fp16", "q4")],
+    ],
+)
+def test_a_fresh_pool_says_what_a_cold_one_says(folder: Path, name: str, page_format: str) -> None:
+    model = small_model(name)
+    # mlx-lm's generator computes the last token of a prompt in a step of its own.
+    prompt = TEXT[:1301]
+    with stored_factory(model, folder, page_format=page_format) as factory:
+        cache, _ = factory.fetch_cache(prompt)
+        first = greedy(model, prompt, cache, 3)
+        # States are those behind all tokens, so they are needed behind the last but one.
+        behind, _ = factory.fetch_cache([0, *TEXT])
+        model(mx.array([prompt[:-1]]), cache=behind)
+        factory.insert_cache(prompt[:-1], behind)
+    assert mx.array_equal(first.logprobs, cold(model, prompt, page_format=page_format).logprobs)
+    with stored_factory(model, folder, page_format=page_format) as factory:
+        run, cached = run_of(model, factory, prompt)
+        assert cached == 1300
+    assert run.tokens == first.tokens
+    assert mx.array_equal(run.logprobs, first.logprobs)
+
+
+@pytest.mark.parametrize("step", [100, 2048])
+@pytest.mark.parametrize(
+    ("name", "page_format"), [("gemma3_text", "fp16"), ("gemma3_text", "q4"), ("gpt_oss", "fp16")]
+)
+def test_a_restart_goes_on_behind_every_block(
+    folder: Path, name: str, page_format: str, step: int
+) -> None:
+    model = small_model(name)
+    with stored_factory(model, folder, page_format=page_format) as factory:
+        run_of(model, factory, TEXT[:1301], step=step)
+        prompts = [[*TEXT[:length], 1, 2, 3] for length in (1280, 768, 512, 256)]
+        expected = [run_of(model, factory, prompt, keep=False)[0] for prompt in prompts]
+    for prompt, before in zip(prompts, expected, strict=True):
+        with stored_factory(model, folder, page_format=page_format) as factory:
+            run, cached = run_of(model, factory, prompt, keep=False)
+        assert cached == len(prompt) - 3
+        assert run.tokens == before.tokens
+        assert mx.array_equal(run.logprobs, before.logprobs)
+        if page_format == "fp16":
+            assert_same_run(run, cold(model, prompt), TOLERANCE)
+    # Nothing of a block is stored behind a token where nobody stopped.
+    with stored_factory(model, folder, page_format=page_format) as factory:
+        prompt = [*TEXT[:700], 4, 5]
+        run, cached = run_of(model, factory, prompt)
+        assert cached == 512
+        if page_format == "fp16":
+            assert_same_run(run, cold(model, prompt), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_a_restart_goes_on_where_states_were_kept(folder: Path, name: str) -> None:
+    model = small_model(name)
+    text = [(7 * i * i + 3 * i) % 97 for i in range(2300)]
+    with stored_factory(model, folder) as factory:
+        begin_together(factory, model, [[*text, 1], [*text, 2]], 700)
+    for length, expected in ((2300, 2300), (2250, 2048), (2049, 2048), (2048, 0)):
+        prompt = [*text[:length], 3, 4] if length > 2048 else text[:length]
+        with stored_factory(model, folder) as factory:
+            cache, cached = factory.fetch_cache(prompt)
+            assert cached == expected
+            if length == 2250:
+                run = greedy(model, prompt[cached:], cache, 3)
+                assert_same_run(run, cold(model, prompt), TOLERANCE)
+            del cache
+
+
+def test_rows_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> None:
+    model = small_model("gemma3_text")
+    with stored_factory(model, folder) as factory:
+        for length in (40, 340):
+            # Others leave their numbers in the pages, and more is computed than is inserted.
+            greedy(model, TEXT[300:900], factory.make_cache(), 1)
+            cache = factory.make_cache()
+            model(mx.array([TEXT[: length + 20]]), cache=cache)
+            for layer in cache:
+                layer.trim(20)
+            factory.insert_cache(TEXT[:length], cache)
+        layers = {
+            f"layer.{layer}": pages.geometry
+            for group in factory.pool.groups
+            for layer, pages in group.pages.items()
+            if group.window is not None
+        }
+    rows_of: dict[int, list[list[int]]] = {}
+    with open_store(folder) as store:
+        for row in store.rows():
+            entry = decode(store.folder.read(f"{row.key}.safetensors"), row.key)
+            for name in layers.keys() & entry.arrays.keys():
+                rows = entry.arrays[name].reshape(2 * layers[name].k_heads, 256, -1)
+                used = np.any(rows, axis=(0, 2))
+                rows_of.setdefault(row.num_tokens, []).append(np.flatnonzero(used).tolist())
+    assert all(rows == list(range(40)) for rows in rows_of[40])
+    # A ring of one page: 360 tokens were written once, of which 20 were taken back.
+    assert all(rows == [*range(84), *range(104, 256)] for rows in rows_of[84])
+
+
+class StoredTold(Told):
+    """A pool whose layers hold what they are told, and its prefixes, in a store."""
+
+    def __init__(self, folder: Path, max_bytes: int, **options: Any) -> None:
+        super().__init__(max_bytes, **options)
+        self.store = BackgroundStore(PageStore(folder, 1 << 30, min_free_bytes=0))
+        self.stored = StoredPrefixes(self.prefixes, self.store, self.identify, StoredStates())
+        self.prefixes.put_below(self.stored)
+
+    def identify(self, namespace: Any) -> Identity:
+        return identity(salt=namespace)
+
+    def close(self) -> None:
+        self.stored.keep_all()
+        self.store.close()
+
+
+@pytest.mark.parametrize("blocks", [45, 200])
+def test_random_histories_begin_with_no_wrong_page_from_disk(folder: Path, blocks: int) -> None:
+    """Full pools, processes that end and damaged files, and what is found is right."""
+    counts: Counter[str] = Counter()
+    for seed in range(2):
+        history(random.Random(seed), blocks, folder / str(seed), counts)
+    assert counts["from disk"] > 2000
+    assert counts["whole"] > 0
+    assert counts["damaged"] > 0
+
+
+def history(rng: random.Random, blocks: int, folder: Path, counts: Counter[str]) -> None:
+    def new() -> StoredTold:
+        return StoredTold(folder, blocks * 256 * DIM * 2 * 4)
+
+    told = new()
+    for _ in range(50):
+        if rng.random() < 0.1:
+            counts["from disk"] += told.store.stats().tokens_found
+            counts["damaged"] += told.store.stats().errors.get("damaged", 0)
+            told.close()
+            damage(rng, folder)
+            told = new()
+        # No two positions of a prompt hold the same.
+        first = rng.randrange(2)
+        prompt = [*range(first, first + 2 * rng.randrange(1, 2000), 2), 5000, 5000]
+        # Sometimes who came before is still there, and memory is full.
+        prefix = told.prefixes.fetch("", prompt, told.pool.page_format)
+        known, sequence = prefix.num_tokens, prefix.sequence
+        told.assert_holds(sequence, prompt[:known])
+        counts["whole"] += known > 256 and known == len(prompt) - 2
+        goal = rng.randrange(known, len(prompt)) if rng.random() < 0.5 else len(prompt) - 2
+        length = known
+        try:
+            while length < goal:
+                step = min(goal - length, rng.choice([30, 256, 700]))
+                told.write(sequence, prompt[length : length + step])
+                length += step
+        except PoolExhausted:
+            assert sequence.length == length
+        back = min(sequence.rollback, rng.choice([0, 0, 1, 40]))
+        for layer in range(5):
+            sequence.trim(layer, back)
+        told.assert_holds(sequence, prompt[: length - back])
+        told.prefixes.insert("", prompt[: length - back], sequence, None)
+        told.pool.check()
+        del prefix, sequence
+    told.close()
+
+
+def damage(rng: random.Random, folder: Path) -> None:
+    """Flip a byte in some files, and remove others."""
+    files = sorted(folder.glob("*.safetensors"))
+    for path in rng.sample(files, len(files) // 12):
+        if rng.random() < 0.3:
+            path.unlink()
+            continue
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+
+
+def test_pages_from_disk_exhaust_no_pool(folder: Path) -> None:
+    """Prompts of a model with windows, and a pool that holds hardly more than one of them."""
+    model = small_model("gemma3_text")
+    prompts = [[first, *TEXT[: 900 + first]] for first in range(4)]
+    with stored_factory(model, folder) as factory:
+        for prompt in prompts:
+            run_of(model, factory, prompt)
+        needed = sum(
+            group.blocks_for(len(prompts[-1]) + 3) * group.block_bytes
+            for group in factory.pool.groups
+        )
+    max_bytes = 3 * needed
+    with stored_factory(model, folder, max_bytes=max_bytes) as factory:
+        for prompt in [*prompts, *reversed(prompts)]:
+            assert factory.can_admit(len(prompt) + 3)
+            run, cached = run_of(model, factory, prompt)
+            assert cached == len(prompt) - 1
+            assert_same_run(run, cold(model, prompt), TOLERANCE)
+        stats = factory.stats()
+        assert sum(stats.evictions.values()) > 0
+        assert stats.allocation_failures == 0
+    # Where a sequence leaves no room, less or nothing is found, and that is no failure.
+    with stored_factory(model, folder, max_bytes=max_bytes // 3) as factory:
+        held = factory.make_cache()
+        greedy(model, TEXT[5:300], held, 1)
+        assert factory.fetch_cache(prompts[0])[1] == 0
+        assert factory.stats().allocation_failures == 0
+
+
+def test_a_pool_without_room_for_states_computes_everything(folder: Path) -> None:
+    model = small_model("qwen3_next")
+    with stored_factory(model, folder) as factory:
+        run_of(model, factory, TEXT[:300])
+        behind = factory.make_cache()
+        model(mx.array([TEXT[:299]]), cache=behind)
+        factory.insert_cache(TEXT[:299], behind)
+    with stored_factory(model, folder) as factory:
+        factory.prefixes.snapshots.max_bytes = 0
+        run, cached = run_of(model, factory, TEXT[:300])
+        assert cached == 0
+        assert factory.store is not None
+        assert factory.store.stats().tokens_found == 0
+        assert_same_run(run, cold(model, TEXT[:300]), TOLERANCE)
+
+
+class Emptying:
+    """A tier that has nothing, and for which everything in memory must go."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.asked = 0
+
+    def bring_up(self, namespace: Hashable, tokens: Tokens[int]) -> None:
+        self.asked += 1
+        self.pool.clear()
+
+    def keep(self, namespace: Hashable, nodes: Tokens[Node]) -> None:
+        pass
+
+    def leaving(self, node: Node) -> None:
+        pass
+
+
+def test_what_goes_while_the_tier_below_is_asked_is_not_used() -> None:
+    pool = PagePool(1, max_bytes=60 * 256 * DIM * 2 * 4)
+    prefixes = PrefixCache(pool, has_states=False)
+    sequence = Sequence(pool)
+    for start in range(0, 700, 350):
+        part = numbers(TEXT[start : start + 350], 0)
+        pool.append(0, [sequence], part, part)
+    prefixes.insert("", TEXT[:700], sequence, None)
+    del sequence
+    assert prefixes.known("", TEXT[:701]) == 700
+    lower = Emptying(pool)
+    prefixes.put_below(lower)
+    prefix = prefixes.fetch("", TEXT[:701], pool.page_format)
+    assert (prefix.num_tokens, lower.asked) == (0, 1)
+    assert pool.stats().blocks_used == 0
+    pool.check()
