@@ -16,6 +16,7 @@ from typing import Any
 from benches.quality_tables import quantised_quality
 from benches.results_file import RESULTS
 from benches.speed_tables import cpu_kernels, rings, whole_model
+from benches.store_tables import page_store, page_store_faults
 from benches.table_cells import (
     count,
     mebibytes,
@@ -252,6 +253,8 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "whole_model": whole_model,
     "rings": rings,
     "quantised_quality": quantised_quality,
+    "page_store": page_store,
+    "page_store_faults": page_store_faults,
     "model_families": model_families,
 }
 

@@ -99,7 +99,7 @@ class StoredPrefixes:
                 if not self._pool.can_admit(stored.num_tokens):
                     return False
                 key = self._load(namespace, root, stored, held)
-            except PoolExhausted:
+            except (PoolExhausted, MemoryError):
                 return False
             if key is None:
                 self._store.note_found(min(stored.num_tokens, len(tokens) - 1) - beyond)
@@ -172,7 +172,13 @@ class StoredPrefixes:
         path = [part.place.key for part in parts]
         for part in parts:
             if not self._store.knows(part.place.key) and self._store.has_room(part.nbytes):
-                self._store.save(part.entry(), path)
+                try:
+                    entry = part.entry()
+                except (MemoryError, TypeError) as error:
+                    # In the middle of a step, maybe: no reason to end it.
+                    self._store.drop(f"no bytes could be made of them: {error}")
+                else:
+                    self._store.save(entry, path)
         return path
 
     def _parts(self, node: Node, end: int) -> Iterator[_Part]:

@@ -75,7 +75,8 @@ KINDS = [
     *[("qwen3_next", page_format) for page_format in ("fp16", "q4")],
     *[("falcon_h1", page_format) for page_format in ("fp16", "auto")],
     ("deepseek_v3", "fp16"),
-    ("minimax_m3_vl", "fp16"),
+    # Layers that keep mlx-lm's KVCache or ChunkedKVCache beside pages.
+    *[(name, "fp16") for name in ("minimax_m3_vl", "deepseek_v32", "llama4")],
 ]
 
 
