@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benches.table_cells import count, giga, millis, percent, ratio, table
+from benches.table_cells import count, millis, percent, ratio, table
 
 Figures = dict[str, Any]
 
@@ -22,7 +22,7 @@ def page_store(figures: Figures) -> str:
             )
         )
     rate = {
-        name.removesuffix("_bytes_per_second"): giga(value, "B/s")
+        name.removesuffix("_bytes_per_second"): f"{value / 1e9:.2g} GB/s"
         for name, value in figures["throughput"].items()
         if name.endswith("_bytes_per_second")
     }
@@ -44,8 +44,8 @@ def page_store(figures: Figures) -> str:
     left = max(run["share_left_in_page_cache"] for run in runs)
     return (
         table(("page store", "measured", "beside"), rows)
-        + "\n\nThe files were taken out of the page cache before they were read; at most "
-        + f"{percent(left)} of them was still in it."
+        + "\n\nThe files were taken out of the page cache before they were read from the disk; "
+        + f"{percent(left)} of them were still in it."
     )
 
 
