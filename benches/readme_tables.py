@@ -22,6 +22,7 @@ from benches.speed_tables import (
     rings,
     whole_model,
 )
+from benches.store_tables import page_store, page_store_faults
 from benches.table_cells import (
     count,
     mebibytes,
@@ -260,6 +261,8 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "prefix_reuse": prefix_reuse,
     "quantised_kernels": quantised_kernels,
     "quantised_quality": quantised_quality,
+    "page_store": page_store,
+    "page_store_faults": page_store_faults,
     "model_families": model_families,
 }
 

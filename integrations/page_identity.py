@@ -41,7 +41,8 @@ class PageIdentity:
         self._versions = versions
         self._pool = pool
         self._name = name
-        self._of: dict[int, tuple[str, str]] = {}
+        # Now, and not when the first prompt waits for it.
+        self._of = {versions.count: fingerprints(model)}
 
     def __call__(self, namespace: Hashable) -> Identity | None:
         """None for pages of other weights than the present ones, or of another format than this

@@ -235,8 +235,8 @@ class PagedCacheFactory:
         return sum(others, first)
 
     def clear(self) -> None:
-        """Forget the prompts that are not pinned, and give back all memory that no sequence
-        uses."""
+        """Forget the prompts that are not pinned, and give back all memory that no sequence uses.
+        What is on disk stays there, and is found."""
         for pool in self._pools.values():
             pool.clear()
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paged_kv.paged_kv_cache import PagedKVCache
     from paged_kv.sequence import Sequence
     from paged_kv.stats import PoolStats
+    from paged_kv.store.errors import StoreError
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "PoolStats",
     "RollbackError",
     "Sequence",
+    "StoreError",
     "__version__",
     "generate_samples",
 ]
@@ -58,6 +60,7 @@ _HOMES = {
     "PagedKVCache": "paged_kv_cache",
     "PoolStats": "stats",
     "Sequence": "sequence",
+    "StoreError": "store.errors",
     "generate_samples": "integrations.samples",
 }
 

@@ -194,7 +194,13 @@ class StoredPrefixes:
         path = [part.place.key for part in parts]
         for part in parts:
             if not self._store.knows(part.place.key) and self._store.has_room(part.nbytes):
-                self._store.save(part.entry(), path)
+                try:
+                    entry = part.entry()
+                except (MemoryError, TypeError) as error:
+                    # In the middle of a step, maybe: no reason to end it.
+                    self._store.drop(f"no bytes could be made of them: {error}")
+                else:
+                    self._store.save(entry, path)
         return path
 
     def _parts(self, path: Tokens[Node], at: int, end: int) -> Iterator[_Part]:

@@ -21,12 +21,14 @@ class SystemCalls:
 
     Attributes:
         count: calls so far.
+        names_called: their names, in order.
     """
 
     def __init__(
         self, number: int, instead: Callable[[], object], names: Collection[str] = CALLS
     ) -> None:
         self.count = 0
+        self.names_called: list[str] = []
         self._number = number
         self._instead = instead
         self._names = names
@@ -38,6 +40,7 @@ class SystemCalls:
 
         def call(*arguments: Any, **named: Any) -> Any:
             self.count += 1
+            self.names_called.append(name)
             if self.count == self._number:
                 self._instead()
             return found(*arguments, **named)

@@ -13,6 +13,8 @@ INNER_ROOMS = ("allocator", "kernels", "integrations")
 ROOMS = (*INNER_ROOMS, "paged_kv")
 # The modules of paged_kv that may name the room above them.
 DOOR = ("__init__.py", "__main__.py", "command_line.py")
+# What knows files and bytes, and neither arrays nor pools: its threads must never touch those.
+BYTES_ONLY = "store/"
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -52,6 +54,9 @@ def may_import(room: str, file_name: str, name: str) -> bool:
         return standard or is_within(name, "sortedcontainers", "paged_kv.allocator")
     if room == "kernels":
         return not is_within(name, "paged_kv") or is_within(name, "paged_kv.kernels")
+    if room == "paged_kv" and file_name.startswith(BYTES_ONLY):
+        ours = is_within(name, "paged_kv.store", "paged_kv.allocator")
+        return ours or not is_within(name, "paged_kv", "mlx")
     if room == "paged_kv":
         return file_name in DOOR or not is_within(name, "paged_kv.integrations")
     return True
@@ -127,6 +132,17 @@ def test_every_room_is_looked_at() -> None:
 )
 def test_planted_violation_is_found(room: str, source: str, name: str) -> None:
     assert violations(room, f"import sys\n{source}\n") == [name]
+
+
+def test_the_store_knows_bytes_only() -> None:
+    source = (
+        "import numpy\nfrom paged_kv.store.keys import Link\n"
+        "from paged_kv.allocator.errors import PagedKVError\n"
+        "import mlx.core\nfrom paged_kv.page_pool import PagePool\n"
+    )
+    found = violations("paged_kv", source, f"{BYTES_ONLY}folder.py")
+    assert found == ["mlx.core", "paged_kv.page_pool.PagePool"]
+    assert any(path.parent.name == "store" for path in room_files("paged_kv"))
 
 
 @pytest.mark.parametrize("file_name", DOOR)

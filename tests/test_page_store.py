@@ -93,6 +93,18 @@ def test_a_prompt_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> None:
         assert store.stored_keys() == set(keys[:stored])
 
 
+def test_a_prompt_that_comes_in_parts_does_not_push_out_its_beginning(tmp_path: Path) -> None:
+    chain = links(prompt(1, 256 * 40))
+    keys = [Place(link, PAGES).key for link in chain]
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        for start in range(0, 40, 5):
+            part = [entry(link, words=LARGE) for link in chain[start : start + 5]]
+            store.put(part, keep=keys)
+        kept = store.stored_keys()
+        assert 10 < len(kept) < 40
+        assert kept == set(keys[: len(kept)])
+
+
 def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         put(store, [links(prompt(seed))[0] for seed in range(8)], LARGE)

@@ -1,6 +1,7 @@
 """`paged-kv server` answers what mlx-lm's server answers, from pages, and outlives bad requests."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -298,3 +299,22 @@ def test_recurrent_layers_go_on_inside_of_prompts(
         running.pools[0].clear()
         assert complete(prompt[:-30] + "\nimport") == (other, 0)
         assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA])
+def test_a_server_that_is_started_again_begins_with_what_is_stored(
+    model: str, system: str, tmp_path: Path
+) -> None:
+    store = ["--store", str(tmp_path / "store"), "--store-bytes", "1GB"]
+    answers, cached = [], []
+    for _ in range(2):
+        with paged_server(*options(model, "--max-kv-bytes", "64MB", *store)) as running:
+            texts, counts = converse(running, system, "restarted", turns=1)
+            answers.append(texts)
+            cached.append(counts[0])
+            running.wait_until_idle()
+        # As the command does when it is interrupted.
+        running.generator.model_provider.reset()
+    assert answers[0] == answers[1]
+    assert cached[0] == 0
+    assert cached[1] >= 256

@@ -13,6 +13,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefix_index import Match, PrefixIndex
+from paged_kv.allocator.prefix_node import Node
 
 PAGE = 4
 
@@ -138,6 +139,27 @@ def test_a_leaf_goes_before_what_it_continues() -> None:
     for expected in (8, 4, 0):
         assert indexed.index.evict(iter([False, True]).__next__) == 1
         assert indexed.index.match("", [1] * 13).num_tokens == expected
+
+
+def test_what_is_about_to_go_is_told_while_its_block_is_still_there() -> None:
+    indexed = Indexed()
+    blocks = indexed.insert([1, 2, 3, 4, 5, 6, 7])
+    told = []
+
+    def leaving(node: Node) -> None:
+        block = node.blocks[indexed.allocator]
+        assert indexed.allocator.ref_count(block) == 1
+        told.append((block, node.tokens))
+
+    indexed.index.leaving = leaving
+    assert indexed.index.evict(lambda: len(indexed.index) <= 1) == len(blocks) - 1
+    assert [block for block, _ in told] == list(reversed(blocks[1:]))
+    indexed.index.clear()
+    assert [block for block, _ in told] == list(reversed(blocks))
+    # One that a longer one takes the place of does not go: its tokens are known as before.
+    indexed.insert([1, 2])
+    indexed.insert([1, 2, 3])
+    assert len(told) == len(blocks)
 
 
 def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:

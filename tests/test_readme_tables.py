@@ -199,6 +199,38 @@ FIGURES: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "page_store": {
+        "prompt_tokens": 4096,
+        "first_token": {
+            "float32": {
+                "cold_seconds": 5.0,
+                "disk_seconds": 0.25,
+                "cold_over_disk": 20.0,
+                "open_and_close_seconds": 0.1,
+                "share_left_in_page_cache": 0.0,
+                "logits_are_equal": True,
+            }
+        },
+        "throughput": {
+            "share_left_in_page_cache": 0.0,
+            **{
+                f"{name}_bytes_per_second": 5e8
+                for name in ("plain_write", "store_write", "plain_read", "store_read")
+            },
+            "store_read_from_page_cache_bytes_per_second": 2e9,
+        },
+        "bytes_per_token": {"q4": {"disk": 880.0, "memory": 864.0}},
+    },
+    "page_store_faults": {
+        "killed": {
+            "cycles": 1000,
+            "cap": 8388608,
+            "most_bytes": 7000000,
+            "reads": 30000,
+            "wrong_reads": 0,
+        },
+        "damaged": {"files": 10000, "accepted": 0},
+    },
     "model_families": {
         "files": {
             "bitnet": {"gets": "not run", "reason": "runs on Metal only"},
@@ -240,6 +272,9 @@ ROWS = {
     "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
     "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
     "quantised_quality": "| q4 | 864 (1 / 3.56) | 4.5 | +0.65 ± 0.08 % | 7.1e-03 | 17.5 of 128 |",
+    "page_store": "| float32: first token of 4,096 tokens, from disk | 250 ms | 5,000 ms cold, "
+    "20 times; logits equal |",
+    "page_store_faults": "| writers killed at a random moment | 1,000 |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
 }
 

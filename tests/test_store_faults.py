@@ -162,6 +162,16 @@ def test_every_statement_to_the_index_may_fail(
     assert ended > 20
 
 
+def test_a_file_is_flushed_before_it_has_its_name_and_the_folder_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path / "store") as store:
+        calls = SystemCalls(0, lambda: None, ("write", "fsync", "rename"))
+        monkeypatch.setattr(folder_module, "os", calls)
+        store.put([entry(link) for link in links(TEXT[:512])])
+    assert calls.names_called == 2 * ["write", "write", "fsync", "rename"] + ["fsync"]
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     """Without being root: files may not grow beyond a limit, and the signal for it is ignored."""
     code = f"""
@@ -176,6 +186,7 @@ try:
     store.put([entry(large, words=200_000)])
 except OSError as error:
     print(errno.errorcode[error.errno])
+print(len(list(store.path.glob("*.tmp"))))
 print(store.put([entry(links(prompt(3))[0])])[0].value)
 print(is_right(store.get(entry(small).place)))
 """
@@ -186,7 +197,7 @@ print(is_right(store.get(entry(small).place)))
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["EFBIG", "stored", "True"]
+    assert done.stdout.split() == ["EFBIG", "0", "stored", "True"]
     assert not list((tmp_path / "store").glob("*.tmp"))
     with open_store(tmp_path / "store") as store:
         assert len(store.stored_keys()) == 2
@@ -228,6 +239,8 @@ def test_a_folder_that_vanishes_is_a_miss(
         save(store, prompt(seed, 300))
         store.flush()
         assert found(store, TEXT) == 0
+        # What could not be stored is not taken for stored.
+        assert not store.knows(Place(links(prompt(seed, 300))[0], PAGES).key)
     store.close()
     assert store.stats().dropped == {"the disk failed": 6}
     assert sum(store.stats().errors.values()) >= 6

@@ -49,6 +49,7 @@ def test_what_comes_before_tokens_and_part_change_the_key() -> None:
 def test_fields_that_are_one_text_together_are_told_apart() -> None:
     assert key(identity(weights="ab", settings="c")) != key(identity(weights="a", settings="bc"))
     assert key(identity(salt=("a", "b"))) != key(identity(salt=("ab",)))
+    assert key(identity(salt=("a", "b"))) != key(identity(salt=("atextb",)))
     assert key(identity(salt=("a", ("b",)))) != key(identity(salt=(("a",), "b")))
 
 

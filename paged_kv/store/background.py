@@ -141,6 +141,10 @@ class BackgroundStore:
         """Count tokens that a prompt began with because they were stored."""
         self._counts["tokens_found"] += num_tokens
 
+    def drop(self, reason: str) -> None:
+        """Count an entry that there will be none of."""
+        self._faults.drop(reason)
+
     def stats(self) -> StoreStats:
         """What was done so far."""
         counts, written = self._counts, self._queue.counts
@@ -184,6 +188,8 @@ class BackgroundStore:
 
 
 def _close(queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore) -> None:
-    queue.close()
+    has_ended = queue.close()
     readers.shutdown(wait=False, cancel_futures=True)
-    store.close()
+    # A writer that hangs may wake, and must not find another's descriptor in the folder's place.
+    if has_ended:
+        store.close()

@@ -159,7 +159,8 @@ class Folder:
                 f"{self.path} belongs to user {owner}, and this process runs as user "
                 f"{os.geteuid()}: choose a folder of your own"
             )
-        names = set(os.listdir(self._fd))
+        # Another process may be making the same folder a store right now.
+        names = {name for name in os.listdir(self._fd) if not is_temporary(name)}
         if names - {LOCK} and TAG not in names:
             raise StoreError(
                 f"{self.path} is not empty and no page store (it has no {TAG}): choose an empty "

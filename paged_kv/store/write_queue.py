@@ -88,8 +88,8 @@ class WriteQueue:
                 lambda: not self._jobs and not self._is_writing, CLOSE_PATIENCE_S
             )
 
-    def close(self) -> None:
-        """Write what waits, and end the thread."""
+    def close(self) -> bool:
+        """Write what waits, and end the thread; false if it hangs in the disk."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -99,6 +99,7 @@ class WriteQueue:
             self._jobs.clear()
         if lost:
             self._faults.drop("the disk did not take them before the end", lost)
+        return not self._thread.is_alive()
 
     def _add(self, job: _Job) -> None:
         with self._changed:

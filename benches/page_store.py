@@ -1,0 +1,231 @@
+"""Pages on disk: python -m benches.page_store
+
+    first token    the time to the first token of a prompt of 4,096 tokens on stdlib-llama, cold,
+                   and from disk: each time with a new factory, and with the files taken out of the
+                   system's page cache, which is looked at. Beside it, how long it takes to open the
+                   store, the fingerprint of the weights included. Whether the logits are equal
+    throughput     of the store, in files of 16 MB, beside plain files of that size on the same
+                   disk, written and flushed by one thread, read by as many as the store has
+    on disk        bytes that a token takes there, of whole blocks, in each format
+
+Sides that are compared take turns, and each figure is the median of its repetitions.
+"""
+
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL, c_size_t, c_void_p
+from mmap import PAGESIZE, PROT_READ, mmap
+from pathlib import Path
+from statistics import median
+from time import sleep
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+from benches.results_file import write_result
+from benches.timing import ratio, seconds
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.generate_command import embedded_model
+from paged_kv.kernels.page_format import PAGE_SIZE
+from paged_kv.store.background import READERS
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.keys import Identity, Link, Place
+from paged_kv.store.page_store import PageStore
+
+PROMPT = 4096
+TURNS = {"float32": 5, "bfloat16": 3}
+FILES, FILE_BYTES, ROUNDS = 16, 16 << 20, 7
+CAP = 4 << 30
+PATIENCE = 50
+MEMORY = 1 << 30
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("PAGED_KV_BENCH_DIR")) as name:
+        folder = Path(name)
+        figures = {
+            "blas": BLAS,
+            "prompt_tokens": PROMPT,
+            "first_token": {
+                dtype: time_to_first_token(folder / dtype, dtype, turns)
+                for dtype, turns in TURNS.items()
+            },
+            "throughput": throughput(folder),
+            "bytes_per_token": {
+                name: bytes_per_token(folder / f"format {name}", name)
+                for name in ("fp16", "q8", "q4")
+            },
+        }
+    print(figures)
+    print(f"written to {write_result('page_store', figures)}")
+
+
+def model_in(dtype: str) -> Any:
+    model: Any = load(embedded_model())[0]
+    model.set_dtype(getattr(mx, dtype))
+    return model
+
+
+def random_tokens(model: Any, count: int) -> list[int]:
+    numbers = random.Random(0)
+    return [numbers.randrange(1, model.args.vocab_size) for _ in range(count)]
+
+
+def time_to_first_token(folder: Path, dtype: str, turns: int) -> dict[str, Any]:
+    model = model_in(dtype)
+    tokens = random_tokens(model, PROMPT)
+    answers: list[tuple[int, mx.array]] = []
+
+    def first_token(rest: list[int], cache: Any) -> None:
+        steps = generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=1)
+        answers.extend((int(token), logprobs) for token, logprobs in steps)
+
+    def cold() -> None:
+        first_token(tokens, PagedCacheFactory(model, max_bytes=MEMORY).make_cache())
+
+    def opened() -> PagedCacheFactory:
+        return PagedCacheFactory(model, store=folder, store_bytes=CAP, max_bytes=MEMORY)
+
+    def from_disk() -> None:
+        cache, cached = factory.fetch_cache(tokens)
+        assert cached == PROMPT - 1, cached
+        first_token(tokens[cached:], cache)
+
+    factory = opened()
+    cache = factory.make_cache()
+    first_token(tokens, cache)
+    factory.insert_cache(tokens, cache)
+    factory.close()
+    colds, disks, openings, shares = [], [], [], []
+    for _ in range(turns):
+        colds.append(seconds(cold))
+        openings.append(seconds(lambda: opened().close()))
+        factory = opened()
+        shares.append(drop_from_page_cache(folder))
+        disks.append(seconds(from_disk))
+        factory.close()
+    return {
+        "cold_seconds": median(colds),
+        "disk_seconds": median(disks),
+        "cold_over_disk": ratio(colds, disks),
+        "open_and_close_seconds": median(openings),
+        "share_left_in_page_cache": max(shares),
+        "logits_are_equal": all(
+            token == answers[0][0] and bool(mx.array_equal(logprobs, answers[0][1]))
+            for token, logprobs in answers
+        ),
+    }
+
+
+def drop_from_page_cache(folder: Path) -> float:
+    """Take the pages' files out of the page cache; returns the share of them that it still has."""
+    paths = list(folder.glob("*.safetensors"))
+    for _ in range(PATIENCE):
+        held = [path for path in paths if cached_bytes(path)]
+        if not held:
+            break
+        for path in held:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        sleep(0.02)
+    return sum(map(cached_bytes, paths)) / sum(path.stat().st_size for path in paths)
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file the page cache has. To read from it would bring in more."""
+    with path.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        resident = np.zeros(-(-len(view) // PAGESIZE), np.uint8)
+        addresses = [
+            c_void_p(view.ctypes.data),
+            c_size_t(len(view)),
+            c_void_p(resident.ctypes.data),
+        ]
+        failed = CDLL(None).mincore(*addresses)
+        assert not failed
+        del view
+        return int((resident & 1).sum()) * PAGESIZE
+
+
+def throughput(folder: Path) -> dict[str, Any]:
+    """Bytes a second of the store and of plain files."""
+    numbers = np.random.default_rng(0)
+    contents = [numbers.integers(0, 1 << 16, FILE_BYTES // 2, np.uint16) for _ in range(FILES)]
+    identity = Identity("bench", "", "", "", "", "fp16", "none", PAGE_SIZE)
+    places = [Place(Link.root(identity).then([at]), "pages 0") for at in range(FILES)]
+    plain = folder / "plain"
+    plain.mkdir()
+    times: dict[str, list[float]] = {}
+    shares: list[float] = []
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        times.setdefault(name, []).append(seconds(work))
+
+    with PageStore(folder / "store", CAP) as store, ThreadPoolExecutor(READERS) as readers:
+        entries = [
+            Entry(place, {"layer.0": words}, "")
+            for place, words in zip(places, contents, strict=True)
+        ]
+        paths = [plain / f"{at}.safetensors" for at in range(FILES)]
+        for _ in range(ROUNDS):
+            timed("plain_write", lambda: list(map(write_plainly, paths, contents)))
+            timed("store_write", lambda: store.put(entries))
+            left = max(drop_from_page_cache(place) for place in (plain, store.path))
+            shares.append(left)
+            timed("plain_read", lambda: list(readers.map(Path.read_bytes, paths)))
+            timed("store_read", lambda: list(readers.map(store.get, places)))
+            timed("store_read_from_page_cache", lambda: list(readers.map(store.get, places)))
+            store.discard([place.key for place in places])
+            for path in paths:
+                path.unlink()
+    nbytes = FILES * FILE_BYTES
+    return {
+        "file_bytes": FILE_BYTES,
+        "readers": READERS,
+        "share_left_in_page_cache": max(shares),
+        **{f"{name}_bytes_per_second": nbytes / median(each) for name, each in times.items()},
+        "store_write_over_plain": ratio(times["plain_write"], times["store_write"]),
+        "store_read_over_plain": ratio(times["plain_read"], times["store_read"]),
+    }
+
+
+def write_plainly(path: Path, words: Any) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    data = memoryview(words).cast("B")
+    while len(data):
+        data = data[os.write(fd, data) :]
+    os.fsync(fd)
+    os.close(fd)
+
+
+def bytes_per_token(folder: Path, page_format: str) -> dict[str, float]:
+    """What whole blocks of stdlib-llama take of the disk, and of memory."""
+    model = model_in("bfloat16")
+    tokens = random_tokens(model, 2 * PAGE_SIZE)
+    factory = PagedCacheFactory(model, page_format=page_format, store=folder, max_bytes=MEMORY)
+    cache = factory.make_cache()
+    model(mx.array([tokens]), cache=cache)
+    factory.insert_cache(tokens, cache)
+    in_memory = factory.pool.groups[0].allocator.formats[0].block_bytes / PAGE_SIZE
+    factory.close()
+    with PageStore(folder, CAP) as store:
+        rows = store.rows()
+    assert sum(row.num_tokens for row in rows) == len(tokens)
+    return {
+        "disk": sum(row.nbytes for row in rows) / len(tokens),
+        "memory": in_memory,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Prompts that factories compute, store and find."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv import PagedCacheFactory
+from paged_kv.store.background import BackgroundStore
+from tests.generation import Run, greedy
+
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1200)]
+
+
+def stored_factory(model: Any, folder: Path, **options: Any) -> PagedCacheFactory:
+    return PagedCacheFactory(
+        model, store=folder, **{"max_bytes": 1 << 28, "store_bytes": "1GB", **options}
+    )
+
+
+def store_of(factory: PagedCacheFactory) -> BackgroundStore:
+    assert factory.store is not None
+    return factory.store
+
+
+def warm(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> tuple[Run, int]:
+    cache, cached = factory.fetch_cache(prompt)
+    run = greedy(model, prompt[cached:], cache, 4)
+    factory.pool.check()
+    return run, cached
+
+
+def computed(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> None:
+    """Compute a prompt, and insert it."""
+    cache = factory.make_cache()
+    for start in range(0, len(prompt), 256):
+        model(mx.array([prompt[start : start + 256]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    factory.insert_cache(prompt, cache)
+
+
+def found(model: Any, folder: Path, prompt: list[int], **options: Any) -> int:
+    """How much of a prompt a new factory finds."""
+    factory = stored_factory(model, folder, **options)
+    _, cached = factory.fetch_cache(prompt)
+    factory.close()
+    return cached
