@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paged_kv.process_view import ProcessView
 from paged_kv.runtime_folder import process_start, require_private, runtime_folder
+from paged_kv.shared_file import read_shared
 
 
 def running_processes() -> list[ProcessView]:
@@ -65,22 +66,19 @@ def _require_own(pid: int) -> None:
 
 
 def _is_published(file: Path) -> bool:
-    return re.fullmatch(r"[1-9]\d*\.(json|part)", file.name, re.ASCII) is not None
+    return re.fullmatch(r"[1-9]\d*\.json", file.name, re.ASCII) is not None
 
 
 def _read(pid: int, file: Path) -> ProcessView | None:
     """What a process has published; None if it is dead, or publishes nothing (any more)."""
     started = process_start(pid)
-    try:
-        text = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)).read()
-    except FileNotFoundError:
-        return None
     if started is None:
         file.unlink(missing_ok=True)
         return None
-    if file.suffix == ".part":
+    try:
+        content = json.loads(read_shared(file))
+    except FileNotFoundError:
         return None
-    content = json.loads(text)
     if content.get("started") != started:
         # An earlier process of the same number.
         file.unlink(missing_ok=True)

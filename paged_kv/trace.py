@@ -33,6 +33,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -85,6 +86,7 @@ class TraceFile:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = os.getpid()
         self.numbers = {kind: count() for kind in ("pool", "group", "table", "prefix")}
+        self.pools: weakref.WeakSet[TracedPool] = weakref.WeakSet()
         self._budgets: list[ByteBudget] = []
         self._lock = threading.Lock()
         self._file: IO[str] = path.open("w", buffering=1 << 16)
@@ -92,7 +94,7 @@ class TraceFile:
         self._last = self._flushed = clock()
         header = {"paged_kv_trace": VERSION, "page_size": PAGE_SIZE, "time": time.time()}
         self._file.write(json.dumps(header) + "\n")
-        atexit.register(self.flush)
+        atexit.register(self._end)
 
     def line(self, *words: Any) -> None:
         """Add a line, and before it how much time has passed."""
@@ -117,6 +119,11 @@ class TraceFile:
         self._budgets.append(budget)
         return len(self._budgets) - 1
 
+    def _end(self) -> None:
+        for pool in self.pools:
+            pool.flush()
+        self.flush()
+
     def flush(self) -> None:
         """Let others read what was added."""
         if self.pid == os.getpid():
@@ -129,6 +136,7 @@ class TracedPool(Events):
 
     def __init__(self, file: TraceFile, budget: ByteBudget, name: str) -> None:
         self._file = file
+        file.pools.add(self)
         self._pool = next(file.numbers["pool"])
         self._groups: dict[BlockAllocator, int] = {}
         self._sizes: dict[tuple[BlockAllocator, str], int] = {}
@@ -139,6 +147,12 @@ class TracedPool(Events):
         self._fresh: list[tuple[BlockAllocator, int]] = []
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
         file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
+
+    def flush(self) -> None:
+        """Let others read all that has happened."""
+        for table in list(self._joined):
+            self._settled(table)
+        self._file.flush()
 
     def sized(self, allocator: BlockAllocator, block_bytes: Mapping[str, int]) -> None:
         """See `Events`."""

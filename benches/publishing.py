@@ -1,0 +1,122 @@
+"""What it costs to be looked at, and to look: python -m benches.publishing
+
+stdlib-llama decodes with 8 rows, in turns with and without the thread that publishes what the pool
+holds, as often as it does by default. The ratio is the median of those within a turn, and beside it
+stands how far the halves of the turns without the thread lie apart: less cannot be told. The
+thread's own time is measured too, which other load does not change: how much of the processor one
+look takes, and so what share of the time that is. Last, what a snapshot takes where 10,000 blocks
+are used, and what reserving a token takes with and without a trace.
+"""
+
+import os
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import thread_time
+from timeit import repeat
+
+# The thread that every process has is left out: this bench starts one of its own.
+os.environ["PAGED_KV_PUBLISH"] = "0"
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+
+from benches.results_file import write_result
+from benches.timing import in_turns, ratio, seconds, spread
+from benches.whole_model import filled, stdlib_llama, step
+from paged_kv import PagedCacheFactory
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.open_pools import open_pools
+from paged_kv.process_view import view_process
+from paged_kv.publisher import INTERVAL_S, SLEEPS, Publisher
+from paged_kv.trace import TracedPool, TraceFile
+
+BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 60, 25
+BLOCKS = 10_000
+
+
+def main() -> None:
+    mx.random.seed(0)
+    model = stdlib_llama()
+    factory = PagedCacheFactory(model, max_bytes=1 << 30)
+    decode_one = step(model, filled(model, factory.make_cache(), BATCH, CONTEXT), BATCH)
+
+    def decode() -> None:
+        for _ in range(STEPS):
+            decode_one()
+
+    with TemporaryDirectory() as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+
+        def decode_looked_at() -> None:
+            publisher = Publisher(lambda: view_process(open_pools()))
+            os.environ["PAGED_KV_PUBLISH"] = str(INTERVAL_S)
+            publisher.start()
+            decode()
+            os.environ["PAGED_KV_PUBLISH"] = "0"
+            publisher.stop()
+
+        alone, looked_at = in_turns(decode, decode_looked_at, repetitions=REPETITIONS)
+        publisher = Publisher(lambda: view_process(open_pools()))
+        looks = [look(publisher) for _ in range(200)]
+        publisher.stop()
+        figures = {
+            "blas": BLAS,
+            "backend": factory.stats().backend,
+            "batch": BATCH,
+            "context": CONTEXT,
+            "step_s": median(alone) / STEPS,
+            "with_over_without": ratio(looked_at, alone),
+            "spread_without": spread(alone),
+            "look_cpu_s": median(looks),
+            "busy_share": median(looks) / max(INTERVAL_S, SLEEPS * median(looks)),
+            **snapshot_times(),
+            **trace_times(Path(folder)),
+        }
+    for name, figure in figures.items():
+        print(f"{name:24} {figure}")
+    print(f"written to {write_result('publishing', figures)}")
+
+
+def look(publisher: Publisher) -> float:
+    """Seconds of the processor that one look takes, when everything has changed."""
+    publisher._published = None
+    began = thread_time()
+    publisher.publish()
+    return thread_time() - began
+
+
+def snapshot_times() -> dict[str, float]:
+    allocator = used_allocator()
+    return {
+        "snapshot_blocks": BLOCKS,
+        "snapshot_s": median(repeat(allocator.stats, number=100, repeat=50)) / 100,
+    }
+
+
+def used_allocator() -> BlockAllocator:
+    allocator = BlockAllocator(ByteBudget(2 * BLOCKS), 1)
+    for _ in range(BLOCKS // 100):
+        allocator.new_table().reserve(0, 100 * allocator.page_size)
+    return allocator
+
+
+def trace_times(folder: Path) -> dict[str, float]:
+    """Nanoseconds of reserving one token for one sequence, with and without a trace."""
+    budget = ByteBudget(1 << 30)
+    plain = BlockAllocator(budget, 1).new_table()
+    events = TracedPool(TraceFile(folder / "trace"), budget, "bench")
+    traced = BlockAllocator(budget, 1, events=events).new_table()
+    sides = [
+        lambda table=table: [table.reserve(at, at + 1) for at in range(table.tokens, 20_000)]
+        for table in (plain, traced)
+    ]
+    without, with_trace = (seconds(side) / 20_000 for side in sides)
+    return {"reserve_s": without, "reserve_traced_s": with_trace}
+
+
+if __name__ == "__main__":
+    main()
