@@ -24,18 +24,19 @@ from benches.openblas import BLAS
 import mlx.core as mx
 
 from benches.results_file import write_result
-from benches.timing import in_turns, ratio, seconds, spread
+from benches.timing import in_turns, ratio, spread
 from benches.whole_model import filled, stdlib_llama, step
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.open_pools import open_pools
 from paged_kv.process_view import view_process
 from paged_kv.publisher import INTERVAL_S, SLEEPS, Publisher
 from paged_kv.trace import TracedPool, TraceFile
 
-BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 60, 25
-BLOCKS = 10_000
+BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 20, 75
+BLOCKS, RESERVATIONS = 10_000, 200
 
 
 def main() -> None:
@@ -93,7 +94,8 @@ def snapshot_times() -> dict[str, float]:
     allocator = used_allocator()
     return {
         "snapshot_blocks": BLOCKS,
-        "snapshot_s": median(repeat(allocator.stats, number=100, repeat=50)) / 100,
+        "snapshot_s": median(repeat(allocator.stats, timer=thread_time, number=100, repeat=50))
+        / 100,
     }
 
 
@@ -105,16 +107,19 @@ def used_allocator() -> BlockAllocator:
 
 
 def trace_times(folder: Path) -> dict[str, float]:
-    """Nanoseconds of reserving one token for one sequence, with and without a trace."""
+    """Seconds of the processor that reserving one token for one sequence takes, with and without a
+    trace, in turns."""
     budget = ByteBudget(1 << 30)
-    plain = BlockAllocator(budget, 1).new_table()
     events = TracedPool(TraceFile(folder / "trace"), budget, "bench")
-    traced = BlockAllocator(budget, 1, events=events).new_table()
-    sides = [
-        lambda table=table: [table.reserve(at, at + 1) for at in range(table.tokens, 20_000)]
-        for table in (plain, traced)
-    ]
-    without, with_trace = (seconds(side) / 20_000 for side in sides)
+    tables = [BlockAllocator(budget, 1, events=each).new_table() for each in (NO_EVENTS, events)]
+    times: list[list[float]] = [[], []]
+    for _ in range(RESERVATIONS):
+        for table, taken in zip(tables, times, strict=True):
+            began = thread_time()
+            for at in range(table.tokens, table.tokens + 100):
+                table.reserve(at, at + 1)
+            taken.append((thread_time() - began) / 100)
+    without, with_trace = map(median, times)
     return {"reserve_s": without, "reserve_traced_s": with_trace}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benches.quality_tables import quantised_quality
 from benches.results_file import RESULTS
-from benches.speed_tables import cpu_kernels, rings, whole_model
+from benches.speed_tables import cpu_kernels, publishing, rings, whole_model
 from benches.table_cells import (
     count,
     mebibytes,
@@ -251,6 +251,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "cpu_kernels": cpu_kernels,
     "whole_model": whole_model,
     "rings": rings,
+    "publishing": publishing,
     "quantised_quality": quantised_quality,
     "model_families": model_families,
 }
