@@ -384,7 +384,7 @@ class PagePool:
         return tuple(map(page_format_named, policy.page_formats)) if policy else ()
 
     def _note_gather(self, layer: int) -> None:
-        self.counts.gather_fallbacks += 1
+        self.group_of(layer).gather_fallbacks += 1
         if not self._fallback_reported:
             self._fallback_reported = True
             logger.warning(

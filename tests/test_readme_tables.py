@@ -50,7 +50,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "context": 1024,
         "step_s": 0.0211,
         "with_over_without": 1.0042,
-        "spread_without": 1.013,
+        "without_over_without": 1.013,
         "look_cpu_s": 0.00031,
         "busy_share": 0.00062,
         "snapshot_s": 0.0000112,

@@ -14,7 +14,7 @@ import pytest
 
 from paged_kv.command_line import main
 from paged_kv.process_view import ProcessView
-from paged_kv.runtime_folder import process_start, runtime_folder
+from paged_kv.runtime_folder import make_runtime_folder, process_start, runtime_folder
 from paged_kv.shared_file import SharedFile, read_shared
 from tests.running_server import wait_until
 from tests.shown_process import SCRIPT, shown_process
@@ -242,6 +242,8 @@ def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert runtime_folder() == tmp_path / "paged-kv" / "run"
+    assert make_runtime_folder().stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "paged-kv" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f59")
 
 
 @pytest.mark.parametrize(
