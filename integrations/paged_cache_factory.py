@@ -268,7 +268,8 @@ class PagedCacheFactory:
             keys, values = written.keys, written.values
             if keys is not None and values is not None:
                 geometry = LayerGeometry.of(keys, values)
-                self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
+                with self.pool.lock:
+                    self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
 
     def _require_open(self) -> None:
         if self._closed:

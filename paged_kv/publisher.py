@@ -56,7 +56,6 @@ class Publisher:
         """Publish from now on, until the process ends."""
         interval = interval_s()
         if self._thread is None and interval > 0:
-            self._started = process_start(os.getpid())
             self._thread = threading.Thread(
                 target=self._run, args=(interval, self._is_over), name="paged-kv", daemon=True
             )
@@ -92,6 +91,7 @@ class Publisher:
         self._thread = self._file = self._published = self._started = None
 
     def _run(self, interval: float, is_over: threading.Event) -> None:
+        self._started = process_start(os.getpid())
         while not is_over.is_set():
             began = time.perf_counter()
             try:
