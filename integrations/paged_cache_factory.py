@@ -197,7 +197,8 @@ class PagedCacheFactory:
 
     def stats(self) -> PoolStats:
         """A snapshot of what the factory's caches hold."""
-        first, *others = [pool.stats() for pool in self._pools.values()]
+        with self.pool.lock:  # which all of them share
+            first, *others = [pool.stats() for pool in self._pools.values()]
         return sum(others, first)
 
     def clear(self) -> None:

@@ -143,8 +143,8 @@ class TracedPool(Events):
         self._begun: set[BlockAllocator] = set()
         self._tables: dict[BlockTable, int] = {}
         self._joined: dict[BlockTable, tuple[int, int]] = {}
-        self._adopting: dict[BlockTable, int] = {}
-        self._fresh: list[tuple[BlockAllocator, int]] = []
+        self._adopting: dict[BlockTable, int | None] = {}
+        self._fresh: dict[tuple[BlockAllocator, int], None] = {}
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
         file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
 
@@ -194,10 +194,14 @@ class TracedPool(Events):
 
     def trimmed(self, table: BlockTable) -> None:
         """See `Events`."""
-        prefix = self._adopting.pop(table, None)
         number = self._settled(table)
-        if prefix is None:
+        if table not in self._adopting:
             self._file.line("t", number, table.tokens)
+            return
+        prefix = self._adopting.pop(table)
+        if prefix is None:
+            # Not of what a table was inserted with: as if they were its own.
+            self._file.line("w", number, 0, table.tokens, 0)
         else:
             self._file.line("a", number, table.tokens, prefix)
 
@@ -209,12 +213,13 @@ class TracedPool(Events):
 
     def kept(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
-        self._fresh.append((allocator, block))
+        self._fresh[allocator, block] = None
 
     def inserted(self, table: BlockTable, num_tokens: int) -> None:
         """See `Events`."""
         mine = [each for each in self._fresh if each[0] is table.allocator]
-        self._fresh = [each for each in self._fresh if each[0] is not table.allocator]
+        for each in mine:
+            del self._fresh[each]
         if mine:
             prefix = next(self._file.numbers["prefix"])
             self._prefix_of.update(dict.fromkeys(mine, prefix))
@@ -223,7 +228,7 @@ class TracedPool(Events):
     def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """See `Events`."""
         # How many of their tokens it begins with is told next, by `trimmed`.
-        self._adopting[table] = self._prefix_of[table.allocator, blocks[-1]]
+        self._adopting[table] = self._prefix_of.get((table.allocator, blocks[-1]))
 
     def looked_up(self, num_tokens: int, found: int) -> None:
         """See `Events`."""
@@ -231,10 +236,10 @@ class TracedPool(Events):
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
-        if (allocator, block) in self._fresh:
-            self._fresh.remove((allocator, block))
-        else:
-            self._file.line("e", self._prefix_of.pop((allocator, block)), 1)
+        self._fresh.pop((allocator, block), None)
+        prefix = self._prefix_of.pop((allocator, block), None)
+        if prefix is not None:
+            self._file.line("e", prefix, 1)
 
     def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
         """See `Events`."""
@@ -242,6 +247,9 @@ class TracedPool(Events):
         for source, prefix in found.items():
             if prefix is not None:
                 self._prefix_of[allocator, moves[source]] = prefix
+            if (allocator, source) in self._fresh:
+                del self._fresh[allocator, source]
+                self._fresh[allocator, moves[source]] = None
 
     def _number(self, table: BlockTable) -> int:
         self._tables[table] = next(self._file.numbers["table"])

@@ -86,6 +86,24 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
     ]
 
 
+def test_blocks_that_no_insertion_told_of_count_as_a_tables_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    pool = PagePool(1, max_bytes=1 << 20, trace=str(path))
+    first = new_caches(pool)
+    write(first, 300)
+    group = pool.groups[0]
+    blocks = list(first[0].sequences[0].blocks(group))
+    for block in blocks:
+        group.allocator.keep(block, lambda allocator, source, target: None)
+    second = Sequence(pool)
+    second.adopt(group, blocks)
+    second.table(group).truncate(290)
+    group.allocator.let_go(blocks[1])
+    flush(pool)
+    assert lines(path)[-2:] == ["n 1 0 fp16", "w 1 0 290 0"]
+    assert replayed(path).stats.table_entries == 4
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
     """Random use of forks, trims, drops, windows and prefixes; only eviction may differ, as what is
