@@ -13,10 +13,17 @@ CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"
 
 
 def runtime_folder() -> Path:
-    """$XDG_RUNTIME_DIR/paged-kv, or the folder "run" of the cache folder where there is none."""
+    """$XDG_RUNTIME_DIR/paged-kv, or the folder "run" of the cache folder where there is none.
+
+    Raises:
+        FileNotFoundError: there is neither, as nobody knows the user's home.
+    """
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "paged-kv"
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise FileNotFoundError("there is no home folder: set XDG_RUNTIME_DIR") from None
     return Path(cache) / "paged-kv" / "run"
 
 
