@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 from paged_kv.process_view import PoolView, ProcessView
+from paged_kv.published import remove_stale
 from paged_kv.runtime_folder import make_runtime_folder, process_start
 from paged_kv.shared_file import SharedFile
 
@@ -92,16 +93,16 @@ class Publisher:
 
     def _run(self, interval: float, is_over: threading.Event) -> None:
         self._started = process_start(os.getpid())
-        while not is_over.is_set():
-            began = time.perf_counter()
-            try:
+        try:
+            remove_stale()
+            while not is_over.is_set():
+                began = time.perf_counter()
                 with self._busy:
                     if not is_over.is_set():
                         self.publish()
-            except OSError as error:
-                logger.info("nobody can look at this process: %s", error)
-                return
-            is_over.wait(max(interval, SLEEPS * (time.perf_counter() - began)))
+                is_over.wait(max(interval, SLEEPS * (time.perf_counter() - began)))
+        except OSError as error:
+            logger.info("nobody can look at this process: %s", error)
 
 
 def interval_s() -> float:

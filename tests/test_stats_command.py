@@ -164,6 +164,34 @@ def test_an_earlier_process_of_the_same_number_is_not_shown(
     assert f"process {os.getpid()} runs, and publishes nothing" in capsys.readouterr().err
 
 
+def test_a_new_process_removes_what_dead_ones_left(tmp_path: Path) -> None:
+    folder = tmp_path / "paged-kv"
+    folder.mkdir(mode=0o700)
+    (folder / "99999999.json").write_text("left")
+    (folder / "other").write_text("not ours")
+    with shown_process(tmp_path) as number:
+        wait_until((folder / f"{number}.json").exists)
+        assert {file.name for file in folder.iterdir()} == {f"{number}.json", "other"}
+
+
+def test_a_process_with_another_version_is_left_out_unless_asked_for(
+    pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = os.getppid()
+    published = shown[1] / "paged-kv" / f"{parent}.json"
+    content = {"paged_kv": 99, "started": process_start(parent)}
+    SharedFile(published).write(json.dumps(content).encode())
+    try:
+        assert stats("--list") == 0
+        listed = capsys.readouterr().out
+        assert f"{pid} " in listed
+        assert f"{parent} " not in listed
+        assert stats("--pid", str(parent)) == 1
+        assert "it has version 99" in capsys.readouterr().err
+    finally:
+        published.unlink()
+
+
 def test_no_process_of_that_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert stats("--pid", "99999999") == 1
     assert "there is no process 99999999" in capsys.readouterr().err
