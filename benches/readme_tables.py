@@ -18,6 +18,7 @@ from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
     prefix_reuse,
+    publishing,
     quantised_kernels,
     rings,
     whole_model,
@@ -259,6 +260,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "whole_model": whole_model,
     "rings": rings,
     "prefix_reuse": prefix_reuse,
+    "publishing": publishing,
     "quantised_kernels": quantised_kernels,
     "quantised_quality": quantised_quality,
     "page_store": page_store,

@@ -31,6 +31,38 @@ def cpu_kernels(figures: Figures) -> str:
     return table((f"{figures['backend']} backend", "measured", beside), rows)
 
 
+def publishing(figures: Figures) -> str:
+    """What it costs to be looked at, and to look."""
+    step = 1e3 * figures["step_s"]
+    slower, apart = figures["with_over_without"] - 1, figures["without_over_without"] - 1
+    rows: list[Row] = [
+        (
+            "a step while others may look, beside one without",
+            f"{slower:+.1%}",
+            f"{step:.1f} ms",
+        ),
+        ("a step without, beside another without", f"{apart:+.1%}", "what cannot be told apart"),
+        (
+            "one look, time of the processor",
+            micros(1e9 * figures["look_cpu_s"]),
+            f"{figures['busy_share']:.2%} of the time",
+        ),
+        (
+            "a snapshot",
+            micros(1e9 * figures["snapshot_s"]),
+            f"{figures['snapshot_blocks']:,} blocks",
+        ),
+        (
+            "reserving one token in a trace",
+            micros(1e9 * figures["reserve_traced_s"]),
+            f"{micros(1e9 * figures['reserve_s'])} without",
+        ),
+    ]
+    return table(
+        (f"batch {figures['batch']}, context {figures['context']:,}", "measured", ""), rows
+    )
+
+
 def _decode_rows(dtype: str, of: Figures, bandwidth: float) -> Iterator[Row]:
     for label, name in (
         ("1 row at 32K", "decode_of_1_at_32k"),

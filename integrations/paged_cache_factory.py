@@ -231,7 +231,8 @@ class PagedCacheFactory:
 
     def stats(self) -> PoolStats:
         """A snapshot of what the factory's caches hold."""
-        first, *others = [pool.stats() for pool in self._pools.values()]
+        with self.pool.lock:  # which all of them share
+            first, *others = [pool.stats() for pool in self._pools.values()]
         return sum(others, first)
 
     def clear(self) -> None:
@@ -321,9 +322,11 @@ class PagedCacheFactory:
             keys, values = written.keys, written.values
             if keys is not None and values is not None:
                 geometry = LayerGeometry.of(keys, values)
-                self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
-        for group in self.pool.groups:
-            group.settle()
+                with self.pool.lock:
+                    self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
+        with self.pool.lock:
+            for group in self.pool.groups:
+                group.settle()
 
     def _require_open(self) -> None:
         if self._closed:

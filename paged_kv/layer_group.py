@@ -42,6 +42,7 @@ class LayerGroup:
         self.page_format = page_format
         self.formats = {each.name: each for each in (page_format, *smaller_formats)}
         self.pages: dict[int, LayerPages] = {}
+        self.gather_fallbacks = 0
         # The layers of a step read the same rows one after the other. What backends make of
         # them, such as arrays of the tables, is then made once.
         self.latest_rows = PageRows((), (), ())
@@ -188,6 +189,7 @@ class LayerGroup:
             **vars(self.allocator.snapshot()),
             layers=len(self.layers),
             window=self.window.size if self.window else None,
+            gather_fallbacks=self.gather_fallbacks,
         )
 
     def compact(self) -> int:

@@ -24,7 +24,7 @@ def note_open(pool: PagePool) -> None:
     """A pool was made."""
     with _lock:
         _pools.add(pool)
-    _publisher.start()
+        _publisher.start()
 
 
 def open_pools() -> list[PagePool]:

@@ -386,11 +386,11 @@ class PagePool:
         return tuple(map(page_format_named, policy.page_formats)) if policy else ()
 
     def _note_gather(self, layer: int) -> None:
-        if not self.counts.gather_fallbacks:
+        if not any(group.gather_fallbacks for group in self.groups):
             logger.warning(
                 "%s: attention of layer %d does not read pages; keys and values are gathered "
                 "for it, which is right but slower (said once; stats() counts)",
                 self.name,
                 layer,
             )
-        self.counts.gather_fallbacks += 1
+        self.group_of(layer).gather_fallbacks += 1

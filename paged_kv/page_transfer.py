@@ -47,7 +47,8 @@ def load_pages(
         PoolExhausted: the budget does not hold them; nothing was changed.
     """
     group = pool.group_of(layer)
-    pages = group.open_layer(layer, geometry)
+    with pool.lock:
+        pages = group.open_layer(layer, geometry)
     layouts = [PageLayout(page_format_named(name), geometry) for name in formats]
     shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
     needed = _pages_held(pool, layer, context_len, written_len)

@@ -22,8 +22,6 @@ class PoolCounts:
     demotions: Counter[str] = field(default_factory=Counter)
     prefix_queries: int = 0
     prefix_hits: int = 0
-    refusals: int = 0
-    gather_fallbacks: int = 0
 
     def look_up(self, num_tokens: int, found: int) -> None:
         """Count a prompt that was looked up, and how much of it was found."""

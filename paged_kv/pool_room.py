@@ -34,7 +34,7 @@ class PoolRoom:
         index: whose cached blocks may be evicted.
         retired: what is done without first.
         policy: which pages become smaller, and from when on; None if none do.
-        counts: where evictions, demotions and refusals are counted.
+        counts: where evictions and demotions are counted.
     """
 
     def __init__(
@@ -216,11 +216,13 @@ class PoolRoom:
             return self._budget.max_bytes + 1
 
     def _require(self, needs: Needs) -> None:
-        try:
-            self._left_after(needs)
-        except PoolExhausted:
-            self._counts.refusals += 1
-            raise
+        left = self._budget.left
+        for group, counts in needs.items():
+            try:
+                left = group.allocator.room_after(counts, left)
+            except PoolExhausted:
+                group.allocator.allocation_failures += 1
+                raise
 
     def _left_after(self, needs: Needs) -> int:
         """Bytes of the budget that remain when what is needed is free.

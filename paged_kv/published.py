@@ -5,26 +5,37 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from paged_kv.process_view import ProcessView
 from paged_kv.runtime_folder import process_start, require_private, runtime_folder
+from paged_kv.shared_file import read_shared
 
 
 def running_processes() -> list[ProcessView]:
     """What each process that runs has published last, in the order of their numbers. Files that
-    dead processes left are removed.
+    dead processes left are removed. Processes with another version of this package are left out.
 
     Raises:
         OSError: the folder cannot be read, or is not the user's alone.
     """
-    folder = runtime_folder()
-    if not folder.exists():
-        return []
-    require_private(folder)
-    files = [(int(file.stem), file) for file in folder.iterdir() if _is_published(file)]
-    views = [_read(pid, file) for pid, file in sorted(files)]
+    views = []
+    for pid, file in _published():
+        with suppress(ValueError):
+            views.append(_read(pid, file))
     return [view for view in views if view is not None]
+
+
+def remove_stale() -> None:
+    """Remove the files that dead processes left.
+
+    Raises:
+        OSError: the folder cannot be read, or is not the user's alone.
+    """
+    for pid, file in _published():
+        if process_start(pid) is None:
+            file.unlink(missing_ok=True)
 
 
 def running_process(pid: int) -> ProcessView:
@@ -64,23 +75,26 @@ def _require_own(pid: int) -> None:
         ) from None
 
 
-def _is_published(file: Path) -> bool:
-    return re.fullmatch(r"[1-9]\d*\.(json|part)", file.name, re.ASCII) is not None
+def _published() -> list[tuple[int, Path]]:
+    """The processes that have published something, dead ones too, and their files."""
+    folder = runtime_folder()
+    if not folder.exists():
+        return []
+    require_private(folder)
+    files = [each for each in folder.iterdir() if re.fullmatch(r"[1-9][0-9]*\.json", each.name)]
+    return sorted((int(file.stem), file) for file in files)
 
 
 def _read(pid: int, file: Path) -> ProcessView | None:
     """What a process has published; None if it is dead, or publishes nothing (any more)."""
     started = process_start(pid)
-    try:
-        text = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)).read()
-    except FileNotFoundError:
-        return None
     if started is None:
         file.unlink(missing_ok=True)
         return None
-    if file.suffix == ".part":
+    try:
+        content = json.loads(read_shared(file))
+    except FileNotFoundError:
         return None
-    content = json.loads(text)
     if content.get("started") != started:
         # An earlier process of the same number.
         file.unlink(missing_ok=True)

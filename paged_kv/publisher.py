@@ -1,9 +1,10 @@
 """Lets other processes of the same user see what the pools of this one hold.
 
-A thread looks at the open pools twice a second and writes what it sees into a file of the runtime
-folder, which `paged-kv stats` reads. There is no port, and the thread that generates does nothing
-for it: its pool stands still for some microseconds while references are copied. How long the thread
-sleeps grows with how long it took, so that it never takes more than one part in 200 of the time.
+A thread looks at the open pools twice a second and writes what has changed into a file of the
+runtime folder, which `paged-kv stats` reads. There is no port, and the thread that generates does
+nothing for it: its pool stands still for some microseconds while references are copied. How long
+the thread sleeps grows with how long it took, so that it never takes more than one part in 200 of
+the time.
 
 PAGED_KV_PUBLISH says how many seconds to sleep at least (0.5 by default); 0 publishes nothing.
 """
@@ -17,10 +18,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from paged_kv.process_view import ProcessView
+from paged_kv.process_view import PoolView, ProcessView
+from paged_kv.published import remove_stale
 from paged_kv.runtime_folder import make_runtime_folder, process_start
+from paged_kv.shared_file import SharedFile
 
 logger = logging.getLogger("paged_kv")
 
@@ -40,7 +42,8 @@ class Publisher:
         self._busy = threading.Lock()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._file: Path | None = None
+        self._file: SharedFile | None = None
+        self._published: tuple[PoolView, ...] | None = None
         self._started: str | None = None
         # A process must not be forked while the thread holds a pool: nobody would let go of it.
         os.register_at_fork(
@@ -54,7 +57,6 @@ class Publisher:
         """Publish from now on, until the process ends."""
         interval = interval_s()
         if self._thread is None and interval > 0:
-            self._started = process_start(os.getpid())
             self._thread = threading.Thread(
                 target=self._run, args=(interval, self._is_over), name="paged-kv", daemon=True
             )
@@ -65,7 +67,7 @@ class Publisher:
         self._is_over.set()
         with self._busy:
             if self._file is not None:
-                self._file.unlink(missing_ok=True)
+                self._file.remove()
                 self._file = None
 
     def publish(self) -> None:
@@ -74,33 +76,33 @@ class Publisher:
         Raises:
             OSError: the file cannot be written.
         """
-        content = {**self._view().as_dict(), "started": self._started}
-        folder = make_runtime_folder()
-        file = folder / f"{os.getpid()}.json"
-        temporary = folder / f"{os.getpid()}.part"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with os.fdopen(os.open(temporary, flags, 0o600), "w") as opened:
-            json.dump(content, opened, separators=(",", ":"))
-        temporary.replace(file)
-        self._file = file
+        view = self._view()
+        if self._file is None or not self._file.is_there():
+            self._file = SharedFile(make_runtime_folder() / f"{os.getpid()}.json")
+        elif view.pools == self._published:
+            return
+        content = {**view.as_dict(), "started": self._started}
+        self._file.write(json.dumps(content, separators=(",", ":")).encode())
+        self._published = view.pools
 
     def _begin_process(self) -> None:
         """Forget the other process' thread and file."""
         self._busy = threading.Lock()
         self._is_over = threading.Event()
-        self._thread = self._file = self._started = None
+        self._thread = self._file = self._published = self._started = None
 
     def _run(self, interval: float, is_over: threading.Event) -> None:
-        while not is_over.is_set():
-            began = time.perf_counter()
-            try:
+        self._started = process_start(os.getpid())
+        try:
+            remove_stale()
+            while not is_over.is_set():
+                began = time.perf_counter()
                 with self._busy:
                     if not is_over.is_set():
                         self.publish()
-            except OSError as error:
-                logger.info("nobody can look at this process: %s", error)
-                return
-            is_over.wait(max(interval, SLEEPS * (time.perf_counter() - began)))
+                is_over.wait(max(interval, SLEEPS * (time.perf_counter() - began)))
+        except OSError as error:
+            logger.info("nobody can look at this process: %s", error)
 
 
 def interval_s() -> float:

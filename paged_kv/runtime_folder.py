@@ -8,12 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Of a folder that backups leave out: https://bford.info/cachedir/
+CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"
+
 
 def runtime_folder() -> Path:
-    """$XDG_RUNTIME_DIR/paged-kv, or the folder "run" of the cache folder where there is none."""
+    """$XDG_RUNTIME_DIR/paged-kv, or the folder "run" of the cache folder where there is none.
+
+    Raises:
+        FileNotFoundError: there is neither, as nobody knows the user's home.
+    """
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "paged-kv"
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise FileNotFoundError("there is no home folder: set XDG_RUNTIME_DIR") from None
     return Path(cache) / "paged-kv" / "run"
 
 
@@ -26,6 +36,10 @@ def make_runtime_folder() -> Path:
     folder = runtime_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_private(folder)
+    if folder.name == "run":
+        tag = folder.parent / "CACHEDIR.TAG"
+        if not tag.exists():
+            tag.write_text(f"{CACHE_SIGNATURE}\n# A cache of paged_kv.\n")
     return folder
 
 

@@ -38,6 +38,7 @@ TOTALS = (
     "external_fragmentation",
     "cow_copies",
     "allocation_failures",
+    "gather_fallbacks",
 )
 
 
@@ -48,10 +49,13 @@ class GroupStats(AllocatorStats):
     Attributes:
         layers: how many there are.
         window: tokens that they see; None if all.
+        gather_fallbacks: times keys and values were gathered for attention that does not
+            read pages.
     """
 
     layers: int = 0
     window: int | None = None
+    gather_fallbacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,6 @@ class PoolStats(BlockTotals):
         demotions: blocks that became smaller because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
         prefix_hits: those of them that did not have to be computed again.
-        refusals: times that there was no room for a step.
-        gather_fallbacks: times keys and values were gathered for attention that does not
-            read pages.
     """
 
     page_format: str
@@ -84,8 +85,6 @@ class PoolStats(BlockTotals):
     demotions: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
-    refusals: int = 0
-    gather_fallbacks: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +129,12 @@ class PoolStats(BlockTotals):
     @property
     def allocation_failures(self) -> int:
         """Times the pool was exhausted."""
-        return self.refusals + sum(group.allocation_failures for group in self.groups)
+        return sum(group.allocation_failures for group in self.groups)
+
+    @property
+    def gather_fallbacks(self) -> int:
+        """Times keys and values were gathered for attention that does not read pages."""
+        return sum(group.gather_fallbacks for group in self.groups)
 
     @property
     def usage(self) -> float:
@@ -146,8 +150,6 @@ class PoolStats(BlockTotals):
             demotions=sum_counts([self.demotions, other.demotions]),
             prefix_queries=self.prefix_queries + other.prefix_queries,
             prefix_hits=self.prefix_hits + other.prefix_hits,
-            refusals=self.refusals + other.refusals,
-            gather_fallbacks=self.gather_fallbacks + other.gather_fallbacks,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -20,8 +21,9 @@ from paged_kv.stats_table import WORDS, coarse
 COLOURS = {FREE: "#dddddd", CACHED: "#f0c05a", USED: "#0072b2", SHARED: "#d55e00"}
 STATES = (FREE, CACHED, USED, SHARED)
 SUFFIXES = (".svg", ".png", ".html")
-_COLUMNS = 128
+_COLUMNS = 64
 _MOST_LINES = 48
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "small"}
 
 
 def draw(history: History, path: Path) -> None:
@@ -35,14 +37,23 @@ def draw(history: History, path: Path) -> None:
         raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
     if not history.samples:
         raise ValueError(f"there is nothing to draw of {history.title}: it has no events")
-    figure = Figure(figsize=(9, 9), layout="constrained")
+    with rc_context({"svg.hashsalt": "paged_kv"}):
+        _save(_figure(history), path, history.title)
+
+
+def _figure(history: History) -> Figure:
+    figure = Figure(figsize=(10, 8), layout="constrained")
     blocks, losses, map_axes = figure.subplots(3, 1, height_ratios=(2, 2, 2))
     figure.suptitle(history.title[:100], fontsize="medium")
     _draw_blocks(history, blocks)
     _draw_losses(history, losses)
     _draw_map(history.peak, map_axes)
+    return figure
+
+
+def _save(figure: Figure, path: Path, title: str) -> None:
     if path.suffix == ".html":
-        path.write_text(_page(figure, history.title))
+        path.write_text(_page(figure, title))
     else:
         # Without the time of day, so that the same history makes the same file.
         metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -66,7 +77,7 @@ def _draw_blocks(history: History, axes: Any) -> None:
         step="post",
     )
     axes.set(xlabel="seconds", ylabel="blocks", title="Blocks by state")
-    axes.legend(loc="upper left", ncols=4, fontsize="small")
+    axes.legend(**_BESIDE)
 
 
 def _draw_losses(history: History, axes: Any) -> None:
@@ -74,15 +85,15 @@ def _draw_losses(history: History, axes: Any) -> None:
     stats = [sample.stats for sample in history.samples]
     mebibyte = 1 << 20
     for name, label, colour in (
-        ("bytes_tail", "tail: rows behind last tokens", "#0072b2"),
-        ("bytes_ring_slack", "ring slack: rows that windows left", "#009e73"),
-        ("bytes_stranded", "stranded: free pages in slabs in use", "#d55e00"),
-        ("bytes_spare", "spare: empty slabs", "#999999"),
+        ("bytes_tail", "tail of sequences", "#0072b2"),
+        ("bytes_ring_slack", "ring slack", "#009e73"),
+        ("bytes_stranded", "stranded, free", "#d55e00"),
+        ("bytes_spare", "spare, free", "#999999"),
     ):
         sizes = [getattr(each, name) / mebibyte for each in stats]
         axes.step(times, sizes, where="post", label=label, color=colour)
     axes.set(xlabel="seconds", ylabel="MiB", title="Fragmentation and waste")
-    axes.legend(loc="upper left", fontsize="small")
+    axes.legend(**_BESIDE)
 
 
 def _draw_map(pools: tuple[PoolView, ...], axes: Any) -> None:
@@ -98,7 +109,7 @@ def _draw_map(pools: tuple[PoolView, ...], axes: Any) -> None:
     unit = "a block" if run == 1 else f"{run} blocks"
     axes.set(xticks=[], yticks=[], title=f"Map at the peak, {unit} a cell, {blocks:,} in all")
     patches = [Patch(color=COLOURS[state], label=WORDS[state]) for state in STATES]
-    axes.legend(handles=patches, loc="lower right", ncols=4, fontsize="small")
+    axes.legend(handles=patches, **_BESIDE)
 
 
 def _page(figure: Figure, title: str) -> str:

@@ -38,10 +38,11 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS, Events
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
     from paged_kv.allocator.block_table import BlockTable
     from paged_kv.page_pool import PagePool
+
+Known = TypeVar("Known")
 
 VERSION = 1
 PAGE_SIZE = 256
@@ -90,6 +93,7 @@ class TraceFile:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = os.getpid()
         self.numbers = {kind: count() for kind in ("pool", "group", "table", "prefix", "retired")}
+        self.pools: weakref.WeakSet[TracedPool] = weakref.WeakSet()
         self._budgets: list[ByteBudget] = []
         self._lock = threading.Lock()
         self._file: IO[str] = path.open("w", buffering=1 << 16)
@@ -97,7 +101,7 @@ class TraceFile:
         self._last = self._flushed = clock()
         header = {"paged_kv_trace": VERSION, "page_size": PAGE_SIZE, "time": time.time()}
         self._file.write(json.dumps(header) + "\n")
-        atexit.register(self.flush)
+        atexit.register(self._end)
 
     def line(self, *words: Any) -> None:
         """Add a line, and before it how much time has passed."""
@@ -122,6 +126,11 @@ class TraceFile:
         self._budgets.append(budget)
         return len(self._budgets) - 1
 
+    def _end(self) -> None:
+        for pool in self.pools:
+            pool.flush()
+        self.flush()
+
     def flush(self) -> None:
         """Let others read what was added."""
         if self.pid == os.getpid():
@@ -134,17 +143,24 @@ class TracedPool(Events):
 
     def __init__(self, file: TraceFile, budget: ByteBudget, name: str) -> None:
         self._file = file
+        file.pools.add(self)
         self._pool = next(file.numbers["pool"])
         self._groups: dict[BlockAllocator, int] = {}
         self._sizes: dict[tuple[BlockAllocator, str], int] = {}
         self._rings: dict[BlockAllocator, Ring | None] = {}
         self._tables: dict[BlockTable, int] = {}
         self._joined: dict[BlockTable, tuple[int, int]] = {}
-        self._adopting: dict[BlockTable, str] = {}
-        self._fresh: list[tuple[BlockAllocator, int]] = []
+        self._adopting: dict[BlockTable, str | None] = {}
+        self._fresh: dict[tuple[BlockAllocator, int], None] = {}
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
         self._retired: dict[tuple[BlockAllocator, int], int] = {}
         file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
+
+    def flush(self) -> None:
+        """Let others read all that has happened."""
+        for table in list(self._joined):
+            self._settled(table)
+        self._file.flush()
 
     def sized(self, allocator: BlockAllocator, block_bytes: Mapping[str, int]) -> None:
         """See `Events`."""
@@ -186,12 +202,16 @@ class TracedPool(Events):
 
     def trimmed(self, table: BlockTable) -> None:
         """See `Events`."""
-        adopted = self._adopting.pop(table, None)
         number = self._settled(table)
-        if adopted is None:
+        if table not in self._adopting:
             self._file.line("t", number, table.tokens)
+            return
+        known = self._adopting.pop(table)
+        if known is None:
+            # Not of what a table was inserted with: as if they were its own.
+            self._file.line("w", number, 0, table.tokens, 0)
         else:
-            self._file.line("a" if table.ring is None else "b", number, table.tokens, adopted)
+            self._file.line("a" if table.ring is None else "b", number, table.tokens, known)
 
     def dropped(self, table: BlockTable) -> None:
         """See `Events`."""
@@ -202,7 +222,7 @@ class TracedPool(Events):
     def kept(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
         if self._rings.get(allocator) is None:
-            self._fresh.append((allocator, block))
+            self._fresh[allocator, block] = None
             return
         number = self._retired[allocator, block] = next(self._file.numbers["retired"])
         tables = [each for each in self._tables if each.allocator is allocator]
@@ -217,7 +237,8 @@ class TracedPool(Events):
     def inserted(self, table: BlockTable, num_tokens: int) -> None:
         """See `Events`."""
         mine = [each for each in self._fresh if each[0] is table.allocator]
-        self._fresh = [each for each in self._fresh if each[0] is not table.allocator]
+        for each in mine:
+            del self._fresh[each]
         if mine:
             prefix = next(self._file.numbers["prefix"])
             self._prefix_of.update(dict.fromkeys(mine, prefix))
@@ -228,7 +249,8 @@ class TracedPool(Events):
         # How many of their tokens it begins with is told next, by `trimmed`.
         known = [(table.allocator, block) for block in blocks]
         if table.ring is None:
-            self._adopting[table] = str(self._prefix_of[known[-1]])
+            prefix = self._prefix_of.get(known[-1])
+            self._adopting[table] = None if prefix is None else str(prefix)
         else:
             self._adopting[table] = " ".join([str(self._retired[each]) for each in known])
 
@@ -240,18 +262,16 @@ class TracedPool(Events):
         """See `Events`."""
         if (allocator, block) in self._retired:
             self._file.line("u", self._retired.pop((allocator, block)))
-        elif (allocator, block) in self._fresh:
-            self._fresh.remove((allocator, block))
-        else:
-            self._file.line("e", self._prefix_of.pop((allocator, block)), 1)
+        self._fresh.pop((allocator, block), None)
+        prefix = self._prefix_of.pop((allocator, block), None)
+        if prefix is not None:
+            self._file.line("e", prefix, 1)
 
     def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
         """See `Events`."""
-        for numbers in (self._prefix_of, self._retired):
-            found = {each: numbers.pop((allocator, each), None) for each in moves}
-            for source, number in found.items():
-                if number is not None:
-                    numbers[allocator, moves[source]] = number
+        _move(self._prefix_of, allocator, moves)
+        _move(self._retired, allocator, moves)
+        _move(self._fresh, allocator, moves)
 
     def _number(self, table: BlockTable) -> int:
         self._tables[table] = next(self._file.numbers["table"])
@@ -263,3 +283,14 @@ class TracedPool(Events):
         if table in self._joined:
             self._file.line("w", number, *self._joined.pop(table), 0)
         return number
+
+
+def _move(
+    known: dict[tuple[BlockAllocator, int], Known],
+    allocator: BlockAllocator,
+    moves: Mapping[int, int],
+) -> None:
+    """Let what is known of blocks follow their pages."""
+    found = [(target, (allocator, source)) for source, target in moves.items()]
+    moved = {(allocator, target): known.pop(key) for target, key in found if key in known}
+    known.update(moved)

@@ -19,6 +19,7 @@ from paged_kv import PagedKVCache, PagePool, PoolExhausted
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.window import Window
 from tests import ring_batches
+from tests.books import assert_books_balance
 from tests.layer_caches import filter_rows
 from tests.ring_batches import PAGE_BYTES, Batch, append, assert_holds, new_batch, saved_and_loaded
 
@@ -162,6 +163,7 @@ class RingMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check()
+            assert_books_balance(self.pool.stats(), self.pool.budget.mapped)
 
     def teardown(self) -> None:
         self.look()

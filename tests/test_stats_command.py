@@ -5,14 +5,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 from paged_kv.command_line import main
 from paged_kv.process_view import ProcessView
-from paged_kv.runtime_folder import process_start, runtime_folder
+from paged_kv.runtime_folder import make_runtime_folder, process_start, runtime_folder
+from paged_kv.shared_file import SharedFile, read_shared
 from tests.running_server import wait_until
 from tests.shown_process import SCRIPT, shown_process
 
@@ -155,10 +158,38 @@ def test_an_earlier_process_of_the_same_number_is_not_shown(
     folder = tmp_path / "paged-kv"
     folder.mkdir(mode=0o700)
     published = folder / f"{os.getpid()}.json"
-    published.write_text('{"paged_kv": 1, "started": "another time"}')
+    SharedFile(published).write(b'{"paged_kv": 1, "started": "another time"}')
     assert stats("--pid", str(os.getpid())) == 1
     assert not published.exists()
     assert f"process {os.getpid()} runs, and publishes nothing" in capsys.readouterr().err
+
+
+def test_a_new_process_removes_what_dead_ones_left(tmp_path: Path) -> None:
+    folder = tmp_path / "paged-kv"
+    folder.mkdir(mode=0o700)
+    (folder / "99999999.json").write_text("left")
+    (folder / "other").write_text("not ours")
+    with shown_process(tmp_path) as number:
+        wait_until((folder / f"{number}.json").exists)
+        assert {file.name for file in folder.iterdir()} == {f"{number}.json", "other"}
+
+
+def test_a_process_with_another_version_is_left_out_unless_asked_for(
+    pid: int, shown: tuple[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = os.getppid()
+    published = shown[1] / "paged-kv" / f"{parent}.json"
+    content = {"paged_kv": 99, "started": process_start(parent)}
+    SharedFile(published).write(json.dumps(content).encode())
+    try:
+        assert stats("--list") == 0
+        listed = capsys.readouterr().out
+        assert f"{pid} " in listed
+        assert f"{parent} " not in listed
+        assert stats("--pid", str(parent)) == 1
+        assert "it has version 99" in capsys.readouterr().err
+    finally:
+        published.unlink()
 
 
 def test_no_process_of_that_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,6 +270,8 @@ def test_the_runtime_folder_is_in_the_cache_folder_where_there_is_no_other(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert runtime_folder() == tmp_path / "paged-kv" / "run"
+    assert make_runtime_folder().stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "paged-kv" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f59")
 
 
 @pytest.mark.parametrize(
@@ -279,3 +312,39 @@ def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         stats(*arguments)
     assert exit_info.value.code == 2
+
+
+def test_a_file_that_is_written_while_it_is_read_is_seen_whole(tmp_path: Path) -> None:
+    file = SharedFile(tmp_path / "shared")
+    with pytest.raises(FileNotFoundError):
+        read_shared(tmp_path / "shared")
+    is_over = Event()
+
+    def write() -> None:
+        for number in cycle([3, 40_000, 7, 9_000_000]):
+            file.write(bytes([number % 251]) * number)
+            if is_over.is_set():
+                return
+
+    file.write(b"anew")
+    writing = Thread(target=write)
+    writing.start()
+    try:
+        for _ in range(300):
+            assert len(set(read_shared(tmp_path / "shared"))) in (1, 4)
+    finally:
+        is_over.set()
+        writing.join()
+    (tmp_path / "shared").write_bytes(b"0000000500000000\nwrong")
+    with pytest.raises(OSError, match="is broken"):
+        read_shared(tmp_path / "shared")
+    file.remove()
+    assert not (tmp_path / "shared").exists()
+
+
+def test_what_somebody_deletes_is_published_again(tmp_path: Path) -> None:
+    with shown_process(tmp_path) as number:
+        published = tmp_path / "paged-kv" / f"{number}.json"
+        wait_until(published.exists)
+        published.unlink()
+        wait_until(published.exists)

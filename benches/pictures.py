@@ -1,0 +1,116 @@
+"""The pictures of the README: python -m benches.pictures
+
+A pool is filled as a server fills it, and its pages get smaller: prompts that begin alike,
+continued for a while, some of them forked, most of them dropped and kept for others. What
+`paged-kv stats --watch` then draws is written to benches/pictures/watch.svg, and the plot of the
+trace of all that to benches/pictures/plot.svg.
+"""
+
+import copy
+import gc
+import io
+import os
+import random
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ["PAGED_KV_PUBLISH"] = "0"
+
+import mlx.core as mx
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.kernels.page_format import page_format_named
+from paged_kv.prefix_cache import PrefixCache
+from paged_kv.process_view import ProcessView, view_process
+from paged_kv.stats_history import History
+from paged_kv.stats_plot import draw
+from paged_kv.stats_watch import screen
+from paged_kv.trace_replay import Parameters, Replay, read_trace
+
+PICTURES = Path(__file__).with_name("pictures")
+MAX_BYTES = 12 << 20
+COLUMNS, LINES = 96, 48
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        pool = PagePool(2, page_format="auto", max_bytes=MAX_BYTES, name="llama", trace=str(trace))
+        held = Conversations(pool)
+        for _ in range(400):
+            held.go_on()
+        pool.stats()
+        write_watch(view_process([pool]))
+        held.rows.clear()
+        gc.collect()
+        pool.stats()
+        events: Any = pool.counts.events
+        events.flush()
+        replay = Replay(read_trace(trace), Parameters())
+        replay.run()
+        draw(History.of_replay(replay, "a trace"), PICTURES / "plot.svg")
+
+
+class Conversations:
+    """Sequences that come, grow, fork and go."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._prefixes = PrefixCache(pool, has_states=False)
+        self._random = random.Random(1)
+        self.rows: list[tuple[list[int], list[PagedKVCache]]] = []
+
+    def go_on(self) -> None:
+        """One thing happens."""
+        choice = self._random.random()
+        if choice < 0.45 or len(self.rows) < 3:
+            self._begin()
+        elif choice < 0.6:
+            self.rows.append(copy.deepcopy(self._random.choice(self.rows)))
+        elif choice < 0.85:
+            self._write(self._random.choice(self.rows)[1], self._random.randrange(40, 200))
+        else:
+            self.rows.pop(self._random.randrange(len(self.rows)))
+        if self._random.random() < 0.02:
+            del self.rows[: len(self.rows) // 2]
+        while len(self.rows) > 44:
+            self.rows.pop(0)
+        gc.collect()
+
+    def _begin(self) -> None:
+        system = [self._random.randrange(3)] * 700
+        own = [self._random.randrange(100) for _ in range(self._random.randrange(20, 900))]
+        tokens = system + own
+        known = self._prefixes.fetch("", tokens, page_format_named("fp16"))
+        sequence = known.sequence if known else Sequence(self._pool)
+        layers = range(self._pool.num_layers)
+        caches = [PagedKVCache(self._pool, layer, [sequence]) for layer in layers]
+        self._write(caches, len(tokens) - (known.num_tokens if known else 0))
+        self._prefixes.insert("", tokens, sequence, None)
+        self.rows.append((tokens, caches))
+
+    def _write(self, caches: list[PagedKVCache], count: int) -> None:
+        numbers = mx.zeros((1, 1, count, 32), dtype=mx.float16)
+        for cache in caches:
+            self._pool.append(cache.layer, cache.sequences, numbers, numbers)
+
+
+def write_watch(view: ProcessView) -> None:
+    """What the terminal shows, without the fonts that rich would load from elsewhere."""
+    console = Console(
+        record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True
+    )
+    shown = ProcessView(71, "paged-kv server --model llama --max-kv-bytes 12MiB", 0, view.pools)
+    console.print(screen(shown, console))
+    svg = console.export_svg(title="paged-kv stats --watch", theme=MONOKAI)
+    svg = re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL)
+    (PICTURES / "watch.svg").write_text(svg)
+
+
+if __name__ == "__main__":
+    main()

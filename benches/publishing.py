@@ -1,0 +1,128 @@
+"""What it costs to be looked at, and to look: python -m benches.publishing
+
+stdlib-llama decodes with 8 rows, in turns with and without the thread that publishes what the pool
+holds, as often as it does by default, and once more without. Ratios are medians of those within a
+turn; that of the two sides without the thread says what cannot be told. The thread's own time is
+measured too, which other load does not change: how much of the processor one look takes, and so
+what share of the time that is. Last, what a snapshot takes where 10,000 blocks
+are used, and what reserving a token takes with and without a trace.
+"""
+
+import os
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import thread_time
+from timeit import repeat
+
+# The thread that every process has is left out: this bench starts one of its own.
+os.environ["PAGED_KV_PUBLISH"] = "0"
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+
+from benches.results_file import write_result
+from benches.timing import in_turns, ratio
+from benches.whole_model import filled, stdlib_llama, step
+from paged_kv import PagedCacheFactory
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.open_pools import open_pools
+from paged_kv.process_view import view_process
+from paged_kv.publisher import INTERVAL_S, SLEEPS, Publisher
+from paged_kv.trace import TracedPool, TraceFile
+
+BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 20, 61
+BLOCKS, RESERVATIONS = 10_000, 200
+
+
+def main() -> None:
+    mx.random.seed(0)
+    model = stdlib_llama()
+    factory = PagedCacheFactory(model, max_bytes=1 << 30)
+    decode_one = step(model, filled(model, factory.make_cache(), BATCH, CONTEXT), BATCH)
+
+    def decode() -> None:
+        for _ in range(STEPS):
+            decode_one()
+
+    with TemporaryDirectory() as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+
+        def decode_looked_at() -> None:
+            publisher = Publisher(lambda: view_process(open_pools()))
+            os.environ["PAGED_KV_PUBLISH"] = str(INTERVAL_S)
+            publisher.start()
+            decode()
+            os.environ["PAGED_KV_PUBLISH"] = "0"
+            publisher.stop()
+
+        sides = decode, decode_looked_at, decode
+        alone, looked_at, again = in_turns(*sides, repetitions=REPETITIONS)
+        publisher = Publisher(lambda: view_process(open_pools()))
+        looks = [look(publisher) for _ in range(200)]
+        publisher.stop()
+        figures = {
+            "blas": BLAS,
+            "backend": factory.stats().backend,
+            "batch": BATCH,
+            "context": CONTEXT,
+            "step_s": median(alone) / STEPS,
+            "with_over_without": ratio(looked_at, alone),
+            "without_over_without": ratio(again, alone),
+            "look_cpu_s": median(looks),
+            "busy_share": median(looks) / max(INTERVAL_S, SLEEPS * median(looks)),
+            **snapshot_times(),
+            **trace_times(Path(folder)),
+        }
+    for name, figure in figures.items():
+        print(f"{name:24} {figure}")
+    print(f"written to {write_result('publishing', figures)}")
+
+
+def look(publisher: Publisher) -> float:
+    """Seconds of the processor that one look takes, when everything has changed."""
+    publisher._published = None
+    began = thread_time()
+    publisher.publish()
+    return thread_time() - began
+
+
+def snapshot_times() -> dict[str, float]:
+    allocator = used_allocator()
+    return {
+        "snapshot_blocks": BLOCKS,
+        "snapshot_s": median(repeat(allocator.stats, timer=thread_time, number=100, repeat=50))
+        / 100,
+    }
+
+
+def used_allocator() -> BlockAllocator:
+    allocator = BlockAllocator(ByteBudget(2 * BLOCKS), 1)
+    for _ in range(BLOCKS // 100):
+        allocator.new_table().reserve(0, 100 * allocator.page_size)
+    return allocator
+
+
+def trace_times(folder: Path) -> dict[str, float]:
+    """Seconds of the processor that reserving one token for one sequence takes, with and without a
+    trace, in turns."""
+    budget = ByteBudget(1 << 30)
+    events = TracedPool(TraceFile(folder / "trace"), budget, "bench")
+    tables = [BlockAllocator(budget, 1, events=each).new_table() for each in (NO_EVENTS, events)]
+    times: list[list[float]] = [[], []]
+    for _ in range(RESERVATIONS):
+        for table, taken in zip(tables, times, strict=True):
+            began = thread_time()
+            for at in range(table.tokens, table.tokens + 100):
+                table.reserve(at, at + 1)
+            taken.append((thread_time() - began) / 100)
+    without, with_trace = map(median, times)
+    return {"reserve_s": without, "reserve_traced_s": with_trace}
+
+
+if __name__ == "__main__":
+    main()
