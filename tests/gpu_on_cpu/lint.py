@@ -1,0 +1,57 @@
+"""What Metal refuses and C++ for OpenCL does not: found in clang's syntax tree."""
+
+import re
+import tempfile
+from pathlib import Path
+
+from tests.gpu_on_cpu.toolchain import KernelError, compiler_arguments, run
+
+# Of something that has a name: what the compiler adds by itself has none.
+DECLARATION = re.compile(r"\b(?:ParmVarDecl|VarDecl|FieldDecl)\b[^']* (?!used |referenced )[A-Za-z_]\w* '")
+
+
+def require_metal(source: str, flags: list[str]) -> None:
+    """Check the text of a kernel.
+
+    Raises:
+        KernelError: it does not compile, or Metal would not compile it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.clcpp"
+        path.write_text(source)
+        options = [*flags, "-fsyntax-only", "-Xclang", "-ast-dump", "-fno-color-diagnostics"]
+        tree = run(*compiler_arguments(options, path))
+    faults = _faults(tree)
+    if faults:
+        raise KernelError("\n".join(sorted(faults)))
+
+
+def _faults(tree: str) -> set[str]:
+    faults: set[str] = set()
+    in_kernel, line_number = False, "?"
+    for line in tree.splitlines():
+        place = re.search(r"<([^>]*)>", line)
+        if place:
+            for file, at in re.findall(r"([\w./-]+):(\d+):\d+", place[1]):
+                line_number = at
+                if file != "line":
+                    in_kernel = file == "kernel"
+        if in_kernel and (fault := _fault(line)):
+            faults.add(f"kernel:{line_number}: {fault}")
+    return faults
+
+
+def _fault(line: str) -> str:
+    types = re.findall(r"'([^']*)'", line)
+    if DECLARATION.search(line) and types and "__generic" in types[0]:
+        return f"'{types[0]}' has no address space"
+    if "ImplicitCastExpr" in line and "part_of_explicit_cast" not in line:
+        if re.search(r"<(FloatingCast|IntegralToFloating)>", line) and "__bf16" in "".join(types):
+            return "an implicit conversion to or from bfloat"
+    if re.search(r"\bVarDecl\b.* static\b", line) and "__constant" not in line:
+        return "a static variable"
+    if "LambdaExpr" in line:
+        return "a lambda expression"
+    if types and re.search(r"\bdouble\b", types[0]) and "Decl" in line:
+        return "a double"
+    return ""
