@@ -32,9 +32,14 @@ def header(dialect: str, operation: str) -> str:
     return "\n".join(part.read_text() for part in parts) + "\n"
 
 
+# Those whose arguments are not pages.
+WITHOUT_PAGES = {"merge"}
+
+
 @cache
 def body(dialect: str, operation: str) -> str:
     """The kernel without its signature."""
     suffix = SUFFIXES[dialect]
-    parts = [HERE / dialect / f"{name}.{suffix}" for name in ("begin", operation)]
+    names = [operation] if operation in WITHOUT_PAGES else ["begin", operation]
+    parts = [HERE / dialect / f"{name}.{suffix}" for name in names]
     return "\n" + "\n".join(part.read_text() for part in parts)

@@ -30,7 +30,7 @@ enum Parameter {
   SPLITS,        // parts of a row's context
   SPLIT_TILES,   // tiles of each
   FIRST_BASIS,   // of the values that pages hold: 0 as they are, 1 rotated
-  BASES,
+  BASES_OF_VALUES,
   TAIL,          // tokens of a step that no page holds yet
   HAS_SINKS,
   TOKENS,        // of what is gathered
@@ -66,7 +66,7 @@ constexpr uint LAYOUT_FIELDS = 8;
 constexpr uint ROW_FIELDS = 4;
 
 // Words of a token's row.
-inline uint row_words(uint format, uint dim) { return dim * format / 16; }
+constexpr uint row_words(uint format, uint dim) { return dim * format / 16; }
 
 struct Pages {
   Slabs slabs;

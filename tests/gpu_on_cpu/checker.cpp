@@ -138,7 +138,8 @@ void access(const void* pointer, uint64_t bytes, bool writes, uint64_t pc, bool 
   if (!running || !launch.options.is_checked) return;
   uint64_t address = reinterpret_cast<uint64_t>(pointer);
   if (is_own(address, running->stack, STACK_BYTES)) return;
-  if (is_own(address, fibers, sizeof fibers)) return;  // of the preludes: ids and deposits
+  // The preludes' own: ids, and what lanes exchange.
+  if (is_own(address, fibers, sizeof fibers) || is_own(address, lanes_of, sizeof lanes_of)) return;
   if (is_own(address, shared_memory, SHARED_BYTES))
     return access_shared(address - reinterpret_cast<uint64_t>(shared_memory), bytes, writes, pc,
                          aligned);

@@ -34,6 +34,7 @@ Launch launch;
 Fiber* running;
 Fiber fibers[MOST_THREADS];
 char *stacks, *shared_memory;
+const void* lanes_of[MOST_THREADS / LANES][LANES];
 
 namespace {
 
@@ -45,7 +46,6 @@ uint64_t random_state;
 char faults[16384];
 size_t faults_used;
 uint32_t fault_count;
-const void* lanes_of[MOST_THREADS / LANES][LANES];
 
 uint32_t next_random(uint32_t below) {
   random_state ^= random_state << 13;

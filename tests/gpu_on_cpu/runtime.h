@@ -91,6 +91,8 @@ extern Fiber* running;
 extern Fiber fibers[MOST_THREADS];
 extern char* stacks;
 extern char* shared_memory;
+// What the lanes of each simdgroup have brought to an exchange.
+extern const void* lanes_of[MOST_THREADS / LANES][LANES];
 
 // Zeros that cost nothing until they are touched.
 void* memory_of(size_t bytes);

@@ -1,0 +1,4 @@
+  threadgroup float queries_here[BLOCKS * ROWS * K_DIM * (FORMATS == 1 ? 1 : 2)];
+  threadgroup float weights[PARTS * BLOCKS * 32 * ROWS];
+  paged_kv::decode<T, K_DIM, V_DIM, ROWS, BLOCKS, PARTS, FORMATS>(
+      queries, queries_strides, pages, place, queries_here, weights, partials, measures);
