@@ -14,9 +14,9 @@ SUFFIXES = {"metal": "metal", "cuda": "cu"}
 # Headers of each operation, in their order.
 HEADERS = {
     "write": ("pages", "rows", "write"),
-    "decode": ("pages", "rows", "decode"),
+    "decode": ("pages", "rows", "reading", "decode"),
     "merge": ("pages", "rows", "merge"),
-    "prefill": ("pages", "rows", "write", "prefill"),
+    "prefill": ("pages", "rows", "reading", "prefill"),
     "copy": ("pages", "rows", "write", "copy"),
     "gather": ("pages", "rows", "write", "gather"),
 }

@@ -34,6 +34,7 @@ enum Parameter {
   TAIL,          // tokens of a step that no page holds yet
   HAS_SINKS,
   TOKENS,        // of what is gathered
+  Q_HEADS,
   PARAMETERS
 };
 
@@ -93,5 +94,18 @@ struct Pages {
             format, layout[values ? 7 : 6] != 0};
   }
 };
+
+// Which of a step's tokens are not padding, and the position of the first of them.
+struct Own {
+  uint begin, end, position;
+};
+
+inline Own own_tokens(DEVICE const int* row, uint steps) {
+  int padding = row[1], length = row[0], end = int(steps) - padding;
+  int begin = int(steps) - length - padding;
+  if (begin < 0) begin = 0;
+  if (end < begin) end = begin;
+  return {uint(begin), uint(end), uint(length - (end - begin))};
+}
 
 }  // namespace paged_kv

@@ -3,20 +3,7 @@
 
 namespace paged_kv {
 
-constexpr uint WRITE_SIMDGROUPS = 4;
-
-// Which of a step's tokens are not padding, and the position of the first of them.
-struct Own {
-  uint begin, end, position;
-};
-
-inline Own own_tokens(DEVICE const int* row, uint steps) {
-  int padding = row[1], length = row[0], end = int(steps) - padding;
-  int begin = int(steps) - length - padding;
-  if (begin < 0) begin = 0;
-  if (end < begin) end = begin;
-  return {uint(begin), uint(end), uint(length - (end - begin))};
-}
+constexpr uint ROW_SIMDGROUPS = 4;
 
 // Numbers of a step's row, which may lie anywhere: [batch, heads, steps, dim] with strides.
 template <typename T, uint DIM, typename Strides>
@@ -40,7 +27,7 @@ inline void write_step(DEVICE const T* step, Strides strides, const THREAD Pages
                        const THREAD Place& place, bool values) {
   DEVICE const int* row = pages.row(place.z / 2);
   Own own = own_tokens(row, pages.parameter(STEPS));
-  uint token = place.x * WRITE_SIMDGROUPS + place.simdgroup;
+  uint token = place.x * ROW_SIMDGROUPS + place.simdgroup;
   if (token < own.begin || token >= own.end) return;
   uint position = own.position + token - own.begin;
   uint entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
