@@ -25,18 +25,34 @@ INLINE vec butterflies_of_lanes(vec x) {
   return x;
 }
 
+// Sums and differences of vectors h apart, then of those 2 * h apart, times `by`.
+INLINE void butterflies_of_four(float* x, int h, vec by) {
+  vec a = load(x), b = load(x + h), c = load(x + 2 * h), d = load(x + 3 * h);
+  vec sum = add(a, b), other_sum = add(c, d), difference = sub(a, b), other_difference = sub(c, d);
+  store(x, mul(by, add(sum, other_sum)));
+  store(x + h, mul(by, add(difference, other_difference)));
+  store(x + 2 * h, mul(by, sub(sum, other_sum)));
+  store(x + 3 * h, mul(by, sub(difference, other_difference)));
+}
+
+INLINE void butterflies_of_two(float* x, int h, vec by) {
+  vec a = load(x), b = load(x + h);
+  store(x, mul(by, add(a, b)));
+  store(x + h, mul(by, sub(a, b)));
+}
+
 // `size` is a power of 2 and at least GROUP.
 INLINE void rotate_block(float* x, int size) {
   for (int i = 0; i < size; i += W) store(x + i, butterflies_of_lanes(load(x + i)));
-  for (int h = W; h < size; h *= 2)
-    for (int i = 0; i < size; i += 2 * h)
-      for (int j = i; j < i + h; j += W) {
-        vec a = load(x + j), b = load(x + j + h);
-        store(x + j, add(a, b));
-        store(x + j + h, sub(a, b));
-      }
   vec scale = set1((float)(1.0 / sqrt((double)size)));
-  for (int i = 0; i < size; i += W) store(x + i, mul(load(x + i), scale));
+  for (int h = W; h < size; h *= 4) {
+    vec by = 4 * h < size ? set1(1.f) : scale;
+    if (2 * h == size)
+      for (int j = 0; j < h; j += W) butterflies_of_two(x + j, h, by);
+    else
+      for (int i = 0; i < size; i += 4 * h)
+        for (int j = i; j < i + h; j += W) butterflies_of_four(x + j, h, by);
+  }
 }
 
 // Turns a row into the other basis. Blocks are of the largest power of 2 that divides the row.

@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int FORMATS = 5;
+constexpr float LARGEST_F16 = 65504.f;
 
 INLINE const uint16_t* scales_of(const RowRun& run, int t, int dim) {
   return (const uint16_t*)run.scales + (ptrdiff_t)t * (dim / GROUP);
@@ -70,13 +71,11 @@ void write_floats(const float* row, int dim, const RowRun& run, int t) {
 
 template <int FORMAT>
 void write_codes(const float* row, int dim, const RowRun& run, int t) {
-  uint8_t* codes = (uint8_t*)run.data + t * run.stride;
-  uint16_t* scales = (uint16_t*)scales_of(run, t, dim);
-  int bytes = FORMAT == PAGED_KV_Q4 ? GROUP / 2 : GROUP;
-  for (int i = 0; i < dim / GROUP; i++) {
-    float scale = quantise<FORMAT>(row + i * GROUP, codes + i * bytes);
-    scales[i] = f16_of_float(clamped(scale, -LARGEST_F16, LARGEST_F16));
-  }
+  PerGroup scales;
+  quantise<FORMAT>(row, dim / GROUP, run.data + t * run.stride, scales);
+  uint16_t* to = (uint16_t*)scales_of(run, t, dim);
+  for (int i = 0; i < dim / GROUP; i++)
+    to[i] = f16_of_float(clamped(scales.at[i], -LARGEST_F16, LARGEST_F16));
 }
 
 typedef void (*WriteRow)(const float*, int, const RowRun&, int);

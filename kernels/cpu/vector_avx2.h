@@ -25,6 +25,7 @@ INLINE void store(float* p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 INLINE vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec div(vec a, vec b) { return _mm256_div_ps(a, b); }
 INLINE vec max(vec a, vec b) { return _mm256_max_ps(a, b); }
 INLINE vec min(vec a, vec b) { return _mm256_min_ps(a, b); }
 INLINE vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
@@ -119,6 +120,13 @@ INLINE vec spread(const float* scales, int count) {
 // Signed bytes as floats.
 INLINE vec load_bytes(const char* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+// Whole numbers as bytes, signed or not.
+INLINE void store_bytes(char* p, vec x) {
+  const __m256i first = _mm256_set1_epi32(0x0c080400);
+  __m256i bytes = _mm256_shuffle_epi8(_mm256_cvtps_epi32(x), first);
+  _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes),
+                                                   _mm256_extracti128_si256(bytes, 1)));
 }
 // Bytes as words.
 INLINE words load_byte_words(const char* p) {

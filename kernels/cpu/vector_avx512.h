@@ -31,6 +31,7 @@ INLINE void store(float* p, vec x) { _mm512_storeu_ps(p, x); }
 INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec div(vec a, vec b) { return _mm512_div_ps(a, b); }
 INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
 INLINE vec min(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
@@ -122,6 +123,10 @@ INLINE vec spread(const float* scales, int count) {
 // Signed bytes as floats.
 INLINE vec load_bytes(const char* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+// Whole numbers as bytes, signed or not.
+INLINE void store_bytes(char* p, vec x) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 // Bytes as words.
 INLINE words load_byte_words(const char* p) {

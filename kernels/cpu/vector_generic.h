@@ -37,6 +37,7 @@ INLINE void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec sub(vec a, vec b) { return a - b; }
 INLINE vec mul(vec a, vec b) { return a * b; }
+INLINE vec div(vec a, vec b) { return a / b; }
 INLINE vec fma(vec a, vec b, vec c) { return a * b + c; }
 INLINE vec select(ints mask, vec a, vec b) {
   return bits_of<vec>((mask & bits_of<ints>(a)) | (~mask & bits_of<ints>(b)));
@@ -157,6 +158,10 @@ INLINE vec spread(const float* scales, int) {
 INLINE vec load_bytes(const char* p) {
   const signed char* x = (const signed char*)p;
   return __builtin_convertvector((ints{x[0], x[1], x[2], x[3]}), vec);
+}
+// Whole numbers as bytes, signed or not.
+INLINE void store_bytes(char* p, vec x) {
+  for (int i = 0; i < W; i++) p[i] = (char)(int)x[i];
 }
 // Bytes as words.
 INLINE words load_byte_words(const char* p) {

@@ -26,6 +26,7 @@ INLINE void store(float* p, vec x) { vst1q_f32(p, x); }
 INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec sub(vec a, vec b) { return vsubq_f32(a, b); }
 INLINE vec mul(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec div(vec a, vec b) { return vdivq_f32(a, b); }
 INLINE vec max(vec a, vec b) { return vmaxq_f32(a, b); }
 INLINE vec min(vec a, vec b) { return vminq_f32(a, b); }
 INLINE vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
@@ -108,6 +109,11 @@ INLINE uint8x8_t load_4_bytes(const char* p) {
 INLINE vec load_bytes(const char* p) {
   int16x8_t x = vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p)));
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(x)));
+}
+// Whole numbers as bytes, signed or not.
+INLINE void store_bytes(char* p, vec x) {
+  int16x4_t halves = vmovn_s32(vcvtq_s32_f32(x));
+  vst1_lane_s32((int32_t*)p, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(halves, halves))), 0);
 }
 // Bytes as words.
 INLINE words load_byte_words(const char* p) {

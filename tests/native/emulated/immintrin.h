@@ -81,6 +81,7 @@ inline __m512 _mm512_castpd_ps(__m512d a) { return _cast<__m512>(a); }
 EACH(_mm512_add_ps, __m512, a.x[i] + b.x[i])
 EACH(_mm512_sub_ps, __m512, a.x[i] - b.x[i])
 EACH(_mm512_mul_ps, __m512, a.x[i] * b.x[i])
+EACH(_mm512_div_ps, __m512, a.x[i] / b.x[i])
 EACH(_mm512_min_ps, __m512, a.x[i] < b.x[i] ? a.x[i] : b.x[i])
 EACH(_mm512_max_ps, __m512, a.x[i] > b.x[i] ? a.x[i] : b.x[i])  // the second where one is NaN
 EACH(_mm512_scalef_ps, __m512, ldexpf(a.x[i], (int)fmaxf(floorf(b.x[i]), -300.f)))
@@ -111,6 +112,12 @@ inline __m512i _mm512_maskz_loadu_epi32(__mmask16 k, const void* p) {
 }
 inline __m512 _mm512_cvtepi32_ps(__m512i a) {
   return _lanes<__m512>([&](int i) { return (float)(int32_t)a.x[i]; });
+}
+inline __m512i _mm512_cvtps_epi32(__m512 a) {
+  return _lanes<__m512i>([&](int i) { return (uint32_t)(int32_t)nearbyintf(a.x[i]); });
+}
+inline __m128i _mm512_cvtepi32_epi8(__m512i a) {
+  return _lanes<__m128i>([&](int i) { return (a.x[2 * i] & 255) | (a.x[2 * i + 1] & 255) << 8; });
 }
 inline __m512i _mm512_cvtepu8_epi32(__m128i a) {
   return _lanes<__m512i>([&](int i) { return a.x[i / 2] >> i % 2 * 8 & 255; });
