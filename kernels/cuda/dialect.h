@@ -41,13 +41,13 @@ inline float product(float a, float b) { return __fmul_rn(a, b); }
 inline float power_of_2(float x) { return exp2f(x); }
 inline float magnitude(float x) { return fabsf(x); }
 inline float rounded_down(float x) { return floorf(x); }
+inline float nearest(float x) { return rintf(x); }
 inline float root(float x) { return sqrtf(x); }
 inline float larger(float a, float b) { return fmaxf(a, b); }
 inline float smaller(float a, float b) { return fminf(a, b); }
 inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Between the lanes of a warp, all of which must take part.
-inline float from_lane(float x, uint lane) { return __shfl_sync(ALL_LANES, x, lane); }
 inline float from_lane_xor(float x, uint mask) {
   return __shfl_xor_sync(ALL_LANES, x, mask);
 }
@@ -60,13 +60,6 @@ inline float largest_of_lanes(float x) {
 }
 inline float sum_of_lanes(float x) {
   for (uint mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);
-  return x;
-}
-inline uint smallest_of_lanes(uint x) {
-  for (uint mask = 16; mask; mask /= 2) {
-    uint other = from_lane_xor(x, mask);
-    x = other < x ? other : x;
-  }
   return x;
 }
 

@@ -28,6 +28,7 @@ inline float product(float a, float b) {
 inline float power_of_2(float x) { return metal::exp2(x); }
 inline float magnitude(float x) { return metal::abs(x); }
 inline float rounded_down(float x) { return metal::floor(x); }
+inline float nearest(float x) { return metal::rint(x); }
 inline float root(float x) { return metal::sqrt(x); }
 inline float larger(float a, float b) { return metal::max(a, b); }
 inline float smaller(float a, float b) { return metal::min(a, b); }
@@ -35,9 +36,7 @@ inline float multiply_add(float a, float b, float c) { return metal::fma(a, b, c
 
 // Between the lanes of a simdgroup, all of which must take part.
 inline float largest_of_lanes(float x) { return metal::simd_max(x); }
-inline uint smallest_of_lanes(uint x) { return metal::simd_min(x); }
 inline float sum_of_lanes(float x) { return metal::simd_sum(x); }
-inline float from_lane(float x, uint lane) { return metal::simd_shuffle(x, ushort(lane)); }
 inline float from_lane_xor(float x, uint mask) { return metal::simd_shuffle_xor(x, ushort(mask)); }
 inline uint from_lane_xor(uint x, uint mask) { return metal::simd_shuffle_xor(x, ushort(mask)); }
 

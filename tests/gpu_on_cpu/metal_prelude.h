@@ -57,6 +57,7 @@ using ::as_type;
 inline float exp2(float x) { return __builtin_exp2f(x); }
 inline float abs(float x) { return __builtin_fabsf(x); }
 inline float floor(float x) { return __builtin_floorf(x); }
+inline float rint(float x) { return __builtin_rintf(x); }
 inline float sqrt(float x) { return __builtin_sqrtf(x); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
@@ -65,6 +66,8 @@ inline uint max(uint a, uint b) { return a > b ? a : b; }
 inline uint min(uint a, uint b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
+
+inline uint popcount(uint x) { return __builtin_popcount(x); }
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
