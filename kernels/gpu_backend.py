@@ -264,7 +264,7 @@ class GpuBackend:
         tables = tables_of(rows, pages.slab_stride).array
         count = tail[0].shape[2] if tail else 0
         params = self._parameters(pages, tables, tail=count, **given)
-        query_rows = steps * given["ratio"]
+        row_count = steps * given["ratio"]
         output, done = self._launch(
             pages,
             "prefill",
@@ -272,7 +272,7 @@ class GpuBackend:
             slabs,
             tables,
             params,
-            (-(-query_rows // PREFILL_ROWS), geometry.k_heads, batch),
+            (-(-row_count // PREFILL_ROWS[self.name]), geometry.k_heads, batch),
             threads=PREFILL_THREADS,
             outputs=[Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype)],
             more=[("FORMATS", slabs.formats)],

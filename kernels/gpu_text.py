@@ -11,25 +11,30 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SUFFIXES = {"metal": "metal", "cuda": "cu"}
 
-# Headers of each operation, in their order.
+# Headers of each operation, in their order; each is in the dialect's folder or in kernels/gpu. Only
+# CUDA has `mma`.
+_ROWS = ("dialect", "pages", "rows")
 HEADERS = {
-    "write": ("pages", "rows", "write"),
-    "decode": ("pages", "rows", "reading", "decode"),
-    "merge": ("pages", "rows", "merge"),
-    "prefill": ("pages", "rows", "reading", "prefill"),
-    "copy": ("pages", "rows", "write", "copy"),
-    "gather": ("pages", "rows", "write", "gather"),
+    "write": (*_ROWS, "write"),
+    "decode": (*_ROWS, "reading", "decode"),
+    "merge": (*_ROWS, "merge"),
+    "prefill": (*_ROWS, "reading", "mma", "matrices", "prefill_plan", "prefill"),
+    "copy": (*_ROWS, "write", "copy"),
+    "gather": (*_ROWS, "write", "gather"),
 }
 
 
 @cache
 def header(dialect: str, operation: str) -> str:
     """What stands before the kernel."""
-    parts = [HERE / dialect / "dialect.h"]
-    for name in HEADERS[operation]:
-        own = HERE / dialect / f"{name}.h"
-        parts.append(own if own.exists() else HERE / "gpu" / f"{name}.h")
-    return "\n".join(part.read_text() for part in parts) + "\n"
+    paths = [header_path(dialect, name) for name in HEADERS[operation]]
+    return "\n".join(path.read_text() for path in paths if path.exists()) + "\n"
+
+
+def header_path(dialect: str, name: str) -> Path:
+    """Where a header is."""
+    own = HERE / dialect / f"{name}.h"
+    return own if own.exists() else HERE / "gpu" / f"{name}.h"
 
 
 # Those whose arguments are not pages.

@@ -45,6 +45,8 @@ inline float nearest(float x) { return rintf(x); }
 inline float root(float x) { return sqrtf(x); }
 inline float larger(float a, float b) { return fmaxf(a, b); }
 inline float smaller(float a, float b) { return fminf(a, b); }
+inline uint larger(uint a, uint b) { return a > b ? a : b; }
+inline uint smaller(uint a, uint b) { return a < b ? a : b; }
 inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Between the lanes of a warp, all of which must take part.

@@ -2,8 +2,6 @@
 
 namespace paged_kv {
 
-constexpr float LOG2_E = 1.44269504088896340736f;
-
 // `number` is of the query head among those of all rows; sinks are natural logarithms.
 template <typename T, uint DIM>
 inline void merge(DEVICE const float* partials, DEVICE const float* measures,

@@ -16,6 +16,7 @@ constexpr uint FLOATS = 16, Q8 = 8, Q4 = 4;
 // difference of the two is so far below zero that the weight is exactly 0.
 constexpr float NEVER = -1e30f;
 constexpr float LOWEST = -1e29f;
+constexpr float LOG2_E = 1.44269504088896340736f;
 
 // Numbers of the array `params`, by place.
 enum Parameter {

@@ -2,6 +2,8 @@
 
 namespace paged_kv {
 
+constexpr uint PAD = 8;  // numbers behind a row in threadgroup memory: rows begin in different banks
+
 // Which formats a kernel is compiled for: the rest of its code would only take registers.
 constexpr uint mask_of(uint format) { return format == FLOATS ? 1 : format == Q8 ? 2 : 4; }
 

@@ -32,6 +32,8 @@ inline float nearest(float x) { return metal::rint(x); }
 inline float root(float x) { return metal::sqrt(x); }
 inline float larger(float a, float b) { return metal::max(a, b); }
 inline float smaller(float a, float b) { return metal::min(a, b); }
+inline uint larger(uint a, uint b) { return metal::max(a, b); }
+inline uint smaller(uint a, uint b) { return metal::min(a, b); }
 inline float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
 
 // Between the lanes of a simdgroup, all of which must take part.

@@ -3,24 +3,16 @@
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from tests.gpu_on_cpu.lint import require_metal
-from tests.gpu_on_cpu.toolchain import KernelError, build, runtime_library
+from tests.gpu_on_cpu.lint import faults_of_metal
+from tests.gpu_on_cpu.toolchain import KernelError, Unit
 
 FLAGS = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-include", "metal_prelude.h"]
-FLAGS += ["-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-math-errno", "-w"]
-FLAGS += ["-ftrivial-auto-var-init=pattern"]
-CHECKED = ["-O1", "-gline-tables-only", "-fsanitize=thread"]
-CHECKED += ["-fsanitize=bounds,shift,integer-divide-by-zero,signed-integer-overflow"]
-CHECKED += ["-fsanitize=float-cast-overflow", "-fsanitize-recover=all"]
-for _option in ("func-entry-exit=0", "atomics=0", "read-before-write=1"):
-    CHECKED += ["-mllvm", f"-tsan-instrument-{_option}"]
-FAST = ["-O2"]
 
 IDS = {
     "thread_position_in_grid": "in_grid",
@@ -68,49 +60,24 @@ def generated_text(
     return strings[0], strings[1]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What can be built.
-
-    Attributes:
-        buffers: names of the arguments that are memory, in their order.
-    """
-
-    text: str
-    buffers: tuple[str, ...]
-
-    def library(self, *, checked: bool) -> Path:
-        """Built, with every access to memory reported or without.
-
-        Raises:
-            KernelError: it does not compile.
-        """
-        flags = [*FLAGS, *(CHECKED if checked else FAST)]
-        return build(self.text, "clcpp", flags, [runtime_library()])
-
-
+@cache
 def metal_unit(text: str) -> Unit:
     """Of a text that MLX generated.
 
     Raises:
         KernelError: Metal would not compile it.
     """
-    kernel = text.index("template", text.rindex("[[kernel]] void") - 400)
     begin = text.rindex("[[kernel]] void")
     end = text.index(") {", begin)
-    parameters = [
-        line.strip().rstrip(",") for line in text[begin:end].splitlines()[1:] if line.strip()
-    ]
+    parameters = [line.strip().rstrip(",") for line in text[begin:end].splitlines()[1:]]
     instance = re.search(r"^template \[\[host_name.*?\]\] \[\[kernel\]\] decltype\((.*)\) \S", text, re.M)
-    called = instance[1] if instance else re.search(r"void (\w+)\(", text[begin:end])[1]  # type: ignore[index]
-    whole = text[: instance.start()] if instance else text
-    del kernel
-    source = f'# 1 "kernel"\n{_without_attributes(_with_shared_memory(whole, begin))}'
-    buffers = [_name(each) for each in parameters if "[[buffer(" in each]
+    assert instance is not None
+    source = f'# 1 "kernel"\n{_without_attributes(_with_shared_memory(text[: instance.start()], begin))}'
+    buffers = tuple(_name(each) for each in parameters if "[[buffer(" in each)
     if len(buffers) > BUFFERS:
         raise KernelError(f"{len(buffers)} buffers, and Metal binds {BUFFERS}")
-    unit = Unit(source + _entry(called, parameters), tuple(buffers))
-    require_metal(unit.text, FLAGS)
+    unit = Unit(source + _entry(instance[1], parameters), "clcpp", tuple(FLAGS), buffers)
+    unit.require(faults_of_metal)
     return unit
 
 

@@ -8,6 +8,9 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +18,15 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TARGET = "--target=x86_64-linux-gnu"
 RUNTIME = ("fibers.cpp", "checker.cpp")
+# What kernels are compiled with: not as fast as could be, but every sum as it stands.
+COMMON = ["-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-math-errno", "-w"]
+COMMON += ["-ftrivial-auto-var-init=pattern"]
+CHECKED = ["-O1", "-gline-tables-only", "-fsanitize=thread"]
+CHECKED += ["-fsanitize=bounds,shift,integer-divide-by-zero,signed-integer-overflow"]
+CHECKED += ["-fsanitize=float-cast-overflow", "-fsanitize-recover=all"]
+for _option in ("func-entry-exit=0", "atomics=0", "read-before-write=1"):
+    CHECKED += ["-mllvm", f"-tsan-instrument-{_option}"]
+FAST = ["-O2"]
 RUNTIME_FLAGS = ["-std=c++20", "-O2", "-fno-exceptions", "-fno-rtti", "-ffreestanding"]
 
 
@@ -89,9 +101,51 @@ def build(text: str, suffix: str, flags: list[str], libraries: list[Path]) -> Pa
     return library
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A kernel that can be built.
+
+    Attributes:
+        buffers: names of the arguments that are memory, in their order.
+    """
+
+    text: str
+    suffix: str
+    flags: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+    def library(self, *, checked: bool) -> Path:
+        """Built, with every access to memory reported or without.
+
+        Raises:
+            KernelError: it does not compile.
+        """
+        flags = [*self.flags, *COMMON, *(CHECKED if checked else FAST)]
+        return build(self.text, self.suffix, flags, [runtime_library()])
+
+    def require(self, faults_of: Callable[[str], Collection[str]]) -> None:
+        """Check clang's syntax tree, unless this text was checked before.
+
+        Raises:
+            KernelError: there are faults.
+        """
+        name = hashlib.sha256("\0".join([self.text, _headers()]).encode()).hexdigest()[:24]
+        stamp = cache_folder() / f"{name}.checked"
+        if stamp.exists():
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "kernel"
+            source.write_text(self.text)
+            dump = ["-fsyntax-only", "-Xclang", "-ast-dump", "-fno-color-diagnostics"]
+            tree = run(*compiler_arguments([*self.flags, *COMMON, *dump], source))
+        if faults := faults_of(tree):
+            raise KernelError("\n".join(sorted(faults)))
+        stamp.touch()
+
+
 @cache
 def _headers() -> str:
-    return "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    return "".join(path.read_text() for path in sorted(HERE.rglob("*.h")))
 
 
 @cache

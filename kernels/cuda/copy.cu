@@ -1,0 +1,5 @@
+  if (place.z % 2 == 0) {
+    paged_kv::copy_side<T, K_DIM>(pages, place, false);
+  } else {
+    paged_kv::copy_side<T, V_DIM>(pages, place, true);
+  }
