@@ -77,7 +77,7 @@ class GpuBackend:
         return self._plain.new_slab(pages, page_units, unit_words)
 
     def settle(self, pages: "LayerPages") -> None:
-        self.order.settle(pages)
+        mx.eval(self.order.before(pages))
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         tables = tables_of(rows, pages.slab_stride)

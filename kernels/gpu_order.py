@@ -33,7 +33,3 @@ class Order:
     def after(self, pages: "LayerPages", done: mx.array) -> None:
         """What the kernel has given."""
         self._latest[pages] = done
-
-    def settle(self, pages: "LayerPages") -> None:
-        """Wait until all that was asked of a layer's pages is done."""
-        mx.eval(self.before(pages))

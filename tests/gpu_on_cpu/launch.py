@@ -115,15 +115,15 @@ def launch(
     if faults:
         raise KernelError(_without_addresses(runtime.gpu_faults().decode()))
     for buffer, view in memory.values():
-        if buffer.is_output or buffer.is_slab:
+        if (buffer.is_output or buffer.is_slab) and view is not buffer.contents:
             buffer.contents[:] = view
 
 
 def _placed(buffers: Collection[Buffer], mode: Mode) -> dict[int, tuple[Buffer, Bytes]]:
-    """By identity, the buffers and memory for them between red zones; where nothing is checked,
-    the contents themselves."""
+    """By identity, the buffers and memory for them between red zones; where nothing is checked, the
+    contents themselves if they can be."""
     if not mode.checked:
-        return {id(buffer): (buffer, buffer.contents) for buffer in buffers}
+        return {id(buffer): (buffer, _aligned(buffer.contents)) for buffer in buffers}
     sizes = [-(-buffer.contents.nbytes // 256) * 256 + RED_ZONE for buffer in buffers]
     arena = np.full(sum(sizes) + RED_ZONE + 256, 0xFF, np.uint8)
     at = RED_ZONE + -(arena.ctypes.data + RED_ZONE) % 256
@@ -135,6 +135,16 @@ def _placed(buffers: Collection[Buffer], mode: Mode) -> dict[int, tuple[Buffer, 
         placed[id(buffer)] = buffer, view
         at += size
     return placed
+
+
+def _aligned(contents: Bytes) -> Bytes:
+    """The same memory, or a copy where a device's would begin at a multiple of 16 bytes."""
+    if contents.ctypes.data % 16 == 0:
+        return contents
+    memory = np.empty(contents.nbytes + 16, np.uint8)
+    first = -memory.ctypes.data % 16
+    memory[first : first + contents.nbytes] = contents
+    return memory[first : first + contents.nbytes]
 
 
 def _struct(buffer: Buffer, view: Bytes) -> _Buffer:
