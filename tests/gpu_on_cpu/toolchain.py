@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 TARGET = "--target=x86_64-linux-gnu"
-RUNTIME = ("fibers.cpp", "checker.cpp")
+RUNTIME = ("fibers.cpp", "checker.cpp", "conversions.cpp")
 # What kernels are compiled with: not as fast as could be, but every sum as it stands.
 COMMON = ["-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-math-errno", "-w"]
 COMMON += ["-ftrivial-auto-var-init=pattern"]
