@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
+from paged_kv.doctor_command import add_doctor_parser
 from paged_kv.stats_command import add_stats_parser
 
 
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_integrations(commands)
     add_stats_parser(commands)
+    add_doctor_parser(commands)
     return parser
 
 
