@@ -40,8 +40,9 @@ FAULTS = [
           "race", BOTH),
     Fault("no barrier between lanes", "decode", "    lanes_meet();\n    // What lies outside",
           "    // What lies outside", "race", BOTH),
-    Fault("no barrier before memory is used again", "decode", "lane, weights);\n    lanes_meet();\n",
-          "lane, weights);\n", "race", BOTH),
+    Fault("no barrier before memory is used again", "decode",
+          "first + end, lane, weights);\n    lanes_meet();\n", "first + end, lane, weights);\n",
+          "race", BOTH),
     Fault("no barrier before a tile is loaded", "prefill",
           "const THREAD Place& place, SHARED T* to) {\n  threads_meet();\n",
           "const THREAD Place& place, SHARED T* to) {\n", "race", BOTH, queries=9),
@@ -92,10 +93,12 @@ FAULTS = [
     Fault("too much threadgroup memory", "decode", "threadgroup float weights[PARTS",
           "threadgroup float weights[32 * PARTS", "bytes of threadgroup memory"),
     # Numbers.
-    Fault("a division by zero", "decode", "uint block = place.simdgroup % BLOCKS",
-          "uint block = place.simdgroup % (BLOCKS - 1 + ratio - ratio)", "division by zero", BOTH),
+    Fault("a division by zero", "decode", " block = place.simdgroup % BLOCKS",
+          " block = place.simdgroup % (BLOCKS - 1 + ratio - ratio)", "division by zero", BOTH),
     Fault("a shift by the width", "decode", "words[i / 2] >> i % 2 * 16", "words[i / 2] >> i % 2 * 32",
-          "shift", BOTH),
+          "shift", ("cuda",)),
+    Fault("a shift that Metal takes modulo the width", "decode", "words[i / 2] >> i % 2 * 16",
+          "words[i / 2] >> i % 2 * 32"),
     Fault("hidden values that are multiplied", "decode", "first + begin, first + end, lane, weights)",
           "first, first + TILE, lane, weights)", "", BOTH),
     Fault("a weight that is not put into the same measure", "decode",
@@ -140,7 +143,7 @@ def _plant(fault: Fault, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     body, header = gpu_text.body, gpu_text.header
     whole = header(dialect, fault.operation) + body(dialect, fault.operation)
-    assert whole.count(fault.sound) == 1, whole.count(fault.sound)
+    assert fault.sound in whole
     for name, real in (("body", body), ("header", header)):
 
         def planted(of: str, operation: str, real: Any = real) -> str:
@@ -211,7 +214,8 @@ def test_a_result_that_depends_on_the_order_is_noticed() -> None:
     )
     with pytest.raises(KernelError, match="race|depend on the order"):
         kernel(
-            inputs=[mx.contiguous(mx.zeros((16,), mx.uint16))],
+            inputs=[mx.arange(16).astype(mx.uint16)],
+            template=[("N", 1)],
             grid=(128, 1, 1),
             threadgroup=(32, 1, 1),
             output_shapes=[(8,)],

@@ -71,9 +71,10 @@ void touch_all(Cell* cells, uint64_t count, Space space, bool writes, uint64_t p
 }
 
 void check_alignment(uint64_t address, uint64_t bytes, uint64_t pc, const char* name, uint64_t at) {
-  if (address % bytes)
-    report(pc, "misaligned: %llu bytes of '%s' at byte %llu",
-           static_cast<unsigned long long>(bytes), name, static_cast<unsigned long long>(at));
+  if (address % bytes == 0) return;
+  report(pc, "misaligned: %llu bytes of '%s' at byte %llu", static_cast<unsigned long long>(bytes),
+         name, static_cast<unsigned long long>(at));
+  give_up();  // this machine may not read it either
 }
 
 void access_shared(uint64_t at, uint64_t bytes, bool writes, uint64_t pc, bool aligned) {

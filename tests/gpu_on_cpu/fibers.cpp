@@ -46,6 +46,12 @@ uint64_t random_state;
 char faults[16384];
 size_t faults_used;
 uint32_t fault_count;
+// Which were noted: by their text and the instruction.
+struct {
+  uint64_t pc;
+  const char* format;
+} noted[64];
+uint32_t noted_count;
 
 uint32_t next_random(uint32_t below) {
   random_state ^= random_state << 13;
@@ -203,6 +209,9 @@ void* memory_of(size_t bytes) {
 
 void report(uint64_t pc, const char* format, ...) {
   fault_count++;
+  for (uint32_t i = 0; i < noted_count; i++)
+    if (noted[i].pc == pc && noted[i].format == format) return;
+  if (noted_count < sizeof noted / sizeof *noted) noted[noted_count++] = {pc, format};
   char line[400];
   va_list list;
   va_start(list, format);
@@ -290,7 +299,7 @@ EXPORT int gpu_launch(void (*entry)(const uint64_t*), const uint64_t* args, cons
   launch.buffer_count = buffer_count;
   launch.shared_used = 64;
   random_state = 88172645463325252ull ^ (static_cast<uint64_t>(options->seed) << 20);
-  faults_used = fault_count = 0;
+  faults_used = fault_count = noted_count = 0;
   faults[0] = 0;
   uint32_t count = group_size[0] * group_size[1] * group_size[2];
   uint32_t all = groups[0] * groups[1] * groups[2];

@@ -39,10 +39,11 @@ inline dim3 dim3_of(const uint32_t* x) { return {x[0], x[1], x[2]}; }
 #define blockDim dim3_of(gpu_ids()->group_size)
 #define gridDim dim3_of(gpu_ids()->groups)
 
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+// As the compiler's own vectors, so that one load is one load.
+typedef float float2 __attribute__((ext_vector_type(2)));
+typedef float float4 __attribute__((ext_vector_type(4)));
+typedef unsigned uint2 __attribute__((ext_vector_type(2)));
+typedef unsigned uint4 __attribute__((ext_vector_type(4)));
 
 template <typename To, typename From>
 inline To bits_as(From from) {
