@@ -3,10 +3,10 @@
     pip install cupy-cuda12x numpy     # and nothing else: MLX need not be there
     python benches/cuda_kernels.py [--quick] [--output FILE]
 
-Decode is compared with dense attention in float32 over the numbers that the pages hold, and its time
-with a copy on the same device, in turns: GB/s of keys and values read, over GB/s read and written by
-the copy. Prefill is compared likewise, and with PyTorch's scaled_dot_product_attention where there is
-a PyTorch. What was measured goes to a file of JSON; nothing has been measured yet.
+Decode is compared with dense attention in float32 over the numbers that the pages hold, and its
+time with a copy on the same device, in turns: GB/s of keys and values read, over GB/s read and
+written by the copy. Prefill is compared likewise, and with PyTorch's scaled_dot_product_attention
+where there is a PyTorch. What was measured goes to a file of JSON; nothing has been measured yet.
 """
 
 import argparse
@@ -77,7 +77,14 @@ ARGUMENTS: dict[str, list[tuple[str, str]]] = {
         ("int32_t*", "done"),
     ],
 }
-PARAMETERS = {"slab_stride": 0, "table_stride": 1, "kv_heads": 2, "steps": 3, "ratio": 4, "scale": 5}
+PARAMETERS = {
+    "slab_stride": 0,
+    "table_stride": 1,
+    "kv_heads": 2,
+    "steps": 3,
+    "ratio": 4,
+    "scale": 5,
+}
 PARAMETERS |= {"causal": 7, "splits": 8, "split_tiles": 9, "first_basis": 10, "bases": 11}
 PARAMETERS |= {"q_heads": 15}
 
@@ -213,7 +220,10 @@ class Bench:
         queries = cupy.random.standard_normal((batch, heads, 1, DIM), dtype=np.float32)
         queries = queries.astype(np.float16)
         slots = batch * heads * splits
-        partials, measures = cupy.empty((slots, DIM), np.float32), cupy.empty((slots, 2), np.float32)
+        partials, measures = (
+            cupy.empty((slots, DIM), np.float32),
+            cupy.empty((slots, 2), np.float32),
+        )
         output, done = cupy.empty((batch, heads, 1, DIM), np.float16), cupy.zeros(8, np.int32)
         sinks = cupy.zeros(heads, np.float32)
         formats = {"fp16": 1, "q4": 4}[pages.page_format]
@@ -237,7 +247,9 @@ class Bench:
         queries = queries.astype(np.float16)
         output, done = cupy.empty(queries.shape, np.float16), cupy.zeros(8, np.int32)
         tail, sinks = cupy.zeros((1, 1, 1, DIM), np.float16), cupy.zeros(heads, np.float32)
-        kernel = self.kernel("prefill", K_DIM=DIM, V_DIM=DIM, FORMATS=1 if not pages.is_quantised else 4)
+        kernel = self.kernel(
+            "prefill", K_DIM=DIM, V_DIM=DIM, FORMATS=1 if not pages.is_quantised else 4
+        )
         step = [queries, self.strides(queries), *[tail, self.strides(tail)] * 2, sinks]
         given = [*step, *self.of_pages(pages, tables, params), output, done]
         rows = -(-steps * RATIO // self.tuning.PREFILL_ROWS["cuda"])
@@ -255,11 +267,15 @@ class Bench:
         sides = []
         for first, scales in ((0, at[1]), (at[2], at[3])):
             words = KV_HEADS * PAGE * DIM * BITS[pages.page_format] // 16
-            plane = held[:, first : first + words].reshape(-1, KV_HEADS, PAGE, words // KV_HEADS // PAGE)
+            plane = held[:, first : first + words].reshape(
+                -1, KV_HEADS, PAGE, words // KV_HEADS // PAGE
+            )
             if pages.is_quantised:
                 count = KV_HEADS * PAGE * DIM // 32
                 steps = held[:, scales : scales + count].reshape(-1, KV_HEADS, PAGE, DIM // 32)
-                numbers = self._decoded(cupy.ascontiguousarray(plane), cupy.ascontiguousarray(steps))
+                numbers = self._decoded(
+                    cupy.ascontiguousarray(plane), cupy.ascontiguousarray(steps)
+                )
             else:
                 numbers = cupy.ascontiguousarray(plane).view(np.float16).astype(np.float32)
             sides.append(numbers.transpose(1, 0, 2, 3).reshape(KV_HEADS, -1, DIM)[:, :length])

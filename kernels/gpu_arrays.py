@@ -118,7 +118,7 @@ def bind(slabs: Mapping[int, tuple[mx.array, PageLayout]]) -> BoundSlabs:
     assert 0 < len(slabs) <= SLABS
     memory = [memory for memory, _ in slabs.values()]
     for array in memory:
-        # A kernel writes through the array: where it were not one piece, MLX might hand over a copy.
+        # A kernel writes through the array: of one that is not one piece MLX might take a copy.
         assert np.asarray(array).flags.c_contiguous
     layouts = [layout for _, layout in slabs.values()]
     spare = SLABS - len(slabs)

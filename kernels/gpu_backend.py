@@ -280,9 +280,7 @@ class GpuBackend:
         self.order.after(pages, done)
         return output
 
-    def _copy(
-        self, pages: "LayerPages", slabs: BoundSlabs, pairs: list[tuple[int, ...]]
-    ) -> None:
+    def _copy(self, pages: "LayerPages", slabs: BoundSlabs, pairs: list[tuple[int, ...]]) -> None:
         """Copy pages by their entries among these slabs."""
         width = 16
         tables = np.zeros((len(pairs), width), np.int32)

@@ -55,7 +55,8 @@ def split_tiles(longest: int, others: int) -> int:
     tokens = max(LEAST_PART_TOKENS, ceil(longest / wanted))
     return ceil(tokens / TILE)
 
-# Query rows of a threadgroup of prefill: 4 simdgroups with one 8x8 matrix each on Metal, or with one
-# 16x16 matrix each on CUDA, where 64 rows also read keys and values half as often.
+
+# Query rows of a threadgroup of prefill: 4 simdgroups with one 8x8 matrix each on Metal, or with
+# one 16x16 matrix each on CUDA, where 64 rows also read keys and values half as often.
 PREFILL_ROWS = {"metal": 32, "cuda": 64}
 PREFILL_THREADS = 128

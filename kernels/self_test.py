@@ -1,4 +1,4 @@
-"""Every kernel of a backend once, on this device, against plain operations and attention in float64.
+"""Every kernel of a backend once, on this device, against plain operations and float64.
 
 Pages begin with all bits set, so that what a kernel does not write, or must not read, shows.
 """

@@ -44,7 +44,9 @@ def backend_on(device: Device, dialect: str) -> GpuBackend:
     return GpuBackend(dialect, maker)
 
 
-def same(dim: int, dtype: mx.Dtype = mx.float16, *, heads: int = 2, v_dim: int = 0) -> LayerGeometry:
+def same(
+    dim: int, dtype: mx.Dtype = mx.float16, *, heads: int = 2, v_dim: int = 0
+) -> LayerGeometry:
     return LayerGeometry(heads, dim, dtype, heads, v_dim or dim, dtype)
 
 

@@ -139,9 +139,7 @@ def test_pages_of_several_formats_in_one_table(
     lengths = [max(length, queries - in_tail) for length in lengths]
     batch = written(backend, same(96, v_dim=64), _random_formats, [*lengths, 1])
     batch.rows = PageRows(batch.rows.block_tables[:-1], tuple(lengths), (0,) * len(lengths))
-    error = batch.attend(
-        queries, tail=in_tail, window=window, causal=causal, with_sinks=with_sinks
-    )
+    error = batch.attend(queries, tail=in_tail, window=window, causal=causal, with_sinks=with_sinks)
     assert error <= TOLERANCES[mx.float16]
 
 
@@ -214,7 +212,9 @@ def test_copies_and_conversions(dialect: str, source: FormatName, target: Format
         step = max(steps[each] for each in ([target] if isinstance(target, str) else target))
         assert np.abs(before - after).max() <= step * np.abs(before).max()
     if source == target:
-        assert (np.asarray(batch.pages.page(entry)) == np.asarray(batch.pages.page(STRIDE + 2))).all()
+        assert (
+            np.asarray(batch.pages.page(entry)) == np.asarray(batch.pages.page(STRIDE + 2))
+        ).all()
 
 
 def test_pages_are_loaded_whole(dialect: str) -> None:

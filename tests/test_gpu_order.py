@@ -1,5 +1,5 @@
-"""Kernels that write pages and kernels that read them are in order for MLX, which knows of them only
-what they take and give."""
+"""Kernels that write pages and kernels that read them are in order for MLX, which knows of them
+only what they take and give."""
 
 from typing import Any
 

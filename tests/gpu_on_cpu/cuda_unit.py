@@ -82,9 +82,7 @@ def cuda_unit(text: str) -> Unit:
         "void entry(const uint64_t* at) { using namespace mlx::core::cu; "
         f"{called}({', '.join(arguments)}); }}\n"
     )
-    return Unit(
-        source + entry, "cpp", tuple(FLAGS), tuple(each.split()[-1] for each in parameters)
-    )
+    return Unit(source + entry, "cpp", tuple(FLAGS), tuple(each.split()[-1] for each in parameters))
 
 
 def _pointer(parameter: str, number: int) -> str:

@@ -114,9 +114,7 @@ class EmulatedKernel:
         else:
             named = list(zip(self.input_names, inputs, strict=True))
             outputs = list(zip(self.output_names, dtypes, strict=True))
-            called, text = cuda_text(
-                self.name, self.header, self.source, named, outputs, template
-            )
+            called, text = cuda_text(self.name, self.header, self.source, named, outputs, template)
             unit = cuda_unit(text)
         if self.device.texts.setdefault(called, text) != text:
             raise KernelError(f"MLX would compile {called} again, from another text")
@@ -154,9 +152,7 @@ class EmulatedKernel:
                 if any((a != b).any() for a, b in zip(results[0], results[-1], strict=True)):
                     raise KernelError(f"{self.name}: results depend on the order of threads")
 
-    def _output_memory(
-        self, shapes: Sequence[tuple[Sequence[int], mx.Dtype]]
-    ) -> dict[str, Buffer]:
+    def _output_memory(self, shapes: Sequence[tuple[Sequence[int], mx.Dtype]]) -> dict[str, Buffer]:
         return {
             name: Buffer(name, np.zeros(math.prod(shape) * dtype.size, np.uint8), is_output=True)
             for name, (shape, dtype) in zip(self.output_names, shapes, strict=True)

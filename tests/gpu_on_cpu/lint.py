@@ -3,7 +3,9 @@
 import re
 
 # Of something that has a name: what the compiler adds by itself has none.
-DECLARATION = re.compile(r"\b(?:ParmVarDecl|VarDecl|FieldDecl)\b[^']* (?!used |referenced )[A-Za-z_]\w* '")
+DECLARATION = re.compile(
+    r"\b(?:ParmVarDecl|VarDecl|FieldDecl)\b[^']* (?!used |referenced )[A-Za-z_]\w* '"
+)
 
 
 def faults_of_metal(tree: str) -> set[str]:
@@ -26,9 +28,10 @@ def _fault(line: str) -> str:
     types = re.findall(r"'([^']*)'", line)
     if DECLARATION.search(line) and types and "__generic" in types[0]:
         return f"'{types[0]}' has no address space"
-    if "ImplicitCastExpr" in line and "part_of_explicit_cast" not in line:
-        if re.search(r"<(FloatingCast|IntegralToFloating)>", line) and "__bf16" in "".join(types):
-            return "an implicit conversion to or from bfloat"
+    is_implicit = "ImplicitCastExpr" in line and "part_of_explicit_cast" not in line
+    converts = re.search(r"<(FloatingCast|IntegralToFloating)>", line)
+    if is_implicit and converts and "__bf16" in "".join(types):
+        return "an implicit conversion to or from bfloat"
     if re.search(r"\bVarDecl\b.* static\b", line) and "__constant" not in line:
         return "a static variable"
     if "LambdaExpr" in line:

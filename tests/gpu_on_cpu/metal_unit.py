@@ -70,9 +70,13 @@ def metal_unit(text: str) -> Unit:
     begin = text.rindex("[[kernel]] void")
     end = text.index(") {", begin)
     parameters = [line.strip().rstrip(",") for line in text[begin:end].splitlines()[1:]]
-    instance = re.search(r"^template \[\[host_name.*?\]\] \[\[kernel\]\] decltype\((.*)\) \S", text, re.M)
+    instance = re.search(
+        r"^template \[\[host_name.*?\]\] \[\[kernel\]\] decltype\((.*)\) \S", text, re.M
+    )
     assert instance is not None
-    source = f'# 1 "kernel"\n{_without_attributes(_with_shared_memory(text[: instance.start()], begin))}'
+    source = (
+        f'# 1 "kernel"\n{_without_attributes(_with_shared_memory(text[: instance.start()], begin))}'
+    )
     buffers = tuple(_name(each) for each in parameters if "[[buffer(" in each)
     if len(buffers) > BUFFERS:
         raise KernelError(f"{len(buffers)} buffers, and Metal binds {BUFFERS}")

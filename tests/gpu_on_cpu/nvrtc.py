@@ -53,7 +53,9 @@ def compiled(text: str, architecture: str) -> tuple[int, str]:
         ctypes.byref(program), text.encode(), b"kernel.cu", 1, headers, names
     )
     assert created == 0
-    includes = [f"--include-path={_folder(each) / 'include'}" for each in ("cuda_runtime", "cuda_cccl")]
+    includes = [
+        f"--include-path={_folder(each) / 'include'}" for each in ("cuda_runtime", "cuda_cccl")
+    ]
     options = [*OPTIONS, f"--gpu-architecture={architecture}", *includes]
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = library.nvrtcCompileProgram(program, len(options), given)
