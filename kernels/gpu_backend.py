@@ -4,7 +4,7 @@ Everything here is lazy. `gpu_order` says what makes reads wait for writes and w
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -280,7 +280,9 @@ class GpuBackend:
         self.order.after(pages, done)
         return output
 
-    def _copy(self, pages: "LayerPages", slabs: BoundSlabs, pairs: list[tuple[int, ...]]) -> None:
+    def _copy(
+        self, pages: "LayerPages", slabs: BoundSlabs, pairs: Sequence[tuple[int, ...]]
+    ) -> None:
         """Copy pages by their entries among these slabs."""
         width = 16
         tables = np.zeros((len(pairs), width), np.int32)

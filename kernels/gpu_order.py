@@ -5,8 +5,14 @@ none that readers of the slab would take; so every kernel that touches pages giv
 and takes the one of the kernel before it. One chain for each layer of a pool: a read waits for
 the writes before it, and a write for the reads, so that a page is never written again while an
 earlier kernel may still read it.
+
+What one thread leaves to be computed no other thread can compute. So where a second thread comes,
+what the first has asked for must have been computed, as it is when a step has ended; and from then
+on every kernel of the layer is handed to the GPU at once.
 """
 
+from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -18,18 +24,36 @@ if TYPE_CHECKING:
     from paged_kv.kernels.layer_pages import LayerPages
 
 
+@dataclass
+class _Chain:
+    latest: mx.array
+    thread: int
+    is_shared: bool = False
+
+
 class Order:
     """The latest token of each layer."""
 
     def __init__(self) -> None:
-        self._latest: WeakKeyDictionary[LayerPages, mx.array] = WeakKeyDictionary()
+        self._chains: WeakKeyDictionary[LayerPages, _Chain] = WeakKeyDictionary()
 
     def before(self, pages: "LayerPages") -> mx.array:
-        """What the next kernel takes."""
-        if pages not in self._latest:
-            self._latest[pages] = mx.zeros(DONE.shape, DONE.dtype)
-        return self._latest[pages]
+        """What the next kernel takes.
+
+        Raises:
+            RuntimeError: another thread has asked for something that it has not computed yet.
+        """
+        if pages not in self._chains:
+            self._chains[pages] = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
+        chain = self._chains[pages]
+        if chain.thread != get_ident():
+            mx.eval(chain.latest)
+            chain.thread, chain.is_shared = get_ident(), True
+        return chain.latest
 
     def after(self, pages: "LayerPages", done: mx.array) -> None:
         """What the kernel has given."""
-        self._latest[pages] = done
+        chain = self._chains[pages]
+        chain.latest = done
+        if chain.is_shared:
+            mx.async_eval(done)

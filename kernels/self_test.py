@@ -5,6 +5,7 @@ Pages begin with all bits set, so that what a kernel does not write, or must not
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -54,9 +55,9 @@ def checks(backend: Backend) -> Iterator[Check]:
             kind = f"{page_format} {dtype_name}"
             near = TOLERANCES[dtype]
             yield Check(f"write {kind}", test.write, OTHER_BYTES if page_format != "fp16" else 0)
-            yield Check(f"decode {kind}", lambda t=test: t.attend(1, None), near)
-            yield Check(f"decode in a window {kind}", lambda t=test: t.attend(1, WINDOW), near)
-            yield Check(f"prefill {kind}", lambda t=test: t.attend(20, None), near)
+            yield Check(f"decode {kind}", partial(test.attend, 1, None), near)
+            yield Check(f"decode in a window {kind}", partial(test.attend, 1, WINDOW), near)
+            yield Check(f"prefill {kind}", partial(test.attend, 20, None), near)
             yield Check(f"gather {kind}", test.gather, near)
             yield Check(f"copy {kind}", test.copy, 0)
             yield Check(f"convert {kind}", test.convert, 0.15)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from importlib.metadata import version
 from time import perf_counter
 
 import mlx.core as mx
@@ -30,7 +31,7 @@ def run_doctor(_: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     backend = choose_backend()
     print(f"backend: {backend.name}, because {_reason(backend)}")
-    print(f"device: {_device()}; mlx {mx.__version__}; Python {sys.version.split()[0]}")
+    print(f"device: {_device()}; mlx {version('mlx')}; Python {sys.version.split()[0]}")
     failed = sum([not _report(check) for check in checks(backend)])
     print(f"{failed} of the checks failed" if failed else "all checks passed")
     return 1 if failed else 0

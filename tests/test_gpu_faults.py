@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels import gpu_backend, gpu_text
+from paged_kv.kernels import gpu_arrays, gpu_kernels, gpu_text
 from tests.gpu_on_cpu.toolchain import KernelError
 from tests.gpu_pages import TOLERANCES, backend_on, device_of, needs_compiler, same, written
 
@@ -335,7 +335,7 @@ def _cases() -> list[Any]:
 def _plant(fault: Fault, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change the text that kernels are made of."""
     if not fault.sound:
-        more = tuple(f"slab{number}" for number in range(gpu_backend.SLABS, 28))
+        more = tuple(f"slab{number}" for number in range(gpu_kernels.SLABS, 28))
         _bind_more(more, monkeypatch)
         return
     body, header = gpu_text.body, gpu_text.header
@@ -353,8 +353,6 @@ def _plant(fault: Fault, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bind_more(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_kv.kernels import gpu_arrays, gpu_kernels
-
     monkeypatch.setattr(gpu_kernels, "OF_PAGES", (*names, *gpu_kernels.OF_PAGES))
     bind = gpu_arrays.bind
 

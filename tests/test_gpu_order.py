@@ -1,6 +1,7 @@
 """Kernels that write pages and kernels that read them are in order for MLX, which knows of them
 only what they take and give."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -8,6 +9,7 @@ import pytest
 
 from paged_kv.kernels.gpu_order import Order
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
 from tests.gpu_on_cpu.launch_order import unordered
 from tests.gpu_pages import (
     DIALECTS,
@@ -76,3 +78,17 @@ def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(dialect: str) ->
     faults = _use(dialect, WithoutReads())
     assert any(fault.startswith("paged_kv_decode") and "write" in fault for fault in faults)
     assert not any(fault.startswith("paged_kv_write") for fault in faults)
+
+
+def test_a_second_thread_comes_when_the_first_has_computed(dialect: str) -> None:
+    order, pages = Order(), new_pages(PlainBackend(), same(64), ["fp16"])
+    order.before(pages)
+    token = mx.arange(8) + 1
+    order.after(pages, token)
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(RuntimeError):
+            executor.submit(order.before, pages).result()
+        mx.eval(token)
+        assert executor.submit(order.before, pages).result() is token
+        executor.submit(lambda: order.after(pages, mx.arange(8) + 2)).result()
+    assert order.before(pages).tolist() == list(range(2, 10))
