@@ -15,6 +15,7 @@ from paged_kv.kernels.gpu_kernels import SLABS
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.page_format import FP16
 from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.generation import assert_same_run, greedy
 from tests.gpu_pages import (
@@ -144,7 +145,7 @@ class TestOnThisCpu:
         prompt = tokenizer.encode(source_text)[100:352]
         runs = []
         device = device_of(dialect, checked=False)
-        for make in (lambda: backend_on(device, dialect), backend_module.PlainBackend):
+        for make in (lambda: backend_on(device, dialect), PlainBackend):
             monkeypatch.setitem(backend_module.BACKENDS, "plain", make)
             monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
             factory = PagedCacheFactory(model, max_bytes=16 << 20)
@@ -159,7 +160,7 @@ class TestOnThisCpu:
 def test_the_doctor_fails_where_a_kernel_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Wrong(backend_module.PlainBackend):
+    class Wrong(PlainBackend):
         name = "wrong"
 
         def attend(self, *arguments: Any, **options: Any) -> mx.array:
@@ -180,7 +181,7 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
 def test_every_check_of_the_doctor_can_fail() -> None:
     """The tolerances are not so wide that nothing would show: writes of zeros fail all of them."""
 
-    class Nothing(backend_module.PlainBackend):
+    class Nothing(PlainBackend):
         def write(self, pages: Any, keys: mx.array, values: mx.array, rows: PageRows) -> None:
             super().write(pages, 0 * keys, 0 * values, rows)
 

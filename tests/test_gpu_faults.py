@@ -284,6 +284,13 @@ FAULTS = [
         "no address space",
     ),
     Fault(
+        "a constant that is not in that address space",
+        "merge",
+        "CONSTANT float LOG2_E",
+        "constexpr float LOG2_E",
+        "a variable of the program",
+    ),
+    Fault(
         "a conversion to bfloat that is not written",
         "merge",
         "= T(total > 0.0f ? all[i] / total : 0.0f)",

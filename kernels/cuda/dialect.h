@@ -4,6 +4,7 @@
 #define DEVICE
 #define SHARED
 #define THREAD
+#define CONSTANT constexpr  // of the program
 #define UNROLL _Pragma("unroll")
 
 namespace paged_kv {
@@ -13,7 +14,7 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long long ulong;
 
-constexpr uint ALL_LANES = 0xffffffffu;
+CONSTANT uint ALL_LANES = 0xffffffffu;
 
 inline float float_of_bits(uint bits) { return __uint_as_float(bits); }
 inline float float_of_half(ushort bits) { return __half2float(__ushort_as_half(bits)); }

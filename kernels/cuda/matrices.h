@@ -4,11 +4,11 @@
 
 namespace paged_kv {
 
-constexpr uint SIMDGROUP_ROWS = 16;  // query rows of a warp
-constexpr uint LANE_ROWS = 2;        // of which a lane has numbers
+CONSTANT uint SIMDGROUP_ROWS = 16;  // query rows of a warp
+CONSTANT uint LANE_ROWS = 2;        // of which a lane has numbers
 // A row's columns 0 and 1 are in one lane, 2 and 3 in the lane with this bit changed, 4 to 7 in
 // those with the other.
-constexpr uint COLUMN_LANE_2 = 1, COLUMN_LANE_4 = 2;
+CONSTANT uint COLUMN_LANE_2 = 1, COLUMN_LANE_4 = 2;
 
 inline uint row_in_matrix(uint lane, uint i) { return lane / 4 + i * 8; }
 inline uint column_in_matrix(uint lane) { return lane % 4 * 2; }

@@ -16,7 +16,7 @@
 
 namespace paged_kv {
 
-constexpr uint TILE = 32;
+CONSTANT uint TILE = 32;
 
 // Products of half of each query with two tokens' keys: sums[r] with token lane / 2, and
 // sums[ROWS + r] with the one 16 behind it.

@@ -4,19 +4,19 @@
 
 namespace paged_kv {
 
-constexpr uint PAGE_SIZE = 256;
-constexpr uint LANES = 32;
-constexpr uint GROUP = 32;  // numbers that share a scale
-constexpr uint SLABS = 16;  // arguments; those that are not needed repeat the first
+CONSTANT uint PAGE_SIZE = 256;
+CONSTANT uint LANES = 32;
+CONSTANT uint GROUP = 32;  // numbers that share a scale
+CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
 
 // How a row holds numbers: in the model's dtype, or as codes of so many bits.
-constexpr uint FLOATS = 16, Q8 = 8, Q4 = 4;
+CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
 
 // Logits are in base 2. A hidden one is NEVER, and a running maximum starts at LOWEST: the
 // difference of the two is so far below zero that the weight is exactly 0.
-constexpr float NEVER = -1e30f;
-constexpr float LOWEST = -1e29f;
-constexpr float LOG2_E = 1.44269504088896340736f;
+CONSTANT float NEVER = -1e30f;
+CONSTANT float LOWEST = -1e29f;
+CONSTANT float LOG2_E = 1.44269504088896340736f;
 
 // Numbers of the array `params`, by place.
 enum Parameter {
@@ -61,11 +61,11 @@ struct Rows {
 
 // Fields of a slab's layout: words of a page, then where keys' scales, values and their scales
 // begin in it, and how both are held.
-constexpr uint LAYOUT_FIELDS = 8;
+CONSTANT uint LAYOUT_FIELDS = 8;
 
 // Fields of a row of the tables: tokens, padding behind them, and how many tokens are its own at
 // the beginning and from where on again. Its entries follow.
-constexpr uint ROW_FIELDS = 4;
+CONSTANT uint ROW_FIELDS = 4;
 
 // Words of a token's row.
 constexpr uint row_words(uint format, uint dim) { return dim * format / 16; }

@@ -7,9 +7,9 @@
 
 namespace paged_kv {
 
-constexpr uint PREFILL_THREADS = 128;
-constexpr uint PREFILL_SIMDGROUPS = PREFILL_THREADS / LANES;
-constexpr uint BLOCK_ROWS = PREFILL_SIMDGROUPS * SIMDGROUP_ROWS;
+CONSTANT uint PREFILL_THREADS = 128;
+CONSTANT uint PREFILL_SIMDGROUPS = PREFILL_THREADS / LANES;
+CONSTANT uint BLOCK_ROWS = PREFILL_SIMDGROUPS * SIMDGROUP_ROWS;
 
 constexpr uint tile_tokens(uint k_dim, uint v_dim) { return k_dim > 128 || v_dim > 128 ? 16 : 32; }
 constexpr uint tile_row(uint k_dim, uint v_dim) { return (k_dim > v_dim ? k_dim : v_dim) + PAD; }

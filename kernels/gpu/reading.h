@@ -2,7 +2,8 @@
 
 namespace paged_kv {
 
-constexpr uint PAD = 8;  // numbers behind a row in threadgroup memory: rows begin in different banks
+// Numbers behind a row in threadgroup memory, so that rows begin in different banks.
+CONSTANT uint PAD = 8;
 
 // Which formats a kernel is compiled for: the rest of its code would only take registers.
 constexpr uint mask_of(uint format) { return format == FLOATS ? 1 : format == Q8 ? 2 : 4; }

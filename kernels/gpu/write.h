@@ -3,7 +3,7 @@
 
 namespace paged_kv {
 
-constexpr uint ROW_SIMDGROUPS = 4;
+CONSTANT uint ROW_SIMDGROUPS = 4;
 
 // Numbers of a step's row, which may lie anywhere: [batch, heads, steps, dim] with strides.
 template <typename T, uint DIM, typename Strides>

@@ -3,6 +3,7 @@
 #define DEVICE device
 #define SHARED threadgroup
 #define THREAD thread
+#define CONSTANT constant constexpr  // of the program, which has no others
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 namespace paged_kv {

@@ -5,11 +5,11 @@
 
 namespace paged_kv {
 
-constexpr uint SIMDGROUP_ROWS = 8;  // query rows of a simdgroup
-constexpr uint LANE_ROWS = 1;       // of which a lane has numbers
+CONSTANT uint SIMDGROUP_ROWS = 8;  // query rows of a simdgroup
+CONSTANT uint LANE_ROWS = 1;       // of which a lane has numbers
 // A row's columns 0 and 1 are in one lane, 2 and 3 in the lane with this bit changed, 4 to 7 in
 // those with the other.
-constexpr uint COLUMN_LANE_2 = 1, COLUMN_LANE_4 = 8;
+CONSTANT uint COLUMN_LANE_2 = 1, COLUMN_LANE_4 = 8;
 
 typedef metal::simdgroup_float8x8 Matrix;
 

@@ -34,6 +34,8 @@ def _fault(line: str) -> str:
         return "an implicit conversion to or from bfloat"
     if re.search(r"\bVarDecl\b.* static\b", line) and "__constant" not in line:
         return "a static variable"
+    if "VarDecl" in line and types and re.search(r"__global [^*&]*$", types[0]):
+        return "a variable of the program that is not constant"
     if "LambdaExpr" in line:
         return "a lambda expression"
     if types and re.search(r"\bdouble\b", types[0]) and "Decl" in line:
