@@ -11,6 +11,7 @@ what the first has asked for must have been computed, as it is when a step has e
 on every kernel of the layer is handed to the GPU at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -56,4 +57,5 @@ class Order:
         chain = self._chains[pages]
         chain.latest = done
         if chain.is_shared:
-            mx.async_eval(done)
+            start: Callable[[mx.array], None] = mx.async_eval
+            start(done)
