@@ -1,7 +1,7 @@
 """The CUDA kernels on a real NVIDIA GPU: are they right, and how much of its bandwidth do they use?
 
     pip install cupy-cuda12x numpy     # and nothing else: MLX need not be there
-    python benches/cuda_kernels.py [--quick] [--output FILE]
+    python -m benches.cuda_kernels [--quick] [--output FILE]
 
 Decode is compared with dense attention in float32 over the numbers that the pages hold, and its
 time with a copy on the same device, in turns: GB/s of keys and values read, over GB/s read and
@@ -16,15 +16,15 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+from benches.cuda_texts import SLABS, kernel_text, module
+
 KV_HEADS, RATIO, DIM, PAGE = 8, 4, 128, 256
-SLABS, STRIDE, ROW_FIELDS = 16, 1 << 16, 4
+STRIDE, ROW_FIELDS = 1 << 16, 4
 BATCHES = (1, 8, 32)
 LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 1 << 16)
 BITS = {"fp16": 16, "q4": 4}
@@ -32,51 +32,6 @@ MOST_BYTES = 60 << 30  # of pages; larger combinations are left out
 TOLERANCE = 4e-3  # float16 outputs of size 1
 ROUNDS = 20
 
-PRELUDE = """
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-typedef unsigned short uint16_t;
-typedef int int32_t;
-struct Strides {
-  long long all[4];
-  __device__ long long operator[](unsigned i) const { return all[i]; }
-};
-"""
-# As kernels/gpu_kernels.py has them.
-OF_PAGES = [("const uint16_t*", f"slab{i}") for i in range(SLABS)]
-OF_PAGES += [("const int32_t*", name) for name in ("layouts", "tables", "params", "before")]
-_QUERIES = [("const T*", "queries"), ("const Strides", "queries_strides")]
-_STEP = [
-    (kind, f"{name}{more}")
-    for name in ("keys", "values")
-    for kind, more in (("const T*", ""), ("const Strides", "_strides"))
-]
-_TAIL = [(kind, f"tail_{name}") for kind, name in _STEP]
-ARGUMENTS: dict[str, list[tuple[str, str]]] = {
-    "write": [*_STEP, *OF_PAGES, ("int32_t*", "done")],
-    "decode": [
-        *_QUERIES,
-        *OF_PAGES,
-        ("float*", "partials"),
-        ("float*", "measures"),
-        ("int32_t*", "done"),
-    ],
-    "merge": [
-        ("const float*", "partials"),
-        ("const float*", "measures"),
-        ("const float*", "sinks"),
-        ("const int32_t*", "params"),
-        ("T*", "output"),
-    ],
-    "prefill": [
-        *_QUERIES,
-        *_TAIL,
-        ("const float*", "sinks"),
-        *OF_PAGES,
-        ("T*", "output"),
-        ("int32_t*", "done"),
-    ],
-}
 PARAMETERS = {
     "slab_stride": 0,
     "table_stride": 1,
@@ -87,28 +42,6 @@ PARAMETERS = {
 }
 PARAMETERS |= {"causal": 7, "splits": 8, "split_tiles": 9, "first_basis": 10, "bases": 11}
 PARAMETERS |= {"q_heads": 15}
-
-
-def module(name: str) -> Any:
-    """A file of kernels/ that needs no MLX; importing paged_kv would."""
-    spec = spec_from_file_location(name, KERNELS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-def kernel_text(operation: str, **constants: int) -> str:
-    """A whole CUDA source of one operation in float16, with its constants."""
-    text = module("gpu_text")
-    listed = ", ".join(f"{kind} {name}" for kind, name in ARGUMENTS[operation])
-    lines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
-    return (
-        f"{PRELUDE}{text.header('cuda', operation)}\nusing T = __half;\n"
-        f'extern "C" __global__ void {operation}({listed}) {{\n{lines}'
-        f"{text.body('cuda', operation)}\n}}\n"
-    )
 
 
 @dataclass
@@ -157,7 +90,7 @@ class Bench:
 
     def strides(self, array: Any) -> Any:
         counts = [stride // array.itemsize for stride in array.strides]
-        return np.array(counts, np.int64).view(np.dtype((np.void, 32)))[0]
+        return self.cupy.asarray(np.array(counts, np.int64))
 
     def params(self, **given: float) -> Any:
         numbers = np.zeros(16, np.int32)

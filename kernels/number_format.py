@@ -17,9 +17,9 @@ GROUP = 32  # numbers that share a scale
 MOST = 65504.0  # the largest float16
 LEAST = 2.0**-126  # the smallest float32 of full precision
 GRID = 2048  # steps of the largest number of a group, for the choice of 4-bit codes
-# What the largest may become in steps of a 4-bit code; codes end at -8. On Gaussian numbers, rotated
-# keys and rotated values the first alone gives 21.5 dB of signal to noise, the first two 21.7, all
-# three 21.8; with 24 between 6.75 and 9.5 it is 21.9.
+# What the largest may become in steps of a 4-bit code; codes end at -8. The first alone gives 21.5 dB
+# of signal to noise on Gaussian numbers, rotated keys and rotated values, the first two 21.7, all
+# three 21.8; 23 between 6.75 and 9.5 would give 21.9.
 REACHES = (8.0, 8.5, 7.25)
 
 
@@ -74,10 +74,12 @@ class SixteenBit:
 class Quantised:
     """Codes of 4 or 8 bits, 32 of which share one float16 scale: q4_0 and q8_0 of llama.cpp.
 
-    A number is code * scale; every backend writes the same bytes. All steps are in float32, each
-    rounded to nearest on its own: no product is fused with a sum, and 1 / x and p / q are divisions.
+    A number is code * scale. All steps are in float32, each rounded to nearest on its own: no
+    product is fused with a sum, and 1 / x and p / q are divisions. Every backend then writes the same
+    bytes for the same row. Rotated rows are the same where sums are made in one order: of numbers 1
+    apart first, then of those 2, 4, 8 and so on apart, and all times 1 / sqrt(block size) at the end.
 
-    8 bits: the scale is the largest magnitude over 127. Codes are floor(number * (1 / scale) + 0.5),
+    8 bits: the scale is the largest magnitude over 127. A code is floor(number * (1 / scale) + 0.5),
     clipped to -127 and 127.
 
     4 bits: codes are -8 to 7, and those of several scales are tried, as make_qx_quants of llama.cpp

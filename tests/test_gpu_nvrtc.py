@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from benches.cuda_kernels import kernel_text
+from benches.cuda_texts import kernel_text
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.nvrtc import compiled, why_not
 from tests.gpu_on_cpu.toolchain import why_not as why_not_on_cpu
