@@ -182,12 +182,13 @@ def test_gather(dialect: str, name: FormatName) -> None:
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     batch = written(backend, same(96, v_dim=64), [name], [300, 40, 0])
     tail = normal((3, 2, 6, 96), mx.float16, 5), normal((3, 2, 6, 64), mx.float16, 6)
-    tables, lengths = batch.rows.block_tables, tuple(n + 6 for n in batch.rows.context_lens)
-    lengths = (*lengths[:2], 4)
-    rows = PageRows(tables, lengths, (0, 3, 2), (100, 20, 0), (10, 4, 0))
+    tables, padding, firsts, heads = batch.rows.block_tables, (0, 3, 2), (100, 20, 0), (10, 4, 0)
+    without_tail = PageRows(tables, (300, 40, 0), padding, firsts, heads)
+    # Of the last row's step of 6 two are padding.
+    with_tail = PageRows(tables, (306, 46, 4), padding, firsts, heads)
     plain = LayerPages(batch.pages.geometry, PlainBackend(), STRIDE)
     plain.slabs = batch.pages.slabs
-    for given_tail in (None, tail):
+    for rows, given_tail in ((without_tail, None), (with_tail, tail)):
         ours, theirs = batch.pages.gather(rows, given_tail), plain.gather(rows, given_tail)
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape
