@@ -1,5 +1,6 @@
 """Which backend serves a device, and what the GPU backend leaves to plain operations."""
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -9,11 +10,14 @@ import pytest
 from paged_kv import PagedCacheFactory, doctor_command
 from paged_kv.command_line import main
 from paged_kv.kernels import backend as backend_module
+from paged_kv.kernels import gpu_arrays, gpu_tuning
 from paged_kv.kernels.backend import choose_backend
+from paged_kv.kernels.gpu_arrays import PARAMETERS
 from paged_kv.kernels.gpu_backend import GpuBackend
 from paged_kv.kernels.gpu_kernels import SLABS
+from paged_kv.kernels.gpu_text import header
 from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.page_format import FP16
+from paged_kv.kernels.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
@@ -65,6 +69,30 @@ def test_a_gpu_is_served_by_its_kernels(name: str, monkeypatch: pytest.MonkeyPat
 )
 def test_supported_layers(geometry: LayerGeometry, supported: bool) -> None:
     assert GpuBackend("metal", mx.fast.metal_kernel).supports(geometry) == supported
+
+
+def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
+    text = "".join(header(dialect, "prefill") for dialect in DIALECTS) + header("metal", "decode")
+    text += header("metal", "copy")
+    listed = re.search(r"enum Parameter \{(.*?)\};", text, re.DOTALL)
+    assert listed is not None
+    names = re.findall(r"^  (\w+),?", listed[1], re.MULTILINE)
+    renamed = {"bases_of_values": "bases"}
+    assert tuple(renamed.get(n.lower(), n.lower()) for n in names[:-1]) == PARAMETERS
+    assert names[-1] == "PARAMETERS"
+
+    def constants(name: str) -> list[int]:
+        return [int(number) for number in re.findall(rf"CONSTANT uint {name} = (\d+)", text)]
+
+    assert set(constants("SLABS")) == {SLABS}
+    assert set(constants("ROW_FIELDS")) == {gpu_arrays.ROW_FIELDS}
+    assert set(constants("PAGE_SIZE")) == {PAGE_SIZE}
+    assert set(constants("TILE")) == {gpu_tuning.TILE}
+    assert set(constants("ROW_SIMDGROUPS")) == {gpu_tuning.ROW_SIMDGROUPS}
+    assert set(constants("PREFILL_THREADS")) == {gpu_tuning.PREFILL_THREADS}
+    simdgroups = gpu_tuning.PREFILL_THREADS // gpu_tuning.LANES
+    rows = [simdgroups * count for count in constants("SIMDGROUP_ROWS")]
+    assert rows == [gpu_tuning.PREFILL_ROWS[dialect] for dialect in DIALECTS]
 
 
 @needs_compiler
