@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
+from paged_kv.kernels.gpu_backend import GpuBackend
+from paged_kv.kernels.gpu_kernels import Maker
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.native_backend import NativeBackend
 from paged_kv.kernels.native_library import load_native_library
@@ -73,6 +75,10 @@ class Backend(Protocol):
         with its right padding. Rows end at T, and padding is zeros. Lazy."""
         ...
 
+    def settle(self, pages: "LayerPages") -> None:
+        """Wait until all that was asked of the pages is done, so that others may look at them."""
+        ...
+
     def attend(
         self,
         pages: "LayerPages",
@@ -105,7 +111,31 @@ def _native() -> Backend:
     return NativeBackend(library)
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"plain": PlainBackend, "native": _native}
+def _metal() -> Backend:
+    return GpuBackend("metal", _on_gpu("metal", mx.metal.is_available(), mx.fast.metal_kernel))
+
+
+def _cuda() -> Backend:
+    return GpuBackend("cuda", _on_gpu("cuda", mx.cuda.is_available(), mx.fast.cuda_kernel))
+
+
+def _on_gpu(name: str, is_there: bool, maker: Maker) -> Maker:
+    """The maker of kernels, where MLX computes on such a GPU."""
+    if not is_there or mx.default_device().type != mx.gpu:
+        device = f"computes on {mx.default_device()}" if is_there else f"has no {name} here"
+        raise ValueError(
+            f"PAGED_KV_BACKEND is {name!r}, and MLX {device}. Unset it, or let MLX compute on such "
+            "a GPU (mx.set_default_device(mx.gpu))"
+        )
+    return maker
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "plain": PlainBackend,
+    "native": _native,
+    "metal": _metal,
+    "cuda": _cuda,
+}
 
 
 def choose_backend() -> Backend:
@@ -130,8 +160,8 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
 
 
 def _best() -> Backend:
-    if mx.default_device() != mx.Device(mx.cpu):
-        return PlainBackend()
+    if mx.default_device().type == mx.gpu:
+        return _metal() if mx.metal.is_available() else _cuda()
     library, reason = load_native_library()
     if library is None:
         say_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")

@@ -92,6 +92,7 @@ class LayerPages:
         A later write may show in it, or may have to copy the whole slab because of it: never
         keep it.
         """
+        self._backend.settle(self)
         slab, page = divmod(entry, self.slab_stride)
         units = self.slabs[slab].layout.page_units
         return self.slabs[slab].memory[page * units : (page + 1) * units]

@@ -113,6 +113,9 @@ class NativeBackend:
         self.library.gather(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
         return keys, values
 
+    def settle(self, pages: "LayerPages") -> None:
+        """All is done when a call returns."""
+
     def attend(
         self,
         pages: "LayerPages",

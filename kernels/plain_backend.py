@@ -91,6 +91,9 @@ class PlainBackend:
     ) -> tuple[mx.array, mx.array]:
         return gather(pages, rows, tail)
 
+    def settle(self, pages: "LayerPages") -> None:
+        """Writes are computed at once."""
+
     def attend(
         self,
         pages: "LayerPages",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
+from paged_kv.doctor_command import add_doctor_parser
 from paged_kv.stats_command import add_stats_parser
 from paged_kv.store_command import add_store_parser
 from paged_kv.trace_command import add_trace_parser
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add_stats_parser(commands)
     add_trace_parser(commands)
     add_store_parser(commands)
+    add_doctor_parser(commands)
     return parser
 
 

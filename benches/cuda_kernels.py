@@ -1,0 +1,363 @@
+"""The CUDA kernels on a real NVIDIA GPU: are they right, and how much of its bandwidth do they use?
+
+    pip install cupy-cuda12x numpy     # and nothing else: MLX need not be there
+    python -m benches.cuda_kernels [--quick] [--output FILE]
+
+Decode is compared with dense attention in float32 over the numbers that the pages hold, and its
+time with a copy on the same device, in turns: GB/s of keys and values read, over GB/s read and
+written by the copy. Prefill is compared likewise, and with PyTorch's scaled_dot_product_attention
+where there is a PyTorch. What was measured goes to a file of JSON; nothing has been measured yet.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benches.cuda_texts import SLABS, kernel_text, module
+
+KV_HEADS, RATIO, DIM, PAGE = 8, 4, 128, 256
+STRIDE, ROW_FIELDS = 1 << 16, 4
+BATCHES = (1, 8, 32)
+LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 1 << 16)
+BITS = {"fp16": 16, "q4": 4}
+MOST_BYTES = 60 << 30  # of pages; larger combinations are left out
+TOLERANCE = 4e-3  # float16 outputs of size 1
+ROUNDS = 20
+
+PARAMETERS = {
+    "slab_stride": 0,
+    "table_stride": 1,
+    "kv_heads": 2,
+    "steps": 3,
+    "ratio": 4,
+    "scale": 5,
+}
+PARAMETERS |= {"causal": 7, "splits": 8, "split_tiles": 9, "first_basis": 10, "bases": 11}
+PARAMETERS |= {"q_heads": 15}
+
+
+@dataclass
+class Pages:
+    """One slab with pages of one format, whose entries are 0, 1, 2, ..."""
+
+    memory: Any  # uint16 [pages, words]
+    page_format: str
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.page_format != "fp16"
+
+    @property
+    def offsets(self) -> list[int]:
+        """Words of a page, and where keys' scales, values and values' scales begin."""
+        codes = KV_HEADS * PAGE * DIM * BITS[self.page_format] // 16
+        scales = KV_HEADS * PAGE * DIM // 32 if self.is_quantised else 0
+        half = codes + scales
+        return [2 * half, codes if scales else 0, half, half + codes if scales else half]
+
+    def layouts(self, cupy: Any) -> Any:
+        bits = BITS[self.page_format]
+        fields = [*self.offsets, bits, bits, int(self.is_quantised), int(self.is_quantised)]
+        return cupy.asarray(np.array([fields] * SLABS, np.int32))
+
+
+class Bench:
+    """The kernels on one GPU."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.cupy = cupy
+        self.tuning = module("gpu_tuning")
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def kernel(self, operation: str, **constants: int) -> Any:
+        key = (operation, *constants.items())
+        if key not in self._made:
+            made = self.cupy.RawModule(
+                code=kernel_text(operation, **constants),
+                options=("--std=c++17", "--device-as-default-execution-space"),
+                backend="nvrtc",
+            )
+            self._made[key] = made.get_function(operation)
+        return self._made[key]
+
+    def strides(self, array: Any) -> Any:
+        counts = [stride // array.itemsize for stride in array.strides]
+        return self.cupy.asarray(np.array(counts, np.int64))
+
+    def params(self, **given: float) -> Any:
+        numbers = np.zeros(16, np.int32)
+        fixed = {"slab_stride": STRIDE, "kv_heads": KV_HEADS, "ratio": RATIO}
+        fixed |= {"q_heads": KV_HEADS * RATIO, "causal": 1}
+        for name, number in (fixed | given).items():
+            bits = np.float32(number).view(np.int32) if isinstance(number, float) else number
+            numbers[PARAMETERS[name]] = bits
+        return self.cupy.asarray(numbers)
+
+    def tables(self, batch: int, length: int) -> Any:
+        """Rows of that many tokens, whose pages are mixed."""
+        count = -(-length // PAGE)
+        entries = np.random.default_rng(0).permutation(batch * count).reshape(batch, count)
+        fields = np.zeros((batch, ROW_FIELDS), np.int32)
+        fields[:, 0] = length
+        return self.cupy.asarray(np.concatenate([fields, entries.astype(np.int32)], 1))
+
+    def of_pages(self, pages: Pages, tables: Any, params: Any) -> list[Any]:
+        before = self.cupy.zeros(8, self.cupy.int32)
+        return [*[pages.memory] * SLABS, pages.layouts(self.cupy), tables, params, before]
+
+    def filled(self, page_format: str, batch: int, length: int, tables: Any) -> Pages:
+        """Pages that the write kernel has filled with normal numbers."""
+        count = batch * -(-length // PAGE)
+        empty = Pages(None, page_format)
+        memory = self.cupy.zeros((count, empty.offsets[0]), self.cupy.uint16)
+        pages = Pages(memory, page_format)
+        step = min(length, 4096)
+        done = self.cupy.zeros(8, self.cupy.int32)
+        write = self.kernel("write", K_DIM=DIM, V_DIM=DIM)
+        for end in range(step, length + step, step):
+            end = min(end, length)
+            shape = (batch, KV_HEADS, step, DIM)
+            new = [self.cupy.random.standard_normal(shape, dtype=np.float32) for _ in range(2)]
+            keys, values = (each.astype(np.float16) for each in new)
+            rows = tables.copy()
+            rows[:, 0] = end
+            params = self.params(table_stride=tables.shape[1], steps=step)
+            arguments = [keys, self.strides(keys), values, self.strides(values)]
+            arguments += [*self.of_pages(pages, rows, params), done]
+            write((-(-step // 4), KV_HEADS, 2 * batch), (128, 1, 1), tuple(arguments))
+        return pages
+
+    def decode(self, pages: Pages, tables: Any, length: int) -> tuple[Any, Any, Callable[[], None]]:
+        """Queries, where the output comes, and what computes it."""
+        cupy, batch, heads = self.cupy, tables.shape[0], KV_HEADS * RATIO
+        bases = 1
+        tiles = self.tuning.split_tiles(length, batch * KV_HEADS)
+        splits = -(-(length + 32) // (tiles * 32))
+        params = self.params(
+            table_stride=tables.shape[1],
+            steps=1,
+            scale=DIM**-0.5 * math.log2(math.e),
+            splits=splits,
+            split_tiles=tiles,
+            first_basis=int(pages.is_quantised),
+            bases=bases,
+        )
+        queries = cupy.random.standard_normal((batch, heads, 1, DIM), dtype=np.float32)
+        queries = queries.astype(np.float16)
+        slots = batch * heads * splits
+        partials, measures = (
+            cupy.empty((slots, DIM), np.float32),
+            cupy.empty((slots, 2), np.float32),
+        )
+        output, done = cupy.empty((batch, heads, 1, DIM), np.float16), cupy.zeros(8, np.int32)
+        sinks = cupy.zeros(heads, np.float32)
+        formats = {"fp16": 1, "q4": 4}[pages.page_format]
+        constants = {"K_DIM": DIM, "V_DIM": DIM, "ROWS": RATIO, "BLOCKS": 1, "PARTS": 4}
+        read = self.kernel("decode", **constants, FORMATS=formats)
+        merge = self.kernel("merge", V_DIM=DIM)
+        given = [queries, self.strides(queries), *self.of_pages(pages, tables, params)]
+
+        def run() -> None:
+            size = (KV_HEADS, -(-splits // 4), batch)
+            read(size, (128, 1, 1), (*given, partials, measures, done))
+            merge((heads, batch, 1), (32, 1, 1), (partials, measures, sinks, params, output))
+
+        return queries, output, run
+
+    def prefill(self, pages: Pages, tables: Any, steps: int) -> tuple[Any, Any, Callable[[], None]]:
+        cupy, batch, heads = self.cupy, tables.shape[0], KV_HEADS * RATIO
+        scale = DIM**-0.5 * math.log2(math.e)
+        params = self.params(table_stride=tables.shape[1], steps=steps, scale=scale)
+        queries = cupy.random.standard_normal((batch, heads, steps, DIM), dtype=np.float32)
+        queries = queries.astype(np.float16)
+        output, done = cupy.empty(queries.shape, np.float16), cupy.zeros(8, np.int32)
+        tail, sinks = cupy.zeros((1, 1, 1, DIM), np.float16), cupy.zeros(heads, np.float32)
+        kernel = self.kernel(
+            "prefill", K_DIM=DIM, V_DIM=DIM, FORMATS=1 if not pages.is_quantised else 4
+        )
+        step = [queries, self.strides(queries), *[tail, self.strides(tail)] * 2, sinks]
+        given = [*step, *self.of_pages(pages, tables, params), output, done]
+        rows = -(-steps * RATIO // self.tuning.PREFILL_ROWS["cuda"])
+
+        def run() -> None:
+            kernel((rows, KV_HEADS, batch), (128, 1, 1), tuple(given))
+
+        return queries, output, run
+
+    def numbers(self, pages: Pages, tables: Any, row: int) -> tuple[Any, Any]:
+        """Keys and values [KV_HEADS, tokens, DIM] of a row, as float32."""
+        cupy, length = self.cupy, int(tables[row, 0])
+        held = pages.memory[tables[row, ROW_FIELDS:]]
+        at = pages.offsets
+        sides = []
+        for first, scales in ((0, at[1]), (at[2], at[3])):
+            words = KV_HEADS * PAGE * DIM * BITS[pages.page_format] // 16
+            plane = held[:, first : first + words].reshape(
+                -1, KV_HEADS, PAGE, words // KV_HEADS // PAGE
+            )
+            if pages.is_quantised:
+                count = KV_HEADS * PAGE * DIM // 32
+                steps = held[:, scales : scales + count].reshape(-1, KV_HEADS, PAGE, DIM // 32)
+                numbers = self._decoded(
+                    cupy.ascontiguousarray(plane), cupy.ascontiguousarray(steps)
+                )
+            else:
+                numbers = cupy.ascontiguousarray(plane).view(np.float16).astype(np.float32)
+            sides.append(numbers.transpose(1, 0, 2, 3).reshape(KV_HEADS, -1, DIM)[:, :length])
+        return sides[0], sides[1]
+
+    def _decoded(self, words: Any, scales: Any) -> Any:
+        """Of q4, turned back."""
+        cupy = self.cupy
+        codes = words.view(np.uint8).reshape(*words.shape[:3], DIM // 32, 16)
+        halves = cupy.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
+        numbers = halves * scales.view(np.float16).astype(np.float32)[..., None]
+        at = np.arange(DIM)
+        signs = np.array([[(-1) ** (int(i & j).bit_count()) for i in at] for j in at], np.float32)
+        return numbers.reshape(*words.shape[:3], DIM) @ cupy.asarray(signs / math.sqrt(DIM))
+
+    def error(self, pages: Pages, tables: Any, queries: Any, output: Any, row: int) -> float:
+        """The largest difference of a row's output from dense attention in float32."""
+        cupy = self.cupy
+        keys, values = (each.repeat(RATIO, 0) for each in self.numbers(pages, tables, row))
+        asked = queries[row].astype(np.float32) * DIM**-0.5
+        logits, count, length = asked @ keys.transpose(0, 2, 1), asked.shape[1], keys.shape[1]
+        later = cupy.arange(length)[None] > cupy.arange(length - count, length)[:, None]
+        logits = cupy.where(later[None], -cupy.inf, logits)
+        weights = cupy.exp(logits - logits.max(-1, keepdims=True))
+        expected = weights / weights.sum(-1, keepdims=True) @ values
+        return float(cupy.abs(expected - output[row].astype(np.float32)).max())
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(self.cupy.cuda.get_elapsed_time(start, end)) / 1000
+
+    def in_turns(self, *runs: Callable[[], None]) -> list[float]:
+        """The median seconds of each, one after the other in every round."""
+        for run in runs * 3:
+            run()
+        times = [[self.seconds(run) for run in runs] for _ in range(ROUNDS)]
+        return [statistics.median(each) for each in zip(*times, strict=True)]
+
+
+def decode_results(bench: Bench, quick: bool) -> list[dict[str, Any]]:
+    cupy, results = bench.cupy, []
+    source = cupy.zeros(1 << 29, cupy.uint16)
+    target = cupy.empty_like(source)
+
+    def copy() -> None:
+        cupy.copyto(target, source)
+
+    for batch in BATCHES[:2] if quick else BATCHES:
+        for length in LENGTHS[:2] if quick else LENGTHS:
+            for page_format in BITS:
+                words = Pages(None, page_format).offsets[0]
+                pages_bytes = batch * -(-length // PAGE) * words * 2
+                if pages_bytes > MOST_BYTES:
+                    continue
+                tables = bench.tables(batch, length)
+                pages = bench.filled(page_format, batch, length, tables)
+                queries, output, run = bench.decode(pages, tables, length)
+                decode, copied = bench.in_turns(run, copy)
+                error = bench.error(pages, tables, queries, output, batch - 1)
+                share = pages_bytes / decode / (2 * source.nbytes / copied)
+                results.append(
+                    {
+                        "operation": "decode",
+                        "format": page_format,
+                        "batch": batch,
+                        "tokens": length,
+                        "microseconds": 1e6 * decode,
+                        "share_of_copy_bandwidth": share,
+                        "largest_error": error,
+                    }
+                )
+                say(results[-1])
+                del pages, run, queries, output
+                cupy.get_default_memory_pool().free_all_blocks()
+    return results
+
+
+def prefill_results(bench: Bench, quick: bool) -> list[dict[str, Any]]:
+    results = []
+    for page_format in BITS:
+        for steps in (512,) if quick else (512, 2048, 8192):
+            tables = bench.tables(1, steps)
+            pages = bench.filled(page_format, 1, steps, tables)
+            queries, output, run = bench.prefill(pages, tables, steps)
+            keys, values = bench.numbers(pages, tables, 0)
+            others = [] if (dense := torch_attention(queries, keys, values)) is None else [dense]
+            seconds = bench.in_turns(run, *others)
+            result: dict[str, Any] = {
+                "operation": "prefill",
+                "format": page_format,
+                "tokens": steps,
+                "microseconds": 1e6 * seconds[0],
+                "largest_error": bench.error(pages, tables, queries, output, 0),
+            }
+            if others:
+                result["times_torch"] = seconds[0] / seconds[1]
+            results.append(result)
+            say(result)
+    return results
+
+
+def torch_attention(queries: Any, keys: Any, values: Any) -> Callable[[], None] | None:
+    """The same by PyTorch, where there is one."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    q = torch.as_tensor(queries, device="cuda")
+    k, v = (torch.as_tensor(each, device="cuda").half()[None] for each in (keys, values))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def run() -> None:
+        attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return run
+
+
+def say(result: dict[str, Any]) -> None:
+    print("  ".join(f"{name} {_short(value)}" for name, value in result.items()), flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="small shapes only")
+    parser.add_argument("--output", type=Path, help="where the results go, as JSON")
+    arguments = parser.parse_args()
+    try:
+        import cupy
+    except ImportError:
+        print("cuda_kernels: no cupy: pip install cupy-cuda12x", file=sys.stderr)
+        return 1
+    bench = Bench(cupy)
+    results = decode_results(bench, arguments.quick) + prefill_results(bench, arguments.quick)
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"device": name, "results": results}, indent=1))
+    wrong = [result for result in results if not result["largest_error"] <= TOLERANCE]
+    for result in wrong:
+        print(f"WRONG: {result}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+  // On paper, for heads of 128 on an H200, as in decode.cu: 128 threads, 4 warps with 16 of 64 query
+  // rows each. Shared memory: queries 64 * 136 * 2 bytes and a tile of 32 * 136 * 2, 26 KiB; with heads
+  // of 256 64 * 264 * 2 and 16 * 264 * 2, 42 KiB of the 48 that a kernel has without asking.
+  // Registers: values 64, logits 16, operands 6, addresses about 30: 116, so 4 blocks a
+  // multiprocessor. A tile is 1.05 MFLOP for 16 KiB, 64 FLOP a byte. mma.sync reaches about 60 % of
+  // what Hopper's wgmma does, and tiles are not loaded while the one before is computed: within twice
+  // the time of a tuned flash attention is an aim, and not what the arithmetic promises.
+  // As vectors, so that they lie at multiples of 16 bytes.
+  __shared__ float4 queries_here[paged_kv::BLOCK_ROWS * (K_DIM + paged_kv::PAD) / 8];
+  __shared__ float4 tile_numbers[paged_kv::tile_tokens(K_DIM, V_DIM) * paged_kv::tile_row(K_DIM, V_DIM) / 8];
+  paged_kv::prefill<T, K_DIM, V_DIM, FORMATS>(
+      queries, queries_strides, tail_keys, tail_keys_strides, tail_values, tail_values_strides, sinks,
+      pages, place, (T*)queries_here, (T*)tile_numbers, output);

@@ -1,0 +1,112 @@
+// Where the rows of tokens are: kernels/page_format.py in the words of a kernel.
+//
+// Everything that says so comes as 32-bit integers, made by kernels/gpu_arrays.py.
+
+namespace paged_kv {
+
+CONSTANT uint PAGE_SIZE = 256;
+CONSTANT uint LANES = 32;
+CONSTANT uint GROUP = 32;  // numbers that share a scale
+CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
+
+// How a row holds numbers: in the model's dtype, or as codes of so many bits.
+CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
+
+// Logits are in base 2. A hidden one is NEVER, and a running maximum starts at LOWEST: the
+// difference of the two is so far below zero that the weight is exactly 0.
+CONSTANT float NEVER = -1e30f;
+CONSTANT float LOWEST = -1e29f;
+CONSTANT float LOG2_E = 1.44269504088896340736f;
+
+// Numbers of the array `params`, by place.
+enum Parameter {
+  SLAB_STRIDE,   // a table entry is slab * SLAB_STRIDE + page
+  TABLE_STRIDE,  // numbers of a row of the tables
+  KV_HEADS,
+  STEPS,         // tokens of the step
+  RATIO,         // query heads to a KV head
+  SCALE,         // of base-2 logits: the bits of a float
+  WINDOW,        // 0: none
+  CAUSAL,
+  SPLITS,        // parts of a row's context
+  SPLIT_TILES,   // tiles of each
+  FIRST_BASIS,   // of the values that pages hold: 0 as they are, 1 rotated
+  BASES_OF_VALUES,
+  TAIL,          // tokens of a step that no page holds yet
+  HAS_SINKS,
+  TOKENS,        // of what is gathered
+  Q_HEADS,
+  PARAMETERS
+};
+
+// The place of a thread; simdgroups are warps in CUDA.
+struct Place {
+  uint x, y, z;      // of the threadgroup in the grid
+  uint simdgroup;    // in the threadgroup
+  uint lane;
+  uint index;        // in the threadgroup
+};
+
+struct Slabs {
+  DEVICE const ushort* memory[SLABS];
+};
+
+// Keys or values of one head of one page, from its first token on.
+struct Rows {
+  DEVICE const ushort* numbers;
+  DEVICE const ushort* scales;
+  uint format;
+  bool rotated;
+};
+
+// Fields of a slab's layout: words of a page, then where keys' scales, values and their scales
+// begin in it, and how both are held.
+CONSTANT uint LAYOUT_FIELDS = 8;
+
+// Fields of a row of the tables: tokens, padding behind them, and how many tokens are its own at
+// the beginning and from where on again. Its entries follow.
+CONSTANT uint ROW_FIELDS = 4;
+
+// Words of a token's row.
+constexpr uint row_words(uint format, uint dim) { return dim * format / 16; }
+
+struct Pages {
+  Slabs slabs;
+  DEVICE const int* layouts;
+  DEVICE const int* tables;
+  DEVICE const int* params;
+
+  inline uint parameter(Parameter at) const THREAD { return uint(params[at]); }
+
+  // A row of the tables.
+  inline DEVICE const int* row(uint number) const THREAD {
+    return tables + number * parameter(TABLE_STRIDE);
+  }
+
+  // Keys, or values, of `dim` numbers.
+  inline Rows rows(uint entry, uint head, uint dim, bool values) const THREAD {
+    uint stride = parameter(SLAB_STRIDE), slab = entry / stride;
+    DEVICE const int* layout = layouts + slab * LAYOUT_FIELDS;
+    DEVICE const ushort* page = slabs.memory[slab] + (entry - slab * stride) * ulong(layout[0]);
+    uint format = uint(layout[values ? 5 : 4]);
+    uint numbers_at = values ? uint(layout[2]) : 0, scales_at = uint(layout[values ? 3 : 1]);
+    uint row = head * PAGE_SIZE;
+    return {page + numbers_at + row * row_words(format, dim), page + scales_at + row * (dim / GROUP),
+            format, layout[values ? 7 : 6] != 0};
+  }
+};
+
+// Which of a step's tokens are not padding, and the position of the first of them.
+struct Own {
+  uint begin, end, position;
+};
+
+inline Own own_tokens(DEVICE const int* row, uint steps) {
+  int padding = row[1], length = row[0], end = int(steps) - padding;
+  int begin = int(steps) - length - padding;
+  if (begin < 0) begin = 0;
+  if (end < begin) end = begin;
+  return {uint(begin), uint(end), uint(length - (end - begin))};
+}
+
+}  // namespace paged_kv

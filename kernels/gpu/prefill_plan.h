@@ -1,0 +1,119 @@
+// What a threadgroup of prefill does, for matrices of any kind.
+//
+// It takes query rows of one KV head, so that keys and values that it has read serve all of them: row r
+// is query r / ratio of the step, head r % ratio of the group. A simdgroup takes some of the rows.
+// Keys of 16 or 32 tokens, then their values, are turned into the model's dtype in threadgroup
+// memory; such a tile lies in one page.
+
+namespace paged_kv {
+
+CONSTANT uint PREFILL_THREADS = 128;
+CONSTANT uint PREFILL_SIMDGROUPS = PREFILL_THREADS / LANES;
+CONSTANT uint BLOCK_ROWS = PREFILL_SIMDGROUPS * SIMDGROUP_ROWS;
+
+constexpr uint tile_tokens(uint k_dim, uint v_dim) { return k_dim > 128 || v_dim > 128 ? 16 : 32; }
+constexpr uint tile_row(uint k_dim, uint v_dim) { return (k_dim > v_dim ? k_dim : v_dim) + PAD; }
+
+// What a lane's row of queries sees.
+struct QueryRow {
+  uint step, head;     // of the step, of the group
+  bool is_there;       // not padding
+  uint begin, end;     // positions that it sees
+};
+
+// What a threadgroup's rows see together; nothing where all are padding.
+struct Block {
+  Own own;
+  uint first_row, length, begin, end;
+};
+
+inline uint first_seen(uint position, uint window) {
+  return window && position >= window ? position - window + 1 : 0;
+}
+
+inline Block block_of(const THREAD Pages& pages, DEVICE const int* row, uint first_row) {
+  uint steps = pages.parameter(STEPS), ratio = pages.parameter(RATIO);
+  Block block = {own_tokens(row, steps), first_row, uint(row[0]), 0, 0};
+  uint first = first_row / ratio, last = (first_row + BLOCK_ROWS - 1) / ratio + 1;
+  first = larger(first, block.own.begin);
+  last = smaller(last, block.own.end);
+  if (first >= last) return block;
+  uint position = block.own.position + first - block.own.begin;
+  block.begin = first_seen(position, pages.parameter(WINDOW));
+  block.end = pages.parameter(CAUSAL) ? position + last - first : block.length;
+  return block;
+}
+
+inline QueryRow query_row(const THREAD Pages& pages, Block block, uint number) {
+  uint ratio = pages.parameter(RATIO), step = number / ratio;
+  QueryRow row = {step, number % ratio, step >= block.own.begin && step < block.own.end, 0, 0};
+  if (!row.is_there) return row;
+  uint position = block.own.position + step - block.own.begin;
+  row.begin = first_seen(position, pages.parameter(WINDOW));
+  row.end = pages.parameter(CAUSAL) ? position + 1 : block.length;
+  return row;
+}
+
+// A simdgroup's own queries, in base 2, in the basis of the keys.
+template <typename T, uint DIM, typename Strides>
+inline void stage_rows(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
+                       Block block, const THREAD Place& place, bool rotated, SHARED T* staged) {
+  float scale = float_of_bits(pages.parameter(SCALE));
+  lanes_meet();
+  for (uint r = 0; r < SIMDGROUP_ROWS; r++) {
+    QueryRow row = query_row(pages, block, block.first_row + place.simdgroup * SIMDGROUP_ROWS + r);
+    ulong head = place.y * pages.parameter(RATIO) + row.head;
+    DEVICE const T* query = queries + place.z * ulong(strides[0]) + head * ulong(strides[1]);
+    float x[numbers_of_lane(DIM)];
+    for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+      uint at = i * LANES + place.lane;
+      bool is_there = row.is_there && at < DIM;
+      ulong number = row.step * ulong(strides[2]) + at * ulong(strides[3]);
+      x[i] = is_there ? float(query[number]) * scale : 0.0f;
+    }
+    if (rotated) rotate<DIM>(x, place.lane);
+    for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+      uint at = i * LANES + place.lane;
+      if (at < DIM) staged[r * (DIM + PAD) + at] = T(x[i]);
+    }
+  }
+  lanes_meet();
+}
+
+// Tokens of a tile: in a page from `first` on, or of the step; those outside [begin, end) are not
+// read, and zeros stand for them.
+struct Tile {
+  bool in_tail;
+  uint first, position, begin, end;
+};
+
+template <typename T, uint FORMATS>
+inline void read_any(Rows rows, uint token, uint octet, uint dim, THREAD float* x) {
+  DEVICE const ushort* row = rows.numbers + token * row_words(rows.format, dim);
+  DEVICE const ushort* scales = rows.scales + token * (dim / GROUP);
+  if (FORMATS & mask_of(FLOATS) && rows.format == FLOATS) read_octet<T, FLOATS>(row, scales, octet, x);
+  if (FORMATS & mask_of(Q8) && rows.format == Q8) read_octet<T, Q8>(row, scales, octet, x);
+  if (FORMATS & mask_of(Q4) && rows.format == Q4) read_octet<T, Q4>(row, scales, octet, x);
+}
+
+// Keys or values of a tile, by all threads of the threadgroup.
+template <typename T, uint DIM, uint TOKENS, uint STRIDE, uint FORMATS, typename Strides>
+inline void load_tile(Tile tile, Rows rows, DEVICE const T* tail, Strides strides,
+                      const THREAD Place& place, SHARED T* to) {
+  threads_meet();
+  for (uint i = place.index; i < TOKENS * (DIM / 8); i += PREFILL_THREADS) {
+    uint token = i / (DIM / 8), octet = i % (DIM / 8), position = tile.position + token;
+    float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    bool is_there = position >= tile.begin && position < tile.end;
+    if (is_there && !tile.in_tail) read_any<T, FORMATS>(rows, tile.first + token, octet, DIM, x);
+    if (is_there && tile.in_tail) {
+      ulong first = place.z * ulong(strides[0]) + place.y * ulong(strides[1]) +
+                    (tile.first + token) * ulong(strides[2]);
+      for (uint k = 0; k < 8; k++) x[k] = float(tail[first + (octet * 8 + k) * ulong(strides[3])]);
+    }
+    for (uint k = 0; k < 8; k++) to[token * STRIDE + octet * 8 + k] = T(x[k]);
+  }
+  threads_meet();
+}
+
+}  // namespace paged_kv

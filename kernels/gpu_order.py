@@ -1,0 +1,61 @@
+"""In which order a GPU reads and writes the pages of a layer.
+
+MLX orders kernels by the arrays that they take and give. A kernel that writes a slab in place gives
+none that readers of the slab would take; so every kernel that touches pages gives a small token,
+and takes the one of the kernel before it. One chain for each layer of a pool: a read waits for
+the writes before it, and a write for the reads, so that a page is never written again while an
+earlier kernel may still read it.
+
+What one thread leaves to be computed no other thread can compute. So where a second thread comes,
+what the first has asked for must have been computed, as it is when a step has ended; and from then
+on every kernel of the layer is handed to the GPU at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from paged_kv.kernels.gpu_kernels import DONE
+
+if TYPE_CHECKING:
+    from paged_kv.kernels.layer_pages import LayerPages
+
+
+@dataclass
+class _Chain:
+    latest: mx.array
+    thread: int
+    is_shared: bool = False
+
+
+class Order:
+    """The latest token of each layer."""
+
+    def __init__(self) -> None:
+        self._chains: WeakKeyDictionary[LayerPages, _Chain] = WeakKeyDictionary()
+
+    def before(self, pages: "LayerPages") -> mx.array:
+        """What the next kernel takes.
+
+        Raises:
+            RuntimeError: another thread has asked for something that it has not computed yet.
+        """
+        if pages not in self._chains:
+            self._chains[pages] = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
+        chain = self._chains[pages]
+        if chain.thread != get_ident():
+            mx.eval(chain.latest)
+            chain.thread, chain.is_shared = get_ident(), True
+        return chain.latest
+
+    def after(self, pages: "LayerPages", done: mx.array) -> None:
+        """What the kernel has given."""
+        chain = self._chains[pages]
+        chain.latest = done
+        if chain.is_shared:
+            start: Callable[[mx.array], None] = mx.async_eval
+            start(done)

@@ -1,0 +1,17 @@
+  // On paper, for heads of 128 with 4 query heads to a KV head on an M3 Max, as in decode.metal.
+  //   Threads: 128 a threadgroup, 4 simdgroups with 8 of 32 query rows each. A step of 2,048 tokens is
+  //     256 threadgroups for each KV head.
+  //   Threadgroup memory: queries 32 * 136 * 2 bytes, tile 32 * 136 * 2: 17 KiB, so 3 threadgroups a
+  //     core. With heads of 256: 32 * 264 * 2 and 16 * 264 * 2, 25 KiB of the 32 that one may have.
+  //   Registers: values 32, logits 8, operands about 8, addresses and masks about 24: 72. With heads of
+  //     256, where tiles are half as long: 64 + 4 + 8 + 24 = 100 of 128.
+  //   Arithmetic and bytes: a tile is 2 * 32 * 32 * 128 multiply-adds, 0.52 MFLOP, for 16 KiB of keys
+  //     and values: 32 FLOP a byte, at 14 TFLOP/s and 400 GB/s the balance is 35. Threadgroups of
+  //     neighbouring rows read the same pages at about the same time, from the cache of 48 MiB.
+  //   Tiles: 32 tokens of 16 bits for heads up to 128, 16 above, so that two tiles and the queries
+  //     would fit and one does; both divide a page.
+  threadgroup T queries_here[paged_kv::BLOCK_ROWS * (K_DIM + paged_kv::PAD)];
+  threadgroup T tile_numbers[paged_kv::tile_tokens(K_DIM, V_DIM) * paged_kv::tile_row(K_DIM, V_DIM)];
+  paged_kv::prefill<T, K_DIM, V_DIM, FORMATS>(
+      queries, queries_strides, tail_keys, tail_keys_strides, tail_values, tail_values_strides, sinks,
+      pages, place, queries_here, tile_numbers, output);

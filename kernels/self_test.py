@@ -1,0 +1,163 @@
+"""Every kernel of a backend once, on this device, against plain operations and float64.
+
+Pages begin with all bits set, so that what a kernel does not write, or must not read, shows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.kernels.backend import Backend, backend_for
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.number_format import WORD
+from paged_kv.kernels.page_format import page_format_named
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
+
+FORMATS = ("fp16", "q8", "q4")
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
+STRIDE, SLAB_PAGES = 8, 3
+LENGTHS = (300, 31)
+TABLES = ((1, 0), (2,))
+# Numbers are of size 1; float16 has 11 significant bits, bfloat16 has 8.
+TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
+# Of a page's bytes: sums that are made in another order may give the next code.
+OTHER_BYTES = 1e-4
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kernel on one kind of page.
+
+    Attributes:
+        run: does it; returns how far off the result is.
+        tolerance: how far it may be.
+    """
+
+    name: str
+    run: Callable[[], float]
+    tolerance: float
+
+
+def checks(backend: Backend) -> Iterator[Check]:
+    """All checks of a backend. Each makes its own pages."""
+    for dtype_name, dtype in DTYPES.items():
+        for page_format in FORMATS:
+            test = _Test(backend, page_format, dtype)
+            kind = f"{page_format} {dtype_name}"
+            near = TOLERANCES[dtype]
+            yield Check(f"write {kind}", test.write, OTHER_BYTES if page_format != "fp16" else 0)
+            yield Check(f"decode {kind}", partial(test.attend, 1, None), near)
+            yield Check(f"decode in a window {kind}", partial(test.attend, 1, WINDOW), near)
+            yield Check(f"prefill {kind}", partial(test.attend, 20, None), near)
+            yield Check(f"gather {kind}", test.gather, near)
+            yield Check(f"copy {kind}", test.copy, 0)
+            yield Check(f"convert {kind}", test.convert, 0.15)
+
+
+class _Test:
+    """Pages of one format that a backend writes, and the same that plain operations write."""
+
+    def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype) -> None:
+        self.backend, self.page_format, self.dtype = backend, page_format, dtype
+        self.geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
+        self.rows = PageRows(TABLES, LENGTHS, (0,) * len(LENGTHS))
+
+    def write(self) -> float:
+        """The share of bytes that differ."""
+        ours, theirs = (
+            np.concatenate([np.array(pages.page(page)).reshape(-1) for page in range(SLAB_PAGES)])
+            for pages in (self._written(self.backend), self._written(PlainBackend()))
+        )
+        return float(np.mean(ours.view(np.uint8) != theirs.view(np.uint8)))
+
+    def attend(self, count: int, window: int | None) -> float:
+        """The largest difference from attention in float64."""
+        pages, scale = self._written(self.backend), DIM**-0.5
+        queries = self._normal((len(LENGTHS), KV_HEADS * RATIO, count, DIM), seed=3)
+        sinks = self._normal((KV_HEADS * RATIO,), seed=4)
+        found = pages.attend(queries, self.rows, scale=scale, window=window, sinks=sinks)
+        keys, values = map(_numbers, self._plain(pages).gather(self.rows))
+        worst = 0.0
+        for row, length in enumerate(LENGTHS):
+            own = slice(keys.shape[2] - length, None)
+            expected = _attention(
+                _numbers(queries[row]) * scale,
+                keys[row, :, own].repeat(RATIO, 0),
+                values[row, :, own].repeat(RATIO, 0),
+                _numbers(sinks),
+                window or length,
+            )
+            worst = max(worst, np.abs(_numbers(found[row]) - expected).max())
+        return worst
+
+    def gather(self) -> float:
+        """The largest difference from what plain operations gather."""
+        pages = self._written(self.backend)
+        pairs = zip(pages.gather(self.rows), self._plain(pages).gather(self.rows), strict=True)
+        return max(float(np.abs(_numbers(a) - _numbers(b)).max()) for a, b in pairs)
+
+    def copy(self) -> float:
+        """How many bytes of a copy differ."""
+        pages = self._written(self.backend)
+        pages.copy({1: STRIDE})
+        return float(np.sum(np.array(pages.page(1)) != np.array(pages.page(STRIDE))))
+
+    def convert(self) -> float:
+        """How far numbers move from a page of 16 bits, or of 8 bits to one, of the largest."""
+        pages = self._written(self.backend)
+        pages.convert({1: 2 * STRIDE})
+        rows = PageRows(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
+        before, after = _numbers(self._plain(pages).gather(rows)[0])
+        return float(np.abs(before - after).max() / np.abs(before).max())
+
+    def _written(self, backend: Backend) -> LayerPages:
+        """A slab that is written, one more of its format, and one of another."""
+        pages = LayerPages(self.geometry, backend_for(backend, self.geometry), STRIDE)
+        other = "q8" if self.page_format == "fp16" else "fp16"
+        for slab, name in enumerate((self.page_format, self.page_format, other)):
+            pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
+            first = slab * STRIDE
+            unset = mx.full(pages.page(first).shape, 0xFFFF, dtype=WORD)
+            pages.load(dict.fromkeys(range(first, first + SLAB_PAGES), unset))
+        shape = (len(LENGTHS), KV_HEADS, max(LENGTHS), DIM)
+        pages.write(self._normal(shape, seed=1), self._normal(shape, seed=2), self.rows)
+        return pages
+
+    def _plain(self, pages: LayerPages) -> LayerPages:
+        """The same memory, read by plain operations."""
+        pages.page(0)  # what was asked of it is done then
+        plain = LayerPages(self.geometry, PlainBackend(), STRIDE)
+        plain.slabs = pages.slabs
+        return plain
+
+    def _normal(self, shape: tuple[int, ...], seed: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(seed)).astype(self.dtype)
+
+
+def _numbers(array: mx.array) -> Numbers:
+    return np.asarray(array.astype(mx.float32)).astype(np.float64)
+
+
+def _attention(
+    queries: Numbers, keys: Numbers, values: Numbers, sinks: Numbers, window: int
+) -> Numbers:
+    """[heads, S, dim] of scaled queries, the last tokens of [heads, T, dim]."""
+    count, length = queries.shape[1], keys.shape[1]
+    at = np.arange(length - count, length)[:, None]
+    tokens = np.arange(length)
+    sees = (tokens <= at) & (tokens > at - window)
+    logits = np.where(sees, queries @ keys.swapaxes(1, 2), -np.inf)
+    with_sinks = np.concatenate([logits, np.repeat(sinks[:, None, None], count, 1)], -1)
+    weights = np.exp(with_sinks - with_sinks.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    result: Numbers = weights[..., :-1] @ values
+    return result

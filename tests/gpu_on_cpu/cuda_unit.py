@@ -1,0 +1,101 @@
+"""The text that MLX generates for a CUDA kernel, and the translation unit that a CPU can run.
+
+MLX makes no such text where it has no CUDA. What makes it is mlx/backend/cuda/custom_kernel.cpp;
+here is the same for the arguments that the kernels have.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv.kernels.gpu_text import header_path
+from tests.gpu_on_cpu.toolchain import HERE, Unit
+
+# The one instruction that no CPU has.
+MMA = header_path("cuda", "mma")
+
+DTYPES = {
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float32: "float",
+    mx.uint16: "uint16_t",
+    mx.int32: "int32_t",
+}
+NAMES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
+FLAGS = ["-x", "c++", "-std=c++20", "-nostdinc++", "-I", str(HERE / "cuda_headers")]
+FLAGS += ["-include", "cuda_prelude.h"]
+# What begins a kernel; MLX puts these lines before each.
+BEFORE = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+"""
+
+
+def generated_text(
+    name: str,
+    header: str,
+    source: str,
+    inputs: Sequence[tuple[str, mx.array]],
+    outputs: Sequence[tuple[str, mx.Dtype]],
+    template: Sequence[tuple[str, Any]],
+) -> tuple[str, str]:
+    """The name that MLX gives a kernel, and its text."""
+    constants = [value for _, value in template]
+    called = "_".join([f"custom_kernel_{name}", *(NAMES.get(c, str(c)) for c in constants)])
+    parameters = []
+    for each, array in inputs:
+        parameters.append(f"    const {DTYPES[array.dtype]}* {each}")
+        if f"{each}_strides" in source:
+            parameters.append(f"    const __grid_constant__ Strides {each}_strides")
+    parameters += [f"    {DTYPES[dtype]}* {each}" for each, dtype in outputs]
+    lines = [
+        f"  constexpr int {each} = {value};"
+        if isinstance(value, int)
+        else f"  using {each} = {DTYPES[value]};"
+        for each, value in template
+    ]
+    text = f"{BEFORE}{header}namespace mlx::core::cu {{\n\n__global__ void {called}(\n"
+    text += ",\n".join(parameters) + ") {\n" + "\n".join(lines) + f"\n\n{source}\n}}\n\n"
+    return called, text + "} // namespace mlx::core::cu\n"
+
+
+@cache
+def cuda_unit(text: str) -> Unit:
+    """Of such a text."""
+    begin = text.rindex("__global__ void")
+    end = text.index(") {", begin)
+    called, _, listed = text[begin:end].removeprefix("__global__ void ").partition("(\n")
+    parameters = [line.strip().rstrip(",") for line in listed.splitlines()]
+    arguments = [
+        f"*({each.split()[-2]}*)at[{i}]" if "__grid_constant__" in each else _pointer(each, i)
+        for i, each in enumerate(parameters)
+    ]
+    text = text.replace(MMA.read_text(), (HERE / "mma_on_cpu.h").read_text())
+    source = f'# 1 "kernel"\n{_with_shared_memory(text)}'
+    entry = (
+        '\n# 1 "entry"\nextern "C" __attribute__((visibility("default"), no_sanitize("thread")))\n'
+        "void entry(const uint64_t* at) { using namespace mlx::core::cu; "
+        f"{called}({', '.join(arguments)}); }}\n"
+    )
+    return Unit(source + entry, "cpp", tuple(FLAGS), tuple(each.split()[-1] for each in parameters))
+
+
+def _pointer(parameter: str, number: int) -> str:
+    return f"({parameter.rsplit(' ', 1)[0]})at[{number}]"
+
+
+def _with_shared_memory(text: str) -> str:
+    """Shared variables as the runtime's memory, on the same lines."""
+    numbers = iter(range(1000))
+
+    def place(found: re.Match[str]) -> str:
+        dtype, name, size = found.groups()
+        memory = f"gpu_shared({next(numbers)}, sizeof({dtype}) * ({size}))"
+        return f"{dtype} (&{name})[{size}] = *({dtype} (*)[{size}]){memory};"
+
+    return re.sub(r"\b__shared__ (\w+) (\w+)\[([^;]*)\];", place, text)

@@ -1,0 +1,43 @@
+"""What Metal refuses and C++ for OpenCL does not: found in clang's syntax tree."""
+
+import re
+
+# Of something that has a name: what the compiler adds by itself has none.
+DECLARATION = re.compile(
+    r"\b(?:ParmVarDecl|VarDecl|FieldDecl)\b[^']* (?!used |referenced )[A-Za-z_]\w* '"
+)
+
+
+def faults_of_metal(tree: str) -> set[str]:
+    """What Metal would not compile, in a dump of the syntax tree."""
+    faults: set[str] = set()
+    in_kernel, line_number = False, "?"
+    for line in tree.splitlines():
+        place = re.search(r"<([^>]*)>", line)
+        if place:
+            for file, at in re.findall(r"([\w./-]+):(\d+):\d+", place[1]):
+                line_number = at
+                if file != "line":
+                    in_kernel = file == "kernel"
+        if in_kernel and (fault := _fault(line)):
+            faults.add(f"kernel:{line_number}: {fault}")
+    return faults
+
+
+def _fault(line: str) -> str:
+    types = re.findall(r"'([^']*)'", line)
+    if DECLARATION.search(line) and types and "__generic" in types[0]:
+        return f"'{types[0]}' has no address space"
+    is_implicit = "ImplicitCastExpr" in line and "part_of_explicit_cast" not in line
+    converts = re.search(r"<(FloatingCast|IntegralToFloating)>", line)
+    if is_implicit and converts and "__bf16" in "".join(types):
+        return "an implicit conversion to or from bfloat"
+    if re.search(r"\bVarDecl\b.* static\b", line) and "__constant" not in line:
+        return "a static variable"
+    if "VarDecl" in line and types and re.search(r"__global [^*&]*$", types[0]):
+        return "a variable of the program that is not constant"
+    if "LambdaExpr" in line:
+        return "a lambda expression"
+    if types and re.search(r"\bdouble\b", types[0]) and "Decl" in line:
+        return "a double"
+    return ""

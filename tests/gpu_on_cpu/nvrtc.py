@@ -1,0 +1,69 @@
+"""NVIDIA's own compiler, from wheels: it needs no GPU and no driver."""
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+OPTIONS = ["--device-as-default-execution-space", "--std=c++17"]
+# In the place of MLX's header, which its Linux wheel without CUDA has not.
+UTILS = b"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda/std/array>
+#include <cuda/std/cstdint>
+namespace mlx::core::cu {
+using cuda::std::int32_t;
+using cuda::std::int64_t;
+using cuda::std::uint16_t;
+using Strides = cuda::std::array<int64_t, 10>;
+}
+"""
+UTILS_NAME = b"mlx/backend/cuda/device/utils.cuh"
+
+
+def why_not() -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    missing = "no NVRTC: pip install 'paged-kv[nvrtc]'"
+    if find_spec("nvidia") is None:
+        return missing
+    return "" if find_spec("nvidia.cuda_nvrtc") and find_spec("nvidia.cuda_cccl") else missing
+
+
+@cache
+def _folder(package: str) -> Path:
+    spec = find_spec(f"nvidia.{package}")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    (path,) = (_folder("cuda_nvrtc") / "lib").glob("libnvrtc.so.*")
+    return ctypes.CDLL(str(path))
+
+
+def compiled(text: str, architecture: str) -> tuple[int, str]:
+    """How many bytes of machine code an architecture such as "sm_90" takes for a text, 0 if it does
+    not compile, and what NVRTC says."""
+    library, program = _library(), ctypes.c_void_p()
+    names, headers = (ctypes.c_char_p * 1)(UTILS_NAME), (ctypes.c_char_p * 1)(UTILS)
+    created = library.nvrtcCreateProgram(
+        ctypes.byref(program), text.encode(), b"kernel.cu", 1, headers, names
+    )
+    assert created == 0
+    includes = [
+        f"--include-path={_folder(each) / 'include'}" for each in ("cuda_runtime", "cuda_cccl")
+    ]
+    options = [*OPTIONS, f"--gpu-architecture={architecture}", *includes]
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = library.nvrtcCompileProgram(program, len(options), given)
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    if not failed:
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return 0 if failed else size.value, log.value.decode()

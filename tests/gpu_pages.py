@@ -1,0 +1,143 @@
+"""Pages that GPU kernels write and read, on this CPU; and what they must give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv.kernels.gpu_backend import GpuBackend
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.number_format import WORD
+from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.page_rows import PageRows
+from tests.dense_attention import Numbers, dense_attention
+from tests.gpu_on_cpu.emulated import Device
+from tests.gpu_on_cpu.launch import Mode
+from tests.gpu_on_cpu.toolchain import why_not
+from tests.page_numbers import numbers_in
+
+needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
+
+DIALECTS = ["metal", "cuda"]
+# Threadgroup memory of an Apple GPU, and static shared memory of an NVIDIA one.
+SHARED = {"metal": 32 << 10, "cuda": 48 << 10}
+STRIDE = 8
+SLAB_PAGES = 8
+# Largest difference from float64. The kernels add in float32; MLX rounds outputs to the dtype, and
+# prefill also keys, values and, on CUDA, weights.
+TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
+
+
+def device_of(dialect: str, *orders: str, checked: bool = True) -> Device:
+    """Where kernels run in each of the orders, forward if none is given."""
+    shared = SHARED[dialect]
+    names = orders or ("forward",)
+    return Device([Mode(checked, order, seed=1, shared_limit=shared) for order in names])
+
+
+def backend_on(device: Device, dialect: str) -> GpuBackend:
+    maker = {"metal": device.metal_kernel, "cuda": device.cuda_kernel}[dialect]
+    return GpuBackend(dialect, maker)
+
+
+def same(
+    dim: int, dtype: mx.Dtype = mx.float16, *, heads: int = 2, v_dim: int = 0
+) -> LayerGeometry:
+    return LayerGeometry(heads, dim, dtype, heads, v_dim or dim, dtype)
+
+
+def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def numbers(array: mx.array) -> Numbers:
+    return np.asarray(array.astype(mx.float32)).astype(np.float64)
+
+
+def new_pages(backend: Any, geometry: LayerGeometry, formats: Sequence[FormatName]) -> LayerPages:
+    """A slab of each format, with all bits set: codes, scales and floats of NaN."""
+    pages = LayerPages(geometry, backend, STRIDE)
+    for slab, name in enumerate(formats):
+        pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
+        memory = pages.slabs[slab].memory
+        pages.slabs[slab].memory = mx.contiguous(mx.full(memory.shape, 0xFFFF, dtype=WORD))
+        mx.eval(pages.slabs[slab].memory)
+    return pages
+
+
+def tables_for(pages: LayerPages, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Pages for rows of those lengths, from all slabs in turn."""
+    entries = iter([slab * STRIDE + page for page in range(SLAB_PAGES) for slab in pages.slabs])
+    return tuple(tuple(next(entries) for _ in range(-(-n // PAGE_SIZE))) for n in lengths)
+
+
+@dataclass
+class Batch:
+    """Pages with numbers in them."""
+
+    pages: LayerPages
+    rows: PageRows
+
+    def attend(self, queries: int, *, ratio: int = 3, tail: int = 0, **options: Any) -> float:
+        """The largest difference from dense attention in float64, where it is not padding."""
+        geometry, batch = self.pages.geometry, len(self.rows.context_lens)
+        dtype, heads, kv = geometry.k_dtype, ratio * geometry.k_heads, geometry.k_heads
+        asked = normal((batch, heads, queries, geometry.k_dim), dtype, seed=1)
+        step = None
+        if tail:
+            step = (
+                normal((batch, kv, tail, geometry.k_dim), dtype, seed=3),
+                normal((batch, kv, tail, geometry.v_dim), dtype, seed=4),
+            )
+        lengths = tuple(length + tail for length in self.rows.context_lens)
+        rows = PageRows(self.rows.block_tables, lengths, self.rows.right_padding)
+        sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
+        options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
+        found = self.pages.attend(asked, rows, sinks=sinks, tail=step, **options)
+        options["sinks"] = None if sinks is None else numbers(sinks)
+        worst = 0.0
+        for row, own in enumerate(rows.own_tokens(queries)):
+            assert np.isfinite(numbers(found[row])).all()
+            if not own:
+                continue
+            keys, values = self._numbers_of(row, step, rows)
+            expected, _ = dense_attention(
+                numbers(asked[row, :, own.start : own.stop]), keys, values, **options
+            )
+            difference = numbers(found[row, :, own.start : own.stop]) - expected
+            worst = max(worst, np.abs(difference).max())
+        return worst
+
+    def _numbers_of(self, row: int, step: Any, rows: PageRows) -> tuple[Numbers, Numbers]:
+        geometry, length = self.pages.geometry, self.rows.context_lens[row]
+        keys, values = numbers_in(self.pages, self.rows.block_tables[row], length)
+        keys.insert(0, np.zeros((geometry.k_heads, 0, geometry.k_dim)))
+        values.insert(0, np.zeros((geometry.k_heads, 0, geometry.v_dim)))
+        if step is not None:
+            own = rows.own_tokens(step[0].shape[2])[row]
+            keys.append(numbers(step[0][row])[:, own.start : own.stop])
+            values.append(numbers(step[1][row])[:, own.start : own.stop])
+        return np.concatenate(keys, 1), np.concatenate(values, 1)
+
+
+def written(
+    backend: Any,
+    geometry: LayerGeometry,
+    formats: Sequence[FormatName],
+    lengths: Sequence[int],
+    right_padding: Sequence[int] = (),
+) -> Batch:
+    """Rows of those lengths, written in one step as long as the longest."""
+    pages = new_pages(backend, geometry, formats)
+    padding = tuple(right_padding) or (0,) * len(lengths)
+    rows = PageRows(tables_for(pages, lengths), tuple(lengths), padding)
+    count = max(rows.ends)
+    shape = (len(lengths), geometry.k_heads, count)
+    keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)
+    values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
+    pages.write(keys, values, rows)
+    return Batch(pages, rows)

@@ -1,0 +1,94 @@
+"""Kernels that write pages and kernels that read them are in order for MLX, which knows of them
+only what they take and give."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv.kernels.gpu_order import Order
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
+from tests.gpu_on_cpu.launch_order import unordered
+from tests.gpu_pages import (
+    DIALECTS,
+    backend_on,
+    device_of,
+    needs_compiler,
+    new_pages,
+    normal,
+    same,
+)
+
+pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", DIALECTS)]
+
+
+def _use(dialect: str, order: Order | None = None) -> list[str]:
+    """Two rows in two slabs; one ends, and its page is written again, by a step and by a copy."""
+    device = device_of(dialect)
+    backend = backend_on(device, dialect)
+    backend.order = order or backend.order
+    pages = new_pages(backend, same(64), ["fp16", "fp16"])
+    step = normal((2, 2, 20, 64), mx.float16, 1)
+    queries = normal((2, 4, 1, 64), mx.float16, 2)
+    options: Any = {"scale": 0.125, "causal": True, "window": None}
+    rows = PageRows(((0,), (8,)), (20, 20), (0, 0))
+    for _ in range(2):
+        pages.write(step, step, rows)
+        pages.attend(queries, rows, **options)
+        pages.attend(queries, rows, **options)
+    pages.attend(normal((2, 4, 3, 64), mx.float16, 2), rows, **options)
+    pages.copy({0: 8})
+    pages.gather(rows)
+    return unordered(device.launches)
+
+
+def test_all_that_touches_the_same_pages_is_in_order(dialect: str) -> None:
+    assert _use(dialect) == []
+
+
+def test_a_read_that_does_not_take_the_writes_token_is_noticed(dialect: str) -> None:
+    class WithoutWrites(Order):
+        """Only reads leave a token."""
+
+        writes = False
+
+        def after(self, pages: Any, done: mx.array) -> None:
+            self.writes = not self.writes
+            if not self.writes:
+                super().after(pages, done)
+
+    faults = _use(dialect, WithoutWrites())
+    assert any("paged_kv_write" in fault and "paged_kv_decode" in fault for fault in faults)
+
+
+def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(dialect: str) -> None:
+    class WithoutReads(Order):
+        """The first two of three tokens, those of a write and of a read, are left out in turn."""
+
+        count = 0
+
+        def after(self, pages: Any, done: mx.array) -> None:
+            # write, decode, decode, write, decode, decode, prefill, copy
+            if self.count in (0, 3, 7):
+                super().after(pages, done)
+            self.count += 1
+
+    faults = _use(dialect, WithoutReads())
+    assert any(fault.startswith("paged_kv_decode") and "write" in fault for fault in faults)
+    assert not any(fault.startswith("paged_kv_write") for fault in faults)
+
+
+def test_a_second_thread_comes_when_the_first_has_computed(dialect: str) -> None:
+    order, pages = Order(), new_pages(PlainBackend(), same(64), ["fp16"])
+    order.before(pages)
+    token = mx.arange(8) + 1
+    order.after(pages, token)
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(RuntimeError):
+            executor.submit(order.before, pages).result()
+        mx.eval(token)
+        assert executor.submit(order.before, pages).result() is token
+        executor.submit(lambda: order.after(pages, mx.arange(8) + 2)).result()
+    assert order.before(pages).tolist() == list(range(2, 10))
