@@ -29,6 +29,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def fallbacks(self) -> int:
+        """How often plain MLX operations had to do what a kernel could not."""
+        ...
+
     def supports(self, geometry: LayerGeometry) -> bool:
         """Whether the other operations work on the pages of such a layer, whatever their format."""
         ...
@@ -156,7 +161,13 @@ def choose_backend() -> Backend:
 
 def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
     """The backend for one layer's pages: the given one, or the plain one where that cannot."""
-    return backend if backend.supports(geometry) else PlainBackend()
+    if backend.supports(geometry):
+        return backend
+    say_once(
+        f"no {backend.name} kernel takes layers of {geometry}: MLX's own operations serve them, "
+        "which is right but slower (stats() counts such layers)"
+    )
+    return PlainBackend()
 
 
 def _best() -> Backend:

@@ -45,6 +45,7 @@ class NativeBackend:
     """See `Backend` for the operations."""
 
     name = "native"
+    fallbacks = 0
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library

@@ -33,6 +33,7 @@ class PlainBackend:
     """See `Backend` for the operations."""
 
     name = "plain"
+    fallbacks = 0
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return True

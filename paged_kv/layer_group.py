@@ -190,6 +190,9 @@ class LayerGroup:
             layers=len(self.layers),
             window=self.window.size if self.window else None,
             gather_fallbacks=self.gather_fallbacks,
+            plain_layers=sum(
+                pages.backend_name != self._backend.name for pages in self.pages.values()
+            ),
         )
 
     def compact(self) -> int:

@@ -294,6 +294,7 @@ class PagePool:
             backend=self.backend.name,
             bytes_budget=self.budget.max_bytes,
             groups=tuple([group.stats() for group in self.groups if group.is_open]),
+            kernel_fallbacks=self.backend.fallbacks,
             **self.counts.frozen(),
         )
 

@@ -34,6 +34,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "cow_copies": ("Blocks copied because a shared one was written", lambda s: s.cow_copies),
     "allocation_failures": ("Times the pool was exhausted", lambda s: s.allocation_failures),
     "gather_fallbacks": ("Gathers for attention that reads no pages", lambda s: s.gather_fallbacks),
+    "kernel_fallbacks": ("Calls that no kernel could take", lambda s: s.kernel_fallbacks),
 }
 
 

@@ -39,6 +39,7 @@ TOTALS = (
     "cow_copies",
     "allocation_failures",
     "gather_fallbacks",
+    "plain_layers",
 )
 
 
@@ -51,11 +52,14 @@ class GroupStats(AllocatorStats):
         window: tokens that they see; None if all.
         gather_fallbacks: times keys and values were gathered for attention that does not
             read pages.
+        plain_layers: layers that no kernel of the pool's backend takes, so that MLX's own
+            operations serve them.
     """
 
     layers: int = 0
     window: int | None = None
     gather_fallbacks: int = 0
+    plain_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class PoolStats(BlockTotals):
         demotions: blocks that became smaller because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
         prefix_hits: those of them that did not have to be computed again.
+        kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
+            not, besides those of `plain_layers`.
     """
 
     page_format: str
@@ -85,6 +91,7 @@ class PoolStats(BlockTotals):
     demotions: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    kernel_fallbacks: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +144,11 @@ class PoolStats(BlockTotals):
         return sum(group.gather_fallbacks for group in self.groups)
 
     @property
+    def plain_layers(self) -> int:
+        """Layers that MLX's own operations serve because no kernel takes them."""
+        return sum(group.plain_layers for group in self.groups)
+
+    @property
     def usage(self) -> float:
         """The share of the budget that pages of used blocks take."""
         return self.bytes_active / self.bytes_budget
@@ -150,6 +162,7 @@ class PoolStats(BlockTotals):
             demotions=sum_counts([self.demotions, other.demotions]),
             prefix_queries=self.prefix_queries + other.prefix_queries,
             prefix_hits=self.prefix_hits + other.prefix_hits,
+            kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -93,6 +93,10 @@ def events(stats: PoolStats) -> Text:
         f"{stats.allocation_failures:,} times out of room, "
         f"{stats.gather_fallbacks:,} gathers for attention that does not read pages",
     ]
+    if stats.plain_layers or stats.kernel_fallbacks:
+        lines.append(
+            f"without kernels: {stats.plain_layers} layers, and {stats.kernel_fallbacks:,} calls"
+        )
     if stats.tables_dropped:
         lines.append(f"{stats.tables_dropped} tables were dropped; the next step frees them")
     if stats.bytes_mapped and stats.bytes_compactable / stats.bytes_mapped >= COMPACT_FROM:

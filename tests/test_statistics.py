@@ -17,6 +17,8 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_map import block_map, packed, unpacked
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.ring import Ring
+from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.native_library import load_native_library
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.window import Window
 from tests.books import assert_books_balance, used_rows
@@ -292,3 +294,23 @@ def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
 def test_what_is_no_map_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no map of blocks"):
         unpacked(text)
+
+
+@pytest.mark.skipif(load_native_library()[0] is None, reason="there is no native library")
+def test_what_no_kernel_takes_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
+    pool = PagePool(3, max_bytes=1 << 20)
+    sequence = Sequence(pool)
+    for layer, head_dim in enumerate((16, 20, 20)):
+        numbers = mx.ones((1, 1, 3, head_dim))
+        PagedKVCache(pool, layer, [sequence]).update_and_fetch(numbers, numbers)
+    assert (pool.stats().plain_layers, pool.stats().kernel_fallbacks) == (2, 0)
+    monkeypatch.setattr(NativeBackend, "fallbacks", 4)
+    stats = pool.stats()
+    assert stats.kernel_fallbacks == 4
+    assert (stats + stats).kernel_fallbacks == 8
+    (said,) = [each for each in caplog.messages if "no native kernel takes" in each]
+    assert "20" in said
+    assert PoolStats.from_dict(stats.as_dict()) == stats
