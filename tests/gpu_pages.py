@@ -23,6 +23,8 @@ from tests.page_numbers import numbers_in
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
 
 DIALECTS = ["metal", "cuda"]
+# The CUDA text is the same as Metal's but for its words and matrices.
+ALL_DIALECTS = ["metal", pytest.param("cuda", marks=pytest.mark.slow)]
 # Threadgroup memory of an Apple GPU, and static shared memory of an NVIDIA one.
 SHARED = {"metal": 32 << 10, "cuda": 48 << 10}
 STRIDE = 8

@@ -195,8 +195,8 @@ def test_pages_of_several_formats_in_one_table(
 def test_a_write_gives_the_bytes_of_the_format_and_changes_nothing_else(
     backend: str, name: FormatName, dtype: mx.Dtype
 ) -> None:
-    """Rows are rotated with sums that are not always added up in the same order: one code or scale
-    in 10,000 may be another, the next to it."""
+    """Sums are not always added up in the same order: one code or scale in 10,000 may be another,
+    the next to it."""
     pages = new_pages(backend, same(160, 128, dtype), [name])
     entries = range(SLAB_PAGES)
     before = {entry: np.array(pages.page(entry)).reshape(-1) for entry in entries}
@@ -217,9 +217,7 @@ def test_a_write_gives_the_bytes_of_the_format_and_changes_nothing_else(
     found = np.concatenate([np.asarray(pages.page(entry)).reshape(-1) for entry in entries])
     expected = np.concatenate(list(before.values()))
     differing = np.mean(found.view(np.uint8) != expected.view(np.uint8))
-    page_format = layout.page_format
-    is_rotated = page_format.keys.is_rotated or page_format.values.is_rotated
-    assert differing <= (1e-4 if is_rotated else 0)
+    assert differing <= (0 if name == "fp16" else 1e-4)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -23,6 +23,7 @@ from paged_kv.kernels.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.generation import assert_same_run, greedy
 from tests.gpu_pages import (
+    ALL_DIALECTS,
     DIALECTS,
     TOLERANCES,
     Batch,
@@ -96,7 +97,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", ALL_DIALECTS)
 class TestOnThisCpu:
     def test_growth_compiles_no_kernel_again(self, dialect: str) -> None:
         """More slabs, longer tables and more rows: the same texts, whose names MLX compares."""

@@ -17,7 +17,12 @@ ORDERS = ("forward", "reverse", "shuffled")
 
 def _cases() -> list[Any]:
     return [
-        pytest.param(fault, dialect, id=f"{dialect}: {fault.name}")
+        pytest.param(
+            fault,
+            dialect,
+            id=f"{dialect}: {fault.name}",
+            marks=[pytest.mark.slow] if dialect == "cuda" else [],
+        )
         for fault in FAULTS
         for dialect in fault.dialects
     ]

@@ -16,7 +16,7 @@ from paged_kv.kernels.page_format import FormatName
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
 from tests.gpu_pages import (
-    DIALECTS,
+    ALL_DIALECTS,
     STRIDE,
     TOLERANCES,
     backend_on,
@@ -29,7 +29,7 @@ from tests.gpu_pages import (
     written,
 )
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", DIALECTS)]
+pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", ALL_DIALECTS)]
 
 FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("fp16", "q4"), ("q4", "fp16"), "q4-unrotated"]
 ORDERS = ("forward", "reverse", "shuffled")

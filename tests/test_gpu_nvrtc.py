@@ -13,6 +13,7 @@ REASON = why_not() or why_not_on_cpu()
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
+@pytest.mark.slow
 def test_all_kernels_compile() -> None:
     """In bfloat16; the bench's, below, are in float16."""
     dim, dtype, formats = 128, mx.bfloat16, ["fp16", "q4"]

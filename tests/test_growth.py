@@ -72,6 +72,7 @@ def random_tokens(count: int) -> tuple[mx.array, mx.array]:
     return keys, values
 
 
+@pytest.mark.slow
 def test_decode_to_16k_tokens_copies_nothing() -> None:
     """The budget is twice what the tokens need, so that slabs stop doubling at 16 pages."""
     pool = PagePool(1, max_bytes=2 * TOKENS * TOKEN_BYTES)

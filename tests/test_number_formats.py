@@ -1,4 +1,4 @@
-"""Quantised rows against an implementation in numpy alone, and against llama.cpp's q4_0."""
+"""Quantised rows against an implementation of llama.cpp's q8_0 and q4_0 that is numpy alone."""
 
 from typing import Any
 
@@ -41,20 +41,18 @@ def round_trip(number_format: NumberFormat, rows: mx.array) -> Floats:
 
 
 def reference_q4(rows: Floats) -> tuple[Bytes, Floats]:
-    """q4_0 with the best of three scales, by what `Quantised` says of it, in whole numbers."""
+    """quantize_row_q4_0, and then the scale that is best for its codes."""
     groups = rows.reshape(*rows.shape[:-1], -1, 32)
-    high, low = groups.max(-1, keepdims=True), groups.min(-1, keepdims=True)
-    grid = np.where(high > -low, high, low) / np.float32(-2048)
-    inverse = np.divide(1, grid, out=np.zeros_like(grid), where=grid != 0)
-    y = np.rint(groups * inverse).astype(np.int64)
-    codes = np.stack([np.clip(np.rint(y * reach / 2048), -8, 7) for reach in (8, 8.5, 7.25)])
-    products, squares = (codes * y).sum(-1), np.maximum((codes**2).sum(-1), 1)
-    errors = (y**2).sum(-1) - products**2 / squares
-    best = errors.argmin(0)[None]
-    chosen = np.take_along_axis(codes, best[..., None], 0)[0].astype(np.int64) + 8
-    scales = np.take_along_axis(products / squares, best, 0)[0] * grid[..., 0]
-    packed = chosen[..., :16] | (chosen[..., 16:] << 4)
-    return packed.astype(np.uint8), scales.astype(np.float16).astype(np.float32)
+    at = np.abs(groups).argmax(-1)[..., None]
+    scale = np.take_along_axis(groups, at, -1) / np.float32(-8)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.minimum((groups * inverse + np.float32(8.5)).astype(np.int8), 15)
+    signed = codes.astype(np.float64) - 8
+    squares = (signed**2).sum(-1)
+    products = (signed * groups).sum(-1)
+    best = np.divide(products, squares, out=np.zeros_like(products), where=squares != 0)
+    packed = codes[..., :16] | (codes[..., 16:] << 4)
+    return packed.astype(np.uint8), best.astype(np.float16).astype(np.float32)
 
 
 def reference_q8(rows: Floats) -> tuple[Bytes, Floats]:
@@ -86,7 +84,7 @@ def special_rows() -> Floats:
     [numbers((500, 96)), numbers((9, 64)) * 1e4, numbers((9, 64)) * 1e-3, special_rows()],
     ids=["gaussian", "large", "small", "special"],
 )
-def test_bytes_and_scales_are_those_of_the_reference(name: str, rows: Floats) -> None:
+def test_bytes_and_scales_are_those_of_llama_cpp(name: str, rows: Floats) -> None:
     codes, scales = encoded(name, rows)
     expected_codes, expected_scales = REFERENCES[name](rows)
     # The codes of a group of zeros mean nothing.
@@ -179,32 +177,9 @@ def signal_to_noise(name: str, rows: Floats) -> float:
 def test_signal_to_noise_of_gaussian_numbers() -> None:
     rows = numbers((2000, 128))
     for name in ("q4", "q4-unrotated"):
-        assert signal_to_noise(name, rows) >= 21.75
+        assert signal_to_noise(name, rows) >= 21.3
     for name in ("q8", "q8-unrotated"):
         assert signal_to_noise(name, rows) >= 45
-
-
-def error(codes: Bytes, scales: Floats, rows: Floats) -> Any:
-    """Squared, of each group."""
-    signed = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
-    groups = rows.reshape(*signed.shape)
-    return ((signed * scales[..., None] - groups) ** 2).sum(-1)
-
-
-@pytest.mark.parametrize("rows", [numbers((3000, 64)), special_rows()], ids=["gaussian", "special"])
-def test_no_group_is_further_off_than_with_the_scale_of_llama_cpp(rows: Floats) -> None:
-    """quantize_row_q4_0: the largest over -8, and nothing refitted. Scales are rounded to float16,
-    and the choice is made in steps of 1 / 2048 of the largest."""
-    groups = rows.reshape(*rows.shape[:-1], -1, 32)
-    largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
-    scales = (largest / -8).astype(np.float16).astype(np.float32)
-    inverse = np.divide(-8, largest, out=np.zeros_like(largest), where=largest != 0)
-    codes = np.clip(np.floor(groups * inverse + 8.5), 0, 15).astype(np.uint8)
-    plain = error(codes[..., :16] | codes[..., 16:] << 4, scales[..., 0], rows)
-    found = error(*encoded("q4-unrotated", rows), rows)
-    rounding = 1e-5 * (groups**2).sum(-1)
-    assert (found <= 1.01 * plain + rounding).all()
-    assert found.sum() < 0.93 * plain.sum() or len(rows) < 10
 
 
 def test_rotation_spreads_channels_that_are_far_larger() -> None:

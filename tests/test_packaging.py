@@ -64,6 +64,7 @@ def build(kind: str, folder: Path, **environment: str) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", tmp_path)) as wheel:
         names = set(wheel.namelist())

@@ -326,7 +326,7 @@ def test_bad_pool_arguments_are_refused(arguments: Any, message: str) -> None:
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", "abacus")
-    with pytest.raises(ValueError, match="must be one of plain, native, got 'abacus'"):
+    with pytest.raises(ValueError, match="must be one of plain, native, metal, cuda, got 'abacus'"):
         PagePool(1)
 
 

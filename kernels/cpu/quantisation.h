@@ -11,9 +11,6 @@ namespace {
 using namespace paged_kv;
 
 constexpr float LEAST = 1.17549435e-38f;  // the smallest float of full precision
-constexpr float GRID = 2048.f;            // steps of the largest number of a group
-constexpr float REACHES[] = {8.f, 8.5f, 7.25f};
-constexpr int CHOICES = sizeof REACHES / sizeof *REACHES;
 
 // A number for each group of a row, and for what fills the last vector.
 struct PerGroup {
@@ -70,75 +67,45 @@ inline void quantise<PAGED_KV_Q8>(const float* row, int groups, char* to, PerGro
     }
 }
 
-INLINE vec steps_of(vec x, vec inverse) { return round_to_int(mul(x, inverse)); }
-
-// The codes of whole numbers of steps, with reach / GRID.
-INLINE vec code_of(vec steps, vec reach) {
-  return clipped(round_to_int(mul(steps, reach)), -8.f, 7.f);
+INLINE vec q4_code(vec x, vec inverse) {
+  return sub(clipped(floor(add(mul(x, inverse), set1(8.5f))), 0.f, 15.f), set1(8.f));
 }
 
-// For each choice the sums of code * steps and, behind those of all choices, of code * code. They are
-// sums of whole numbers, and exact.
-INLINE void sum_choices(const float* row, int groups, const PerGroup& inverses, PerGroup* sums) {
+// For each group the sums of code * number and of code * code.
+INLINE void sum_codes(const float* row, int groups, const PerGroup& inverses, PerGroup& products,
+                      PerGroup& squares) {
   for (int i = 0; i < groups; i++, row += GROUP) {
-    vec inverse = set1(inverses.at[i]), steps[GROUP / W], sums_of[ACCUMULATORS];
-    alignas(64) float summed[ACCUMULATORS];
+    vec inverse = set1(inverses.at[i]), product = zero(), square = zero();
 #pragma GCC unroll 8
-    for (int j = 0; j < GROUP / W; j++) steps[j] = steps_of(load(row + j * W), inverse);
-#pragma GCC unroll 32
-    for (int j = 0; j < ACCUMULATORS; j++) sums_of[j] = zero();
-#pragma GCC unroll 4
-    for (int choice = 0; choice < CHOICES; choice++)
-#pragma GCC unroll 8
-      for (int j = 0; j < GROUP / W; j++) {
-        vec code = code_of(steps[j], set1(REACHES[choice] / GRID));
-        sums_of[choice] = fma(code, steps[j], sums_of[choice]);
-        sums_of[CHOICES + choice] = fma(code, code, sums_of[CHOICES + choice]);
-      }
-    sum_lanes(sums_of, summed);
-#pragma GCC unroll 8
-    for (int j = 0; j < 2 * CHOICES; j++) sums[j].at[i] = summed[j];
-  }
-  for (int j = 0; j < 2 * CHOICES; j++) sums[j].pad(groups);
-}
-
-// The reach that leaves the least error, over GRID, and the best scale for its codes.
-INLINE void choose(int groups, const PerGroup* sums, const PerGroup& grids, PerGroup& reaches,
-                   PerGroup& scales) {
-  for (int i = 0; i < groups; i += W) {
-    vec most = zero(), reach = zero(), scale = zero();
-#pragma GCC unroll 4
-    for (int choice = 0; choice < CHOICES; choice++) {
-      vec products = load(sums[choice].at + i);
-      vec squares = max(load(sums[CHOICES + choice].at + i), set1(1.f));
-      vec gain = div(mul(products, products), squares);
-      reach = between(most, zero(), gain, set1(REACHES[choice] / GRID), reach);
-      scale = between(most, zero(), gain, div(products, squares), scale);
-      most = max(gain, most);
+    for (int j = 0; j < GROUP; j += W) {
+      vec number = load(row + j), code = q4_code(number, inverse);
+      product = fma(code, number, product);
+      square = fma(code, code, square);
     }
-    store(reaches.at + i, reach);
-    store(scales.at + i, mul(scale, load(grids.at + i)));
+    products.at[i] = reduce_add(product);
+    squares.at[i] = reduce_add(square);
   }
+  products.pad(groups);
+  squares.pad(groups);
 }
 
 template <>
 inline void quantise<PAGED_KV_Q4>(const float* row, int groups, char* to, PerGroup& scales) {
-  PerGroup above, below, grids, inverses, sums[2 * CHOICES], reaches;
+  PerGroup above, below, inverses, products, squares;
   find_largest(row, groups, above, below);
   for (int i = 0; i < groups; i += W) {
     vec high = load(above.at + i), low = load(below.at + i);
     vec largest = between(low, set1(-INFINITY), high, high, negative(low));
-    vec grid = div(largest, set1(-GRID));
-    store(grids.at + i, grid);
-    store(inverses.at + i, inverse_of(grid));
+    store(inverses.at + i, inverse_of(div(largest, set1(-8.f))));
   }
-  sum_choices(row, groups, inverses, sums);
-  choose(groups, sums, grids, reaches, scales);
+  sum_codes(row, groups, inverses, products, squares);
+  for (int i = 0; i < groups; i += W)
+    store(scales.at + i, mul(load(products.at + i), inverse_of(load(squares.at + i))));
   for (int i = 0; i < groups; i++, row += GROUP, to += GROUP / 2) {
-    vec inverse = set1(inverses.at[i]), reach = set1(reaches.at[i]);
+    vec inverse = set1(inverses.at[i]);
     for (int j = 0; j < GROUP / 2; j += W) {
-      vec low = code_of(steps_of(load(row + j), inverse), reach);
-      vec high = code_of(steps_of(load(row + GROUP / 2 + j), inverse), reach);
+      vec low = q4_code(load(row + j), inverse);
+      vec high = q4_code(load(row + GROUP / 2 + j), inverse);
       store_bytes(to + j, add(fma(high, set1(16.f), low), set1(8.f * 17.f)));
     }
   }

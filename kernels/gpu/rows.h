@@ -68,11 +68,6 @@ inline ushort scale_bits(float scale) {
   return half_of_float(smaller(larger(scale, -65504.0f), 65504.0f));
 }
 
-// The codes of whole numbers of steps, with a reach over GRID.
-inline float q4_code(float steps, float reach) {
-  return smaller(larger(nearest(product(steps, reach)), -8.0f), 7.0f);
-}
-
 // Writes a group of codes, and the scale: kernels/number_format.py.
 inline void write_q8(float x, DEVICE ushort* codes, DEVICE ushort* scale, uint lane) {
   float step = largest_of_lanes(magnitude(x)) / 127.0f;
@@ -83,27 +78,15 @@ inline void write_q8(float x, DEVICE ushort* codes, DEVICE ushort* scale, uint l
 }
 
 inline void write_q4(float x, DEVICE ushort* codes, DEVICE ushort* scale, uint lane) {
-  constexpr float GRID = 2048.0f;
-  constexpr float reaches[3] = {8.0f / GRID, 8.5f / GRID, 7.25f / GRID};
   float high = largest_of_lanes(x), low = -largest_of_lanes(-x);
-  float grid = (high > -low ? high : low) / -GRID;
-  float steps = nearest(product(x, inverse_of(grid)));
-  float most = 0.0f, reach = 0.0f, fitted = 0.0f;
-  UNROLL
-  for (uint i = 0; i < 3; i++) {
-    float code = q4_code(steps, reaches[i]);
-    float products = sum_of_lanes(code * steps), squares = larger(sum_of_lanes(code * code), 1.0f);
-    float gain = product(products, products) / squares;
-    if (gain <= most) continue;
-    most = gain;
-    reach = reaches[i];
-    fitted = products / squares;
-  }
-  uint nibble = uint(int(q4_code(steps, reach)) + 8);
+  float step = (high > -low ? high : low) / -8.0f;
+  float code = code_of(x, inverse_of(step), 8.5f, 0.0f, 15.0f) - 8.0f;
+  float squares = sum_of_lanes(code * code), products = sum_of_lanes(product(code, x));
+  uint nibble = uint(int(code) + 8);
   uint byte = nibble | from_lane_xor(nibble, 16) << 4;
   uint word = byte | from_lane_xor(byte, 1) << 8;
   if (lane < 16 && !(lane & 1)) codes[lane / 2] = ushort(word);
-  if (!lane) *scale = scale_bits(product(fitted, grid));
+  if (!lane) *scale = scale_bits(product(products, inverse_of(squares)));
 }
 
 // Where a row is written: the pages' memory, which a kernel has as an input.
