@@ -55,12 +55,6 @@ class Backend(Protocol):
         its padding, as the last of each row's tokens."""
         ...
 
-    def write_and_gather(
-        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
-    ) -> tuple[mx.array, mx.array]:
-        """`write`, and what `gather` gives then."""
-        ...
-
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         """Fill whole pages (entry: uint16 [page_units, unit_words])."""
         ...

@@ -96,12 +96,6 @@ class GpuBackend:
     def begin(self, *arrays: mx.array) -> None:
         """No write waits for anything: kernels are computed with all the rest of a step."""
 
-    def write_and_gather(
-        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
-    ) -> tuple[mx.array, mx.array]:
-        self.write(pages, keys, values, rows)
-        return self.gather(pages, rows, None)
-
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         """By copying from an array that is laid out as a slab of only these pages."""
         for layout in {pages.layout_of(entry) for entry in contents}:

@@ -83,6 +83,7 @@ class LayerPages:
 
     def unmap_slab(self, slab: int) -> None:
         """Give a slab's memory back; one that was not mapped is ignored."""
+        self._backend.settle(self)
         self.slabs.pop(slab, None)
         self.memo.clear()
 
@@ -101,13 +102,6 @@ class LayerPages:
         """See `Backend.write`."""
         self.lazy_reads.compute()
         self._backend.write(self, keys, values, rows)
-
-    def write_and_gather(
-        self, keys: mx.array, values: mx.array, rows: PageRows
-    ) -> tuple[mx.array, mx.array]:
-        """See `Backend.write_and_gather`."""
-        self.lazy_reads.compute()
-        return self._backend.write_and_gather(self, keys, values, rows)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""

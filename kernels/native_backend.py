@@ -1,7 +1,7 @@
 """Pages through the compiled CPU kernels, which write them in place.
 
-Nothing here is lazy but `gather`: what a call needs is computed first, and when it returns the
-pages are written, or the output is there.
+Nothing here is lazy but `gather`, and the writes of decoding (`owed_writes`): what a call needs is
+computed first, and when it returns the pages are written, or the output is there.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ from paged_kv.kernels.native_library import (
     Tensor,
 )
 from paged_kv.kernels.number_format import WORD, NumberFormat, Quantised
+from paged_kv.kernels.owed_writes import OwedWrites
 from paged_kv.kernels.page_format import PageLayout
 from paged_kv.kernels.page_gather import gather
 from paged_kv.kernels.page_rows import PageRows, Tail
@@ -49,6 +50,7 @@ class NativeBackend:
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
+        self._owed = OwedWrites(self._write_now)
         self._zeros: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
     def supports(self, geometry: LayerGeometry) -> bool:
@@ -77,25 +79,26 @@ class NativeBackend:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        if keys.shape[2] == 1 and rows.all_own(1):
+            self._owed.owe(pages, (keys, values), rows)
+        else:
+            self.settle(pages)
+            self._write_now(pages, (keys, values), rows)
+
+    def _write_now(self, pages: "LayerPages", step: Tail, rows: PageRows) -> None:
+        keys, values = step
         mx.eval(keys, values)
         self.library.write(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
 
-    def write_and_gather(
-        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
-    ) -> tuple[mx.array, mx.array]:
-        # In this order, as keys and values are still being computed. What is gathered is read from
-        # the slabs when it is computed, and those are written in place.
-        gathered = self.gather(pages, rows, None)
-        self.write(pages, keys, values, rows)
-        return gathered
-
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
+        self.settle(pages)
         whole = {entry: mx.contiguous(content) for entry, content in contents.items()}
         mx.eval(whole)
         for entry, content in whole.items():
             self.library.load(_pages_struct(pages), entry, Tensor(content))
 
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
+        self.settle(pages)
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
 
     convert = copy
@@ -103,10 +106,17 @@ class NativeBackend:
     def gather(
         self, pages: "LayerPages", rows: PageRows, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
-        return gather(pages, rows, tail)
+        step = self._owed.step_of(pages, rows) if _holds_floats(pages) else None
+        gathered = gather(pages, rows, step or tail)
+        if step is None:
+            # After the arrays are made, while what is owed is still being computed: they read the
+            # slabs when they are computed.
+            self.settle(pages)
+        return gathered
 
     def gather_now(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
         """What `gather` gives, computed by the library."""
+        self.settle(pages)
         geometry, (batch, length) = pages.geometry, (len(rows.context_lens), max(rows.ends))
         keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
         values = mx.zeros((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype)
@@ -115,7 +125,7 @@ class NativeBackend:
         return keys, values
 
     def settle(self, pages: "LayerPages") -> None:
-        """All is done when a call returns."""
+        self._owed.pay(pages)
 
     def attend(
         self,
@@ -171,6 +181,7 @@ class NativeBackend:
         self.begin(*waited_for, *step)
         batch, heads, count, _ = queries.shape
         output = self._new_array((batch, heads, count, pages.geometry.v_dim), queries.dtype)
+        self.settle(pages)
         page_structs, row_structs = _pages_struct(pages), _rows_struct(rows)
         mx.eval(*waited_for, *step)
         # The struct holds addresses only: what they point to must live until the call is over.
@@ -201,6 +212,16 @@ class NativeBackend:
 
 def _address(array: mx.array) -> int:
     return int(np.asarray(array).ctypes.data)
+
+
+def _holds_floats(pages: "LayerPages") -> bool:
+    """Whether a step is the same before and after it is written."""
+    if "holds_floats" not in pages.memo:
+        formats = {slab.layout.page_format for slab in pages.slabs.values()}
+        numbers = {number for each in formats for number in (each.keys, each.values)}
+        pages.memo["holds_floats"] = not any(isinstance(each, Quantised) for each in numbers)
+    holds_floats: bool = pages.memo["holds_floats"]
+    return holds_floats
 
 
 def _pages_struct(pages: "LayerPages") -> PagesStruct:

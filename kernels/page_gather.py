@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def gather(pages: "LayerPages", rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
-    if len(rows.context_lens) > 1 and tail is None:
+    is_batch = len(rows.context_lens) > 1
+    if is_batch and tail is not None and tail[0].shape[2] == 1 and rows.all_own(1):
+        return _joined([gather(pages, rows.but_latest, None), tail])
+    if is_batch and tail is None:
         places = token_places(rows, pages.slab_stride)
         if places is not None and are_alike(pages, places):
             return gather_alike(pages, places)

@@ -1,6 +1,6 @@
 """A batch as the kernels see it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,11 @@ class PageRows:
         return range(head), range(first, self.context_lens[row])
 
     @cached_property
+    def but_latest(self) -> "PageRows":
+        """The same rows without their last token, where none has padding behind it."""
+        return replace(self, context_lens=tuple([length - 1 for length in self.context_lens]))
+
+    @cached_property
     def ends(self) -> tuple[int, ...]:
         """Per row the tokens that are its own and the padding behind them."""
         return tuple(map(sum, zip(self.visible_lens, self.right_padding, strict=True)))
@@ -71,6 +76,10 @@ class PageRows:
         """What a backend has made of these rows, under its name: all layers of a step read the
         same object."""
         return {}
+
+    def all_own(self, count: int) -> bool:
+        """Whether a step of `count` tokens has no padding in any row."""
+        return not any(self.right_padding) and min(self.visible_lens) >= count
 
     def own_tokens(self, count: int) -> list[range]:
         """Which of a step's `count` tokens are not padding, for each row."""

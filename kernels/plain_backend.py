@@ -56,12 +56,6 @@ class PlainBackend:
             _write_rows(slab, keys, values, chosen, page_ids[mine], page_rows[mine])
         mx.eval([slab.memory for slab in written])
 
-    def write_and_gather(
-        self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows
-    ) -> tuple[mx.array, mx.array]:
-        self.write(pages, keys, values, rows)
-        return self.gather(pages, rows, None)
-
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
         mx.synchronize()
         for entry, content in contents.items():

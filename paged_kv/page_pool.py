@@ -147,9 +147,8 @@ class PagePool:
         for sequence in sequences:
             sequence.advance(layer, count)
         if not is_read_first(self.windows.get(layer), layer, sequences, count):
-            rows = self.rows(layer, sequences)
-            gathered = pages.write_and_gather(keys, values, rows)
-            return paged_arrays(self._page_read(layer, pages, rows, None), gathered)
+            pages.write(keys, values, self.rows(layer, sequences))
+            return self.read(layer, sequences)
         step, owned = (keys, values), self.rows(layer, sequences, in_tail=True).own_tokens(count)
         for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
             sequence.pending[layer] = PendingStep(step, row, own)

@@ -88,9 +88,8 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
 ) -> None:
     library = native_library()
     library.use_instruction_set(name)
-    pages = new_pages(
-        NativeBackend(library), LayerGeometry(heads, k_dim, dtypes[0], heads, v_dim, dtypes[1])
-    )
+    backend = NativeBackend(library)
+    pages = new_pages(backend, LayerGeometry(heads, k_dim, dtypes[0], heads, v_dim, dtypes[1]))
     rows = unpadded(tables_for(lengths), tuple(lengths))
     longest = max(lengths)
     keys = normal((len(lengths), heads, longest, k_dim), dtypes[0], 1)
@@ -109,7 +108,6 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
     asked = normal((len(lengths), heads * ratio, queries, k_dim), dtypes[2], 3)
     sinks = normal((heads * ratio,), dtypes[2], 4) if with_sinks else None
     options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
-    backend = NativeBackend(library)
     found, log_sum_exp = backend.attend_with_log_sum_exp(
         pages, asked, rows, sinks=sinks, tail=tail, **options
     )

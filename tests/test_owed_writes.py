@@ -1,0 +1,185 @@
+"""Steps of one token, which native pages are owed until anything else is asked of them."""
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv.kernels.backend import Backend
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.page_format import page_format_named
+from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.plain_backend import PlainBackend
+from tests.backends import native_library
+from tests.page_rows import unpadded
+
+GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
+TABLE = (3, 65, 1)
+PADDED = PageRows((TABLE[:1], (4,)), (31, 1), (0, 1))
+
+
+def normal(shape: tuple[int, ...], seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
+    """Two slabs, of which the table holds 300 tokens."""
+    pages = LayerPages(GEOMETRY, backend, 64)
+    for slab in (0, 1):
+        pages.map_slab(slab, 6, page_format_named(name))
+    keys = normal((1, 2, 300, 32), 1)
+    pages.write(keys, keys + 1, unpadded((TABLE,), (300,)))
+    return pages
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[PageRows]:
+    """The rows of all steps that the library writes, as it does."""
+    write, noted = NativeBackend._write_now, []
+
+    def note(self: NativeBackend, pages: LayerPages, step: Any, rows: PageRows) -> None:
+        noted.append(rows)
+        write(self, pages, step, rows)
+
+    monkeypatch.setattr(NativeBackend, "_write_now", note)
+    return noted
+
+
+def one_token(pages: LayerPages, seed: int, position: int = 300) -> PageRows:
+    keys, rows = normal((1, 2, 1, 32), seed), unpadded((TABLE,), (position + 1,))
+    pages.write(keys, keys - 1, rows)
+    return rows
+
+
+def attended(pages: LayerPages, rows: PageRows) -> mx.array:
+    queries = normal((len(rows.context_lens), 4, 1, 32), 9)
+    return pages.attend(queries, rows, scale=0.2)
+
+
+def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
+    written: list[PageRows],
+) -> None:
+    pages = new_pages(NativeBackend(native_library()))
+    first = one_token(pages, 2)
+    pages.gather(first)
+    assert first not in written
+    second = one_token(pages, 3, 301)
+    assert written[-1] is first
+    attended(pages, second)
+    assert written[-1] is second
+    pages.page(0)
+    assert len(written) == 3
+
+
+def test_longer_steps_and_steps_with_padding_are_written_at_once(written: list[PageRows]) -> None:
+    pages = new_pages(NativeBackend(native_library()))
+    assert len(written) == 1
+    keys = normal((2, 2, 1, 32), 2)
+    pages.write(keys, keys, PADDED)
+    assert written[-1] is PADDED
+
+
+def whole_page(pages: LayerPages) -> mx.array:
+    layout = pages.layout_of(65)
+    return mx.ones((layout.page_units, layout.unit_words), dtype=mx.uint16)
+
+
+OPERATIONS: dict[str, Callable[[LayerPages, PageRows], Any]] = {
+    "attend to the same rows": attended,
+    "gather": lambda pages, rows: pages.gather(rows),
+    "attend to other rows": lambda pages, rows: attended(pages, unpadded((TABLE,), (301,))),
+    "gather other rows": lambda pages, rows: pages.gather(unpadded((TABLE,), (301,))),
+    "write again": lambda pages, rows: one_token(pages, 5),
+    "copy": lambda pages, rows: pages.copy({65: 2}),
+    "convert": lambda pages, rows: pages.convert({65: 2}),
+    "load": lambda pages, rows: pages.load({65: whole_page(pages)}),
+    "unmap": lambda pages, rows: pages.unmap_slab(1),
+}
+
+
+@pytest.mark.parametrize("name", ["fp16", "q8", "q4"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_whatever_follows_finds_it_written(operation: str, name: str) -> None:
+    """As with the plain backend, which writes at once."""
+    found = []
+    for backend in (NativeBackend(native_library()), PlainBackend()):
+        pages = new_pages(backend, name)
+        given = OPERATIONS[operation](pages, one_token(pages, 2))
+        if operation == "unmap":
+            found.append([mx.array(pages.page(3))])
+            continue
+        gathered = pages.gather(unpadded((TABLE,), (301,)))
+        copied = pages.gather(unpadded(((2,),), (45,)))
+        found.append([*gathered, *(copied if operation in ("copy", "convert") else ())])
+        if operation.startswith("attend"):
+            found[-1].append(given)
+    for ours, expected in zip(*found, strict=True):
+        assert mx.allclose(ours, expected, rtol=0 if name == "fp16" else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (300, 300), (300, 7), (1, 257)])
+@pytest.mark.parametrize("name", ["fp16", "q8"])
+def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
+    lengths: tuple[int, ...], name: str
+) -> None:
+    rows = unpadded((TABLE, (0, 64)), lengths)
+    before = unpadded(rows.block_tables, tuple(length - 1 for length in lengths))
+    found = []
+    for backend in (NativeBackend(native_library()), PlainBackend()):
+        pages = new_pages(backend, name)
+        longest = max(before.context_lens)
+        if longest:
+            keys = normal((2, 2, longest, 32), 3)
+            pages.write(keys, keys + 2, before)
+        keys = normal((2, 2, 1, 32), 4)
+        pages.write(keys, keys + 2, rows)
+        gathered = pages.gather(rows)
+        attended(pages, rows)
+        found.append([*gathered, *pages.gather(rows)])
+    for ours, expected in zip(*found, strict=True):
+        assert mx.allclose(ours, expected, rtol=0 if name == "fp16" else 1e-2, atol=0)
+
+
+def test_another_thread_finds_it_written(written: list[PageRows]) -> None:
+    """Also one that comes while the first one's step is still being computed."""
+    pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
+    rows = one_token(expected, 2)
+
+    def write_what_takes_long() -> None:
+        keys, slow = normal((1, 2, 1, 32), 2), normal((700, 700), 3)
+        for _ in range(5):
+            slow = slow @ slow / 700
+        keys = keys + 0 * slow.sum()
+        pages.write(keys, keys - 1, unpadded((TABLE,), (301,)))
+
+    thread = Thread(target=write_what_takes_long)
+    thread.start()
+    thread.join()
+    assert len(written) == 1
+    for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
+        assert mx.array_equal(ours, theirs)
+
+
+def test_a_step_that_cannot_be_computed_stays_owed() -> None:
+    """Where an interrupt comes while it is waited for, nothing is lost."""
+    backend = NativeBackend(native_library())
+    pages = new_pages(backend)
+    rows = one_token(pages, 2)
+    write, failures = backend._owed._write, [KeyboardInterrupt()]
+
+    def fail_once(pages: LayerPages, step: Any, rows: PageRows) -> None:
+        if failures:
+            raise failures.pop()
+        write(pages, step, rows)
+
+    backend._owed._write = fail_once
+    with pytest.raises(KeyboardInterrupt):
+        pages.page(0)
+    expected = new_pages(PlainBackend())
+    one_token(expected, 2)
+    for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
+        assert mx.array_equal(ours, theirs)
