@@ -7,6 +7,8 @@ each figure is the median of its repetitions; ratios are medians of ratios withi
                  same numbers. Bytes are those of the keys and values that are read
     bandwidth    what two threads of numpy read, each the maximum of half of an array of 1 GiB: by
                  itself, and in turns with the decode of 8 rows, whose share of it is reported
+    short        decode of one row at 1K in turns with one at 32K, which leaves nothing of the short
+                 one in the processor's caches: the time of a byte beside that of a byte
     prefill      512 new tokens behind 4,096, beside MLX over contiguous arrays, and beside the rate
                  of numpy's product of two float32 matrices of 4,096
     write        one token for 8 rows into a small and a large pool, beside numpy's copy of as many
@@ -128,6 +130,18 @@ def decode_of_a_batch(batch: int, tokens: int, dtype: str, reading: Reading) -> 
     }
 
 
+def short_beside_long(dtype: str) -> dict[str, float]:
+    short, long = (Layer(1, tokens, DTYPES[dtype]) for tokens in (SHORT, LONG))
+    queries = long.random(QUERY_HEADS, 1)
+    at_short, at_long = in_turns(short.attend(queries), long.attend(queries), repetitions=61)
+    return {
+        "short_seconds": median(at_short),
+        "long_seconds": median(at_long),
+        "short_over_long_per_byte": ratio(at_short, at_long) * long.kv_bytes / short.kv_bytes,
+        "spread_of_long": spread(at_long),
+    }
+
+
 def prefill(dtype: str, new: int = 512, before: int = 4096) -> dict[str, Any]:
     layer = Layer(1, before + new, DTYPES[dtype])
     queries = layer.random(QUERY_HEADS, new)
@@ -217,6 +231,7 @@ def main() -> None:
         figures[dtype] = {
             "decode_of_1_at_32k": decode(1, LONG, dtype),
             "decode_of_1_at_1k": decode(1, SHORT, dtype),
+            "short_beside_long": short_beside_long(dtype),
             "decode_of_8_at_32k": decode_of_a_batch(8, LONG, dtype, reading),
             "prefill": prefill(dtype),
             "write": write(dtype),

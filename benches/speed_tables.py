@@ -25,7 +25,10 @@ def cpu_kernels(figures: Figures) -> str:
     rows: list[Row] = []
     for dtype in [name for name in figures if isinstance(figures[name], dict)]:
         rows += _decode_rows(dtype, figures[dtype], bandwidth)
-        rows += [_prefill_row(dtype, figures[dtype]["prefill"])]
+        rows += [
+            _short_row(dtype, figures[dtype]["short_beside_long"]),
+            _prefill_row(dtype, figures[dtype]["prefill"]),
+        ]
         rows += _step_rows(dtype, figures[dtype])
     beside = f"beside; two threads read {giga(bandwidth, 'B/s')}"
     return table((f"{figures['backend']} backend", "measured", beside), rows)
@@ -76,6 +79,11 @@ def _decode_rows(dtype: str, of: Figures, bandwidth: float) -> Iterator[Row]:
         if "times_mlx" in of[name]:
             beside += f", {ratio(of[name]['times_mlx'])} times MLX"
         yield f"{dtype}: decode of {label}", giga(rate, "B/s"), beside
+
+
+def _short_row(dtype: str, short: Figures) -> Row:
+    times = f"{short['short_over_long_per_byte']:.2f} times"
+    return f"{dtype}: a byte at 1K, beside one at 32K", times, "in turns, with cold caches"
 
 
 def _prefill_row(dtype: str, prefill: Figures) -> Row:

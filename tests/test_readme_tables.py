@@ -107,6 +107,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "float16": {
             "decode_of_1_at_32k": {"pages_bytes_per_second": 30e9, "times_mlx": 80.4},
             "decode_of_1_at_1k": {"pages_bytes_per_second": 20e9, "times_mlx": 60.0},
+            "short_beside_long": {"short_over_long_per_byte": 1.9},
             "decode_of_8_at_32k": {"pages_bytes_per_second": 34e9},
             "prefill": {"pages_flops": 2e11, "share_of_matrix_product": 0.7, "times_mlx": 90.0},
             "write": {"large_pool_seconds": 2e-5, "copy_seconds": 1e-6},
