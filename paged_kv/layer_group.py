@@ -200,10 +200,11 @@ class LayerGroup:
         if not self.is_open:
             return 0
         moves = self.allocator.compaction_plan()
-        self.copy_pages(moves)
-        for pages in self.pages.values():
-            pages.note_moves()
-        self.allocator.apply_moves(moves)
+        if moves:
+            self.copy_pages(moves)
+            for pages in self.pages.values():
+                pages.note_moves()
+            self.allocator.apply_moves(moves)
         self.allocator.unmap_empty_slabs()
         return len(moves)
 

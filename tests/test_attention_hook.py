@@ -115,6 +115,12 @@ def test_keys_of_one_step_and_values_of_another_are_gathered(cache: PagedKVCache
     assert cache.pool.stats().gather_fallbacks == before + 2
 
 
+def test_pages_are_read_behind_a_compaction_that_moves_nothing(cache: PagedKVCache) -> None:
+    arrays = cache.update_and_fetch(normal(3, 1), normal(4, 1))
+    assert cache.pool.compact().blocks_moved == 0
+    assert attended(cache, normal(5, 1, 4), *arrays, None) == 0
+
+
 def test_arrays_that_are_no_pages_go_to_mlx_lms_own_attention() -> None:
     arguments = normal(5, 2), normal(1, 6), normal(2, 6)
     for mask in (None, "causal", mx.ones((2, 6), dtype=mx.bool_)):
