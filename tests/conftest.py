@@ -29,8 +29,18 @@ MODEL_FOLDERS = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _imported_for_good() -> None:
+    """Spare the collection after every test the objects of libraries and of collected tests.
+
+    They stay until the process ends, and to walk them took longer than most tests do.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def _settled_memory() -> Iterator[None]:
+def _settled_memory(_imported_for_good: None) -> Iterator[None]:
     """Leave no cache of one test to the next one's memory."""
     yield
     gc.collect()

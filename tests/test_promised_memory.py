@@ -50,12 +50,25 @@ def opened(windows: dict[int, Window], budget_blocks: int, page_format: Any) -> 
     return pool
 
 
-@pytest.mark.parametrize("windows", [{}, {1: Window(300, 200)}, {0: Window(256, 100)}])
 @pytest.mark.parametrize(
-    ("budget_blocks", "page_format"), [(9, "fp16"), (40, "fp16"), (20, "auto"), (60, "auto")]
+    ("budget_blocks", "page_format", "windows"),
+    [
+        (9, "fp16", {}),
+        (9, "fp16", {1: Window(300, 200)}),
+        (9, "fp16", {0: Window(256, 100)}),
+        (40, "fp16", {}),
+        pytest.param(40, "fp16", {1: Window(300, 200)}, marks=pytest.mark.slow),
+        pytest.param(40, "fp16", {0: Window(256, 100)}, marks=pytest.mark.slow),
+        pytest.param(20, "auto", {}, marks=pytest.mark.slow),
+        pytest.param(20, "auto", {1: Window(300, 200)}, marks=pytest.mark.slow),
+        (20, "auto", {0: Window(256, 100)}),
+        pytest.param(60, "auto", {}, marks=pytest.mark.slow),
+        (60, "auto", {1: Window(300, 200)}),
+        pytest.param(60, "auto", {0: Window(256, 100)}, marks=pytest.mark.slow),
+    ],
 )
 def test_no_step_of_what_was_promised_exhausts_a_pool(
-    windows: dict[int, Window], budget_blocks: int, page_format: str
+    budget_blocks: int, page_format: str, windows: dict[int, Window]
 ) -> None:
     rng = random.Random(budget_blocks)
     pool = opened(windows, budget_blocks, page_format)

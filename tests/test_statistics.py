@@ -120,7 +120,9 @@ def test_rows_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -
             assert ring.rows(entry, tokens, size) == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
     """Random lengths, forks, drops and windows; waste is half a page a sequence and group, and
     what the rings are larger than their windows."""

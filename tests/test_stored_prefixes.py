@@ -39,8 +39,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("length", [40, 300, 764])
-@pytest.mark.parametrize(("name", "page_format"), KINDS)
+@pytest.mark.parametrize(
+    ("name", "page_format", "length"),
+    [
+        pytest.param(
+            *kind, length, marks=[] if kind[1] == "fp16" or length == 300 else [pytest.mark.slow]
+        )
+        for kind in KINDS
+        for length in (40, 300, 764)
+    ],
+)
 def test_a_restart_goes_on_as_if_there_had_been_none(
     folder: Path, name: str, page_format: Any, length: int
 ) -> None:

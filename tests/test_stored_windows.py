@@ -206,6 +206,7 @@ def history(rng: random.Random, blocks: int, folder: Path, counts: Counter[str])
         return StoredTold(folder, blocks * 256 * DIM * 2 * 4)
 
     told = new()
+    prompt: list[int] = []
     for _ in range(50):
         if rng.random() < 0.1:
             counts["from disk"] += told.store.stats().tokens_found
@@ -215,7 +216,9 @@ def history(rng: random.Random, blocks: int, folder: Path, counts: Counter[str])
             told = new()
         # No two positions of a prompt hold the same.
         first = rng.randrange(2)
-        prompt = [*range(first, first + 2 * rng.randrange(1, 2000), 2), 5000, 5000]
+        # Some are asked for again, so that all of them may be known.
+        if not prompt or rng.random() < 0.8:
+            prompt = [*range(first, first + 2 * rng.randrange(1, 2000), 2), 5000, 5000]
         # Sometimes who came before is still there, and memory is full.
         prefix = told.prefixes.fetch("", prompt, told.pool.page_format)
         known, sequence = prefix.num_tokens, prefix.sequence
