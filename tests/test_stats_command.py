@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -27,13 +27,18 @@ def _own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COLUMNS", "100")
 
 
+def wait_until_published(folder: Path, pid: int) -> None:
+    """Until all that the process has is there to see."""
+    published = folder / "paged-kv" / f"{pid}.json"
+    wait_until(lambda: published.exists() and '"used":3' in published.read_text())
+
+
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """A process that others can look at, and its runtime folder."""
     folder = tmp_path_factory.mktemp("runtime")
     with shown_process(folder) as pid:
-        published = folder / "paged-kv" / f"{pid}.json"
-        wait_until(lambda: published.exists() and '"used":3' in published.read_text())
+        wait_until_published(folder, pid)
         yield pid, folder
 
 
@@ -97,9 +102,14 @@ def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
 def test_watch_draws_a_map_until_the_process_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends = SCRIPT.replace("sys.stdin.readline()", "import time; time.sleep(3)")
+    over = tmp_path / "over"
+    ends = SCRIPT.replace(
+        "sys.stdin.readline()",
+        f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.05)",
+    )
     with shown_process(tmp_path, ends) as number:
-        wait_until(lambda: (tmp_path / "paged-kv" / f"{number}.json").exists())
+        wait_until_published(tmp_path, number)
+        Timer(1.5, over.touch).start()
         assert stats("--watch", "--interval", "0.1") == 1
     captured = capsys.readouterr()
     assert captured.out.count(f"process {number}") > 3
