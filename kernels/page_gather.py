@@ -5,6 +5,7 @@ gives never is a view of a slab: computed, it has memory of its own.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -45,38 +46,81 @@ def read_row(
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [1, heads, tokens, dim] of a row's own tokens; views of its pages where that
     is possible and no memory of their own is asked for."""
-    own = rows.own_tokens(tail[0].shape[2])[row] if tail else range(0)
-    table = rows.block_tables[row]
-    head, others = rows.own_ranges(row)
-    in_pages = range(others.start, others.stop - len(own))
-    if not head and not tail:
-        return _read_pages(pages, table, in_pages, own_memory=own_memory)
-    parts = [_read_pages(pages, table, tokens) for tokens in (head, in_pages) if tokens]
+    tokens = _tokens_of(rows, row, tail[0].shape[2] if tail else 0, pages.slab_stride)
+    own_memory = own_memory and len(tokens.in_pages) == 1 and not tail
+    parts = [_read_pages(pages, each, own_memory=own_memory) for each in tokens.in_pages]
     if tail:
-        keys, values = (part[row : row + 1, :, own.start : own.stop] for part in tail)
+        first, end = tokens.in_tail.start, tokens.in_tail.stop
+        keys, values = (part[row : row + 1, :, first:end] for part in tail)
         parts.append((keys, values))
-    return _joined(parts)
-
-
-def _read_pages(
-    pages: "LayerPages", table: tuple[int, ...], tokens: range, *, own_memory: bool = False
-) -> tuple[mx.array, mx.array]:
-    """Keys and values [1, heads, tokens, dim] of some of a table's tokens."""
-    base = tokens.start // PAGE_SIZE
-    first, end = tokens.start - base * PAGE_SIZE, tokens.stop - base * PAGE_SIZE
-    runs = list(_page_runs(pages, table[base : base - (-end // PAGE_SIZE)]))
-    if not runs:
-        return _no_tokens(pages)
-    parts = [
-        _decoded(pages, layout, list(alike), own_memory=own_memory)
-        for layout, alike in groupby(runs, lambda run: pages.slabs[run[0]].layout)
-    ]
-    keys, values = _joined(parts)
-    return keys[:, :, first:end], values[:, :, first:end]
+    return _joined(parts) if parts else _no_tokens(pages)
 
 
 Run = tuple[int, int, int]
 """Pages that lie side by side: their slab, the first of them, and how many they are."""
+
+
+@dataclass(frozen=True)
+class _InPages:
+    """The tokens from `first` to `end` of the pages of some runs, one behind the other."""
+
+    runs: list[Run]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _RowTokens:
+    """Where a row's own tokens are: in pages, and then in a step that no page holds."""
+
+    in_pages: list[_InPages]
+    in_tail: range
+
+
+def _tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
+    """Made once for all layers that read the same rows."""
+    memo: dict[tuple[int, int], _RowTokens] = rows.memo.setdefault("row_tokens", {})
+    if (row, tail_tokens) not in memo:
+        memo[row, tail_tokens] = _new_tokens_of(rows, row, tail_tokens, slab_stride)
+    return memo[row, tail_tokens]
+
+
+def _new_tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
+    in_tail = rows.own_tokens(tail_tokens)[row]
+    head, others = rows.own_ranges(row)
+    in_pages = []
+    for tokens in (head, range(others.start, others.stop - len(in_tail))):
+        if tokens:
+            base, last = tokens.start // PAGE_SIZE, -(-tokens.stop // PAGE_SIZE)
+            runs = list(_page_runs(rows.block_tables[row][base:last], slab_stride))
+            first = tokens.start - base * PAGE_SIZE
+            in_pages.append(_InPages(runs, first, first + len(tokens)))
+    return _RowTokens(in_pages, in_tail)
+
+
+def _page_runs(table: tuple[int, ...], slab_stride: int) -> Iterator[Run]:
+    """The longest runs of pages that lie side by side, in table order."""
+    start = 0
+    for end in range(1, len(table) + 1):
+        # The first page of a slab may have the number after the last one of the slab before.
+        side_by_side = end < len(table) and table[end] == table[end - 1] + 1
+        if side_by_side and table[end] % slab_stride:
+            continue
+        slab, page = divmod(table[start], slab_stride)
+        yield slab, page, end - start
+        start = end
+
+
+def _read_pages(
+    pages: "LayerPages", tokens: _InPages, *, own_memory: bool
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, heads, tokens, dim]."""
+    parts = [
+        _decoded(pages, layout, list(alike), own_memory=own_memory)
+        for layout, alike in groupby(tokens.runs, lambda run: pages.slabs[run[0]].layout)
+    ]
+    keys, values = _joined(parts)
+    return keys[:, :, tokens.first : tokens.end], values[:, :, tokens.first : tokens.end]
 
 
 def _decoded(
@@ -98,6 +142,10 @@ def _plane(slab: "Slab", plane: int, page: int, count: int) -> mx.array:
     layout = slab.layout
     heads, words = layout.planes[plane].heads, layout.planes[plane].row_words
     head_words = PAGE_SIZE * words
+    if count == 1:
+        shape, strides = (1, heads, PAGE_SIZE, words), (0, head_words, words, 1)
+        at = page * layout.page_words + layout.offsets[plane]
+        return mx.as_strided(slab.memory, shape, strides, at)
     view = mx.as_strided(
         slab.memory,
         (1, heads, count, head_words),
@@ -126,19 +174,6 @@ def _joined(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]
         return parts[0]
     keys, values = map(list, zip(*parts, strict=True))
     return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
-
-
-def _page_runs(pages: "LayerPages", table: tuple[int, ...]) -> Iterator[Run]:
-    """The longest runs of pages that lie side by side, in table order."""
-    start = 0
-    for end in range(1, len(table) + 1):
-        # The first page of a slab may have the number after the last one of the slab before.
-        side_by_side = end < len(table) and table[end] == table[end - 1] + 1
-        if side_by_side and table[end] % pages.slab_stride:
-            continue
-        slab, page = divmod(table[start], pages.slab_stride)
-        yield slab, page, end - start
-        start = end
 
 
 def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:

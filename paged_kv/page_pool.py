@@ -147,8 +147,9 @@ class PagePool:
         for sequence in sequences:
             sequence.advance(layer, count)
         if not is_read_first(self.windows.get(layer), layer, sequences, count):
-            pages.write(keys, values, self.rows(layer, sequences))
-            return self.read(layer, sequences)
+            rows = self.rows(layer, sequences)
+            pages.write(keys, values, rows)
+            return self._read(layer, pages, rows, None)
         step, owned = (keys, values), self.rows(layer, sequences, in_tail=True).own_tokens(count)
         for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
             sequence.pending[layer] = PendingStep(step, row, own)
@@ -176,7 +177,7 @@ class PagePool:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
         tail = self._tail(layer, sequences)
         rows = self.rows(layer, sequences, in_tail=tail is not None)
-        return paged_arrays(self._page_read(layer, pages, rows, tail), pages.gather(rows, tail))
+        return self._read(layer, pages, rows, tail)
 
     def commit(self, sequences: list[Sequence], layer: int | None = None) -> None:
         """Write what the sequences' layers, or one of them, have not written yet."""
@@ -297,11 +298,12 @@ class PagePool:
             **self.counts.frozen(),
         )
 
-    def _page_read(
+    def _read(
         self, layer: int, pages: LayerPages, rows: PageRows, tail: Tail | None
-    ) -> PagedRead:
+    ) -> tuple[PagedKeys, PagedValues]:
         window, on_gather = self.windows.get(layer), partial(self._note_gather, layer)
-        return PagedRead(pages, rows, window, tail, on_gather)
+        read = PagedRead(pages, rows, window, tail, on_gather)
+        return paged_arrays(read, pages.gather(rows, tail))
 
     @locked
     def _prepare(
