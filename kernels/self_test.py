@@ -27,6 +27,8 @@ LENGTHS = (300, 31)
 TABLES = ((1, 0), (2,))
 # Numbers are of size 1; float16 has 11 significant bits, bfloat16 has 8.
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
+# The native backend may round queries to bytes for keys of 4 bits: that is 5.3e-3 here.
+ROUNDED_QUERIES = 8e-3
 # Of a page's bytes: sums that are made in another order may give the next code.
 OTHER_BYTES = 1e-4
 
@@ -54,9 +56,10 @@ def checks(backend: Backend) -> Iterator[Check]:
             test = _Test(backend, page_format, dtype)
             kind = f"{page_format} {dtype_name}"
             near = TOLERANCES[dtype]
+            decoded = max(near, ROUNDED_QUERIES) if page_format == "q4" else near
             yield Check(f"write {kind}", test.write, OTHER_BYTES if page_format != "fp16" else 0)
-            yield Check(f"decode {kind}", partial(test.attend, 1, None), near)
-            yield Check(f"decode in a window {kind}", partial(test.attend, 1, WINDOW), near)
+            yield Check(f"decode {kind}", partial(test.attend, 1, None), decoded)
+            yield Check(f"decode in a window {kind}", partial(test.attend, 1, WINDOW), decoded)
             yield Check(f"prefill {kind}", partial(test.attend, 20, None), near)
             yield Check(f"gather {kind}", test.gather, near)
             yield Check(f"copy {kind}", test.copy, 0)

@@ -5,6 +5,7 @@
 // multiplied the page's values are fetched, and the next page's keys while values are.
 #pragma once
 
+#include "byte_keys.h"
 #include "multiply_groups.h"
 #include "multiply_rows.h"
 #include "row_coding.h"
@@ -13,13 +14,23 @@
 
 namespace {
 
-template <int FORMAT, int G>
+// How keys are multiplied: as their format says, or so.
+constexpr int Q4_IN_BYTES = FORMATS;
+
+int key_products(const Attention& a, const RowRun& keys) {
+  bool in_bytes = HAS_BYTE_PRODUCTS && keys.format == PAGED_KV_Q4 && a.q_format != PAGED_KV_F32;
+  return in_bytes ? Q4_IN_BYTES : keys.format;
+}
+
+template <int PRODUCTS, int G>
 void multiply_keys(const RowRun& keys, int count, int dim, const float* q, float* scales,
                    float* scores, const Next& next) {
-  if constexpr (is_quantised(FORMAT))
-    multiply_group_keys<FORMAT, G>(keys, count, dim, q, scales, scores, next);
+  if constexpr (PRODUCTS == Q4_IN_BYTES)
+    multiply_byte_keys<G>(keys, count, dim, q, scales, scores, next);
+  else if constexpr (is_quantised(PRODUCTS))
+    multiply_group_keys<PRODUCTS, G>(keys, count, dim, q, scales, scores, next);
   else
-    multiply_row_keys<FORMAT, G>(keys, count, dim, q, QUERY_FLOATS, scores, next);
+    multiply_row_keys<PRODUCTS, G>(keys, count, dim, q, QUERY_FLOATS, scores, next);
 }
 
 template <int FORMAT, int G>
@@ -49,8 +60,9 @@ struct ForGroup {
       multiply_values<FORMAT, smaller(7, MAX_GROUP)>, multiply_values<FORMAT, MAX_GROUP>};
 };
 
-constexpr const MultiplyKeys* MULTIPLY_KEYS[FORMATS] = {
-    ForGroup<0>::keys, ForGroup<1>::keys, ForGroup<2>::keys, ForGroup<3>::keys, ForGroup<4>::keys};
+constexpr const MultiplyKeys* MULTIPLY_KEYS[] = {
+    ForGroup<0>::keys, ForGroup<1>::keys, ForGroup<2>::keys, ForGroup<3>::keys, ForGroup<4>::keys,
+    ForGroup<HAS_BYTE_PRODUCTS ? Q4_IN_BYTES : PAGED_KV_Q4>::keys};
 constexpr const MultiplyValues* MULTIPLY_VALUES[FORMATS] = {
     ForGroup<0>::values, ForGroup<1>::values, ForGroup<2>::values, ForGroup<3>::values,
     ForGroup<4>::values};
@@ -76,7 +88,8 @@ INLINE float soften(float* scores, int count, int from, int to, float* maximum, 
   return decay;
 }
 
-// The queries of a block, [rows, QUERY_FLOATS], for keys of each format and basis that it meets.
+// The queries of a block, [rows, QUERY_FLOATS], for keys of each format and basis that it meets, as
+// `key_products` says that they are multiplied.
 class Queries {
  public:
   Queries(const Attention& a, const QueryBlock& block, float* memory)
@@ -85,29 +98,31 @@ class Queries {
   static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
 
   const float* like(const RowRun& keys) {
-    int order = is_quantised(keys.format) ? keys.format - PAGED_KV_Q8 + 1 : 0;
+    int products = key_products(a_, keys);
+    int order = is_quantised(products) ? products - PAGED_KV_Q8 + 1 : 0;
     int which = 2 * order + keys.rotated;
     float* q = memory_ + (size_t)which * rows_ * QUERY_FLOATS;
-    if (!made_[which]) make(q, keys);
+    if (!made_[which]) make(q, products, keys.rotated);
     made_[which] = true;
     return q;
   }
 
  private:
-  static constexpr int ORDERS = 3;  // as they are, and arranged for Q8 and for Q4
+  static constexpr int ORDERS = 4;  // as they are, arranged for Q8 and for Q4, and in bytes
   const Attention& a_;
   const QueryBlock& block_;
   int rows_;
   float* memory_;
   bool made_[2 * ORDERS] = {};
 
-  void make(float* to, const RowRun& keys) {
+  void make(float* to, int products, bool rotated) {
     int dim = a_.pages->k_dim;
     float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
     for (int r = 0; r < rows_; r++, to += QUERY_FLOATS) {
-      read_query(a_, block_, r, keys.rotated, is_quantised(keys.format) ? row : to);
-      if (keys.format == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
-      if (keys.format == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
+      read_query(a_, block_, r, rotated, is_quantised(products) ? row : to);
+      if (products == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
+      if (products == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
+      if (products == Q4_IN_BYTES) arrange_bytes(row, dim, (ByteRow*)to);
     }
   }
 };
@@ -139,11 +154,12 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
     following.count = 0;
     if (at + run.count < end) following = key_run(a, block, at + run.count, end);
     const float* q = queries.like(run.keys);
+    int products = key_products(a, run.keys);
     for (int i = 0; i < groups; i++) {
       int g = rows * i / groups, size = rows * (i + 1) / groups - g;
       Next next = {run.values, i ? 0 : run.count, v_dim};
-      MULTIPLY_KEYS[run.keys.format][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS,
-                                               scales, scores + g * SCORES, next);
+      MULTIPLY_KEYS[products][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS, scales,
+                                        scores + g * SCORES, next);
     }
     for (int r = 0; r < rows; r++) {
       int position = block.position + r / a.ratio;

@@ -1,7 +1,8 @@
 // The products of a few query rows with quantised rows, whose numbers never leave the registers.
 //
-// Both are nearly as fast as the multiplications with queries and weights allow. Codes are taken as
-// they stand, without their sign; what they have above their middle is subtracted from sums.
+// Both are nearly as fast as the multiplications with queries and weights allow, which are of floats;
+// `byte_keys.h` has others for keys. Codes are taken as they stand, without their sign; what they have
+// above their middle is subtracted from sums.
 #pragma once
 
 #include "fetch.h"

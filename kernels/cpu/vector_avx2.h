@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define HAS_BYTE_PRODUCTS 1  // `byte_keys.h` is for this instruction set
 
 namespace {
 
@@ -141,6 +142,32 @@ INLINE void sum_lanes(const vec* x, float* sums) {
   for (int i = 0; i < ACCUMULATORS; i += 4) {
     vec s = sum_fours(x + i);
     _mm_storeu_ps(sums + i, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+  }
+}
+
+// The products of unsigned with signed bytes, added up in twos to 16 bits.
+INLINE words byte_products(words codes, words numbers) {
+  return _mm256_maddubs_epi16(codes, numbers);
+}
+INLINE words add_16_bit(words a, words b) { return _mm256_add_epi16(a, b); }
+INLINE words sub_words(words a, words b) { return _mm256_sub_epi32(a, b); }
+// Of 4 registers of 16-bit numbers: word r of each 4 is the sum of the 8 numbers there in x[r]. Sums
+// of 4 fit in 16 bits.
+INLINE words sum_eights(const words* x) {
+  words ab = add_16_bit(_mm256_unpacklo_epi32(x[0], x[1]), _mm256_unpackhi_epi32(x[0], x[1]));
+  words cd = add_16_bit(_mm256_unpacklo_epi32(x[2], x[3]), _mm256_unpackhi_epi32(x[2], x[3]));
+  words sum = add_16_bit(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+  return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+}
+// sums[4 * r + i] is the sum of the lanes r, r + 4 and so on of x[i], for 4 of each.
+INLINE void sum_every_fourth(const vec* x, float* sums) {
+  vec low[] = {_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1])};
+  vec high[] = {_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3])};
+  for (int r = 0; r < 4; r++) {
+    __m256d a = _mm256_castps_pd(low[r / 2]), b = _mm256_castps_pd(high[r / 2]);
+    vec row = _mm256_castpd_ps(r % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b));
+    _mm_storeu_ps(sums + 4 * r,
+                  _mm_add_ps(_mm256_castps256_ps128(row), _mm256_extractf128_ps(row, 1)));
   }
 }
 

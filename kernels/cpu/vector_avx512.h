@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define HAS_BYTE_PRODUCTS 1  // `byte_keys.h` is for this instruction set
 
 namespace {
 
@@ -150,6 +151,32 @@ INLINE void sum_lanes(const vec* x, float* sums) {
   for (int i = 0; i < 4; i++)
     s[i] = sum_fours(sum_pairs(x[4 * i], x[4 * i + 1]), sum_pairs(x[4 * i + 2], x[4 * i + 3]));
   store(sums, sum_blocks(sum_blocks(s[0], s[1]), sum_blocks(s[2], s[3])));
+}
+
+// The products of unsigned with signed bytes, added up in twos to 16 bits.
+INLINE words byte_products(words codes, words numbers) {
+  return _mm512_maddubs_epi16(codes, numbers);
+}
+INLINE words add_16_bit(words a, words b) { return _mm512_add_epi16(a, b); }
+INLINE words sub_words(words a, words b) { return _mm512_sub_epi32(a, b); }
+// Of 4 registers of 16-bit numbers: word r of each 4 is the sum of the 8 numbers there in x[r]. Sums
+// of 4 fit in 16 bits.
+INLINE words sum_eights(const words* x) {
+  words ab = add_16_bit(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+  words cd = add_16_bit(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+  words sum = add_16_bit(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  return _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+}
+// sums[4 * r + i] is the sum of the lanes r, r + 4 and so on of x[i], for 4 of each.
+INLINE void sum_every_fourth(const vec* x, float* sums) {
+  vec low[] = {_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1])};
+  vec high[] = {_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3])};
+  vec rows[4];
+  for (int r = 0; r < 4; r++) {
+    __m512d a = _mm512_castps_pd(low[r / 2]), b = _mm512_castps_pd(high[r / 2]);
+    rows[r] = _mm512_castpd_ps(r % 2 ? _mm512_unpackhi_pd(a, b) : _mm512_unpacklo_pd(a, b));
+  }
+  store(sums, sum_blocks(sum_blocks(rows[0], rows[1]), sum_blocks(rows[2], rows[3])));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define HAS_BYTE_PRODUCTS 0
 
 namespace {
 

@@ -86,14 +86,51 @@ EACH(_mm512_min_ps, __m512, a.x[i] < b.x[i] ? a.x[i] : b.x[i])
 EACH(_mm512_max_ps, __m512, a.x[i] > b.x[i] ? a.x[i] : b.x[i])  // the second where one is NaN
 EACH(_mm512_scalef_ps, __m512, ldexpf(a.x[i], (int)fmaxf(floorf(b.x[i]), -300.f)))
 EACH(_mm512_add_epi32, __m512i, a.x[i] + b.x[i])
+EACH(_mm512_sub_epi32, __m512i, a.x[i] - b.x[i])
 EACH(_mm512_and_si512, __m512i, a.x[i] & b.x[i])
 EACH(_mm512_xor_si512, __m512i, a.x[i] ^ b.x[i])
 // Within each quarter of 4 floats, or of 2 doubles.
 EACH(_mm512_unpacklo_ps, __m512, (i % 2 ? b : a).x[i / 4 * 4 + i % 4 / 2])
 EACH(_mm512_unpackhi_ps, __m512, (i % 2 ? b : a).x[i / 4 * 4 + 2 + i % 4 / 2])
+EACH(_mm512_unpacklo_epi32, __m512i, (i % 2 ? b : a).x[i / 4 * 4 + i % 4 / 2])
+EACH(_mm512_unpackhi_epi32, __m512i, (i % 2 ? b : a).x[i / 4 * 4 + 2 + i % 4 / 2])
+EACH(_mm512_unpacklo_epi64, __m512i, (i % 4 < 2 ? a : b).x[i / 4 * 4 + i % 2])
+EACH(_mm512_unpackhi_epi64, __m512i, (i % 4 < 2 ? a : b).x[i / 4 * 4 + 2 + i % 2])
 EACH(_mm512_unpacklo_pd, __m512d, (i % 2 ? b : a).x[i / 2 * 2])
 EACH(_mm512_unpackhi_pd, __m512d, (i % 2 ? b : a).x[i / 2 * 2 + 1])
 #undef EACH
+
+// The halves of a word, and its bytes.
+inline int32_t _half(uint32_t word, int i) { return (int16_t)(word >> 16 * i); }
+inline int32_t _signed_byte(uint32_t word, int i) { return (int8_t)(word >> 8 * i); }
+inline int32_t _byte(uint32_t word, int i) { return (uint8_t)(word >> 8 * i); }
+template <class Half>
+uint32_t _halves(Half half) {
+  return (uint16_t)half(0) | (uint32_t)(uint16_t)half(1) << 16;
+}
+inline __m512i _mm512_set1_epi16(short a) {
+  return _lanes<__m512i>([&](int) { return _halves([&](int) { return a; }); });
+}
+inline __m512i _mm512_add_epi16(__m512i a, __m512i b) {
+  return _lanes<__m512i>([&](int i) {
+    return _halves([&](int j) { return _half(a.x[i], j) + _half(b.x[i], j); });
+  });
+}
+inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
+  return _lanes<__m512i>([&](int i) {
+    return _half(a.x[i], 0) * _half(b.x[i], 0) + _half(a.x[i], 1) * _half(b.x[i], 1);
+  });
+}
+// Unsigned bytes of a with signed ones of b.
+inline __m512i _mm512_maddubs_epi16(__m512i a, __m512i b) {
+  return _lanes<__m512i>([&](int i) {
+    return _halves([&](int j) {
+      int sum = _byte(a.x[i], 2 * j) * _signed_byte(b.x[i], 2 * j) +
+                _byte(a.x[i], 2 * j + 1) * _signed_byte(b.x[i], 2 * j + 1);
+      return sum < -32768 ? -32768 : sum > 32767 ? 32767 : sum;
+    });
+  });
+}
 
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   return _lanes<__m512>([&](int i) { return fmaf(a.x[i], b.x[i], c.x[i]); });
