@@ -79,7 +79,8 @@ class NativeBackend:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
-        if keys.shape[2] == 1 and rows.all_own(1):
+        if keys.shape[2] == 1 and rows.ends_in_own:
+            self.begin(keys, values)
             self._owed.owe(pages, (keys, values), rows)
         else:
             self.settle(pages)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
-
 from paged_kv.kernels.page_rows import PageRows, Tail
 
 if TYPE_CHECKING:
@@ -41,11 +39,10 @@ class OwedWrites:
     def owe(self, pages: "LayerPages", step: Tail, rows: PageRows) -> None:
         """Write a step of one token a row later; what was owed is written first.
 
-        It begins to be computed now: what one thread leaves to be computed later no other thread
-        can compute.
+        It must have begun to be computed: what one thread leaves to be computed later no other
+        thread can compute.
         """
         self.pay(pages)
-        mx.async_eval(*step)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         self._owed[pages] = _OwedWrite(step, rows)
 
     def pay(self, pages: "LayerPages") -> None:

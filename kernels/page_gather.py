@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def gather(pages: "LayerPages", rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
     is_batch = len(rows.context_lens) > 1
-    if is_batch and tail is not None and tail[0].shape[2] == 1 and rows.all_own(1):
+    if is_batch and tail is not None and tail[0].shape[2] == 1 and rows.ends_in_own:
         return _joined([gather(pages, rows.but_latest, None), tail])
     if is_batch and tail is None:
         places = token_places(rows, pages.slab_stride)
@@ -142,10 +142,6 @@ def _plane(slab: "Slab", plane: int, page: int, count: int) -> mx.array:
     layout = slab.layout
     heads, words = layout.planes[plane].heads, layout.planes[plane].row_words
     head_words = PAGE_SIZE * words
-    if count == 1:
-        shape, strides = (1, heads, PAGE_SIZE, words), (0, head_words, words, 1)
-        at = page * layout.page_words + layout.offsets[plane]
-        return mx.as_strided(slab.memory, shape, strides, at)
     view = mx.as_strided(
         slab.memory,
         (1, heads, count, head_words),

@@ -52,8 +52,13 @@ class PageRows:
         return range(head), range(first, self.context_lens[row])
 
     @cached_property
+    def ends_in_own(self) -> bool:
+        """Whether a step of one token is no padding in any row."""
+        return all(self.own_tokens(1))
+
+    @cached_property
     def but_latest(self) -> "PageRows":
-        """The same rows without their last token, where none has padding behind it."""
+        """The same rows without their last token, where they end in their own."""
         return replace(self, context_lens=tuple([length - 1 for length in self.context_lens]))
 
     @cached_property
@@ -76,10 +81,6 @@ class PageRows:
         """What a backend has made of these rows, under its name: all layers of a step read the
         same object."""
         return {}
-
-    def all_own(self, count: int) -> bool:
-        """Whether a step of `count` tokens has no padding in any row."""
-        return not any(self.right_padding) and min(self.visible_lens) >= count
 
     def own_tokens(self, count: int) -> list[range]:
         """Which of a step's `count` tokens are not padding, for each row."""

@@ -14,7 +14,7 @@
 
 namespace {
 
-// How keys are multiplied: as their format says, or so.
+// How keys are multiplied: by the number of their format, or this.
 constexpr int Q4_IN_BYTES = FORMATS;
 
 int key_products(const Attention& a, const RowRun& keys) {
@@ -97,12 +97,11 @@ class Queries {
 
   static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
 
-  const float* like(const RowRun& keys) {
-    int products = key_products(a_, keys);
+  const float* for_products(int products, bool rotated) {
     int order = is_quantised(products) ? products - PAGED_KV_Q8 + 1 : 0;
-    int which = 2 * order + keys.rotated;
+    int which = 2 * order + rotated;
     float* q = memory_ + (size_t)which * rows_ * QUERY_FLOATS;
-    if (!made_[which]) make(q, products, keys.rotated);
+    if (!made_[which]) make(q, products, rotated);
     made_[which] = true;
     return q;
   }
@@ -153,8 +152,8 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
     run = following;
     following.count = 0;
     if (at + run.count < end) following = key_run(a, block, at + run.count, end);
-    const float* q = queries.like(run.keys);
     int products = key_products(a, run.keys);
+    const float* q = queries.for_products(products, run.keys.rotated);
     for (int i = 0; i < groups; i++) {
       int g = rows * i / groups, size = rows * (i + 1) / groups - g;
       Next next = {run.values, i ? 0 : run.count, v_dim};
