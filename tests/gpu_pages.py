@@ -14,6 +14,7 @@ from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
 from paged_kv.kernels.page_rows import PageRows
+from tests.arrays import normal, numbers
 from tests.dense_attention import Numbers, dense_attention
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.launch import Mode
@@ -50,14 +51,6 @@ def same(
     dim: int, dtype: mx.Dtype = mx.float16, *, heads: int = 2, v_dim: int = 0
 ) -> LayerGeometry:
     return LayerGeometry(heads, dim, dtype, heads, v_dim or dim, dtype)
-
-
-def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def numbers(array: mx.array) -> Numbers:
-    return np.asarray(array.astype(mx.float32)).astype(np.float64)
 
 
 def new_pages(backend: Any, geometry: LayerGeometry, formats: Sequence[FormatName]) -> LayerPages:

@@ -1,11 +1,11 @@
 """The numbers that pages hold, whatever their formats: what kernels are to compute with."""
 
 import mlx.core as mx
-import numpy as np
 
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.number_format import NumberFormat, Quantised
 from paged_kv.kernels.page_format import PAGE_SIZE
+from tests.arrays import numbers
 from tests.dense_attention import Numbers
 
 
@@ -34,5 +34,4 @@ def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
 
 def _decoded(held: NumberFormat, planes: list[mx.array], dtype: mx.Dtype) -> Numbers:
     """Codes times scales are not rounded to the model's dtype."""
-    numbers = held.decode(planes, mx.float32 if isinstance(held, Quantised) else dtype)
-    return np.asarray(numbers.astype(mx.float32)).astype(np.float64)
+    return numbers(held.decode(planes, mx.float32 if isinstance(held, Quantised) else dtype))

@@ -16,8 +16,9 @@ from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.number_format import GROUP, WORD
 from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
 from paged_kv.kernels.page_rows import PageRows
+from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
-from tests.dense_attention import Numbers, dense_attention
+from tests.dense_attention import dense_attention
 from tests.page_numbers import numbers_in
 from tests.page_rows import unpadded
 
@@ -40,14 +41,6 @@ TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 def same(k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
     return LayerGeometry(2, k_dim, dtype, 2, v_dim, dtype)
-
-
-def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def numbers(array: mx.array) -> Numbers:
-    return np.asarray(array.astype(mx.float32)).astype(np.float64)
 
 
 def new_pages(backend: str, geometry: LayerGeometry, formats: Sequence[FormatName]) -> LayerPages:

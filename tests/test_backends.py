@@ -16,8 +16,9 @@ from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.page_rows import PageRows
+from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
-from tests.dense_attention import Numbers, dense_attention
+from tests.dense_attention import dense_attention
 from tests.page_rows import unpadded
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -36,14 +37,6 @@ TOLERANCES = {mx.float32: 5e-6, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 def same(heads: int, k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
     return LayerGeometry(heads, k_dim, dtype, heads, v_dim, dtype)
-
-
-def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def numbers(array: mx.array) -> Numbers:
-    return np.asarray(array.astype(mx.float32)).astype(np.float64)
 
 
 def words(array: mx.array) -> Words:

@@ -21,6 +21,7 @@ from paged_kv.kernels.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
+from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
 from tests.gpu_pages import (
     ALL_DIALECTS,
@@ -31,7 +32,6 @@ from tests.gpu_pages import (
     device_of,
     needs_compiler,
     new_pages,
-    normal,
     same,
     written,
 )

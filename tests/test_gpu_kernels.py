@@ -15,6 +15,7 @@ from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import FormatName
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
+from tests.arrays import normal, numbers
 from tests.gpu_pages import (
     ALL_DIALECTS,
     STRIDE,
@@ -23,8 +24,6 @@ from tests.gpu_pages import (
     device_of,
     needs_compiler,
     new_pages,
-    normal,
-    numbers,
     same,
     written,
 )

@@ -10,6 +10,7 @@ import pytest
 from paged_kv.kernels.gpu_order import Order
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
+from tests.arrays import normal
 from tests.gpu_on_cpu.launch_order import unordered
 from tests.gpu_pages import (
     DIALECTS,
@@ -17,7 +18,6 @@ from tests.gpu_pages import (
     device_of,
     needs_compiler,
     new_pages,
-    normal,
     same,
 )
 

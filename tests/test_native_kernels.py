@@ -20,8 +20,9 @@ from paged_kv.kernels.native_backend import ALIGNMENT, NativeBackend
 from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_format import FP16, PageFormat, page_format_named
 from paged_kv.kernels.page_rows import PageRows
+from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
-from tests.dense_attention import Numbers, dense_attention
+from tests.dense_attention import dense_attention
 from tests.page_rows import unpadded
 
 ENTRIES = [0, 1, 2, 3, 4, 5, 64, 65, 66, 67, 68, 69]
@@ -33,14 +34,6 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     library = native_library()
     library.use_instruction_set(request.param)
     return NativeBackend(library)
-
-
-def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def numbers(array: mx.array) -> Numbers:
-    return np.asarray(array.astype(mx.float32)).astype(np.float64)
 
 
 def new_pages(

@@ -14,6 +14,7 @@ from paged_kv.kernels.native_backend import NativeBackend
 from paged_kv.kernels.page_format import page_format_named
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
+from tests.arrays import normal
 from tests.backends import native_library
 from tests.page_rows import unpadded
 
@@ -22,16 +23,12 @@ TABLE = (3, 65, 1)
 PADDED = PageRows((TABLE[:1], (4,)), (31, 1), (0, 1))
 
 
-def normal(shape: tuple[int, ...], seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
-
-
 def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
     """Two slabs, of which the table holds 300 tokens."""
     pages = LayerPages(GEOMETRY, backend, 64)
     for slab in (0, 1):
         pages.map_slab(slab, 6, page_format_named(name))
-    keys = normal((1, 2, 300, 32), 1)
+    keys = normal((1, 2, 300, 32), mx.float32, 1)
     pages.write(keys, keys + 1, unpadded((TABLE,), (300,)))
     return pages
 
@@ -50,13 +47,13 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[PageRows]:
 
 
 def one_token(pages: LayerPages, seed: int, position: int = 300) -> PageRows:
-    keys, rows = normal((1, 2, 1, 32), seed), unpadded((TABLE,), (position + 1,))
+    keys, rows = normal((1, 2, 1, 32), mx.float32, seed), unpadded((TABLE,), (position + 1,))
     pages.write(keys, keys - 1, rows)
     return rows
 
 
 def attended(pages: LayerPages, rows: PageRows) -> mx.array:
-    queries = normal((len(rows.context_lens), 4, 1, 32), 9)
+    queries = normal((len(rows.context_lens), 4, 1, 32), mx.float32, 9)
     return pages.attend(queries, rows, scale=0.2)
 
 
@@ -78,7 +75,7 @@ def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
 def test_longer_steps_and_steps_with_padding_are_written_at_once(written: list[PageRows]) -> None:
     pages = new_pages(NativeBackend(native_library()))
     assert len(written) == 1
-    keys = normal((2, 2, 1, 32), 2)
+    keys = normal((2, 2, 1, 32), mx.float32, 2)
     pages.write(keys, keys, PADDED)
     assert written[-1] is PADDED
 
@@ -133,9 +130,9 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
         pages = new_pages(backend, name)
         longest = max(before.context_lens)
         if longest:
-            keys = normal((2, 2, longest, 32), 3)
+            keys = normal((2, 2, longest, 32), mx.float32, 3)
             pages.write(keys, keys + 2, before)
-        keys = normal((2, 2, 1, 32), 4)
+        keys = normal((2, 2, 1, 32), mx.float32, 4)
         pages.write(keys, keys + 2, rows)
         gathered = pages.gather(rows)
         attended(pages, rows)
@@ -150,7 +147,7 @@ def test_another_thread_finds_it_written(written: list[PageRows]) -> None:
     rows = one_token(expected, 2)
 
     def write_what_takes_long() -> None:
-        keys, slow = normal((1, 2, 1, 32), 2), normal((700, 700), 3)
+        keys, slow = normal((1, 2, 1, 32), mx.float32, 2), normal((700, 700), mx.float32, 3)
         for _ in range(5):
             slow = slow @ slow / 700
         keys = keys + 0 * slow.sum()

@@ -10,6 +10,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.number_format import GROUP
 from paged_kv.kernels.page_format import FormatName, page_format_named
+from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import Numbers, dense_attention
 from tests.page_numbers import numbers_in
@@ -22,14 +23,6 @@ TABLE = (1, 0)
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
 # Of the noise that keys of 4 bits have themselves: measured 0.06 where queries are rounded.
 MOST_NOISE = 0.1
-
-
-def numbers(array: mx.array) -> Numbers:
-    return np.asarray(array.astype(mx.float32)).astype(np.float64)
-
-
-def normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 def pages_of(keys: mx.array, values: mx.array, name: FormatName, backend: str) -> LayerPages:

@@ -1,0 +1,264 @@
+"""Figures as benches write them, one set for each table of the README."""
+
+from typing import Any
+
+PHASE = {"seconds": 0.002, "new_bytes": 2**20, "blocks_used": 128, "blocks_copied_change": 8}
+GROWN = {
+    "held_bytes": 512 * 2**20,
+    "peak_above_held_bytes": 2**20,
+    "copied_for_growth_bytes": 3 * 2**30,
+    "median_step_seconds": 0.00064,
+    "max_step_seconds": 0.98,
+}
+RUN = {
+    "wall_seconds": 90.25,
+    "prompt_tokens_per_second": 1234.5,
+    "generation_tokens_per_second": 99.6,
+    "all_tokens_per_second": 400.0,
+    "peak_memory_bytes": 2**30,
+    "peak_tokens_held": 1024,
+}
+LOST = {
+    "perplexity": 12.5,
+    "loss_percent": 0.654,
+    "standard_error_percent": 0.081,
+    "kl_nats": 0.00712,
+}
+POOL = {
+    "tokens": 1024,
+    "blocks_by_format": {"fp16": 3, "q8": 1},
+    "bytes_mapped": 2**20,
+    "perplexity": 14.5,
+}
+LONG = {"max_bytes": 2**22, "timeline": [POOL, {**POOL, "tokens": 2048}], "end": POOL}
+FIGURES: dict[str, dict[str, Any]] = {
+    "publishing": {
+        "batch": 8,
+        "context": 1024,
+        "step_s": 0.0211,
+        "with_over_without": 1.0042,
+        "without_over_without": 1.013,
+        "look_cpu_s": 0.00031,
+        "busy_share": 0.00062,
+        "snapshot_s": 0.0000112,
+        "snapshot_blocks": 10_000,
+        "reserve_s": 0.0000041,
+        "reserve_traced_s": 0.0000052,
+    },
+    "allocator": {
+        "blocks_used": 100_000,
+        "blocks_free": 100_000,
+        "pairs_per_second": 146_382,
+        "bulk_allocated_blocks_per_second": 6_800_797,
+        "bulk_released_blocks_per_second": 4_824_961,
+        "pair_p50_ns": 7324,
+        "pair_p99_ns": 10260,
+        "pair_p99.9_ns": 88604,
+        "fork_of_128_blocks_ns": 21324,
+        "targets": {
+            "pairs_per_second": 150_000,
+            "bulk_allocated_blocks_per_second": 1_000_000,
+            "bulk_released_blocks_per_second": 1_000_000,
+        },
+    },
+    "growth": {
+        "tokens": 16_384,
+        "tokens_per_step": {"decode": 1, "prefill": 2_048},
+        "decode": {"KVCache": GROWN, "pages": GROWN},
+        "prefill": {"KVCache": GROWN, "pages": GROWN},
+    },
+    "batch_operations": {
+        "tokens": 4_096,
+        "lengths": [4_094, 4_062],
+        "operations": {
+            "merge": {
+                "mlx_lm": {"operation": PHASE, "next_write": PHASE},
+                "paged": {"operation": PHASE, "next_write": PHASE},
+                "ratios": {"operation": {"seconds": 681.2}, "next_write": {"seconds": 0.25}},
+            }
+        },
+    },
+    "serving": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "backend": "plain",
+        "requests": 32,
+        "token_bytes": 6144,
+        "requests_with_equal_tokens_in_all_runs": 31,
+        "mlx_lm": {**RUN, "peak_kv_bytes": {"nbytes": 3 * 2**20}},
+        "paged": {**RUN, "peak_kv_bytes": {"active": 2**20, "mapped": 2**21}},
+    },
+    "cpu_kernels": {
+        "backend": "native",
+        "read_bytes_per_second": 40e9,
+        "float16": {
+            "decode_of_1_at_32k": {"pages_bytes_per_second": 30e9, "times_mlx": 80.4},
+            "decode_of_1_at_1k": {"pages_bytes_per_second": 20e9, "times_mlx": 60.0},
+            "short_beside_long": {"short_over_long_per_byte": 1.9},
+            "decode_of_8_at_32k": {"pages_bytes_per_second": 34e9},
+            "prefill": {"pages_flops": 2e11, "share_of_matrix_product": 0.7, "times_mlx": 90.0},
+            "write": {"large_pool_seconds": 2e-5, "copy_seconds": 1e-6},
+            "overhead": {"at_300_seconds": 8e-5, "at_1_seconds": 6e-5},
+            "shuffled_pages": {"shuffled_over_in_order": 1.01, "spread_of_in_order": 1.02},
+        },
+    },
+    "quantised_kernels": {
+        "backend": "native",
+        **{
+            name: {
+                "fp16": {"seconds": 5e-5, "times_fp16": 1.0},
+                "q8": {"seconds": 4e-5, "times_fp16": 1.25},
+                "q4": {"seconds": 2.5e-5, "times_fp16": 2.004},
+            }
+            for name in (
+                "decode_of_1_at_1k",
+                "decode_of_8_at_1k",
+                "decode_of_1_at_32k",
+                "decode_of_8_at_32k",
+                "prefill",
+                "write_of_1",
+                "write_of_512",
+            )
+        },
+        "mlx_lm_of_1_at_32k": {"times_mlx_lm": 1446.9},
+    },
+    "whole_model": {
+        "backend": "native",
+        "rows": [
+            {
+                "model": "stdlib-llama",
+                "batch": 8,
+                "context": 4096,
+                "mlx_lm_tokens_per_second": 100.0,
+                "paged_tokens_per_second": 250.0,
+                "paged_over_mlx_lm": 2.5,
+                "mlx_lm_attention_share": 0.8,
+                "paged_attention_share": 0.3,
+            }
+        ],
+    },
+    "rings": {
+        "backend": "native",
+        "memory": [
+            {
+                "context": 4096,
+                "write_chunk": 256,
+                "mlx_lm_bytes": 2**20,
+                "paged_bytes": 2**21,
+            }
+        ],
+        "decode": [{}, {"context": 2048, "microseconds": 20.5}],
+        "prefill": {
+            "tokens": 8192,
+            "mlx_lm_seconds": 30.0,
+            "paged_seconds": 6.0,
+            "mlx_lm_peak_bytes": 2**22,
+            "paged_peak_bytes": 2**20,
+        },
+        "allocations": {"decoded": 10000, "allocations": 0},
+    },
+    "prefix_reuse": {
+        "backend": "native",
+        "time_to_first_token": {
+            "common_tokens": 3500,
+            "new_tokens": 32,
+            "mlx_lm_cold_seconds": 20.0,
+            "mlx_lm_warm_seconds": 0.2,
+            "paged_cold_seconds": 4.0,
+            "paged_warm_seconds": 0.125,
+        },
+        "conversation": {"turns": 20, "share_found": 0.96},
+        "together": {
+            "requests": 32,
+            "own_tokens": 16,
+            "prefix_tokens": 2048,
+            "mlx_lm_seconds": 20.0,
+            "paged_seconds": 5.0,
+            "most_blocks_used": 41,
+            "blocks_of_one_prefix": 8,
+            "blocks_of_tails": 32,
+        },
+        "fork": {"tokens": 32768, "seconds": 1e-4},
+        "look_up": {"tokens": 8192, "blocks": 100_000, "seconds": 1e-3},
+    },
+    "quantised_quality": {
+        "backend": "plain",
+        "tokens": 20480,
+        "bytes": {
+            "fp16": {"token_bytes": 3072.0, "bits_per_value": 16.0, "times_smaller": 1.0},
+            "q4": {"token_bytes": 864.0, "bits_per_value": 4.5, "times_smaller": 3.5556},
+        },
+        "text": {"stdlib-llama": {"rows": {"fp16": LOST, "auto": LOST, "q4": LOST}}},
+        "greedy": {"generated": 128, "rows": {"stdlib-llama": {"q4": {"median": 17.5}}}},
+        "outliers": {"times_larger": 16, "rows": {"fp16": LOST, "q4": LOST}},
+        "long": {
+            "tokens": 16384,
+            "runs": {
+                "fp16": {**LONG, "perplexity": 12.0},
+                "auto": {**LONG, "perplexity": 12.125},
+                "recent=1": {**LONG, "exhausted": "1 blocks were needed"},
+            },
+        },
+    },
+    "page_store": {
+        "prompt_tokens": 4096,
+        "first_token": {
+            "float32": {
+                "cold_seconds": 5.0,
+                "disk_seconds": 0.25,
+                "cold_over_disk": 20.0,
+                "open_and_close_seconds": 0.1,
+                "share_left_in_page_cache": 0.0,
+                "logits_are_equal": True,
+            }
+        },
+        "throughput": {
+            "share_left_in_page_cache": 0.0,
+            **{
+                f"{name}_bytes_per_second": 5e8
+                for name in ("plain_write", "store_write", "plain_read", "store_read")
+            },
+            "store_read_from_page_cache_bytes_per_second": 2e9,
+        },
+        "bytes_per_token": {"q4": {"disk": 880.0, "memory": 864.0}},
+    },
+    "page_store_faults": {
+        "killed": {
+            "cycles": 1000,
+            "cap": 8388608,
+            "most_bytes": 7000000,
+            "reads": 30000,
+            "wrong_reads": 0,
+        },
+        "damaged": {"files": 10000, "accepted": 0},
+    },
+    "model_families": {
+        "files": {
+            "bitnet": {"gets": "not run", "reason": "runs on Metal only"},
+            "gemma2": {
+                "gets": "gather",
+                "paged_layers": 2,
+                "mlx_lm_caches": {},
+                "stock_repeats": True,
+                "alone": "equal",
+                "batch": "equal",
+            },
+            "gpt_oss": {
+                "gets": "paged",
+                "paged_layers": 2,
+                "mlx_lm_caches": {"RotatingKVCache": 2},
+                "stock_repeats": True,
+                "alone": "equal",
+                "batch": "differs",
+            },
+            "mamba": {
+                "gets": "own",
+                "paged_layers": 0,
+                "mlx_lm_caches": {"ArraysCache": 2},
+                "stock_repeats": False,
+                "alone": "equal",
+                "batch": "equal",
+            },
+        }
+    },
+}
