@@ -3,7 +3,8 @@
 PagedKVError
 ├── PoolExhausted       the byte budget cannot hold the blocks that were asked for
 ├── BlockStateError     a block was used in a state that does not allow it
-└── RollbackError       tokens that a trim would need were written over
+├── RollbackError       tokens that a trim would need were written over
+└── NotPinned           a prompt was to be unpinned that nobody had pinned
 """
 
 
@@ -71,4 +72,25 @@ class RollbackError(PagedKVError, ValueError):
             f"{self.asked} tokens were to be trimmed, and {self.possible} can be: tokens that the "
             "window would need behind those were written over. Ask can_trim(n) first, or begin "
             "again from a copy that was made before"
+        )
+
+
+class NotPinned(PagedKVError, ValueError):
+    """A prompt was to be unpinned that is not pinned; nothing was changed.
+
+    Attributes:
+        num_tokens: how many tokens were named.
+        pins: how many pins there are, of other prompts or salts.
+    """
+
+    def __init__(self, num_tokens: int, pins: int) -> None:
+        super().__init__(num_tokens, pins)
+        self.num_tokens = num_tokens
+        self.pins = pins
+
+    def __str__(self) -> str:
+        return (
+            f"this prompt of {self.num_tokens} tokens is not pinned under this salt, and {self.pins} "
+            "pins of other prompts or salts are: give unpin exactly the tokens and the salt that pin "
+            "was given, and call it once for each pin"
         )

@@ -9,8 +9,9 @@ child that goes along with a prompt for longest is a neighbour in the order of t
     insert    the same
     evict     O(b log n) for b blocks, and the leaves that are in use before them
 
-The index holds one reference to each of its blocks. A block that nobody else holds is cached: it
-can be evicted, and is found again until then.
+The index holds one reference to each of its blocks, and gives it back with the last node that has
+the block: a cache that was inserted into several namespaces has nodes in each. A block that nobody
+else holds is cached: it can be evicted, and is found again until then.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class PrefixIndex:
         # Called with each node that is about to be let go of.
         self.leaving: Callable[[Node], None] | None = None
         self._roots: dict[Hashable, Node] = {}
-        self._nodes: dict[tuple[BlockAllocator, int], Node] = {}
+        # The nodes that have a block: several where it was inserted into several namespaces, or
+        # as the end of one prompt and in the middle of another.
+        self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
         self._leaves: SortedDict[int, Node] = SortedDict()
         self._clock = count(1)
         self._size = 0
@@ -100,12 +103,7 @@ class PrefixIndex:
             path = []
             for start, theirs in zip(range(0, len(tokens), self.page_size), blocks, strict=True):
                 page = tuple(tokens[start : start + self.page_size])
-                child = self._child(node, page)
-                if child is None and not self._nodes.keys().isdisjoint(theirs.items()):
-                    # Known in another namespace: what follows was computed from what that one
-                    # stands for. A block is kept once.
-                    return ()
-                node = child or self._add(node, page, theirs)
+                node = self._child(node, page) or self._add(node, page, theirs)
                 path.append(node)
             self._touch(path)
             for node, held in zip(path, windows, strict=False):
@@ -114,17 +112,24 @@ class PrefixIndex:
                         node.hold(allocator, rows)
             if path and checkpoint is not None:
                 at = len(tokens) - (len(path) - 1) * self.page_size
-                checkpoint.pins = path[-1].pins
-                path[-1].checkpoints[at] = checkpoint
+                path[-1].hold_checkpoint(at, checkpoint)
             return tuple(path)
 
-    def pin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
-        """Keep what is known of a prefix until `unpin`; returns how many tokens that is."""
-        return self._pin(namespace, tokens, 1)
+    def pin(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
+        """Keep what is known of a prefix, its last token included, until `unpin` of what this
+        returns. Pins of one node add up."""
+        with self.lock:
+            pinned = Match(*self._path(namespace, tokens, len(tokens)))
+            for node in pinned.nodes:
+                node.add_pins(1)
+            return pinned
 
-    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
-        """Undo one `pin` of the same prefix; returns how many tokens that is."""
-        return self._pin(namespace, tokens, -1)
+    def unpin(self, pinned: Match) -> None:
+        """Undo one `pin`, whatever was inserted since."""
+        with self.lock:
+            for node in pinned.nodes:
+                assert node.pins > 0, "a prefix was unpinned more often than pinned"
+                node.add_pins(-1)
 
     def clear(self) -> int:
         """Forget everything that is not pinned; returns how many blocks' worth that was."""
@@ -143,7 +148,7 @@ class PrefixIndex:
         is enough; returns how many blocks' worth that was."""
         with self.lock:
             before = len(self)
-            self._evict(_is_in_use, is_enough)
+            self._evict(self._is_in_use, is_enough)
             return before - len(self)
 
     def evictable(self, allocator: BlockAllocator) -> list[int]:
@@ -151,8 +156,10 @@ class PrefixIndex:
         with self.lock:
             return [
                 block
-                for (owner, block), node in self._nodes.items()
-                if owner is allocator and not _is_in_use(node)
+                for (owner, block), nodes in self._nodes.items()
+                if owner is allocator
+                and owner.ref_count(block) == 1
+                and not any(map(_is_pinned, nodes))
             ]
 
     def _path(
@@ -186,8 +193,9 @@ class PrefixIndex:
             if not shorter.pins:
                 self._remove(shorter)
         for allocator, block in node.blocks.items():
-            allocator.keep(block, self._follow)
-            self._nodes[allocator, block] = node
+            if (allocator, block) not in self._nodes:
+                allocator.keep(block, self._follow)
+            self._nodes.setdefault((allocator, block), set()).add(node)
         if parent.parent is not None and not parent.children:
             del self._leaves[parent.last_used]
         parent.children[page] = node
@@ -207,15 +215,19 @@ class PrefixIndex:
             self._leaves[parent.last_used] = parent
         leaf.let_go()
         for allocator, block in leaf.blocks.items():
-            del self._nodes[allocator, block]
-            allocator.let_go(block)
+            nodes = self._nodes[allocator, block]
+            nodes.remove(leaf)
+            if not nodes:
+                del self._nodes[allocator, block]
+                allocator.let_go(block)
 
     def _follow(self, allocator: BlockAllocator, source: int, target: int) -> None:
         """Note that a page was moved to another block."""
         with self.lock:
-            node = self._nodes.pop((allocator, source))
-            node.blocks[allocator] = target
-            self._nodes[allocator, target] = node
+            nodes = self._nodes.pop((allocator, source))
+            for node in nodes:
+                node.blocks[allocator] = target
+            self._nodes[allocator, target] = nodes
 
     def _touch(self, path: Sequence[Node]) -> None:
         """Note that a path was used: a node later than what comes after it."""
@@ -225,14 +237,13 @@ class PrefixIndex:
             if is_leaf:
                 self._leaves[node.last_used] = node
 
-    def _pin(self, namespace: Hashable, tokens: Sequence[int], change: int) -> int:
-        with self.lock:
-            nodes, num_tokens = self._path(namespace, tokens, len(tokens))
-            if any(node.pins + change < 0 for node in nodes):
-                raise ValueError(f"a prefix of {num_tokens} tokens was unpinned more than pinned")
-            for node in nodes:
-                node.add_pins(change)
-            return num_tokens
+    def _is_in_use(self, node: Node) -> bool:
+        """Whether somebody else holds one of a node's blocks too, or it is pinned, maybe by another
+        node that has the block."""
+        return _is_pinned(node) or any(
+            allocator.ref_count(block) > 1 or any(map(_is_pinned, self._nodes[allocator, block]))
+            for allocator, block in node.blocks.items()
+        )
 
     def _evict(self, stays: Callable[[Node], bool], is_enough: Callable[[], bool]) -> None:
         """Remove leaves that may go, the least recently used first. A parent becomes a leaf then,
@@ -269,9 +280,3 @@ def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 def _is_pinned(node: Node) -> bool:
     return node.pins > 0
-
-
-def _is_in_use(node: Node) -> bool:
-    """Whether somebody else holds one of its blocks too, or it is pinned."""
-    shared = any(allocator.ref_count(block) > 1 for allocator, block in node.blocks.items())
-    return shared or _is_pinned(node)

@@ -86,9 +86,18 @@ class Node:
         held[rows.first, rows.last] = rows
         self._count(rows, 1)
 
+    def hold_checkpoint(self, end: int, checkpoint: Checkpoint) -> None:
+        """Hold what one can go on with behind the first `end` tokens, in the place of another."""
+        replaced = self.checkpoints.get(end)
+        if replaced is not None:
+            replaced.pins -= self.pins
+        self.checkpoints[end] = checkpoint
+        checkpoint.pins += self.pins
+
     def inherit(self, shorter: Node) -> None:
         """Hold what another one does, which holds the first of these tokens."""
-        self.checkpoints.update(shorter.checkpoints)
+        for end, checkpoint in shorter.checkpoints.items():
+            self.hold_checkpoint(end, checkpoint)
         for allocator, held in shorter.windows.items():
             for rows in held.values():
                 self.hold(allocator, rows)

@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
+from paged_kv.allocator.pins import Pins
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.model_version import ModelVersion
@@ -101,6 +102,7 @@ class PagedCacheFactory:
         self._trace = trace
         self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
+        self._pins = Pins(self.pool.index)
         self._version = ModelVersion(model)
         layers = self._layers()
         self.num_caches = len(layers)
@@ -163,7 +165,8 @@ class PagedCacheFactory:
         self, tokens: list[int], prompt_cache: list[Any], *, salt: Hashable = None
     ) -> int:
         """Let `fetch_cache` find what a prompt cache of one sequence holds of these tokens; returns
-        how many that is. It costs no copy, and the cache can be used further.
+        with how many of them a longer prompt begins then. It costs no copy, and the cache can be
+        used further, or be inserted under another salt too: then its pages are found under both.
 
         The pages stay until they are evicted for others, or `clear()`. Of a model without any
         nothing is kept: only pages tell how many tokens the other layers have seen.
@@ -185,14 +188,19 @@ class PagedCacheFactory:
         return self.prefixes.insert(namespace, list(tokens), sequence, unpaged_caches(prompt_cache))
 
     def pin(self, tokens: list[int], *, salt: Hashable = None) -> int:
-        """Never evict what is known of a prompt until `unpin`; returns how many tokens that is."""
+        """Never evict what is known of a prompt until `unpin`; returns how many tokens that is,
+        maybe 0. What is inserted later is not pinned by that. Pins nest."""
         namespace = self._namespace(self.pool.page_format.name, salt)
-        return self.pool.index.pin(namespace, list(tokens))
+        return self._pins.pin(salt, namespace, list(tokens))
 
     def unpin(self, tokens: list[int], *, salt: Hashable = None) -> int:
-        """Undo one `pin` of the same prompt; returns how many tokens that is."""
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        return self.pool.index.unpin(namespace, list(tokens))
+        """Undo the latest `pin` of the same tokens and salt, whatever was inserted since; returns
+        how many tokens that one pinned.
+
+        Raises:
+            NotPinned: there is none; nothing was changed.
+        """
+        return self._pins.unpin(salt, list(tokens))
 
     def install(self) -> bool:
         """Let mlx-lm use paged caches for this model wherever it is given none; false if it does.

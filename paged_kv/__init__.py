@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paged_kv.allocator.demotion import DemotionPolicy, OldestFirst
     from paged_kv.allocator.errors import (
         BlockStateError,
+        NotPinned,
         PagedKVError,
         PoolExhausted,
         RollbackError,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockStateError",
     "DemotionPolicy",
+    "NotPinned",
     "OldestFirst",
     "PagePool",
     "PagedCacheFactory",
@@ -51,6 +53,7 @@ __all__ = [
 _HOMES = {
     "BlockStateError": "allocator.errors",
     "DemotionPolicy": "allocator.demotion",
+    "NotPinned": "allocator.errors",
     "OldestFirst": "allocator.demotion",
     "PagedKVError": "allocator.errors",
     "PoolExhausted": "allocator.errors",

@@ -122,9 +122,10 @@ class PrefixCache:
     def insert(
         self, namespace: Hashable, tokens: Tokens[int], sequence: Sequence, states: Any
     ) -> int:
-        """Let others find what a sequence holds of these tokens; returns how many that is. No page
-        is copied. `states` is what the layers hold that are not paged, when all tokens that the
-        sequence holds are known; it must not change any more."""
+        """Let others find what a sequence holds of these tokens; returns with how many of them a
+        longer prompt can begin now. No page is copied. `states` is what the layers hold that are
+        not paged, when all tokens that the sequence holds are known; it must not change any more.
+        """
         self.pool.commit([sequence])
         num_tokens = min(len(tokens), sequence.length)
         num_pages = -(-num_tokens // PAGE_SIZE)
@@ -144,7 +145,7 @@ class PrefixCache:
             group.allocator.events.inserted(sequence.table(group), num_tokens)
         if self._lower is not None:
             self._lower.keep(namespace, nodes)
-        return num_tokens
+        return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked
     def known(self, namespace: Hashable, tokens: Tokens[int]) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.errors import NotPinned
+from paged_kv.allocator.pins import Pins
 from paged_kv.allocator.prefix_index import Match, PrefixIndex
 from paged_kv.allocator.prefix_node import Node
 
@@ -170,22 +173,21 @@ def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
     indexed.index.insert("", [1] * 8, blocks)
     indexed.insert([2] * 8)
     indexed.insert([3] * 8)
-    assert indexed.index.pin("", [2] * 8) == 8
+    pinned = indexed.index.pin("", [2] * 8)
+    assert pinned.num_tokens == 8
     assert len(indexed.index.evictable(indexed.allocator)) == 2
     assert indexed.index.evict(lambda: False) == 2
     assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2, 3)] == [8, 8, 0]
     assert indexed.index.clear() == 2
     assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2)] == [0, 8]
-    assert indexed.index.unpin("", [2] * 8) == 8
-    with pytest.raises(ValueError, match="unpinned more than pinned"):
-        indexed.index.unpin("", [2] * 8)
+    indexed.index.unpin(pinned)
     indexed.allocator.drop(table)
     assert indexed.index.clear() == 2
     assert indexed.allocator.stats().blocks_cached == 0
     indexed.allocator.check()
 
 
-def test_what_goes_on_behind_another_namespace_is_not_known() -> None:
+def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None:
     indexed = Indexed()
     indexed.insert([1] * 4, "old")
     (block,) = indexed.blocks_of(indexed.index.match("old", [1] * 5))
@@ -193,9 +195,75 @@ def test_what_goes_on_behind_another_namespace_is_not_known() -> None:
     table.reserve(0, 8)
     blocks = [{indexed.allocator: each} for each in (block, table.blocks[1])]
     indexed.index.insert("new", [1] * 8, blocks)
-    assert indexed.index.match("new", [1] * 9).num_tokens == 0
-    assert indexed.index.clear() == 1
+    assert indexed.blocks_of(indexed.index.match("new", [1] * 9)) == [block, table.blocks[1]]
+    indexed.allocator.drop(table)
     indexed.allocator.check()
+    # The block counts once, and stays until the last of its nodes goes.
+    assert (len(indexed.index), indexed.allocator.stats().blocks_cached) == (3, 2)
+    pinned = indexed.index.pin("new", [1] * 4)
+    assert len(indexed.index.evictable(indexed.allocator)) == 1
+    # Letting go of the old node would free nothing.
+    assert indexed.index.evict(lambda: False) == 1
+    assert indexed.index.match("old", [1] * 5).num_tokens == 4
+    indexed.index.unpin(pinned)
+    assert indexed.index.evict(lambda: len(indexed.index) == 1) == 1
+    assert indexed.allocator.stats().blocks_cached == 1
+    assert indexed.index.clear() == 1
+    assert indexed.allocator.stats().blocks_cached == 0
+    indexed.allocator.check()
+
+
+def test_unpin_undoes_what_pin_did_whatever_was_inserted_since() -> None:
+    indexed = Indexed()
+    pins = Pins(indexed.index)
+    indexed.insert([1] * 6)
+    assert pins.pin(None, "", [1] * 10) == 6
+    indexed.insert([1] * 10)
+    assert pins.pin(None, "", [1] * 10) == 10
+    assert [pins.unpin(None, [1] * 10) for _ in range(2)] == [10, 6]
+    with pytest.raises(NotPinned, match=r"prompt of 10 tokens is not pinned .* and 0 pins"):
+        pins.unpin(None, [1] * 10)
+    assert indexed.index.clear() == 4
+    assert indexed.allocator.stats().blocks_cached == 0
+
+
+def test_a_pin_inside_a_block_is_undone_after_a_sibling_that_shares_more() -> None:
+    indexed = Indexed()
+    pins = Pins(indexed.index)
+    indexed.insert([1, 1, 1, 1, 2, 3, 3])
+    assert pins.pin(None, "", [1, 1, 1, 1, 2, 4, 4]) == 5
+    indexed.insert([1, 1, 1, 1, 2, 4, 5])
+    with pytest.raises(NotPinned, match="of 5 tokens .* and 1 pins of other prompts"):
+        pins.unpin(None, [1, 1, 1, 1, 2])
+    assert pins.unpin(None, [1, 1, 1, 1, 2, 4, 4]) == 5
+    assert indexed.index.clear() == 3
+    assert indexed.allocator.stats().blocks_cached == 0
+
+
+@dataclass
+class State:
+    """A checkpoint, for an index that does not know what it holds."""
+
+    pins: int = 0
+
+
+def test_checkpoints_are_pinned_by_the_nodes_that_hold_them() -> None:
+    indexed = Indexed()
+    table = indexed.allocator.new_table()
+    table.reserve(0, 3)
+    blocks = [{indexed.allocator: table.blocks[0]}]
+    first, longer, again = State(), State(), State()
+    indexed.index.insert("", [1, 2], blocks, checkpoint=first)
+    pin = indexed.index.pin("", [1, 2])
+    # The shorter one stays, as it is pinned, and the longer one holds its checkpoint too.
+    indexed.index.insert("", [1, 2, 3], blocks, checkpoint=longer)
+    both = indexed.index.pin("", [1, 2, 3])
+    assert (first.pins, longer.pins) == (2, 1)
+    indexed.index.insert("", [1, 2, 3], blocks, checkpoint=again)
+    assert (longer.pins, again.pins) == (0, 1)
+    indexed.index.unpin(pin)
+    indexed.index.unpin(both)
+    assert (first.pins, longer.pins, again.pins) == (0, 0, 0)
 
 
 def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:

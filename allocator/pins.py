@@ -1,0 +1,49 @@
+"""What callers pinned, by what they called it.
+
+What a prompt's tokens lead to changes as prompts are inserted, so it is noted what each pin kept, and
+that is what `unpin` lets go of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from paged_kv.allocator.errors import NotPinned
+from paged_kv.allocator.prefix_index import Match, PrefixIndex
+
+
+class Pins:
+    """The pins of one prefix index. All methods may be called from any thread.
+
+    Args:
+        index: whose prefixes are pinned.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._pinned: dict[tuple[Hashable, tuple[int, ...]], list[Match]] = {}
+
+    def pin(self, salt: Hashable, namespace: Hashable, tokens: Sequence[int]) -> int:
+        """Keep what is known of a prompt in a namespace until `unpin` with the same salt; returns
+        how many tokens that is, maybe 0. Pins nest."""
+        with self._index.lock:
+            pinned = self._index.pin(namespace, tokens)
+            self._pinned.setdefault((salt, tuple(tokens)), []).append(pinned)
+            return pinned.num_tokens
+
+    def unpin(self, salt: Hashable, tokens: Sequence[int]) -> int:
+        """Undo the latest `pin` of exactly these tokens with the same salt; returns how many tokens
+        that one pinned.
+
+        Raises:
+            NotPinned: there is none; nothing was changed.
+        """
+        with self._index.lock:
+            asked = salt, tuple(tokens)
+            if asked not in self._pinned:
+                raise NotPinned(len(tokens), sum(map(len, self._pinned.values())))
+            pinned = self._pinned[asked].pop()
+            if not self._pinned[asked]:
+                del self._pinned[asked]
+            self._index.unpin(pinned)
+            return pinned.num_tokens
