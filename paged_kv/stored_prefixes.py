@@ -10,7 +10,8 @@ that left a ring are written like others. The last block of a ring is written at
 stopped, with the rows that it still holds of the block before it. So are the states of layers
 without pages, with the block that they are the end of.
 
-What is stored is inserted like what was computed, when all of it is there and verified.
+What is stored is inserted like what was computed, when all of it is there and verified; with tokens
+that a prompt does not have, if its last block holds some. The index finds the part that it has.
 """
 
 from __future__ import annotations
@@ -104,8 +105,9 @@ class StoredPrefixes:
             found = self._prefixes.known(namespace, tokens)
             if unusable is None and found > known:
                 self._store.note_found(found - known)
+                self._store.touch(stored.keys)
                 return
-            failed.append(unusable or stored.keys[-1])
+            failed.append(unusable or stored.end_key)
 
     def keep(self, namespace: Hashable, nodes: Tokens[Node]) -> None:
         """See `LowerTier`."""

@@ -31,7 +31,7 @@ def test_an_entry_comes_back_as_it_was() -> None:
     assert decode_place(data[:4000]) == (
         found.place.link.parent,
         PAGES,
-        44,
+        found.place.link.tokens,
         dict(identity().as_fields()),
     )
 

@@ -1,13 +1,15 @@
 """What of a prompt is stored, against trying every end that there is."""
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Wanted, find
+from paged_kv.store.packed_tokens import packed, unpacked
 from tests.store_entries import identity
 
 PAGE = 3
@@ -21,19 +23,19 @@ class Files:
     """Places that are stored, and an index of them."""
 
     def __init__(self) -> None:
-        self.keys: set[str] = set()
-        self._behind: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        self.places: dict[str, Place] = {}
 
     def add(self, place: Place) -> None:
-        if place.key not in self.keys:
-            self.keys.add(place.key)
-            self._behind[place.link.parent].append((len(place.link.tokens), place.key))
+        self.places[place.key] = place
+
+    def behind(self, parent: str) -> list[Place]:
+        return [place for place in self.places.values() if place.link.parent == parent]
 
     def children(self, parent: str) -> list[tuple[int, str]]:
-        return self._behind[parent]
+        return [(len(place.link.tokens), place.key) for place in self.behind(parent)]
 
-    def has(self, link: Link, part: str) -> bool:
-        return Place(link, part).key in self.keys
+    def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        return sorted({place.link.tokens for place in self.behind(parent)})
 
 
 def chain(tokens: Sequence[int]) -> list[Link]:
@@ -44,21 +46,26 @@ def chain(tokens: Sequence[int]) -> list[Link]:
 
 
 def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
-    """The furthest end, of all, up to which everything is stored."""
+    """The most tokens of the prompt, of all ends that there are, up to which everything that is
+    needed is stored."""
+    there = files.places.keys() - without
+
+    def has_all(links: Sequence[Link], part: str) -> bool:
+        return all(Place(link, part).key in there for link in links)
+
     best = 0
-    for end in range(wanted.beyond + 1, len(wanted.tokens) + 1):
+    for end in range(len(wanted.tokens) + 1):
         links = chain(wanted.tokens[:end])
-        needed = [
-            Place(link, part).key
-            for link in links
-            if link.end > wanted.held
-            for part in wanted.parts
-        ]
-        if wanted.needs_checkpoint:
-            needed.append(Place(links[-1], CHECKPOINT).key)
-        if all(key in files.keys - without for key in needed):
-            best = end
-    return best
+        read = [link for link in links if link.end > wanted.held]
+        if not all(has_all(read, part) for part in wanted.parts):
+            continue
+        if not wanted.needs_checkpoint or (links and has_all(links[-1:], CHECKPOINT)):
+            best = max(best, end)
+        if end % PAGE == 0 and end >= wanted.held and not wanted.needs_checkpoint:
+            for place in files.behind((links or [ROOT])[-1].digest):
+                if all(has_all([place.link], part) for part in wanted.parts):
+                    best = max(best, end + common_prefix(place.link.tokens, wanted.tokens[end:]))
+    return best if best > wanted.beyond else 0
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -87,15 +94,41 @@ def test_the_longest_stored_beginning_is_found(
             files.add(Place(link, PART))
         if has_checkpoint and links:
             files.add(Place(links[-1], CHECKPOINT))
-    without = set(sorted(files.keys)[lost : lost + 2])
+    without = set(sorted(files.places)[lost : lost + 2])
     parts = (PART,) if has_parts or not needs_checkpoint else ()
     held = min(held, len(tokens) // PAGE) * PAGE
     beyond = max(beyond, 0 if needs_checkpoint else held)
     wanted = Wanted(ROOT, tokens, held, beyond, parts, needs_checkpoint, PAGE)
-    found = find(wanted, files.children, without)
+    found = find(wanted, files, without)
     expected = longest(files, wanted, without)
-    assert (found.num_tokens if found else 0) == expected
-    if found is not None:
-        assert found.links == tuple(chain(tokens[:expected]))
-        assert all(key in files.keys - without for key in found.keys)
-        assert (found.places[-1].part == CHECKPOINT) == needs_checkpoint
+    if found is None:
+        assert not expected
+        return
+    held_tokens = [token for link in found.links for token in link.tokens]
+    assert common_prefix(held_tokens, tokens) == expected
+    assert found.links == tuple(chain(held_tokens))
+    assert all(key in files.places.keys() - without for key in found.keys)
+    assert Place(found.links[-1], found.places[-1].part).key == found.end_key
+    assert (found.places[-1].part == CHECKPOINT) == needs_checkpoint
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 200)))
+def test_tokens_are_packed_and_come_back(tokens: list[int]) -> None:
+    assert unpacked(packed(tokens)) == tuple(tokens)
+
+
+Similar = st.lists(st.sampled_from([0, 1, -1, 63, 64, 8191, 8192, 150_000]), max_size=6)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(others=st.lists(Similar, min_size=1, max_size=30), tokens=Similar)
+def test_the_neighbours_of_packed_tokens_have_most_in_common(
+    others: list[list[int]], tokens: list[int]
+) -> None:
+    order = sorted(map(packed, others))
+    at = bisect_left(order, packed(tokens))
+    neighbours = order[max(0, at - 1) : at + 1]
+    assert max(common_prefix(unpacked(each), tokens) for each in neighbours) == max(
+        common_prefix(each, tokens) for each in others
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.folder import TAG, default_folder
@@ -38,6 +39,28 @@ def test_what_is_stored_is_found_by_the_next_process(tmp_path: Path) -> None:
         assert child == (700 - 512, Place(chain[2], PAGES).key)
         with pytest.raises(FileNotFoundError):
             store.get(Place(chain[0], CHECKPOINT))
+
+
+def test_the_blocks_that_begin_most_alike_are_found(tmp_path: Path) -> None:
+    first, *_ = links(prompt(0))
+    tails = [[1, 2, 3, number] for number in range(20)] + [[1], [1, 2], [1, 2, 4], [-1, 2], [300]]
+    with open_store(tmp_path / "store") as store:
+        for tail in tails:
+            for part in (PAGES, CHECKPOINT):
+                store.put([entry(first.then(tail), part, words=10)])
+        for _ in range(2):
+            for asked in ([1, 2, 3, 7, 7], [1, 2, 4, 5], [1, 2, 3], [300, 1], [-1], [1, 5], [2]):
+                found = store.closest(first.digest, asked)
+                assert len(found) == len(set(found)) <= 8
+                assert max(common_prefix(each, asked) for each in found) == max(
+                    common_prefix(each, asked) for each in tails
+                )
+            assert store.closest("another", [1]) == []
+            # An index that is made anew has the tokens from the files.
+            for name in FILES:
+                (tmp_path / "store" / name).unlink(missing_ok=True)
+            with store.exclusive():
+                pass
 
 
 def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:

@@ -124,6 +124,29 @@ def test_export_and_import(
     assert (status, done["entries"], done["skipped"]) == (0, 0, {})
 
 
+def test_the_order_of_use_survives_export_and_import(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    archive, other = tmp_path / "pages.tar", tmp_path / "other"
+    chain = links(prompt(5, 20 * 256))
+    with open_store(other) as store:
+        store.put([entry(links(prompt(2))[0]), entry(links(prompt(9))[0])])
+    with open_store(folder) as store:
+        store.put([entry(link, words=200_000) for link in chain])
+        order = [row.key for row in store.rows()]
+    assert run(folder, "export", str(archive)) == 0
+    assert run(other, "import", str(archive)) == 0
+    with open_store(other) as store:
+        assert [row.key for row in store.rows()][: len(order)] == order
+    for each in (folder, other):
+        assert run(each, "gc", "--store-bytes", "10MB") == 0
+        with open_store(each) as store:
+            kept = [Place(link, PAGES).key in store.stored_keys() for link in chain]
+        # The beginning of a prompt stays, as what comes behind it is of no use without it.
+        assert sum(kept) > 5
+        assert all(kept[: sum(kept)])
+
+
 def test_import_takes_nothing_that_is_not_sound(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
 ) -> None:

@@ -99,7 +99,48 @@ def test_prompts_that_part_share_what_is_stored(folder: Path) -> None:
         assert len(store.stored_keys()) == 4 + 2
     assert found(model, folder, TEXT[:1100]) == 1000
     assert found(model, folder, [*TEXT[:512], *TEXT[600:1000]]) == 512 + 300
-    assert found(model, folder, [*TEXT[:300], 1, *TEXT[301:900]]) == 256
+    # To the token, as in memory.
+    assert found(model, folder, [*TEXT[:300], 1, *TEXT[301:900]]) == 300
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(("length", "answer"), [(40, 4), (612, 100), (700, 90)])
+def test_a_prompt_that_was_stored_with_its_answer_is_found_to_the_token(
+    folder: Path, name: str, length: int, answer: int
+) -> None:
+    """In the block that was stored as the last, and in one that the answer filled."""
+    model = small_model(name)
+    prompt = TEXT[:length]
+    factory = stored_factory(model, folder)
+    cache, _ = factory.fetch_cache(prompt)
+    first = greedy(model, prompt, cache, answer)
+    factory.insert_cache(prompt + first.tokens, cache)
+    del cache
+    factory.close()
+    for asked, known in (
+        (prompt, length - 1),
+        ([*prompt, first.tokens[0], 1, 2], length + 1),
+        ([*prompt[: length - 2], 1, 2], length - 2),
+    ):
+        factory = stored_factory(model, folder)
+        run, cached = warm(model, factory, asked)
+        assert (cached, store_of(factory).stats().tokens_found) == (known, known)
+        cold = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
+        assert_same_run(run, cold, 1e-3)
+        factory.close()
+
+
+def test_what_is_found_in_a_block_is_used_later_than_others(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    for first in (1, 2):
+        computed(model, factory, [first, *TEXT[:40]])
+    factory.close()
+    assert found(model, folder, [1, *TEXT[:30]]) == 30
+    with open_store(folder) as store:
+        latest, _ = store.rows()
+        entry = decode(store.folder.read(f"{latest.key}.safetensors"), latest.key)
+    assert entry.place.link.tokens == (1, *TEXT[:40])
 
 
 def test_what_memory_lost_comes_back_from_disk(folder: Path) -> None:

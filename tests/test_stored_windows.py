@@ -109,6 +109,10 @@ def test_a_restart_goes_on_behind_every_block(
         run_of(model, factory, TEXT[:1301], step=step)
         prompts = [[*TEXT[:length], 1, 2, 3] for length in (1280, 768, 512, 256)]
         expected = [run_of(model, factory, prompt, keep=False)[0] for prompt in prompts]
+        # Within a block as far as its page and those before it hold the window.
+        within = [[*TEXT[:length], 4, 5] for length in (700, 520)]
+        in_memory = [run_of(model, factory, prompt, keep=False)[1] for prompt in within]
+    assert in_memory[0] == 700
     for prompt, before in zip(prompts, expected, strict=True):
         with stored_factory(model, folder, page_format=page_format) as factory:
             run, cached = run_of(model, factory, prompt, keep=False)
@@ -117,11 +121,10 @@ def test_a_restart_goes_on_behind_every_block(
         assert mx.array_equal(run.logprobs, before.logprobs)
         if page_format == "fp16":
             assert_same_run(run, cold(model, prompt), TOLERANCE)
-    # Nothing of a block is stored behind a token where nobody stopped.
-    with stored_factory(model, folder, page_format=page_format) as factory:
-        prompt = [*TEXT[:700], 4, 5]
-        run, cached = run_of(model, factory, prompt)
-        assert cached == 512
+    for prompt, known in zip(within, in_memory, strict=True):
+        with stored_factory(model, folder, page_format=page_format) as factory:
+            run, cached = run_of(model, factory, prompt, keep=False)
+        assert cached == known
         if page_format == "fp16":
             assert_same_run(run, cold(model, prompt), TOLERANCE)
 

@@ -117,7 +117,7 @@ class BackgroundStore:
 
     def find(self, wanted: Wanted, without: Sequence[str] = ()) -> Stored | None:
         """What a prompt can begin with; None if that is nothing, or cannot be found out."""
-        return self._wait(self._submit(find, wanted, self.store.children, without))
+        return self._wait(self._submit(find, wanted, self.store, without))
 
     def read(self, places: Sequence[Place]) -> Iterator[Entry | None]:
         """Entries in their order, some of them read ahead; None, and nothing more, for one that

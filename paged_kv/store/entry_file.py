@@ -29,6 +29,8 @@ SUFFIX = ".safetensors"
 
 # A header has about 100 bytes a layer; one that claims to be longer than this is damage.
 MAX_HEADER_BYTES = 1 << 20
+# The header and the tokens: safetensors puts the widest numbers first.
+MAX_HEAD_BYTES = MAX_HEADER_BYTES + (64 << 10)
 
 Buffer = bytes | memoryview
 Array = npt.NDArray[Any]
@@ -113,18 +115,18 @@ def decode(data: Buffer, key: str) -> Entry:
     return entry
 
 
-def decode_place(data: Buffer) -> tuple[str, str, int, Mapping[str, str]]:
-    """What the beginning of a file says: parent, part, how many tokens, the identity. Nothing of
-    it is verified but that it can be read.
+def decode_place(data: Buffer) -> tuple[str, str, tuple[int, ...], Mapping[str, str]]:
+    """What the first `MAX_HEAD_BYTES` of a file say: parent, part, tokens, the identity. Nothing
+    of it is verified but that it can be read.
 
     Raises:
         InvalidEntry: it is no entry, or of another version.
     """
-    _, tensors, metadata = _header(memoryview(data))
+    data = memoryview(data)
+    header, tensors, metadata = _header(data)
     try:
-        (num_tokens,) = tensors["tokens"]["shape"]
-        identity = dict(_identity(metadata))
-        return metadata["parent"], metadata["part"], int(num_tokens), identity
+        tokens = tuple(_array(data[len(header) :], tensors["tokens"]).tolist())
+        return metadata["parent"], metadata["part"], tokens, dict(_identity(metadata))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidEntry(f"the header lacks something: {error!r}") from None
 

@@ -1,4 +1,5 @@
-"""What is stored, behind what, and in which order it was used last: an sqlite3 database.
+"""What is stored, behind what, and in which order it was used last: an sqlite3 database. It knows
+the tokens too, so that it can tell which stored block begins most like a prompt goes on.
 
 It may be lost at any time. Files are the truth, and `PageStore` brings the index in line with them
 whenever it has the folder for itself. So it is never flushed, and what is wrong with it is cured by
@@ -21,23 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.store.folder import Folder
+from paged_kv.store.packed_tokens import packed, unpacked
 
 NAME = "index.sqlite3"
 FILES = (NAME, NAME + "-wal", NAME + "-shm")
 # Rows of one transaction, each of which may touch a few pages of 4 kB.
-_ROWS = 32
+_ROWS = 16
 ROOM = 1 << 20
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
     CREATE TABLE entries (
         key TEXT PRIMARY KEY, parent TEXT NOT NULL, part TEXT NOT NULL, num_tokens INTEGER NOT NULL,
         nbytes INTEGER NOT NULL, last_used INTEGER NOT NULL, model TEXT NOT NULL,
-        page_format TEXT NOT NULL
+        page_format TEXT NOT NULL, tokens BLOB NOT NULL
     ) WITHOUT ROWID;
-    CREATE INDEX by_parent ON entries (parent);
+    CREATE INDEX by_parent ON entries (parent, tokens);
 """
 _COLUMNS = "key, parent, part, num_tokens, nbytes, model, page_format"
+# Blocks to look at on either side of where a prompt's own would be: they share most first tokens
+# with it, but what is needed of them may not be stored.
+_NEIGHBOURS = 4
 
 
 @dataclass(frozen=True)
@@ -107,16 +112,34 @@ class Index:
         """How many tokens the entries behind a block have, and their keys."""
         return self._all("SELECT num_tokens, key FROM entries WHERE parent = ?", parent)
 
+    def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """The tokens of blocks behind a block, those that have most first tokens in common with
+        `tokens`, and a few more."""
+        found: list[tuple[bytes]] = []
+        for compared, order in ((">=", "ASC"), ("<", "DESC")):
+            found += self._all(
+                f"SELECT DISTINCT tokens FROM entries WHERE parent = ? AND tokens {compared} ? "
+                f"ORDER BY tokens {order} LIMIT {_NEIGHBOURS}",
+                parent,
+                packed(tokens),
+            )
+        return [unpacked(data) for (data,) in found]
+
     def by_use(self) -> list[str]:
         """Entries, the least recently used first."""
         return [key for (key,) in self._all("SELECT key FROM entries ORDER BY last_used")]
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Note entries as the latest used, the first of them latest."""
+    def add(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """Note entries, each with the tokens of its block, as the latest used, the first of them
+        latest."""
         uses = self._next_uses(len(rows))
         self._write(
-            f"INSERT OR REPLACE INTO entries ({_COLUMNS}, last_used) VALUES (?,?,?,?,?,?,?,?)",
-            [(*astuple(row), use) for row, use in zip(rows, uses, strict=True)],
+            f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, last_used) "
+            "VALUES (?,?,?,?,?,?,?,?,?)",
+            [
+                (*astuple(row), packed(tokens), use)
+                for (row, tokens), use in zip(rows, uses, strict=True)
+            ],
         )
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -149,7 +172,7 @@ class Index:
         ((latest,),) = self._all("SELECT coalesce(max(last_used), 0) FROM entries")
         return range(latest + count, latest, -1)
 
-    def _write(self, statement: str, rows: Sequence[tuple[str | int, ...]]) -> None:
+    def _write(self, statement: str, rows: Sequence[tuple[str | int | bytes, ...]]) -> None:
         for start in range(0, len(rows), _ROWS):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -160,7 +183,7 @@ class Index:
                 raise
             self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _all(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
+    def _all(self, statement: str, *values: str | bytes) -> list[tuple[Any, ...]]:
         with closing(self._connection.execute(statement, values)) as cursor:
             return cursor.fetchall()
 

@@ -2,20 +2,37 @@
 
 Full blocks are found by their digests, one after the other. A block that ends before it is full can
 have ended anywhere, so the index is asked how many tokens there are behind a block.
+
+A prompt can begin with a part of a block too, as in memory: with the first tokens of one that holds
+an answer behind them, or goes on otherwise. So the index is also asked which blocks begin most like
+the prompt goes on. States are those behind a block's last token, and are of no use within it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.allocator.ring import Ring
 from paged_kv.store.keys import Link, Place
 
 CHECKPOINT = "checkpoint"
 """The part of a block that holds the states of layers without pages, as they are behind it."""
 
-Children = Callable[[str], list[tuple[int, str]]]
+
+class Behind(Protocol):
+    """What is stored behind a block, by its digest. Both may raise sqlite3.Error."""
+
+    def children(self, parent: str) -> list[tuple[int, str]]:
+        """How many tokens the entries have, and their keys."""
+        ...
+
+    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        """The tokens of some blocks, those that have most first tokens in common with `tokens`
+        among them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +62,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored blocks that a prompt can begin with.
+    """Stored blocks that a prompt can begin with; of the last one maybe not all tokens are its.
 
     Attributes:
         links: all blocks, those that are held included; only the last may not be full.
@@ -58,7 +75,7 @@ class Stored:
 
     @property
     def num_tokens(self) -> int:
-        """How much of the prompt that is."""
+        """How many tokens they hold."""
         return self.links[-1].end
 
     @property
@@ -66,43 +83,82 @@ class Stored:
         """Everything that is to be read."""
         return tuple([place.key for place in self.places])
 
+    @property
+    def end_key(self) -> str:
+        """Something that is to be read of the last block: without it, this is not found again."""
+        return [place.key for place in self.places if place.link == self.links[-1]][-1]
 
-def find(wanted: Wanted, children: Children, without: Collection[str] = ()) -> Stored | None:
-    """The longest stored beginning of a prompt, leaving out the entries `without`; None if it is
-    of no use.
+
+@dataclass(frozen=True)
+class _Level:
+    """What is stored behind the first blocks of a prompt.
+
+    Attributes:
+        path: those, from the root on.
+        there: the keys of what is stored behind the last of them.
+        exact: blocks that hold what the prompt goes on with, and no other tokens; the shortest
+            first.
+    """
+
+    path: tuple[Link, ...]
+    there: Collection[str]
+    exact: Sequence[Link]
+
+
+def find(wanted: Wanted, stored: Behind, without: Collection[str] = ()) -> Stored | None:
+    """The stored blocks that hold the longest beginning of a prompt, leaving out the entries
+    `without`; None if there are none that are of use.
 
     Raises:
         sqlite3.Error: the index cannot be asked.
     """
-    there: set[str] = set()
-    path: list[Link] = []
-    # The blocks with which it may end, and how many come before each.
-    ends: list[tuple[int, Link]] = []
-    link: Link | None = wanted.root
-    while link is not None:
-        left = min(wanted.page_size, len(wanted.tokens) - link.end)
-        behind = [each for each in children(link.digest) if each[1] not in without]
-        there.update(key for _, key in behind)
-        # In a block that is held, or has no parts, only what is needed at an end can be of use.
-        counts = {count for count, _ in behind if 0 < count <= left}
-        following = None
-        for count in sorted(counts | ({left} if left == wanted.page_size else set())):
-            child = link.then(wanted.tokens[link.end : link.end + count])
-            if not _has_pages(wanted, child, there):
-                continue
-            if count == wanted.page_size:
-                following = child
-            if child.end > wanted.beyond:
-                ends.append((len(path), child))
-        link = following
-        if link is not None:
-            path.append(link)
-    for before, child in reversed(ends):
-        links = (*path[:before], child)
-        at_end = _needed_at_end(wanted, links)
-        if all(place.key in there for place in at_end):
-            return Stored(links, (*_needed_of_all(wanted, links), *at_end))
+    levels = list(_levels(wanted, stored, without))
+    there = {key for level in levels for key in level.there}
+    for level in reversed(levels):
+        if level.path[-1].end + wanted.page_size <= wanted.beyond:
+            break
+        for last in _ends(wanted, stored, level):
+            links = (*level.path[1:], last)
+            at_end = _needed_at_end(wanted, links)
+            if all(place.key in there for place in at_end):
+                return Stored(links, (*_needed_of_all(wanted, links), *at_end))
     return None
+
+
+def _levels(wanted: Wanted, stored: Behind, without: Collection[str]) -> Iterator[_Level]:
+    """What is stored behind each full block that holds the prompt's tokens, and behind the root."""
+    path: tuple[Link, ...] = (wanted.root,)
+    while True:
+        left = _left(wanted, path[-1])
+        behind = [each for each in stored.children(path[-1].digest) if each[1] not in without]
+        there = {key for _, key in behind}
+        # In a block that is held, or has no parts, only what is needed at an end can be of use.
+        counts = {count for count, _ in behind} | {wanted.page_size}
+        fitting = [path[-1].then(left[:n]) for n in sorted(counts) if 0 < n <= len(left)]
+        exact = [link for link in fitting if _has_pages(wanted, link, there)]
+        yield _Level(path, there, exact)
+        if not exact or len(exact[-1].tokens) < wanted.page_size:
+            return
+        path = (*path, exact[-1])
+
+
+def _ends(wanted: Wanted, stored: Behind, level: _Level) -> list[Link]:
+    """The blocks of a level with which the prompt may begin, those of most of its tokens first."""
+    before, left = level.path[-1], _left(wanted, level.path[-1])
+    ends = {link: len(link.tokens) for link in level.exact}
+    # What is held instead of being read holds the prompt's own tokens.
+    if not wanted.needs_checkpoint and before.end >= wanted.held:
+        for tokens in stored.closest(before.digest, left):
+            common, link = common_prefix(tokens, left), before.then(tokens)
+            if common and _has_pages(wanted, link, level.there):
+                ends[link] = common
+    useful = [link for link in ends if before.end + ends[link] > wanted.beyond]
+    return sorted(useful, key=ends.__getitem__, reverse=True)
+
+
+def _left(wanted: Wanted, link: Link) -> Sequence[int]:
+    """What a prompt goes on with behind a block, as far as it is in the next one."""
+    return wanted.tokens[link.end : link.end + wanted.page_size]
 
 
 def _has_pages(wanted: Wanted, link: Link, there: Collection[str]) -> bool:

@@ -97,8 +97,9 @@ def export(store: PageStore, path: Path) -> Transfer:
 
 
 def import_(store: PageStore, path: Path) -> Transfer:
-    """Put the entries of an export into a store. The latest used come first in an export, and are
-    the last to go where the cap does not hold all.
+    """Put the entries of an export into a store, as used later than all others there and in the
+    order of their use in the export. The latest used come first in an export, and are the last to
+    go where the cap does not hold all.
 
     Raises:
         OSError: the file cannot be read, or the folder not be written.
@@ -109,15 +110,18 @@ def import_(store: PageStore, path: Path) -> Transfer:
     kept: list[str] = []
     try:
         with tarfile.open(path) as archive:
-            for row, data in _imported(archive, skipped):
+            for known, data in _imported(archive, skipped):
+                row, _ = known
                 kept.append(row.key)
-                (outcome,) = store.put_files([(row, data)], kept)
+                (outcome,) = store.put_files([(known, data)], kept)
                 if outcome is Outcome.NO_ROOM:
                     skipped[file_name(row.key)] = outcome.value
                 elif outcome is Outcome.STORED:
                     done, nbytes = done + 1, nbytes + row.nbytes
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no export of a page store: {error}") from None
+    # Each of them was the latest used when it was put there.
+    store.touch(kept)
     return Transfer(done, nbytes, skipped)
 
 

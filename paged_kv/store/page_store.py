@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from paged_kv.store import index as index_file
 from paged_kv.store.entry_file import (
-    MAX_HEADER_BYTES,
+    MAX_HEAD_BYTES,
     SUFFIX,
     Buffer,
     Entry,
@@ -49,8 +49,11 @@ _MARGIN = index_file.ROOM + (64 << 10)
 FAULTS = (OSError, sqlite3.Error, MemoryError, InvalidEntry)
 """What a disk can do to whoever uses it."""
 
-File = tuple[Row, Sequence[Buffer]]
-"""What is to be known of an entry, and the bytes of its file."""
+Known = tuple[Row, Sequence[int]]
+"""What the index is to know of an entry, and the tokens of its block."""
+
+File = tuple[Known, Sequence[Buffer]]
+"""That, and the bytes of the entry's file."""
 
 
 class Outcome(Enum):
@@ -154,6 +157,12 @@ class PageStore:
         with self._lookups.use() as index:
             return index.children(parent)
 
+    def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """The tokens of blocks behind a block, those that have most first tokens in common with
+        `tokens`, and a few more."""
+        with self._lookups.use() as index:
+            return index.closest(parent, tokens)
+
     def stored_keys(self) -> set[str]:
         """All entries."""
         with self._lookups.use() as index:
@@ -174,10 +183,10 @@ class PageStore:
         outcomes, added = [], []
         with self.exclusive() as contents:
             try:
-                for row, data in files:
-                    outcomes.append(self._put(contents, row, data, keep))
+                for known, data in files:
+                    outcomes.append(self._put(contents, known[0], data, keep))
                     if outcomes[-1] is Outcome.STORED:
-                        added.append(row)
+                        added.append(known)
             finally:
                 with self._index.use() as index:
                     index.add(added)
@@ -270,19 +279,19 @@ class PageStore:
                 known = index.keys()
                 index.remove(list(known - files.keys()))
                 found = [self._found(key, files[key]) for key in files.keys() - known]
-                index.add([row for row in found if row is not None])
+                index.add([known for known in found if known is not None])
         except sqlite3.DatabaseError:
             if not self._index.is_damaged:
                 raise
             return False
         return True
 
-    def _found(self, key: str, nbytes: int) -> Row | None:
+    def _found(self, key: str, nbytes: int) -> Known | None:
         """What a file says that the index does not know. One that is no entry goes; what another
         version wrote stays, and counts."""
         try:
-            data = self.folder.read(file_name(key), MAX_HEADER_BYTES)
-            return _row(key, nbytes, *decode_place(data))
+            data = self.folder.read(file_name(key), MAX_HEAD_BYTES)
+            return _known(key, nbytes, *decode_place(data))
         except NewerVersion:
             return None
         except (InvalidEntry, KeyError) as error:
@@ -304,11 +313,17 @@ def file_of(place: Place, data: Sequence[Buffer]) -> File:
     """What an entry's file is to be known as."""
     link = place.link
     nbytes = size_on_disk(sum(map(len, data)))
-    about = link.parent, place.part, len(link.tokens), dict(link.identity)
-    return _row(place.key, nbytes, *about), data
+    about = link.parent, place.part, link.tokens, dict(link.identity)
+    return _known(place.key, nbytes, *about), data
 
 
-def _row(
-    key: str, nbytes: int, parent: str, part: str, num_tokens: int, identity: Mapping[str, str]
-) -> Row:
-    return Row(key, parent, part, num_tokens, nbytes, identity["model"], identity["page_format"])
+def _known(
+    key: str,
+    nbytes: int,
+    parent: str,
+    part: str,
+    tokens: Sequence[int],
+    identity: Mapping[str, str],
+) -> Known:
+    model, page_format = identity["model"], identity["page_format"]
+    return Row(key, parent, part, len(tokens), nbytes, model, page_format), tokens
