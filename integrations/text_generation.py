@@ -61,6 +61,14 @@ class TextGeneration:
         """Print one text as it comes."""
         prompt_cache, cached = self._factory.fetch_cache(prompt)
         text = list(prompt)
+
+        def note(done: int, total: int) -> None:
+            progress(done, total)
+            # Behind the last token but one, from which the same prompt goes on: states, and
+            # windows after a long answer, cannot go back to it.
+            if 0 < done == total - 1:
+                self._factory.insert_cache(prompt[:-1], prompt_cache)
+
         for response in stream_generate(
             self._model,
             self._tokenizer,
@@ -68,7 +76,7 @@ class TextGeneration:
             max_tokens=self._max_tokens,
             sampler=self._sampler,
             prompt_cache=prompt_cache,
-            prompt_progress_callback=progress,
+            prompt_progress_callback=note,
         ):
             print(response.text, end="", flush=True)
             text.append(response.token)

@@ -1,6 +1,7 @@
 """The commands `paged-kv store ...`, and --store of the others."""
 
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
+from paged_kv.integrations import text_generation
 from paged_kv.integrations.server_command import server_parser
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.keys import Place
 from tests.store_entries import PAGES, entry, is_right, links, open_store, prompt
+from tests.stored_prompts import TEXT
+from tests.zoo import small_model
 
 
 @pytest.fixture
@@ -225,6 +229,51 @@ def test_generate_begins_with_what_is_stored(
     with open_store(folder) as store:
         # One whole block, and what the longer of the two has behind it.
         assert len(store.stored_keys()) == 2
+
+
+def test_a_short_prompt_is_found_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["generate", "--prompt", "import os\n\n\ndef walk(", "--max-tokens", "8"]
+    texts = []
+    for _ in range(2):
+        assert main([*command, "--store", str(tmp_path / "store")]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+    assert texts[0] == texts[1]
+    tokens, known = re.findall(r"(\d+) tokens, (\d+) of them stored before", captured.err)[0]
+    assert int(known) == int(tokens) - 1
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Any,
+    name: str,
+) -> None:
+    """A window has passed the prompt, or a state has seen the answer."""
+    _, tokenizer = trained("stdlib-llama")
+    monkeypatch.setattr(text_generation, "load", lambda _: (small_model(name), tokenizer))
+    outputs = []
+    for _ in range(2):
+        generation = text_generation.TextGeneration(
+            str(tmp_path),
+            page_format="fp16",
+            max_bytes=1 << 28,
+            max_tokens=300,
+            temp=0.0,
+            seed=None,
+            store=str(tmp_path / "store"),
+            store_bytes=1 << 30,
+        )
+        generation.stream(TEXT[:300], lambda done, total: None)
+        generation.close()
+        outputs.append(capsys.readouterr())
+    assert outputs[0].out == outputs[1].out
+    assert "stored before" not in outputs[0].err
+    assert "300 tokens, 299 of them stored before" in outputs[1].err
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_and_not_a_traceback(
