@@ -90,7 +90,7 @@ class NotPinned(PagedKVError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"this prompt of {self.num_tokens} tokens is not pinned under this salt, and {self.pins} "
-            "pins of other prompts or salts are: give unpin exactly the tokens and the salt that pin "
-            "was given, and call it once for each pin"
+            f"this prompt of {self.num_tokens} tokens is not pinned under this salt; there are "
+            f"{self.pins} pins of other prompts or salts: give unpin exactly the tokens and the "
+            "salt that pin was given, and call it once for each pin"
         )

@@ -1,7 +1,7 @@
-"""What callers pinned, by what they called it.
+"""What callers pinned, by the tokens and the salt that they named.
 
-What a prompt's tokens lead to changes as prompts are inserted, so it is noted what each pin kept, and
-that is what `unpin` lets go of.
+Which nodes a prompt leads to changes as others are inserted. So each pin notes which it kept, and
+`unpin` lets go of those.
 """
 
 from __future__ import annotations

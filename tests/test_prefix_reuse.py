@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from paged_kv import NotPinned, PagedCacheFactory
+from paged_kv import PagedCacheFactory
 from paged_kv.integrations.shared_prefill import begin_together
 from tests.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.zoo import small_model
@@ -105,64 +105,6 @@ def test_who_goes_on_does_not_change_what_was_inserted(qwen3: Any) -> None:
     assert_same_run(run, cold(qwen3, prompt), TOLERANCE)
 
 
-def test_salts_share_nothing(qwen3: Any) -> None:
-    factory = PagedCacheFactory(qwen3)
-    cache = factory.make_cache()
-    greedy(qwen3, TEXT[:300], cache, 1)
-    assert factory.insert_cache(TEXT[:300], cache, salt="alice") == 300
-    assert factory.fetch_cache(TEXT[:301], salt="bob")[1] == 0
-    assert factory.fetch_cache(TEXT[:301])[1] == 0
-    assert factory.fetch_cache(TEXT[:301], salt="alice")[1] == 300
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
-def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str) -> None:
-    model = small_model(name)
-    factory = PagedCacheFactory(model)
-    asked = [*TEXT[:600], 1, 2]
-    expected = cold(model, asked)
-    cache, _ = factory.fetch_cache(TEXT[:600])
-    model(mx.array([TEXT[:600]]), cache=cache)
-    for salt in (None, "alice"):
-        assert factory.insert_cache(TEXT[:600], cache, salt=salt) == 600
-    del cache
-    # A cache that was fetched under one salt, and is inserted under another.
-    cache, cached = factory.fetch_cache([*TEXT[:600], 1], salt="alice")
-    assert cached == 600
-    assert factory.insert_cache(TEXT[:600], cache, salt="bob") == 600
-    del cache
-    assert factory.stats().blocks_used == 0
-    for salt in (None, "alice", "bob"):
-        cache, cached = factory.fetch_cache(asked, salt=salt)
-        assert cached == 600
-        assert_same_run(greedy(model, asked[cached:], cache, 4), expected, 1e-3)
-    del cache
-    assert factory.fetch_cache(asked, salt="carol")[1] == 0
-    # As long as one of them is pinned, and no longer.
-    assert factory.pin(TEXT[:600], salt="alice") == 600
-    factory.clear()
-    found = {salt: factory.fetch_cache(asked, salt=salt)[1] for salt in (None, "alice", "bob")}
-    assert found == {None: 0, "alice": 600, "bob": 0}
-    factory.pool.check()
-    assert factory.unpin(TEXT[:600], salt="alice") == 600
-    factory.clear()
-    factory.pool.check()
-    assert (factory.stats().bytes_mapped, factory.prefixes.nbytes) == (0, 0)
-
-
-@pytest.mark.parametrize(("name", "found"), [("qwen3", 500), ("qwen3_next", 0)])
-def test_insert_returns_what_is_found(name: str, found: int) -> None:
-    """A state is that behind all tokens, so fewer of them cannot be gone on from."""
-    model = small_model(name)
-    factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
-    model(mx.array([TEXT[:600]]), cache=cache)
-    assert factory.insert_cache(TEXT[:500], cache) == found
-    assert factory.fetch_cache([*TEXT[:500], 1])[1] == found
-    assert factory.insert_cache(TEXT[:600], cache) == 600
-    assert factory.fetch_cache([*TEXT[:600], 1])[1] == 600
-
-
 def test_other_weights_share_nothing(qwen3: Any) -> None:
     model = copy.deepcopy(qwen3)
     factory = PagedCacheFactory(model)
@@ -201,40 +143,6 @@ def test_cached_blocks_make_room_before_a_pool_is_exhausted(qwen3: Any) -> None:
     assert stats.allocation_failures == 0
     assert factory.fetch_cache([7, *TEXT[:601]])[1] == 601
     assert factory.fetch_cache([0, *TEXT[:601]])[1] == 0
-
-
-def test_a_pinned_prompt_stays(qwen3: Any) -> None:
-    factory = PagedCacheFactory(qwen3)
-    warm(qwen3, factory, TEXT[:300])
-    assert factory.pin(TEXT[:300]) == 300
-    factory.clear()
-    assert factory.fetch_cache(TEXT[:310])[1] == 300
-    assert factory.unpin(TEXT[:300]) == 300
-    factory.clear()
-    assert factory.fetch_cache(TEXT[:310])[1] == 0
-    assert factory.stats().bytes_mapped == 0
-    with pytest.raises(NotPinned, match="prompt of 300 tokens is not pinned under this salt"):
-        factory.unpin(TEXT[:300])
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
-def test_unpin_undoes_a_pin_of_what_was_known_then(name: str) -> None:
-    """Also when more was inserted since, and under other weights."""
-    model = copy.deepcopy(small_model(name))
-    factory = PagedCacheFactory(model)
-    read(model, factory, TEXT[:300])
-    assert factory.pin(TEXT[:600]) == 300
-    read(model, factory, TEXT[:600])
-    assert factory.pin(TEXT[:300]) == 300
-    # A longer prompt that shares more of the block in which a pin ends.
-    read(model, factory, [*TEXT[:280], *TEXT[400:420]])
-    projection = model.layers[-1].self_attn.k_proj
-    projection.weight = projection.weight * 1.5
-    assert factory.fetch_cache(TEXT[:301])[1] == 0
-    assert factory.unpin(TEXT[:600]) == 300
-    assert factory.unpin(TEXT[:300]) == 300
-    factory.clear()
-    assert (factory.stats().bytes_mapped, factory.prefixes.nbytes) == (0, 0)
 
 
 @pytest.mark.parametrize("page_format", ["q8", "q4", ("q8", "q4")])

@@ -31,9 +31,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pages: dict[int, list[int]] = {}
-        self.allocator = BlockAllocator(
-            ByteBudget(BLOCKS), 1, PAGE, self.map_slab, self.unmap_slab
-        )
+        self.allocator = BlockAllocator(ByteBudget(BLOCKS), 1, PAGE, self.map_slab, self.unmap_slab)
         self.index = PrefixIndex(PAGE)
         self.pins = Pins(self.index)
         self.pinned: list[tuple[str, tuple[int, ...], int]] = []
@@ -101,9 +99,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.allocator.drop(table)
 
     @rule(pick=picks, namespace=namespaces, end=st.integers(1, 11), more=prompts)
-    def pin_what_may_be_known(
-        self, pick: int, namespace: str, end: int, more: list[int]
-    ) -> None:
+    def pin_what_may_be_known(self, pick: int, namespace: str, end: int, more: list[int]) -> None:
         table = self.table(pick)
         if table is not None:
             self.pin(namespace, self.tables[table][:end] + more)

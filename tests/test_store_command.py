@@ -231,9 +231,7 @@ def test_generate_begins_with_what_is_stored(
         assert len(store.stored_keys()) == 2
 
 
-def test_a_short_prompt_is_found_again(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_short_prompt_is_found_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["generate", "--prompt", "import os\n\n\ndef walk(", "--max-tokens", "8"]
     texts = []
     for _ in range(2):

@@ -3,6 +3,7 @@
     keys          what a file is found by
     entry_file    the bytes of a file
     folder        the folder and its system calls
+    packed_tokens token ids as the index knows them
     index         what is stored and when it was used; rebuilt from the files when it is lost
     eviction      what goes when there is no room
     page_store    all of these together, one process at a time
