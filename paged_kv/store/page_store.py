@@ -246,7 +246,8 @@ class PageStore:
             contents.used -= sum(contents.files.pop(key, 0) for key in victims)
         self.folder.write(file_name(row.key), data)
         contents.files[row.key] = row.nbytes
-        contents.used += row.nbytes
+        # The index gets its rows when all files are written.
+        contents.used += row.nbytes + index_file.ROW_BYTES
         return Outcome.STORED
 
     def _discard(self, keys: Sequence[str]) -> None:
