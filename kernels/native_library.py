@@ -118,6 +118,12 @@ class NativeLibrary:
         self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
         self._ask_for_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._ask_for_huge_pages.restype = None
+        self._instruction_set = self.instruction_sets[0]
+
+    @property
+    def instruction_set(self) -> str:
+        """The one in use."""
+        return self._instruction_set
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -135,6 +141,7 @@ class NativeLibrary:
             known = ", ".join(self.instruction_sets)
             raise ValueError(f"PAGED_KV_ISA must be one of {known} on this machine, got {name!r}")
         self._library.paged_kv_use_instruction_set(name.encode())
+        self._instruction_set = name
 
     def use_threads(self, count: int) -> None:
         self._library.paged_kv_use_threads(count)

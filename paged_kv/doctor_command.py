@@ -1,16 +1,6 @@
-"""`paged-kv doctor`: which kernels this machine runs, and whether they compute what they should."""
+"""The command `paged-kv doctor`."""
 
 import argparse
-import os
-import sys
-from importlib.metadata import version
-from time import perf_counter
-
-import mlx.core as mx
-
-from paged_kv.kernels.backend import Backend, choose_backend
-from paged_kv.kernels.native_library import load_native_library
-from paged_kv.kernels.self_test import Check, checks
 
 
 def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,7 +11,8 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         description=(
             "Says which backend is active and why, compiles and runs every kernel once on this "
             "device, and compares what it gives with attention in float64. PAGED_KV_BACKEND names "
-            "another backend. Exit status 1 if a kernel is wrong."
+            "another backend, and PAGED_KV_ISA another instruction set of the CPU kernels. Exit "
+            "status 1 if a kernel is wrong."
         ),
     )
     parser.set_defaults(run=run_doctor)
@@ -29,39 +20,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 def run_doctor(_: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    backend = choose_backend()
-    print(f"backend: {backend.name}, because {_reason(backend)}")
-    print(f"device: {_device()}; mlx {version('mlx')}; Python {sys.version.split()[0]}")
-    failed = sum([not _report(check) for check in checks(backend)])
-    print(f"{failed} of the checks failed" if failed else "all checks passed")
-    return 1 if failed else 0
+    # It needs mlx, and --help does not.
+    from paged_kv.doctor import examine
 
-
-def _reason(backend: Backend) -> str:
-    if "PAGED_KV_BACKEND" in os.environ:
-        return "PAGED_KV_BACKEND names it"
-    if mx.default_device().type == mx.gpu:
-        return f"MLX computes on {mx.default_device()}"
-    library, missing = load_native_library()
-    if library is None:
-        return f"MLX computes on a CPU, and of the CPU kernels {missing}"
-    return f"MLX computes on a CPU, and the CPU kernels run here ({library.instruction_sets[0]})"
-
-
-def _device() -> str:
-    info = mx.device_info()
-    return str(info.get("device_name") or info.get("architecture") or mx.default_device())
-
-
-def _report(check: Check) -> bool:
-    """Run a check and print its line; the time is with compiling, where that is done."""
-    start = perf_counter()
-    try:
-        error = check.run()
-        said = f"off by {error:.1e}, at most {check.tolerance:.0e}"
-        passed = error <= check.tolerance
-    except Exception as failure:
-        said, passed = f"{type(failure).__name__}: {failure}", False
-    milliseconds = 1000 * (perf_counter() - start)
-    print(f"{'pass' if passed else 'FAIL'}  {check.name:<32} {milliseconds:9.1f} ms  {said}")
-    return passed
+    return examine()

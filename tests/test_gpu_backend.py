@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv import PagedCacheFactory, doctor_command
+from paged_kv import PagedCacheFactory, doctor
 from paged_kv.command_line import main
 from paged_kv.kernels import backend as backend_module
 from paged_kv.kernels import gpu_arrays, gpu_tuning
@@ -154,7 +154,7 @@ class TestOnThisCpu:
         self, dialect: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         device = device_of(dialect, checked=False)
-        monkeypatch.setattr(doctor_command, "choose_backend", lambda: backend_on(device, dialect))
+        monkeypatch.setattr(doctor, "choose_backend", lambda: backend_on(device, dialect))
         assert main(["doctor"]) == 0
         assert f"backend: {dialect}" in capsys.readouterr().out
 
@@ -198,7 +198,7 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
         def copy(self, *arguments: Any) -> None:
             raise RuntimeError("no such copy")
 
-    monkeypatch.setattr(doctor_command, "choose_backend", Wrong)
+    monkeypatch.setattr(doctor, "choose_backend", Wrong)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "FAIL  decode fp16 float16" in out
