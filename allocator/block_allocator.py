@@ -289,7 +289,8 @@ class BlockAllocator:
             self.allocation_failures += 1
             grown = growth + sum(each.block_bytes * each.capacity for each in self.formats)
             fits = self.capacity * (grown - growth + self.budget.left) // grown
-            raise PoolExhausted(self.capacity, fits, 0, self.budget.max_bytes)
+            mean = -(-grown // self.capacity)
+            raise PoolExhausted(self.capacity, fits, 0, self.budget.max_bytes, mean)
         self.budget.take(growth)
         for name, size in block_bytes.items():
             self._formats[name].block_bytes = size
@@ -330,8 +331,9 @@ class BlockAllocator:
             slabs = self._formats[name]
             growth = slabs.plan(count - len(slabs.free), left, taken, self.budget)
             pages = sum(plan.pages for plan in growth)
-            if len(slabs.free) + pages < count:
-                raise PoolExhausted(count, len(slabs.free) + pages, 0, self.budget.max_bytes)
+            free = len(slabs.free) + pages
+            if free < count:
+                raise PoolExhausted(count, free, 0, self.budget.max_bytes, slabs.block_bytes)
             left -= pages * slabs.block_bytes
             taken.update(plan.slab for plan in growth)
             plans += [(slabs, plan) for plan in growth]

@@ -7,6 +7,8 @@ PagedKVError
 └── NotPinned           a prompt was to be unpinned that nobody had pinned
 """
 
+from __future__ import annotations
+
 
 class PagedKVError(Exception):
     """The base of every exception that is this package's own."""
@@ -20,20 +22,53 @@ class PoolExhausted(PagedKVError):
         free: blocks that could have been had, those of slabs still to be mapped included.
         evictable: blocks that no sequence holds and that could be evicted.
         budget: the pool's limit in bytes.
+        block_bytes: bytes of one of these blocks.
+        sufficient_budget: a limit in bytes under which everything that is held and this step fit;
+            the smallest one where all blocks are of one size. None where that is not known: in the
+            first step of a pool whose layers have different windows, and of a single allocator.
     """
 
-    def __init__(self, needed: int, free: int, evictable: int, budget: int) -> None:
-        super().__init__(needed, free, evictable, budget)
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        evictable: int,
+        budget: int,
+        block_bytes: int,
+        sufficient_budget: int | None = None,
+    ) -> None:
+        super().__init__(needed, free, evictable, budget, block_bytes, sufficient_budget)
         self.needed = needed
         self.free = free
         self.evictable = evictable
         self.budget = budget
+        self.block_bytes = block_bytes
+        self.sufficient_budget = sufficient_budget
 
     def __str__(self) -> str:
         return (
-            f"{self.needed} blocks were needed, {self.free} are free and {self.evictable} "
-            f"evictable within a budget of {self.budget:,} bytes: raise max_bytes, drop caches "
-            "that are no longer used, or ask can_admit(tokens) before starting a sequence"
+            f"{self.shortage}: {self.remedy('max_bytes')}, drop caches that are no longer used, or "
+            "ask can_admit(tokens) before starting a sequence"
+        )
+
+    @property
+    def shortage(self) -> str:
+        """What was needed and what there was."""
+        return (
+            f"{self.needed} blocks ({self.needed * self.block_bytes:,} bytes) were needed, "
+            f"{self.free} ({self.free * self.block_bytes:,} bytes) are free and {self.evictable} "
+            f"evictable within a budget of {self.budget:,} bytes"
+        )
+
+    def remedy(self, option: str) -> str:
+        """What to do with the option that sets the budget."""
+        known = self.sufficient_budget
+        return f"raise {option}" if known is None else f"raise {option} to at least {known:,}"
+
+    def with_sufficient_budget(self, nbytes: int | None) -> PoolExhausted:
+        """The same, from who knows the whole pool."""
+        return PoolExhausted(
+            self.needed, self.free, self.evictable, self.budget, self.block_bytes, nbytes
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.allocator.retired_blocks import RetiredBlock, RetiredBlocks
 from paged_kv.layer_group import LayerGroup
@@ -89,10 +90,7 @@ class PoolRoom:
         """Bytes that may lie idle, because memory is mapped in slabs: when room is made, less than
         a slab of each kind stays partly empty, and what is mapped last gets exactly what is left.
         """
-        groups = [group for group in self._groups if group.is_open]
-        formats = [each for group in groups for each in group.allocator.formats]
-        largest = [each.largest_slab(self._budget) * each.block_bytes for each in formats]
-        return sum(largest) - min(largest, default=0)
+        return self._slack(self._budget)
 
     def spare_block(self, group: LayerGroup, page_format: str) -> RetiredBlock | None:
         """A block for what can be done without, maybe in the place of what was retired earlier;
@@ -220,9 +218,39 @@ class PoolRoom:
         for group, counts in needs.items():
             try:
                 left = group.allocator.room_after(counts, left)
-            except PoolExhausted:
+            except PoolExhausted as error:
                 group.allocator.allocation_failures += 1
-                raise
+                raise error.with_sufficient_budget(self._sufficient_budget(needs)) from None
+
+    def _sufficient_budget(self, needs: Needs) -> int | None:
+        """A budget that holds what is in use now and what is needed; None while there are groups
+        of which nothing is known."""
+        if not all(group.is_open for group in self._groups):
+            return None
+        formats = self._formats()
+        in_use = sum(each.num_used * each.block_bytes for each in formats)
+        others = self._budget.mapped - sum(each.capacity * each.block_bytes for each in formats)
+        asked = sum(
+            count * group.allocator.format_named(name).block_bytes
+            for group, counts in needs.items()
+            for name, count in counts.items()
+        )
+        most = in_use + others + asked
+        # Slabs get larger with the budget, and with them what may lie idle.
+        sufficient = most
+        while (with_slack := most + self._slack(ByteBudget(sufficient))) > sufficient:
+            sufficient = with_slack
+        return sufficient
+
+    def _slack(self, budget: ByteBudget) -> int:
+        """`slack` with another budget."""
+        largest = [each.largest_slab(budget) * each.block_bytes for each in self._formats()]
+        return sum(largest) - min(largest, default=0)
+
+    def _formats(self) -> list[FormatSlabs]:
+        """The slabs of every format of every group that was written."""
+        groups = [group for group in self._groups if group.is_open]
+        return [each for group in groups for each in group.allocator.formats]
 
     def _left_after(self, needs: Needs) -> int:
         """Bytes of the budget that remain when what is needed is free.

@@ -81,7 +81,10 @@ def test_allocation_is_all_or_nothing() -> None:
         allocator.allocate(8)
     found = error.value
     assert (found.needed, found.free, found.evictable, found.budget) == (8, 7, 0, 100)
-    assert str(found).startswith("8 blocks were needed, 7 are free and 0 evictable")
+    assert str(found).startswith(
+        "8 blocks (80 bytes) were needed, 7 (70 bytes) are free and 0 evictable within a budget of "
+        "100 bytes: raise max_bytes, drop caches"
+    )
     assert state(allocator) == before
     assert log.mapped == [0, 1, 2]
     assert allocator.stats().allocation_failures == 1

@@ -1,0 +1,81 @@
+"""What a `PoolExhausted` says would have been enough is enough, and where blocks are of one size a
+byte less is not."""
+
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv.window import Window
+
+LAYERS, HEAD = 3, 32
+BLOCK_BYTES = LAYERS * 2 * 256 * HEAD * 2
+WINDOWS: dict[int, Window] = {0: Window(300, 64), 2: Window(600, 256, keep=4)}
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"windows": WINDOWS},
+    {"page_format": "auto"},
+    {"windows": WINDOWS, "page_format": "auto"},
+]
+
+Step = tuple[int, int]
+"""A sequence, and the tokens that it writes; none drop it."""
+
+
+def steps(seed: int) -> Iterator[Step]:
+    """Sequences that grow and end, without end. The first step is of one token, so that all layers
+    are known."""
+    rng = random.Random(seed)
+    yield 0, 1
+    while True:
+        yield rng.randrange(6), 0 if rng.random() < 0.04 else rng.randrange(1, 700)
+
+
+def run(pool: PagePool, todo: Iterator[Step]) -> tuple[int, PoolExhausted]:
+    """How many steps a pool takes, and what ends them."""
+    held: dict[int, list[PagedKVCache]] = {}
+    for number, (name, count) in enumerate(todo):
+        if not count:
+            held.pop(name, None)
+            gc.collect()
+            continue
+        if name not in held:
+            sequence = Sequence(pool)
+            held[name] = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
+        numbers = mx.zeros((1, 1, count, HEAD), dtype=mx.float16)
+        try:
+            for cache in held[name]:
+                cache.update_and_fetch(numbers, numbers)
+        except PoolExhausted as error:
+            return number, error
+    raise AssertionError("steps have no end")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", OPTIONS, ids=["one size", "windows", "auto", "both"])
+def test_it_is_enough(options: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+    blocks = random.Random(seed).randrange(4, 14)
+    reached, error = run(PagePool(LAYERS, max_bytes=blocks * BLOCK_BYTES, **options), steps(seed))
+    enough = error.sufficient_budget
+    assert enough is not None
+    assert error.budget < enough
+    assert f"raise max_bytes to at least {enough:,}" in str(error)
+    further, _ = run(PagePool(LAYERS, max_bytes=enough, **options), steps(seed))
+    assert further > reached
+    if not options:
+        less, _ = run(PagePool(LAYERS, max_bytes=enough - 1), steps(seed))
+        assert less == reached
+
+
+def test_it_is_not_known_while_a_group_was_never_written() -> None:
+    pool = PagePool(LAYERS, windows=WINDOWS, max_bytes=1000)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    with pytest.raises(PoolExhausted, match=r"raise max_bytes, drop caches") as error:
+        cache.update_and_fetch(mx.zeros((1, 1, 9, HEAD)), mx.zeros((1, 1, 9, HEAD)))
+    assert error.value.sufficient_budget is None
