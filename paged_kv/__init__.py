@@ -13,6 +13,8 @@ knows their class.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.extras import backend_named
+
 if TYPE_CHECKING:
     from paged_kv.allocator.demotion import DemotionPolicy, OldestFirst
     from paged_kv.allocator.errors import (
@@ -71,4 +73,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")
-    return getattr(import_module(f"paged_kv.{_HOMES[name]}"), name)
+    with backend_named():
+        return getattr(import_module(f"paged_kv.{_HOMES[name]}"), name)
