@@ -75,12 +75,22 @@ class OldestFirst:
             eighth of the budget, and what lies above must hold the smaller pages of one.
         recent: how many of the latest pages of a sequence are spared.
         page_formats: the formats that pages go through.
+
+    Raises:
+        ValueError: `recent` or `last_resort` is out of its range. A pool that is given the policy
+            says so of the others.
     """
 
     watermark: float = 0.75
     last_resort: float = 0.875
     recent: int = 4
     page_formats: tuple[str, ...] = ("q8", "q4")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
+            raise ValueError(f"recent must be a number of pages from 0 on, got {self.recent!r}")
+        if not isinstance(self.last_resort, int | float) or not 0 < self.last_resort <= 1:
+            raise ValueError(f"last_resort must lie in (0, 1], got {self.last_resort!r}")
 
     def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterator[Demotion]:
         """See `DemotionPolicy.demotions`."""

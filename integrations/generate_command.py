@@ -6,6 +6,8 @@ from importlib.resources import files
 
 from tqdm import tqdm
 
+from paged_kv.allocator.errors import PagedKVError, PoolExhausted
+from paged_kv.arguments import name, page_format, positive, seed, temperature
 from paged_kv.sizes import parse_size
 from paged_kv.store_command import add_store_options
 
@@ -25,6 +27,7 @@ def add_generate_parser(
     )
     parser.add_argument(
         "--model",
+        type=name,
         help="folder or Hugging Face repository of a model; without it, a small model that comes "
         "with this package and writes what looks like Python",
     )
@@ -39,14 +42,22 @@ def add_generate_parser(
     )
     parser.add_argument(
         "--num-samples",
-        type=_positive,
+        type=positive,
         default=1,
         help="texts for each prompt, which share its pages; with --temp (default: 1)",
     )
-    parser.add_argument("--max-tokens", type=_positive, default=100, help="default: 100")
-    parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
-    parser.add_argument("--seed", type=int, help="seed of the sampler")
-    parser.add_argument("--page-format", default="fp16", help="what pages hold (default: fp16)")
+    parser.add_argument("--max-tokens", type=positive, default=100, help="default: 100")
+    parser.add_argument(
+        "--temp", type=temperature, default=0.0, help="temperature (default: 0, greedy)"
+    )
+    parser.add_argument("--seed", type=seed, help="seed of the sampler")
+    parser.add_argument(
+        "--page-format",
+        type=page_format,
+        default="fp16",
+        help="what pages hold: fp16, q8 or q4, two of these for keys and for values such as q8/q4, "
+        "or auto (default: fp16)",
+    )
     parser.add_argument(
         "--max-bytes", type=parse_size, help="the most memory for pages, such as 4GB"
     )
@@ -56,9 +67,10 @@ def add_generate_parser(
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and print a summary; returns the exit status."""
-    prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
-    if not all(prompts):
-        print("paged-kv generate: a prompt is empty: give --prompt some text", file=sys.stderr)
+    try:
+        prompts = [_prompt(text) for text in arguments.prompt]
+    except ValueError as error:
+        print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
     # Loading mlx-lm takes seconds, which --help and usage errors need not wait for.
     from paged_kv.integrations.text_generation import TextGeneration
@@ -82,20 +94,36 @@ def run(arguments: argparse.Namespace) -> int:
             generation.stream(encoded[0], _Progress(len(encoded[0])))
         else:
             generation.batch(encoded, arguments.num_samples)
+    except PoolExhausted as error:
+        raise PagedKVError(
+            f"{error.shortage}: {error.remedy('--max-bytes')}, or ask for less with shorter "
+            "prompts, --max-tokens or --num-samples"
+        ) from None
     finally:
         generation.close()
     return 0
 
 
+def _prompt(text: str) -> str:
+    """The prompt that an option names.
+
+    Raises:
+        ValueError: it is empty, or not UTF-8.
+    """
+    try:
+        prompt = sys.stdin.read() if text == "-" else text
+        # What is not UTF-8 in an argument arrives as surrogates.
+        prompt.encode()
+    except UnicodeError:
+        raise ValueError("a prompt is not UTF-8: give --prompt some text") from None
+    if not prompt:
+        raise ValueError("a prompt is empty: give --prompt some text")
+    return prompt
+
+
 def embedded_model() -> str:
     """The folder of the model that comes with this package."""
     return str(files("paged_kv") / "models" / "stdlib-llama")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a positive whole number is needed, got {text!r}")
-    return int(text)
 
 
 class _Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +14,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from paged_kv.allocator.pins import Pins
+from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.factory_arguments import only_sequence, require_model
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import (
@@ -25,6 +28,7 @@ from paged_kv.integrations.prompt_cache_hook import (
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.say_once import say_once
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.prefix_cache import PrefixCache
@@ -53,17 +57,17 @@ class PagedCacheFactory:
             of these, for keys and for values. With "auto", pages begin with 16 bits, and the
             oldest become q8 and then q4 when `max_bytes` gets short; a `DemotionPolicy` in its
             place says otherwise.
-        max_bytes: the most bytes that pages may take. None means 80 % of what the machine
-            recommends, less what is in use; `stats()` tells. What is kept of recurrent layers by
-            `insert_cache` takes up to a quarter of that besides.
+        max_bytes: the most that pages may take, a number of bytes or a text such as "4GB". None
+            means 80 % of what the machine recommends, less what is in use; `stats()` tells. What is
+            kept of recurrent layers by `insert_cache` takes up to a quarter of that besides.
         write_chunk: in layers with a sliding window, the longest step that is written before it
             is read, and one more than the tokens that can always be rolled back. None means 256,
             or the window where that is smaller.
-        trace: a file in which to record what happens to blocks, for `paged-kv trace replay`. None
-            means the one that PAGED_KV_TRACE names, if it does.
+        trace: a new file in which to record what happens to blocks, for `paged-kv trace replay`.
+            None means the one that PAGED_KV_TRACE names, if it does.
         store: a folder on disk for what `insert_cache` is given; `fetch_cache` finds it there, in
             this process or a later one. None keeps prompts in memory only.
-        store_bytes: the most that the folder may take of the disk, such as "50GB".
+        store_bytes: the most that the folder may take of the disk, a number or a text as well.
 
     Attributes:
         pool: where the pages are.
@@ -72,7 +76,9 @@ class PagedCacheFactory:
         store: what is on disk, if anything is: `store.stats()` counts.
 
     Raises:
+        TypeError: an argument is of the wrong type; the message says which.
         ValueError: an argument is out of its range; the message says which.
+        OSError: the trace cannot be written, or is a file that is not empty.
         StoreError: the folder cannot be used; the message says why.
 
     Example:
@@ -87,12 +93,17 @@ class PagedCacheFactory:
         model: Module,
         *,
         page_format: FormatChoice = "fp16",
-        max_bytes: int | None = None,
+        max_bytes: float | str | None = None,
         write_chunk: int | None = None,
-        trace: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
         store: str | os.PathLike[str] | None = None,
-        store_bytes: int | str = DEFAULT_STORE_BYTES,
+        store_bytes: float | str = DEFAULT_STORE_BYTES,
     ) -> None:
+        require_model(model)
+        if write_chunk is not None:
+            write_chunk = whole_number("write_chunk", write_chunk, least=1)
+        folder = None if store is None else file_path("store", store)
+        most_stored = size_in_bytes("store_bytes", store_bytes)
         self._model = model
         self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
         self._closed = False
@@ -109,28 +120,35 @@ class PagedCacheFactory:
         self.prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(layers)))
         self.store: BackgroundStore | None = None
         self._stored: StoredPrefixes | None = None
-        if store is not None:
-            self._put_store_below(store, store_bytes)
+        if folder is not None:
+            self._put_store_below(folder, most_stored)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
         `PagedKVCache` in the place of every `KVCache` and `RotatingKVCache`.
 
         Layers without keys and values keep mlx-lm's caches. With `max_kv_size` every layer keeps
-        the first four tokens and the latest others, so many in all, as mlx-lm's do.
+        the first four tokens and the latest others, so many in all, as mlx-lm's do. Models that
+        make caches of their own, such as Llama, ignore it, as with mlx-lm.
 
         Raises:
-            ValueError: `max_kv_size` is less than 5, or the model makes caches of its own, which
-                it does not bound.
+            TypeError: `max_kv_size` is no integer.
+            ValueError: `max_kv_size` is less than 5 where it is not ignored.
             RuntimeError: the factory was closed.
         """
         self._require_open()
         install_attention_hook()
-        return self._layers(max_kv_size)
+        bound = self._bound(max_kv_size)
+        if self.pool.windows and not self.pool.is_open:
+            # Pages that windows pass are kept only once it is known how large they all are.
+            self._learn_geometry()
+        return self._layers(bound)
 
-    def fetch_cache(self, tokens: list[int], *, salt: Hashable = None) -> tuple[list[Any], int]:
+    def fetch_cache(self, tokens: TokenIds, *, salt: Hashable = None) -> tuple[list[Any], int]:
         """A prompt cache that already holds as much of a prompt as was inserted before, and how
         many tokens that is. At least the last token is left to compute.
+
+        `tokens` are signed 64-bit integers, in a sequence or an array of one dimension.
 
         Pages are shared, and copied when one of two that share them writes. Only prompts of the
         same `salt` are found: give each user one of their own, and whatever else the numbers depend
@@ -142,18 +160,17 @@ class PagedCacheFactory:
             >>> factory.insert_cache(tokens, cache)
 
         Raises:
+            TypeError, ValueError: `tokens` are no token ids, or `salt` is not hashable.
             RuntimeError: the factory was closed.
         """
+        known = token_ids(tokens)
         prompt_cache = self.make_cache()
-        if self.pool.windows and not self.pool.is_open:
-            # Pages that windows pass are kept only once it is known how large they all are.
-            self._learn_geometry()
         page_format, caches = self.pool.page_format, paged_caches(prompt_cache)
         if not caches:
             return prompt_cache, 0
         version = caches[0].sequences[0].model_version
         namespace = self._namespace(page_format.name, salt, version)
-        prefix = self.prefixes.fetch(namespace, list(tokens), page_format)
+        prefix = self.prefixes.fetch(namespace, known, page_format)
         prefix.sequence.model_version = version
         for cache in caches:
             cache.sequences = [prefix.sequence]
@@ -162,7 +179,7 @@ class PagedCacheFactory:
         return prompt_cache, prefix.num_tokens
 
     def insert_cache(
-        self, tokens: list[int], prompt_cache: list[Any], *, salt: Hashable = None
+        self, tokens: TokenIds, prompt_cache: list[Any], *, salt: Hashable = None
     ) -> int:
         """Let `fetch_cache` find what a prompt cache of one sequence holds of these tokens; returns
         with how many of them a longer prompt begins then. It costs no copy, and the cache can be
@@ -172,35 +189,36 @@ class PagedCacheFactory:
         nothing is kept: only pages tell how many tokens the other layers have seen.
 
         Raises:
+            TypeError: `tokens` are no token ids, `prompt_cache` is no list, or `salt` not hashable.
             ValueError: the cache holds several sequences, or is not of this factory.
         """
+        known = token_ids(tokens)
         if not self.pool.num_layers:
             return 0
-        caches = paged_caches(prompt_cache)
-        sequences = {sequence for cache in caches for sequence in cache.sequences}
-        if len(sequences) != 1 or any(cache.pool is not self.pool for cache in caches):
-            raise ValueError(
-                "insert_cache takes a prompt cache of one sequence that this factory made, got "
-                f"one of {len(sequences)} sequences: extract(i) gives one row of a batch"
-            )
-        (sequence,) = sequences
+        sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
-        return self.prefixes.insert(namespace, list(tokens), sequence, unpaged_caches(prompt_cache))
+        return self.prefixes.insert(namespace, known, sequence, unpaged_caches(prompt_cache))
 
-    def pin(self, tokens: list[int], *, salt: Hashable = None) -> int:
+    def pin(self, tokens: TokenIds, *, salt: Hashable = None) -> int:
         """Never evict what is known of a prompt until `unpin`; returns how many tokens that is,
-        maybe 0. What is inserted later is not pinned by that. Pins nest."""
-        namespace = self._namespace(self.pool.page_format.name, salt)
-        return self._pins.pin(salt, namespace, list(tokens))
+        maybe 0. What is inserted later is not pinned by that. Pins nest.
 
-    def unpin(self, tokens: list[int], *, salt: Hashable = None) -> int:
+        Raises:
+            TypeError: `tokens` are no token ids, or `salt` is not hashable.
+        """
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        return self._pins.pin(salt, namespace, token_ids(tokens))
+
+    def unpin(self, tokens: TokenIds, *, salt: Hashable = None) -> int:
         """Undo the latest `pin` of the same tokens and salt, whatever was inserted since; returns
         how many tokens that one pinned.
 
         Raises:
             NotPinned: there is none; nothing was changed.
+            TypeError: as for `pin`.
         """
-        return self._pins.unpin(salt, list(tokens))
+        require_hashable(salt)
+        return self._pins.unpin(salt, token_ids(tokens))
 
     def install(self) -> bool:
         """Let mlx-lm use paged caches for this model wherever it is given none; false if it does.
@@ -231,8 +249,10 @@ class PagedCacheFactory:
         """Whether a new sequence of `tokens` tokens would fit in the pool now.
 
         Raises:
+            TypeError: `tokens` is no integer: it is a number of tokens, and not their ids.
             ValueError: `tokens` is negative.
         """
+        tokens = whole_number("tokens", tokens, least=0)
         if not self.pool.is_open:
             self._learn_geometry()
         return self.pool.can_admit(tokens)
@@ -262,7 +282,7 @@ class PagedCacheFactory:
             self.store.close()
         self.clear()
 
-    def _put_store_below(self, path: str | os.PathLike[str], max_bytes: int | str) -> None:
+    def _put_store_below(self, path: Path, max_bytes: int) -> None:
         if not self.pool.num_layers:
             raise ValueError("this model has no layers with pages, so there is nothing to store")
         codec = StoredStates()
@@ -270,7 +290,7 @@ class PagedCacheFactory:
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold what this model keeps beside pages: {kinds}")
-        self.store = BackgroundStore(PageStore(path, size_in_bytes(max_bytes)))
+        self.store = BackgroundStore(PageStore(path, max_bytes))
         if not self.pool.is_open:
             self._learn_geometry()
         identity = PageIdentity(self._model, self._version, self.pool, _file_of(self._model))
@@ -280,7 +300,22 @@ class PagedCacheFactory:
     def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
         """What the contents of pages depend on beside the tokens; the model's version is the
         present one unless it is known."""
+        require_hashable("salt", salt)
         return self._version.count if version is None else version, page_format, salt
+
+    def _bound(self, max_kv_size: int | None) -> int | None:
+        """`max_kv_size`, where mlx-lm's `make_prompt_cache` looks at it: only for models that leave
+        their caches to it."""
+        if max_kv_size is None:
+            return None
+        bound = whole_number("max_kv_size", max_kv_size, least=0)
+        if not hasattr(self._model, "make_cache"):
+            return bound
+        say_once(
+            f"max_kv_size is ignored for {_file_of(self._model)}, which makes caches of its own, "
+            "as mlx-lm ignores it: max_bytes bounds the memory of all caches"
+        )
+        return None
 
     def _layers(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""
@@ -295,11 +330,6 @@ class PagedCacheFactory:
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with that bound; all pools share one budget."""
         if max_kv_size not in self._pools:
-            if hasattr(self._model, "make_cache"):
-                raise ValueError(
-                    f"max_kv_size={max_kv_size} does not bound the caches that this model makes "
-                    "of its own: leave it unset, and bound the memory of all with max_bytes"
-                )
             self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
         return self._pools[max_kv_size]
 
@@ -324,7 +354,7 @@ class PagedCacheFactory:
     def _learn_geometry(self) -> None:
         """Tell the pool what the layers write, from a step with mlx-lm's own caches that is never
         computed."""
-        stock, paged = stock_make_prompt_cache(self._model), self.make_cache()
+        stock, paged = stock_make_prompt_cache(self._model), self._layers()
         self._model(mx.array([[0]]), cache=stock)
         for written, cache in _pairs(stock, paged):
             keys, values = written.keys, written.values

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import BatchResponse, batch_generate, generate_step
+from mlx_lm.generate import BatchGenerator, BatchResponse, batch_generate, generate_step
 
+from paged_kv.checks import TokenIds, described, token_ids, whole_number
+from paged_kv.integrations.factory_arguments import caches_of, require_model
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+
+# Arguments of mlx-lm that are not the caller's.
+_OURS = frozenset(
+    {"model", "tokenizer", "prompts", "prompt_caches", "prefill_step_size", "stop_tokens", "kwargs"}
+)
 
 
 def generate_samples(
     model: Module,
     tokenizer: Any,
-    prompt: str | list[int],
+    prompt: str | TokenIds,
     n: int,
     *,
     prompt_cache: list[Any] | None = None,
@@ -38,27 +46,56 @@ def generate_samples(
             return_prompt_caches, ... The default sampler is greedy, and samples are alike then.
 
     Raises:
-        ValueError: `n` is not positive, or the prompt is empty.
+        TypeError: an argument is of the wrong type, or `batch_generate` knows none of that name.
+        ValueError: a number is not positive, the prompt is empty or no token ids, or the cache is
+            another model's.
         PoolExhausted: the budget of the cache's pool does not hold the prompt or the samples.
     """
-    if n < 1:
-        raise ValueError(f"n must be a positive number of samples, got {n}")
-    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    require_model(model)
+    _require_tokenizer(tokenizer)
+    _require_options(kwargs)
+    n = whole_number("n", n, least=1)
+    step = whole_number("prefill_step_size", prefill_step_size, least=1)
+    tokens = token_ids(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, "prompt")
     if not tokens:
-        raise ValueError("the prompt is empty: give at least one token")
-    cache = prompt_cache or PagedCacheFactory(model).make_cache()
+        raise ValueError("prompt is empty: give at least one token")
+    if prompt_cache is None:
+        cache = PagedCacheFactory(model).make_cache()
+    else:
+        cache = caches_of(model, prompt_cache)
     *shared, last = tokens
     if shared:
-        _read(model, shared, cache, prefill_step_size)
+        _read(model, shared, cache, step)
     return batch_generate(
         model,
         tokenizer,
         [[last]] * n,
         # Batches fork what they are given, so the samples may all be given the same.
         prompt_caches=[cache] * n,
-        prefill_step_size=prefill_step_size,
+        prefill_step_size=step,
         **kwargs,
     )
+
+
+def _require_tokenizer(tokenizer: object) -> None:
+    if not all(hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_ids")):
+        raise TypeError(
+            "tokenizer must be one of mlx-lm, such as mlx_lm.load(path_or_repo)[1], got "
+            f"{described(tokenizer)}"
+        )
+
+
+def _require_options(options: dict[str, Any]) -> None:
+    """Check what mlx-lm would look at only when the prompt is in the cache."""
+    taken = {*signature(batch_generate).parameters, *signature(BatchGenerator).parameters} - _OURS
+    if unknown := sorted(options.keys() - taken):
+        raise TypeError(
+            f"generate_samples takes no {', '.join(unknown)}: mlx-lm's batch_generate takes "
+            f"{', '.join(sorted(taken))}"
+        )
+    most = options.get("max_tokens", 1)
+    for each in most if isinstance(most, list) else [most]:
+        whole_number("max_tokens", each, least=1)
 
 
 def _read(model: Module, tokens: list[int], cache: list[Any], step: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from paged_kv.arguments import page_format
 from paged_kv.sizes import parse_size
 from paged_kv.store_command import add_store_options
 
@@ -72,7 +73,7 @@ def server_parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--page-format",
-        type=_page_format,
+        type=page_format,
         default="fp16",
         help="what pages hold: fp16, the model's own 16 bits, q8 or q4; or two of these for keys "
         "and for values, such as q8/q4; or auto, where the oldest pages of requests become q8 and "
@@ -134,16 +135,6 @@ def _mlx_lm_parser() -> argparse.ArgumentParser:
         setattr(kind, name, stock)
     (parser,) = parsers
     return parser
-
-
-def _page_format(text: str) -> str:
-    from paged_kv.chosen_formats import chosen_formats
-
-    try:
-        chosen_formats(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def _seconds(text: str) -> float:

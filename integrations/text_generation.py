@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +31,12 @@ class TextGeneration:
         max_tokens: int,
         temp: float,
         seed: int | None,
-        store: str | None = None,
+        store: str | os.PathLike[str] | None = None,
         store_bytes: int = 0,
     ) -> None:
         if seed is not None:
             mx.random.seed(seed)
-        self._model, self._tokenizer = load(_existing(path_or_repo))[:2]
+        self._model, self._tokenizer = _loaded(path_or_repo)
         self._factory = PagedCacheFactory(
             self._model,
             page_format=page_format,
@@ -47,7 +48,17 @@ class TextGeneration:
         self._sampler = make_sampler(temp=temp)
 
     def encode(self, prompt: str, *, use_template: bool) -> list[int]:
-        """The prompt's tokens, as `mlx_lm.generate` makes them."""
+        """The prompt's tokens, as `mlx_lm.generate` makes them.
+
+        Raises:
+            ValueError: there are none.
+        """
+        tokens = self._encoded(prompt, use_template)
+        if not tokens:
+            raise ValueError(f"the tokenizer makes no tokens of {prompt!r}: give --prompt a text")
+        return tokens
+
+    def _encoded(self, prompt: str, use_template: bool) -> list[int]:
         tokenizer: Any = self._tokenizer
         if use_template and tokenizer.has_chat_template:
             messages = [{"role": "user", "content": prompt}]
@@ -146,6 +157,23 @@ class TextGeneration:
             f"peak memory {format_size(int(figures.peak_memory * 1e9))}",
             file=sys.stderr,
         )
+
+
+def _loaded(path_or_repo: str) -> tuple[Any, Any]:
+    """A model and its tokenizer.
+
+    Raises:
+        ValueError: there is none, or it cannot be loaded; the message says why.
+    """
+    try:
+        return load(_existing(path_or_repo))[:2]
+    except FileNotFoundError:
+        raise
+    # What is wrong with a model's files comes as whatever the first line to stumble over it raises.
+    except Exception as error:
+        raise ValueError(
+            f"--model {path_or_repo} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _existing(path_or_repo: str) -> str:

@@ -92,12 +92,13 @@ def page_format_named(name: FormatName) -> PageFormat:
     Raises:
         ValueError: there is none.
     """
-    parts = name.split("/") if isinstance(name, str) else list(name)
-    known = ", ".join(map(repr, NUMBER_FORMATS))
-    if len(parts) not in (1, 2) or not NUMBER_FORMATS.keys() >= set(parts):
+    parts = tuple(name.split("/") if isinstance(name, str) else name)
+    is_known = all(isinstance(part, str) and part in NUMBER_FORMATS for part in parts)
+    if not is_known or len(parts) not in ((1, 2) if isinstance(name, str) else (2,)):
+        known = ", ".join(map(repr, NUMBER_FORMATS))
         raise ValueError(
-            f"page_format must be one of {known}, a pair of those for keys and values, or 'auto', "
-            f"got {name!r}"
+            f"{name!r} is no page format: there are {known}, two of those for keys and values, "
+            "such as 'q8/q4', and 'auto'"
         )
     return PageFormat(NUMBER_FORMATS[parts[0]], NUMBER_FORMATS[parts[-1]])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -11,15 +12,14 @@ from functools import partial
 import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
-from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.checks import whole_number
 from paged_kv.chosen_formats import FormatChoice, chosen_formats
 from paged_kv.kernels.backend import choose_backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.memory import recommended_bytes
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup
@@ -28,6 +28,7 @@ from paged_kv.open_pools import note_open
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
 from paged_kv.passed_pages import is_read_first, keep_unseen, retire_leaving, write_pending
 from paged_kv.pending_step import PendingStep
+from paged_kv.pool_arguments import checked_windows, chosen_budget
 from paged_kv.pool_counts import PoolCounts
 from paged_kv.pool_room import PoolRoom
 from paged_kv.row_views import rows_of
@@ -50,8 +51,8 @@ class PagePool:
         page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
             of these, for keys and for values. With "auto", or a policy of one's own, pages begin
             with 16 bits and get smaller when memory gets short.
-        max_bytes: the most that slabs may take. None means 80 % of what the machine recommends,
-            less what is in use.
+        max_bytes: the most that slabs may take, such as "4GB"; None means 80 % of what the machine
+            recommends, less what is in use.
         beside: a pool with which this one shares its budget, instead of one of its own.
         trace: a file in which to record what happens to blocks, see `paged_kv.trace`. None means
             the one that PAGED_KV_TRACE names, if it does.
@@ -61,7 +62,7 @@ class PagePool:
         counts: what has happened in it.
 
     Raises:
-        ValueError: an argument is out of its range; the message says which.
+        TypeError, ValueError, OSError: an argument is wrong; the message says which.
     """
 
     def __init__(
@@ -70,19 +71,18 @@ class PagePool:
         *,
         windows: Mapping[int, Window] | None = None,
         page_format: FormatChoice = "fp16",
-        max_bytes: int | None = None,
+        max_bytes: float | str | None = None,
         beside: PagePool | None = None,
-        trace: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
         name: str = "pool",
     ) -> None:
-        self.num_layers = num_layers
-        self.windows = dict(windows or {})
+        self.num_layers = whole_number("num_layers", num_layers, least=0)
+        self.windows = checked_windows(windows, num_layers)
         self.name = name
         self.serial = next(_serials)
         self.page_format, self.demotion_policy = chosen_formats(page_format)
+        self.budget = chosen_budget(max_bytes, beside)
         self.backend = choose_backend()
-        own = recommended_bytes() if max_bytes is None else max_bytes
-        self.budget: ByteBudget = ByteBudget(own) if beside is None else beside.budget
         self.lock = self.budget.lock
         self.counts = PoolCounts(events_of(self, trace))
         self.groups = self._new_groups()
@@ -248,9 +248,11 @@ class PagePool:
         smaller while it is read, in steps of a page. O(slabs), and O(used blocks) in that case.
 
         Before the first write it is not known how large a block is, and the answer is yes.
+
+        Raises:
+            TypeError, ValueError: `tokens` is no integer, or is negative.
         """
-        if tokens < 0:
-            raise ValueError(f"tokens must not be negative, got {tokens}")
+        tokens = whole_number("tokens", tokens, least=0)
         open_groups = [group for group in self.groups if group.is_open]
         return self._room.fits(
             {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}

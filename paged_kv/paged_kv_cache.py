@@ -8,12 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from paged_kv.checks import described
 from paged_kv.kernels.number_format import GROUP
 from paged_kv.kernels.page_format import page_format_named
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.say_once import say_once
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_array import PagedKeys, PagedValues, paged_mask
+from paged_kv.pool_arguments import require_pool
 from paged_kv.saved_state import restore_layer, saved_state
 from paged_kv.sequence import Sequence
 
@@ -28,9 +30,21 @@ class PagedKVCache:
         pool: where the pages are.
         layer: which of the pool's layers this is.
         sequences: the rows of the batch.
+
+    Raises:
+        TypeError: `pool` is no pool, or `sequences` are not of it.
+        ValueError: the pool has no such layer.
     """
 
     def __init__(self, pool: PagePool, layer: int, sequences: list[Sequence]) -> None:
+        require_pool("pool", pool)
+        if layer not in range(pool.num_layers):
+            raise ValueError(
+                f"layer must be one of the pool's {pool.num_layers}, which count from 0, got "
+                f"{described(layer)}"
+            )
+        if not all(isinstance(each, Sequence) and each.pool is pool for each in sequences):
+            raise TypeError("sequences must be a list of Sequences of the same pool")
         self.pool = pool
         self.layer = layer
         self.sequences = sequences

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.checks import described
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
 from paged_kv.locked import locked
 from paged_kv.padding import NO_PADDING, Padding
 from paged_kv.pending_step import PendingStep
+from paged_kv.pool_arguments import require_pool
 
 if TYPE_CHECKING:
     from paged_kv.layer_group import LayerGroup
@@ -39,9 +41,15 @@ class Sequence:
         pending: the latest step of layers that have not written it yet.
         retires: whether pages that leave a ring are kept, for prompts that begin alike.
         passed: of groups with a window, the pages of tokens that were kept so, by their number.
+
+    Raises:
+        TypeError: `pool` is no pool, or `page_format` not what `pool.page_format` is.
     """
 
     def __init__(self, pool: PagePool, page_format: PageFormat | None = None) -> None:
+        require_pool("pool", pool)
+        if not isinstance(page_format, PageFormat | None):
+            raise TypeError(f"page_format must be a PageFormat, got {described(page_format)}")
         self.pool = pool
         self.lock = pool.lock
         self.page_format = page_format or pool.page_format

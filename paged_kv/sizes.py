@@ -1,40 +1,49 @@
 """Sizes in bytes as people write them: 512MB, 1.5GiB."""
 
+import math
 import re
 from argparse import ArgumentTypeError
 from decimal import Decimal
+from numbers import Integral, Real
+from typing import Any
+
+from paged_kv.checks import described
 
 # As mlx-lm reads its own options: MB and GB are powers of ten. MiB and GiB are powers of two.
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
+# What systems count files and memory with has 64 bits and a sign.
+MOST_BYTES = (1 << 63) - 1
 
 
 def parse_size(text: str) -> int:
     """Bytes, from plain digits or a number with a unit: 512MB, 4G, 1.5GiB; case does not matter.
 
     Raises:
-        argparse.ArgumentTypeError: it is not a size, or less than one byte.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise ArgumentTypeError(f"{text!r} is not a size; write one like 512MB, 4GB or 1.5GiB")
-    base = 1024 if match[3] else 1000
-    nbytes = int(Decimal(match[1]) * base ** _PREFIXES[match[2].lower()])
-    if nbytes < 1:
-        raise ArgumentTypeError(f"{text!r} is less than one byte; write a size like 512MB or 4GB")
-    return nbytes
-
-
-def size_in_bytes(size: int | str) -> int:
-    """Bytes, from a number of them or a text as `parse_size` reads it.
-
-    Raises:
-        ValueError: it is not a size.
+        argparse.ArgumentTypeError: it is not a size, less than one byte, or too large.
     """
     try:
-        return parse_size(size) if isinstance(size, str) else size
-    except ArgumentTypeError as error:
-        raise ValueError(str(error)) from None
+        return _in_range(_parsed(text), text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def size_in_bytes(name: str, size: object) -> int:
+    """Bytes, from a number of them, of which a fraction is left out, or a text as `parse_size`
+    reads it; `name` is the argument's.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is not a size, less than one byte, or too large.
+    """
+    if isinstance(size, bool) or not isinstance(size, str | Real):
+        raise TypeError(
+            f"{name} must be a number of bytes or a text such as '4GB', got {described(size)}"
+        )
+    try:
+        return _in_range(_parsed(size) if isinstance(size, str) else _whole(size), size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def format_size(nbytes: int) -> str:
@@ -43,3 +52,28 @@ def format_size(nbytes: int) -> str:
         if nbytes >= 1000**power:
             return f"{nbytes / 1000**power:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def _parsed(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{described(text)} is not a size; write one like 512MB, 4GB or 1.5GiB")
+    base = 1024 if match[3] else 1000
+    return int(Decimal(match[1]) * base ** _PREFIXES[match[2].lower()])
+
+
+def _whole(number: Any) -> int:
+    """The integer part of a real number, of Python or numpy."""
+    if not isinstance(number, Integral) and not math.isfinite(number):
+        raise ValueError(f"{described(number)} is not a size; give a number of bytes")
+    return int(number)
+
+
+def _in_range(nbytes: int, size: object) -> int:
+    if nbytes < 1:
+        raise ValueError(f"{described(size)} is less than one byte; write a size like 512MB or 4GB")
+    if nbytes > MOST_BYTES:
+        raise ValueError(
+            f"{described(size)} is more than a 64-bit number of bytes; write a size like 4GB"
+        )
+    return nbytes

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged_kv.arguments import seconds
+from paged_kv.arguments import path, positive, seconds
 from paged_kv.extras import extra_module
 from paged_kv.process_view import ProcessView
 from paged_kv.published import running_process, running_processes
@@ -35,15 +35,15 @@ def add_stats_parser(subparsers: Subparsers) -> None:
         "stats", help="show what the pages of a process hold", description=_DESCRIPTION
     )
     parser.set_defaults(run=run_stats)
-    parser.add_argument("file", nargs="?", type=Path, help="a snapshot or a trace; else a process")
-    parser.add_argument("--pid", type=int, help="the process, if there are several")
+    parser.add_argument("file", nargs="?", type=path, help="a snapshot or a trace; else a process")
+    parser.add_argument("--pid", type=positive, help="the process, if there are several")
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--list", action="store_true", help="list the processes, and nothing else")
     forms.add_argument("--json", action="store_true", help="print JSON, which is a snapshot too")
     forms.add_argument("--prom", action="store_true", help="print Prometheus' text format")
     forms.add_argument("--watch", action="store_true", help="draw it anew as it changes")
     forms.add_argument(
-        "--plot", type=Path, metavar="OUT", help="draw it over time, into a .svg, .png or .html"
+        "--plot", type=path, metavar="OUT", help="draw it over time, into a .svg, .png or .html"
     )
     parser.add_argument(
         "--interval", type=seconds, default=0.5, metavar="S", help="of --watch and --plot (0.5)"
@@ -59,12 +59,16 @@ def run_stats(arguments: argparse.Namespace) -> int:
     Raises:
         OSError, ValueError: there is nothing to show, and why.
     """
-    if arguments.file is not None and (arguments.pid is not None or arguments.watch):
-        raise ValueError("--pid and --watch are of running processes: leave out the file")
+    if arguments.file is not None and (arguments.pid or arguments.watch or arguments.list):
+        raise ValueError("--pid, --watch and --list are of running processes: leave out the file")
     if arguments.list:
+        if arguments.pid:
+            raise ValueError("--list is of all processes: leave out --pid")
         return _print_list()
     if arguments.plot:
-        extra_module("paged_kv.stats_plot", "plot").draw(_history(arguments), arguments.plot)
+        plot = extra_module("paged_kv.stats_plot", "plot")
+        plot.require_drawable(arguments.plot)
+        plot.draw(_history(arguments), arguments.plot)
     elif arguments.watch:
         return _watch(arguments)
     else:

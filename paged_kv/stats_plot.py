@@ -33,12 +33,24 @@ def draw(history: History, path: Path) -> None:
         ValueError: there is nothing to draw, or no such kind of file.
         OSError: the file cannot be written.
     """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+    require_drawable(path)
     if not history.samples:
         raise ValueError(f"there is nothing to draw of {history.title}: it has no events")
     with rc_context({"svg.hashsalt": "paged_kv"}):
         _save(_figure(history), path, history.title)
+
+
+def require_drawable(path: Path) -> None:
+    """Check where a picture is to go, before anybody waits for what it shows.
+
+    Raises:
+        ValueError: there is no such kind of file.
+        FileNotFoundError: its folder is not there.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}: make it first")
 
 
 def _figure(history: History) -> Figure:

@@ -7,12 +7,14 @@ import argparse
 import json
 import sqlite3
 import sys
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.arguments import path, store_size
 from paged_kv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -41,9 +43,9 @@ def add_store_parser(subparsers: Subparsers) -> None:
     clear = _add(commands, "clear", "remove all pages; other files stay", run_clear)
     clear.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     export = _add(commands, "export", "write all pages into a tar file", run_export)
-    export.add_argument("file", type=Path, help="the tar file, which must not be there yet")
+    export.add_argument("file", type=path, help="the tar file, which must not be there yet")
     import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
-    import_.add_argument("file", type=Path, help="what export wrote")
+    import_.add_argument("file", type=path, help="what export wrote")
     _add_cap(import_, "50GB", "the most that the folder may take (default: 50GB)")
 
 
@@ -51,8 +53,9 @@ def add_store_options(parser: argparse._ActionsContainer) -> None:
     """The options of commands that use a store."""
     parser.add_argument(
         "--store",
+        type=path,
         nargs="?",
-        const=_default(),
+        const=Path(_default()),
         metavar="FOLDER",
         help="keep pages of prompts on disk too, and begin with what is there; if no folder is "
         f"named, in {_default()}",
@@ -116,6 +119,11 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Write all pages into one file; 1 if some could not be read."""
     from paged_kv.store.maintenance import export
 
+    if arguments.file.exists():
+        raise FileExistsError(
+            f"{arguments.file} is there already, and export writes over nothing: remove it, or "
+            "name another file"
+        )
     with _opened(arguments) as store:
         done = export(store, arguments.file)
     return _print_transfer(arguments, "exported", done)
@@ -125,6 +133,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     """Add the pages of such a file; 1 if some were not taken."""
     from paged_kv.store.maintenance import import_
 
+    _require_archive(arguments.file)
     with _opened(arguments, must_exist=False) as store:
         done = import_(store, arguments.file)
     return _print_transfer(arguments, "imported", done)
@@ -136,7 +145,7 @@ def _add(
     parser = commands.add_parser(name, help=meaning, description=f"{meaning.capitalize()}.")
     parser.add_argument(
         "--store",
-        type=Path,
+        type=path,
         default=Path(_default()),
         metavar="FOLDER",
         help=f"the folder of pages (default: {_default()})",
@@ -149,7 +158,7 @@ def _add(
 def _add_cap(parser: argparse._ActionsContainer, default: str | None, meaning: str) -> None:
     parser.add_argument(
         "--store-bytes",
-        type=parse_size,
+        type=store_size,
         default=NO_LIMIT if default is None else parse_size(default),
         metavar="SIZE",
         help=f"{meaning}, such as 50GB",
@@ -167,7 +176,7 @@ def _opened(arguments: argparse.Namespace, *, must_exist: bool = True) -> PageSt
     from paged_kv.store.folder import TAG
     from paged_kv.store.page_store import MIN_FREE_BYTES, PageStore
 
-    folder = arguments.store.expanduser()
+    folder = arguments.store
     if must_exist and not (folder / TAG).exists():
         raise FileNotFoundError(
             f"there is no page store in {folder}: name the folder with --store, as it was named "
@@ -182,6 +191,19 @@ def _default() -> str:
     from paged_kv.store.folder import default_folder
 
     return str(default_folder())
+
+
+def _require_archive(file: Path) -> None:
+    """Check what is to be imported before a store is made for it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no tar file.
+    """
+    try:
+        tarfile.open(file).close()
+    except tarfile.TarError as error:
+        raise ValueError(f"{file} is no export of a page store: {error}") from None
 
 
 def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:

@@ -47,6 +47,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.ring import Ring
+from paged_kv.checks import file_path
 
 if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
@@ -63,17 +64,18 @@ FLUSH_S = 1.0
 _files: dict[Path, TraceFile] = {}
 
 
-def events_of(pool: PagePool, path: str | None) -> Events:
+def events_of(pool: PagePool, path: str | os.PathLike[str] | None) -> Events:
     """Records the events of a pool into a file; nothing if neither `path` nor PAGED_KV_TRACE names
     one. "%p" in a name becomes the number of the process.
 
     Raises:
-        OSError: the file cannot be written.
+        TypeError, ValueError: `path` is no path.
+        OSError: the file cannot be written, or is not empty.
     """
-    name = path or os.environ.get("PAGED_KV_TRACE")
+    name = os.environ.get("PAGED_KV_TRACE") if path is None else file_path("trace", path)
     if not name:
         return NO_EVENTS
-    full = Path(name.replace("%p", str(os.getpid()))).absolute()
+    full = Path(str(name).replace("%p", str(os.getpid()))).absolute()
     if full not in _files or _files[full].pid != os.getpid():
         _files[full] = TraceFile(full)
     return TracedPool(_files[full], pool.budget, pool.name)
@@ -83,11 +85,11 @@ class TraceFile:
     """Lines of a trace, from any thread. A process that is forked from this one adds none.
 
     Args:
-        path: the file, which is written anew.
+        path: the file, which must not be there yet, or be empty.
         clock: seconds since whenever.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is not empty.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,11 +98,13 @@ class TraceFile:
         self.pools: weakref.WeakSet[TracedPool] = weakref.WeakSet()
         self._budgets: list[ByteBudget] = []
         self._lock = threading.Lock()
-        self._file: IO[str] = path.open("w", buffering=1 << 16)
+        self._file: IO[str] = _opened(path)
         self._clock = clock
         self._last = self._flushed = clock()
         header = {"paged_kv_trace": VERSION, "page_size": PAGE_SIZE, "time": time.time()}
         self._file.write(json.dumps(header) + "\n")
+        # From now on nobody takes the file for an empty one.
+        self._file.flush()
         atexit.register(self._end)
 
     def line(self, *words: Any) -> None:
@@ -136,6 +140,23 @@ class TraceFile:
         if self.pid == os.getpid():
             with self._lock:
                 self._file.flush()
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        file = path.open("a", buffering=1 << 16)
+    except OSError as error:
+        raise type(error)(
+            f"no trace can be written to {path} ({error.strerror}): name a file in a folder that "
+            "is there and can be written"
+        ) from None
+    if os.fstat(file.fileno()).st_size:
+        file.close()
+        raise FileExistsError(
+            f"{path} is there already, and a trace would write over it: remove it, or name another "
+            "file (%p in a name becomes the number of the process)"
+        )
+    return file
 
 
 class TracedPool(Events):

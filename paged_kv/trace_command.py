@@ -3,10 +3,9 @@
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_kv.arguments import length_range, positive, share
+from paged_kv.arguments import length_range, path, positive, share
 from paged_kv.sizes import format_size, parse_size
 from paged_kv.trace_replay import Outcome, Parameters, Replay, read_trace
 
@@ -35,7 +34,7 @@ def add_trace_parser(subparsers: "Subparsers") -> None:
 def _add_replay_parser(commands: "Subparsers") -> None:
     parser = commands.add_parser("replay", help="run a trace with other parameters, and compare")
     parser.set_defaults(run=run_replay)
-    parser.add_argument("file", type=Path, help="a trace")
+    parser.add_argument("file", type=path, help="a trace")
     parser.add_argument(
         "--max-bytes", type=parse_size, metavar="SIZE", help="the budget of each pool, such as 4GB"
     )
@@ -63,7 +62,7 @@ def _add_synthesize_parser(commands: "Subparsers") -> None:
         description="The defaults for the model's geometry are those of Llama 3.1 8B.",
     )
     parser.set_defaults(run=run_synthesize)
-    parser.add_argument("file", type=Path, help="the trace to write")
+    parser.add_argument("file", type=path, help="the trace to write, which must not be there yet")
     for flag, default, meaning in (
         ("--sequences", 64, "sequences at once"),
         ("--layers", 32, "layers that keep keys and values"),

@@ -105,7 +105,8 @@ def read_trace(path: Path) -> list[list[str]]:
         OSError: the file cannot be read.
         ValueError: it is no trace, or of another version.
     """
-    with path.open() as file:
+    # A file of bytes is no trace, and no fault of this reader.
+    with path.open(errors="replace") as file:
         header = _header(file.readline())
         if header.get("paged_kv_trace") != VERSION:
             raise ValueError(
@@ -164,7 +165,7 @@ class Replay:
         for number, (letter, *words) in enumerate(self._events):
             try:
                 handlers[letter](*words)
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"line {number + 2} of the trace makes no sense: {letter} {' '.join(words)}"
                 ) from error

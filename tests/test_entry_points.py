@@ -115,7 +115,9 @@ def test_chat_says_the_same(
         """Two turns in one cache, and after a reset a third one."""
         lines = iter(["def read_file(path):\n", "class Reader:\n", "r", "import os\n", "q"])
         monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-        run_main(chat, monkeypatch, model_and_tokenizer, "--max-tokens", "16")
+        # mlx-lm ignores the bound for this model.
+        options = ("--max-tokens", "16", "--max-kv-size", "8")
+        run_main(chat, monkeypatch, model_and_tokenizer, *options)
         said = capsys.readouterr().out.splitlines()
         return [line for line in said if "tok/s" not in line]
 
@@ -217,18 +219,3 @@ def flat(tree: Any) -> list[float]:
     if isinstance(tree, list | tuple):
         return [leaf for branch in tree for leaf in flat(branch)]
     return [tree]
-
-
-def test_commands_refuse_a_bound_that_the_model_would_not_keep(
-    model_and_tokenizer: Any, factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with factory:
-        for module, arguments in (
-            (chat, ()),
-            (cache_prompt, ("--prompt", "def ", "--prompt-cache-file", "unwritten")),
-        ):
-            with pytest.raises(ValueError, match="max_kv_size=64 does not bound the caches"):
-                run_main(
-                    module, monkeypatch, model_and_tokenizer, "--max-kv-size", "64", *arguments
-                )
-    assert factory.stats().slabs == 0

@@ -8,6 +8,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory
+from paged_kv.kernels.say_once import say_once
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import small_model
 
@@ -93,8 +94,23 @@ def test_less_than_is_always_kept_is_refused(model: Any, size: int) -> None:
         PagedCacheFactory(model).make_cache(size)
 
 
-def test_a_model_with_caches_of_its_own_refuses_it() -> None:
-    """mlx-lm would ignore it."""
-    factory = PagedCacheFactory(small_model("llama"))
-    with pytest.raises(ValueError, match="max_kv_size=128 does not bound the caches that this"):
-        factory.make_cache(max_kv_size=128)
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_model_with_caches_of_its_own_ignores_it_as_with_mlx_lm(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    model: Any = small_model("llama")
+    factory = PagedCacheFactory(model, max_bytes=1 << 26)
+    stock, ours = make_prompt_cache(model, size), factory.make_cache(size)
+    run = greedy(model, TOKENS[:300], ours, 8)
+    assert_same_run(run, greedy(model, TOKENS[:300], stock, 8), TOLERANCE)
+    assert [layer.offset for layer in ours] == [layer.offset for layer in stock]
+    factory.make_cache(size)
+    said = [record.message for record in caplog.records if "max_kv_size" in record.message]
+    assert said == [
+        "max_kv_size is ignored for llama, which makes caches of its own, as mlx-lm ignores it: "
+        "max_bytes bounds the memory of all caches"
+    ]
+    # What is ignored makes no other pages: prompts are shared with those of other caches.
+    factory.insert_cache(TOKENS[:300], ours)
+    assert factory.fetch_cache(TOKENS[:300])[1] == 299

@@ -308,22 +308,6 @@ def test_blocks_are_freed_when_the_collector_runs_in_the_middle_of_a_step(pool: 
     assert mx.array_equal(survivor[0].keys, random_step(2000)[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"page_format": "q3"}, "page_format must be one of .*'q4'.*, got 'q3'"),
-        ({"max_bytes": 0}, "max_bytes must be a positive integer, got 0"),
-        ({"max_bytes": -5}, "max_bytes must be a positive integer, got -5"),
-        ({"max_bytes": 1.5}, "max_bytes must be a positive integer, got 1.5"),
-        ({"max_bytes": "4GB"}, "max_bytes must be a positive integer, got '4GB'"),
-        ({"max_bytes": True}, "max_bytes must be a positive integer, got True"),
-    ],
-)
-def test_bad_pool_arguments_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PagePool(1, **arguments)
-
-
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", "abacus")
     with pytest.raises(ValueError, match="must be one of plain, native, metal, cuda, got 'abacus'"):

@@ -203,16 +203,6 @@ def test_a_trained_model_says_the_same_warm_and_cold(name: str, trained: Any) ->
         assert_same_run(run, cold(model, prompt), 1e-3)
 
 
-def test_a_batch_is_refused(qwen3: Any) -> None:
-    factory = PagedCacheFactory(qwen3)
-    caches = [factory.make_cache() for _ in range(2)]
-    for cache in caches:
-        greedy(qwen3, TEXT[:10], cache, 1)
-    batch = [cache.merge([cache, other]) for cache, other in zip(*caches, strict=True)]
-    with pytest.raises(ValueError, match=r"a prompt cache of one sequence .* got one of 2"):
-        factory.insert_cache(TEXT[:10], batch)
-
-
 @pytest.mark.parametrize("rounds", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_several_threads_look_up_insert_and_drop(qwen3: Any, rounds: int) -> None:
     factory = PagedCacheFactory(qwen3)

@@ -41,7 +41,7 @@ def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "part"),
     [
         (["--max-kv-bytes", "10GBB"], "'10GBB' is not a size"),
-        (["--page-format", "q5"], "got 'q5'"),
+        (["--page-format", "q5"], "argument --page-format: 'q5' is no"),
         (["--admission-timeout", "-1"], "a number of seconds is needed, got '-1'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],

@@ -1,0 +1,72 @@
+"""What a factory is handed of mlx-lm, checked before anything is done with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from paged_kv.checks import described
+from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.unpaged_caches import paged_caches
+from paged_kv.page_pool import PagePool
+from paged_kv.sequence import Sequence
+
+
+def require_model(model: object) -> None:
+    """Raises a TypeError unless mlx-lm can make prompt caches for it."""
+    if isinstance(model, Module) and (hasattr(model, "make_cache") or hasattr(model, "layers")):
+        return
+    advice = ": load() returns a model and its tokenizer" if isinstance(model, tuple) else ""
+    raise TypeError(
+        "model must be a model of mlx-lm, such as mlx_lm.load(path_or_repo)[0], got "
+        f"{described(model)}{advice}"
+    )
+
+
+def caches_of(model: Module, prompt_cache: object) -> list[Any]:
+    """A prompt cache, as long as the ones that mlx-lm makes for the model.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: it is of another length.
+    """
+    expected = len(stock_make_prompt_cache(model))
+    if not isinstance(prompt_cache, list):
+        raise TypeError(f"prompt_cache must be a list of caches, got {described(prompt_cache)}")
+    if len(prompt_cache) != expected:
+        raise ValueError(
+            f"prompt_cache must be {expected} caches, as make_cache() makes them for this model, "
+            f"got {len(prompt_cache)}"
+        )
+    return prompt_cache
+
+
+def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> Sequence:
+    """The sequence that a prompt cache holds, in all its layers.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: it is not of a model of `num_caches` caches, not of this pool, or holds several
+            sequences.
+    """
+    if not isinstance(prompt_cache, list):
+        raise TypeError(f"prompt_cache must be a list of caches, got {described(prompt_cache)}")
+    caches = paged_caches(prompt_cache)
+    if len(prompt_cache) != num_caches or len(caches) != pool.num_layers:
+        raise ValueError(
+            f"prompt_cache must be {num_caches} caches of this model, {pool.num_layers} of them "
+            f"paged, got {len(prompt_cache)} and {len(caches)}: make_cache() makes such ones"
+        )
+    if any(cache.pool is not pool for cache in caches):
+        raise ValueError(
+            "prompt_cache holds pages of another factory, or was made with max_kv_size: insert "
+            "what make_cache() or fetch_cache(tokens) of this factory returned"
+        )
+    sequences = {sequence for cache in caches for sequence in cache.sequences}
+    if len(sequences) != 1:
+        raise ValueError(
+            f"prompt_cache must hold one sequence, got one of {len(sequences)}: extract(i) of its "
+            "caches gives one row of a batch"
+        )
+    return sequences.pop()

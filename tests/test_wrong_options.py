@@ -1,0 +1,170 @@
+"""What is given on the command line is checked at the door: each wrong value is one line that names
+the option and says what to change, and an exit status; nothing is made or written over."""
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_kv.command_line import main
+from paged_kv.synthetic_load import Load, synthesize
+from tests.store_entries import open_store
+
+GENERATE = ["generate", "--prompt", "import os"]
+SYNTHESIZE = ["trace", "synthesize", "new"]
+HUGE = "9" * 5000
+
+# In the folder of `files`: a text, an empty file, bytes, a trace, a folder and a page store.
+REFUSED: list[tuple[list[str], str]] = [
+    *[([*GENERATE, "--temp", bad], "argument --temp: ") for bad in ("-1", "nan", "inf", "warm")],
+    *[([*GENERATE, "--seed", bad], "argument --seed: ") for bad in ("-1", "x", str(1 << 64), HUGE)],
+    *[
+        ([*GENERATE, option, bad], f"argument {option}: ")
+        for option in ("--max-tokens", "--num-samples")
+        for bad in ("0", "-1", "1.5", "many", "²", HUGE)
+    ],
+    *[([*GENERATE, "--max-bytes", bad], "argument --max-bytes: ") for bad in ("0", "-1", "4GBB")],
+    ([*GENERATE, "--max-bytes", HUGE], "is more than a 64-bit number of bytes"),
+    ([*GENERATE, "--page-format", "q3"], "argument --page-format: 'q3' is no page format"),
+    ([*GENERATE, "--page-format", "q8/q4/q4"], "no page format"),
+    ([*GENERATE, "--page-format", ""], "no page format"),
+    ([*GENERATE, "--model", ""], "argument --model: it is empty"),
+    ([*GENERATE, "--model", "text"], "there is no folder 'text': give --model the folder of"),
+    ([*GENERATE, "--model", "folder"], "folder"),
+    ([*GENERATE, "--model", "broken"], "--model broken cannot be loaded: JSONDecodeError"),
+    ([*GENERATE, "--store", ""], "argument --store: it is empty"),
+    ([*GENERATE, "--store", "text"], "text is a file: name a folder for the pages"),
+    ([*GENERATE, "--store-bytes", "1kB"], "argument --store-bytes: '1kB' is too small"),
+    ([*GENERATE, "--prompt", ""], "a prompt is empty: give --prompt some text"),
+    ([*GENERATE, "--prompt", "\udcff"], "a prompt is not UTF-8: give --prompt some text"),
+    (["generate", "--prompt", "-"], "a prompt is not UTF-8"),
+    *[
+        (["server", option, bad], f"argument {option}: ")
+        for option, bad in (
+            ("--max-kv-bytes", HUGE),
+            ("--page-format", "q3"),
+            ("--store", ""),
+            ("--store-bytes", "1kB"),
+        )
+    ],
+    *[
+        (["stats", option, bad], f"argument {option}: ")
+        for option in ("--interval", "--seconds")
+        for bad in ("0", "-1", "nan", "1e300", "soon")
+    ],
+    *[(["stats", "--pid", bad], "argument --pid: ") for bad in ("0", "-1", "x", HUGE)],
+    (["stats", "--pid", "9" * 30], f"there is no process {'9' * 30}"),
+    (["stats", "missing"], "missing: No such file or directory"),
+    (["stats", "folder"], "folder: Is a directory"),
+    (["stats", "text"], "text is neither a snapshot"),
+    (["stats", "bytes"], "bytes is neither a snapshot"),
+    (["stats", "trace", "--list"], "--pid, --watch and --list are of running processes"),
+    (["stats", "--list", "--pid", "1"], "--list is of all processes: leave out --pid"),
+    (["stats", "trace", "--plot", "out.jpeg"], "out.jpeg must end in one of .svg, .png, .html"),
+    (["stats", "trace", "--plot", "no/out.svg"], "there is no folder no for out.svg: make it"),
+    (["stats", ""], "argument file: it is empty"),
+    (["trace", "replay", "missing"], "missing: No such file or directory"),
+    (["trace", "replay", "folder"], "folder: Is a directory"),
+    (["trace", "replay", "bytes"], "bytes is no trace of version 1: PAGED_KV_TRACE=FILE records"),
+    (["trace", "replay", "short"], "line 2 of the trace makes no sense: k 0"),
+    (["trace", "replay", "trace", "--page-size", "0"], "argument --page-size: "),
+    (["trace", "replay", "trace", "--max-bytes", "0"], "argument --max-bytes: "),
+    (["trace", "synthesize", "text"], "text is there already, and a trace would write over it"),
+    (["trace", "synthesize", "folder"], "no trace can be written to "),
+    (["trace", "synthesize", "no/trace"], "(No such file or directory): name a file in a folder"),
+    *[([*SYNTHESIZE, f"--lengths={bad}"], "argument --lengths: ") for bad in (HUGE, ",", "1,²")],
+    ([*SYNTHESIZE, f"--sequences={HUGE}"], "argument --sequences: "),
+    ([*SYNTHESIZE, "--churn=x"], "argument --churn: "),
+    ([*SYNTHESIZE, "--seed=x"], "argument --seed: "),
+    (["store", "ls", "--store", "missing"], "there is no page store in missing"),
+    (["store", "ls", "--store", ""], "argument --store: it is empty"),
+    (["store", "gc", "--store", "store", "--store-bytes", "1"], "argument --store-bytes: '1' is"),
+    (["store", "export", "text", "--store", "store"], "text is there already, and export writes"),
+    (["store", "export", "folder", "--store", "store"], "folder is there already"),
+    (["store", "export", "no/tar", "--store", "store"], "no/tar: No such file or directory"),
+    (["store", "import", "missing", "--store", "made"], "missing: No such file or directory"),
+    (["store", "import", "folder", "--store", "made"], "folder: Is a directory"),
+    (["store", "import", "text", "--store", "made"], "text is no export of a page store"),
+    (["store", "import", "empty", "--store", "made"], "empty is no export of a page store"),
+    (["--log-level", "loud", "doctor"], "argument --log-level: invalid choice: 'loud'"),
+    (["doctor", "more"], "unrecognized arguments: more"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What options may name by mistake."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "text").write_text("mine\n")
+    (folder / "empty").touch()
+    (folder / "bytes").write_bytes(b"\xff\xfe\x00" * 100)
+    (folder / "short").write_text('{"paged_kv_trace": 1}\nk 0\n')
+    (folder / "folder").mkdir()
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+    synthesize(Load(2, 100, 300), 1000, 10**9, folder / "trace")
+    with open_store(folder / "store"):
+        pass
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """All files outside the store, whose index writes when it likes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if path.parent.name != "store"
+    }
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_it_is_refused_in_words(
+    argv: list[str],
+    message: str,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(files)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(files / "none"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    before = tree(files)
+    try:
+        status = main(argv)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    captured = capsys.readouterr()
+    assert status in (1, 2)
+    assert message in captured.err
+    assert "Errno" not in captured.err
+    assert captured.out == ""
+    assert tree(files) == before
+
+
+def test_a_budget_that_is_too_small_is_told_in_options(capsys: Any) -> None:
+    assert main([*GENERATE, "--max-bytes", "10kB", "--max-tokens", "2"]) == 1
+    error = capsys.readouterr().err
+    enough = error.partition("raise --max-bytes to at least ")[2].partition(", or")[0]
+    assert "max_bytes" not in error
+    assert main([*GENERATE, "--max-bytes", enough.replace(",", ""), "--max-tokens", "2"]) == 0
+
+
+def test_a_reader_that_goes_away_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    # Unbuffered texts, as of `generate`, and what is left when a command has ended.
+    for argv in ([*GENERATE, "--max-tokens", "2"], ["trace", "replay", "trace", "--json"]):
+        output = os.fdopen(os.dup(writer), "w")
+        monkeypatch.setattr(sys, "stdout", output)
+        if argv[0] == "trace":
+            monkeypatch.setattr("paged_kv.trace_command.run_replay", lambda _: print("{}") or 0)
+        assert main(argv) == 141
+        # What is left goes to nowhere, as it will when Python ends.
+        output.close()
+        assert capsys.readouterr().err == ""
+    os.close(writer)
