@@ -217,7 +217,7 @@ class PagedCacheFactory:
             NotPinned: there is none; nothing was changed.
             TypeError: as for `pin`.
         """
-        require_hashable(salt)
+        require_hashable("salt", salt)
         return self._pins.unpin(salt, token_ids(tokens))
 
     def install(self) -> bool:
