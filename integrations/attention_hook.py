@@ -30,9 +30,11 @@ def paged_attention(
     """What `scaled_dot_product_attention` computes, from pages where keys and values stand for
     some, and by mlx-lm's own function otherwise."""
     read = _pages_of(keys, values)
-    if read is None or not read.sees_as(mask, queries.shape[2]):
-        return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
-    return read.attend(queries, mask, scale=scale, sinks=sinks)
+    if read is not None:
+        with read.lock:
+            if read.sees_as(mask, queries.shape[2]):
+                return read.attend(queries, mask, scale=scale, sinks=sinks)
+    return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
 def _pages_of(keys: Any, values: Any) -> PagedRead | None:

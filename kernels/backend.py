@@ -78,6 +78,10 @@ class Backend(Protocol):
         """Wait until all that was asked of the pages is done, so that others may look at them."""
         ...
 
+    def flush(self, pages: "LayerPages") -> None:
+        """Write what was deferred, as its slab is about to go. It cannot fail."""
+        ...
+
     def attend(
         self,
         pages: "LayerPages",

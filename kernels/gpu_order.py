@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from paged_kv.kernels.errors import ThreadConflict
 from paged_kv.kernels.gpu_kernels import DONE
 
 if TYPE_CHECKING:
@@ -42,13 +43,16 @@ class Order:
         """What the next kernel takes.
 
         Raises:
-            RuntimeError: another thread has asked for something that it has not computed yet.
+            ThreadConflict: another thread has asked for something that it has not computed yet.
         """
         if pages not in self._chains:
             self._chains[pages] = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
         chain = self._chains[pages]
         if chain.thread != get_ident():
-            mx.eval(chain.latest)
+            try:
+                mx.eval(chain.latest)
+            except RuntimeError as error:
+                raise ThreadConflict from error
             chain.thread, chain.is_shared = get_ident(), True
         return chain.latest
 

@@ -83,7 +83,7 @@ class LayerPages:
 
     def unmap_slab(self, slab: int) -> None:
         """Give a slab's memory back; one that was not mapped is ignored."""
-        self._backend.settle(self)
+        self._backend.flush(self)
         self.slabs.pop(slab, None)
         self.memo.clear()
 
@@ -100,17 +100,17 @@ class LayerPages:
 
     def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
         """See `Backend.write`."""
-        self.lazy_reads.compute()
+        self.lazy_reads.compute(lambda: rows.last_entries(keys.shape[2]))
         self._backend.write(self, keys, values, rows)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""
-        self.lazy_reads.compute()
+        self.lazy_reads.compute(lambda: set(contents))
         self._backend.load(self, contents)
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """See `Backend.copy`."""
-        self.lazy_reads.compute()
+        self.lazy_reads.compute(lambda: set(copies.values()))
         self._backend.copy(self, copies)
 
     def note_moves(self) -> None:
@@ -119,7 +119,7 @@ class LayerPages:
 
     def convert(self, copies: Mapping[int, int]) -> None:
         """See `Backend.convert`."""
-        self.lazy_reads.compute()
+        self.lazy_reads.compute(lambda: set(copies.values()))
         self._backend.convert(self, copies)
 
     def gather(self, rows: PageRows, tail: Tail | None = None) -> tuple[mx.array, mx.array]:

@@ -2,58 +2,87 @@
 
 A gathered array reads the pages when it is computed, and a page that is written in place by then
 shows the new contents. So what may still be needed is computed before a page changes: arrays that
-somebody holds, and arrays that somebody has put into a graph and let go of.
+somebody holds, and arrays that only a graph holds.
 
-What one thread leaves to be computed no other thread can compute, so each computes its own.
+MLX computes a lazy array only in the thread that made it. So each thread computes its own, and
+those of other threads must be computed already where they read a page that is about to change.
 """
 
-import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from threading import Thread, current_thread
+from typing import NamedTuple
 
 import mlx.core as mx
+
+from paged_kv.kernels.errors import ThreadConflict
+from paged_kv.kernels.page_rows import PageRows
+
+
+class _Read(NamedTuple):
+    """Arrays that a thread gathered from some rows: held by its caller, or maybe by a graph."""
+
+    thread: Thread
+    rows: PageRows
+    held: tuple["weakref.ref[mx.array]", ...] = ()
+    in_graph: tuple[mx.array, ...] = ()
+
+    def waiting(self) -> list[mx.array]:
+        held = [reference() for reference in self.held]
+        return [*self.in_graph, *[array for array in held if array is not None]]
 
 
 class LazyReads:
     """Arrays by the thread that made them. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[int, weakref.ref[mx.array]]] = []
-        self._left: list[tuple[int, tuple[mx.array, ...]]] = []
+        self._reads: list[_Read] = []
 
-    def watch(self, array: mx.array) -> None:
-        """Note an array that its caller holds."""
-        self._held.append((threading.get_ident(), weakref.ref(array)))
+    def watch(self, arrays: Iterable[mx.array], rows: PageRows) -> None:
+        """Note arrays of these rows that the caller holds."""
+        self._reads.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
 
-    def leave(self, arrays: Iterable[mx.array], thread: int) -> None:
-        """Note arrays that a thread has made and nobody holds any more but, maybe, a graph.
+    def leave(self, arrays: tuple[mx.array, ...], rows: PageRows, thread: Thread) -> None:
+        """Note arrays of these rows that a thread has made, and that only a graph may still hold.
 
         The collector may call this at any time: it only appends.
         """
-        self._left.append((thread, tuple(arrays)))
+        self._reads.append(_Read(thread, rows, in_graph=arrays))
 
     def waiting(self) -> list[mx.array]:
         """This thread's arrays that may not be computed yet."""
-        me = threading.get_ident()
-        held = [reference() for thread, reference in self._held if thread == me]
-        left = [array for thread, arrays in self._left if thread == me for array in arrays]
-        return left + [array for array in held if array is not None]
+        me = current_thread()
+        return [array for read in self._reads if read.thread is me for array in read.waiting()]
 
-    def compute(self) -> None:
-        """Compute this thread's arrays, and forget them."""
-        if not self._held and not self._left:
+    def compute(self, changing: Callable[[], set[int]]) -> None:
+        """Compute this thread's arrays and forget them, before the entries that `changing` gives
+        are written.
+
+        Raises:
+            ThreadConflict: another thread's array reads one of them, and is not computed yet.
+        """
+        # What the collector appends meanwhile stays noted.
+        reads, self._reads = self._reads, []
+        if not reads:
             return
-        mx.eval(self.waiting())
-        me = threading.get_ident()
-        self._held = [entry for entry in self._held if entry[0] != me and entry[1]() is not None]
-        self._left = _of_living([entry for entry in self._left if entry[0] != me])
+        me = current_thread()
+        try:
+            mx.eval([array for read in reads if read.thread is me for array in read.waiting()])
+        except BaseException:
+            self._reads[:0] = reads
+            raise
+        # Nothing will be computed in a thread that has ended.
+        others = [read for read in reads if read.thread is not me and read.thread.is_alive()]
+        others = [read for read in others if read.waiting()]
+        if others:
+            self._reads[:0] = others
+            _require_computed(others, changing())
 
 
-def _of_living(
-    others: list[tuple[int, tuple[mx.array, ...]]],
-) -> list[tuple[int, tuple[mx.array, ...]]]:
-    """Without what belongs to threads that have ended: nothing will be computed there."""
-    if not others:
-        return []
-    living = {thread.ident for thread in threading.enumerate()}
-    return [entry for entry in others if entry[0] in living]
+def _require_computed(reads: list[_Read], entries: set[int]) -> None:
+    for read in reads:
+        if any(not entries.isdisjoint(table) for table in read.rows.block_tables):
+            try:
+                mx.eval(read.waiting())
+            except RuntimeError as error:
+                raise ThreadConflict from error

@@ -128,6 +128,8 @@ class NativeBackend:
     def settle(self, pages: "LayerPages") -> None:
         self._owed.pay(pages)
 
+    flush = settle
+
     def attend(
         self,
         pages: "LayerPages",

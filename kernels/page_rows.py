@@ -8,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.kernels.page_format import PAGE_SIZE
+
 Tail = tuple[mx.array, mx.array]
 """The keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] of a step that rows count among
 their tokens, as their last, and that no page holds yet."""
@@ -81,6 +83,17 @@ class PageRows:
         """What a backend has made of these rows, under its name: all layers of a step read the
         same object."""
         return {}
+
+    def last_entries(self, count: int) -> set[int]:
+        """The table entries of a step's `count` tokens."""
+        return {
+            entry
+            for table, context_len, own in zip(
+                self.block_tables, self.context_lens, self.own_tokens(count), strict=True
+            )
+            if own
+            for entry in table[(context_len - len(own)) // PAGE_SIZE : -(-context_len // PAGE_SIZE)]
+        }
 
     def own_tokens(self, count: int) -> list[range]:
         """Which of a step's `count` tokens are not padding, for each row."""

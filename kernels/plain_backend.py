@@ -89,6 +89,8 @@ class PlainBackend:
     def settle(self, pages: "LayerPages") -> None:
         """Writes are computed at once."""
 
+    flush = settle
+
     def attend(
         self,
         pages: "LayerPages",

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from paged_kv.allocator.retired_blocks import RetiredBlocks
 from paged_kv.checks import whole_number
 from paged_kv.chosen_formats import FormatChoice, chosen_formats
 from paged_kv.kernels.backend import choose_backend
+from paged_kv.kernels.errors import ThreadConflict
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
@@ -115,6 +117,7 @@ class PagePool:
         """The group that a layer belongs to."""
         return self._group_of[layer]
 
+    @locked
     def append(
         self, layer: int, sequences: list[Sequence], keys: mx.array, values: mx.array
     ) -> tuple[PagedKeys, PagedValues]:
@@ -126,7 +129,8 @@ class PagePool:
         Raises:
             ValueError: shapes or dtypes are not what this layer holds, or a format can hold.
             PoolExhausted: the budget does not hold the blocks.
-                After both, what other layers wrote in the same step is undone too.
+            ThreadConflict: another thread still has to compute what it read from these pages.
+                After all three, what other layers wrote in the same step is undone too.
         """
         geometry = LayerGeometry.of(keys, values)
         count = keys.shape[2]
@@ -140,20 +144,14 @@ class PagePool:
         self.commit(sequences, layer)
         try:
             pages = self._prepare(layer, sequences, geometry, count)
-        except (PoolExhausted, ValueError):
+            for sequence in sequences:
+                sequence.advance(layer, count)
+            rows, tail = self._write(layer, pages, sequences, (keys, values))
+        except (PoolExhausted, ValueError, ThreadConflict):
             for sequence in sequences:
                 sequence.undo_step()
             raise
-        for sequence in sequences:
-            sequence.advance(layer, count)
-        if not is_read_first(self.windows.get(layer), layer, sequences, count):
-            rows = self.rows(layer, sequences)
-            pages.write(keys, values, rows)
-            return self._read(layer, pages, rows, None)
-        step, owned = (keys, values), self.rows(layer, sequences, in_tail=True).own_tokens(count)
-        for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
-            sequence.pending[layer] = PendingStep(step, row, own)
-        return self.read(layer, sequences)
+        return self._read(layer, pages, sequences, rows, tail)
 
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
         """Own blocks in all groups for the next `count` tokens of each sequence.
@@ -166,6 +164,7 @@ class PagePool:
         """
         self._own(self._unreserved(layer, sequences, count))
 
+    @locked
     def read(self, layer: int, sequences: list[Sequence]) -> tuple[PagedKeys, PagedValues]:
         """All keys and values of the sequences in one layer.
 
@@ -177,8 +176,9 @@ class PagePool:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
         tail = self._tail(layer, sequences)
         rows = self.rows(layer, sequences, in_tail=tail is not None)
-        return self._read(layer, pages, rows, tail)
+        return self._read(layer, pages, sequences, rows, tail)
 
+    @locked
     def commit(self, sequences: list[Sequence], layer: int | None = None) -> None:
         """Write what the sequences' layers, or one of them, have not written yet."""
         for sequence in sequences:
@@ -187,6 +187,7 @@ class PagePool:
                 write_pending(self.group_of(each), each, sequence, pending.pop(each))
                 sequence.step_lens[each] = 0
 
+    @locked
     def rows(self, layer: int, sequences: list[Sequence], *, in_tail: bool = False) -> PageRows:
         """What the sequences' latest step sees in one layer; the same object for all layers of a
         step. `in_tail` says that the step itself is in no page yet."""
@@ -301,11 +302,49 @@ class PagePool:
         )
 
     def _read(
-        self, layer: int, pages: LayerPages, rows: PageRows, tail: Tail | None
+        self,
+        layer: int,
+        pages: LayerPages,
+        sequences: list[Sequence],
+        rows: PageRows,
+        tail: Tail | None,
     ) -> tuple[PagedKeys, PagedValues]:
-        window, on_gather = self.windows.get(layer), partial(self._note_gather, layer)
-        read = PagedRead(pages, rows, window, tail, on_gather)
+        read = PagedRead(
+            pages,
+            rows,
+            self.windows.get(layer),
+            tail,
+            self.lock,
+            partial(self._relocated, layer, list(sequences), rows, in_tail=tail is not None),
+            partial(self._note_gather, layer),
+        )
         return paged_arrays(read, pages.gather(rows, tail))
+
+    def _write(
+        self, layer: int, pages: LayerPages, sequences: list[Sequence], step: Tail
+    ) -> tuple[PageRows, Tail | None]:
+        """Write a step that all sequences have taken, or keep it until it was attended to; returns
+        what the step sees, and the step itself if it was kept."""
+        keys, values = step
+        count = keys.shape[2]
+        if not is_read_first(self.windows.get(layer), layer, sequences, count):
+            rows = self.rows(layer, sequences)
+            pages.write(keys, values, rows)
+            return rows, None
+        rows = self.rows(layer, sequences, in_tail=True)
+        for row, (sequence, own) in enumerate(
+            zip(sequences, rows.own_tokens(count), strict=True)
+        ):
+            sequence.pending[layer] = PendingStep(step, row, own)
+        return rows, step
+
+    def _relocated(
+        self, layer: int, sequences: list[Sequence], rows: PageRows, *, in_tail: bool
+    ) -> PageRows | None:
+        """The rows of an earlier read with the blocks where its tokens are now; None if the
+        sequences have changed since."""
+        now = self.rows(layer, sequences, in_tail=in_tail)
+        return now if replace(now, block_tables=rows.block_tables) == rows else None
 
     @locked
     def _prepare(

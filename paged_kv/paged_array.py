@@ -6,7 +6,7 @@ which pages they stand for, so that attention can read the pages instead.
 """
 
 from collections.abc import Callable
-from threading import get_ident
+from threading import RLock, current_thread
 
 import mlx.core as mx
 
@@ -24,6 +24,9 @@ class PagedRead:
         rows: which of them, and how many tokens.
         window: what the layer sees; None if all.
         tail: the latest step, if no page holds it yet.
+        lock: keeps pages from being moved while it is held.
+        relocate: gives the rows with the blocks where their tokens are now, or None if the
+            sequences have changed since.
         on_gather: called once, when this is dropped, if attention never read the pages.
     """
 
@@ -33,28 +36,33 @@ class PagedRead:
         rows: PageRows,
         window: Window | None,
         tail: Tail | None,
+        lock: RLock,
+        relocate: Callable[[], PageRows | None],
         on_gather: Callable[[], None],
     ) -> None:
         self.pages = pages
         self.rows = rows
         self.gathered: tuple[mx.array, ...] = ()
+        self.lock = lock
         self._window = window
         self._tail = tail
+        self._relocate = relocate
         self._on_gather = on_gather
         self._attended = False
         self._moves = pages.moves
-        self._thread = get_ident()
+        self._thread = current_thread()
 
     def __del__(self) -> None:
         if not self._attended:
-            # Who did not attend has them in a graph, which may be computed later.
-            self.pages.lazy_reads.leave(self.gathered, self._thread)
+            # A graph may still hold the gathered arrays, and be computed later.
+            self.pages.lazy_reads.leave(self.gathered, self.rows, self._thread)
             self._on_gather()
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         """Whether a kernel that knows only lengths and a window hides what the mask hides, and the
-        pages are still where they were."""
-        if self.pages.moves != self._moves:
+        pages still hold these tokens. Hold the lock until `attend` is over: other threads may
+        move pages."""
+        if not self._follow_moves():
             return False
         if self._window is not None and self._window.keep:
             return not self._hides_any and not isinstance(mask, mx.array)
@@ -89,6 +97,15 @@ class PagedRead:
             sinks=sinks,
             tail=self._tail,
         )
+
+    def _follow_moves(self) -> bool:
+        """Whether the rows name the blocks that hold the tokens now."""
+        if self.pages.moves != self._moves:
+            rows = self._relocate()
+            if rows is None:
+                return False
+            self.rows, self._moves = rows, self.pages.moves
+        return True
 
     @property
     def _hides_any(self) -> bool:
@@ -147,8 +164,7 @@ def paged_arrays(
     read.gathered = gathered
     keys, values = PagedKeys(gathered[0]), PagedValues(gathered[1])
     keys.read = values.read = read
-    read.pages.lazy_reads.watch(keys)
-    read.pages.lazy_reads.watch(values)
+    read.pages.lazy_reads.watch((keys, values), read.rows)
     return keys, values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Mapping
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_table import BlockTable
@@ -65,7 +66,7 @@ class Sequence:
         self._before_step = self._progress()
         self._furthest = 0
         self._tables: dict[LayerGroup, BlockTable] = {}
-        self._forks: list[tuple[weakref.ref[Sequence], set[int]]] = []
+        self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
         self._others: list[weakref.ref[Sequence]] = []
         weakref.finalize(self, _drop_tables, self._tables).atexit = False
 
@@ -180,20 +181,23 @@ class Sequence:
         self._others = [weakref.ref(row) for row in rows[1:]]
         return rows
 
+    @locked
     def fork(self, layer: int) -> Sequence:
         """A sequence that shares all blocks with this one, as it is now.
 
         The first layer that asks makes it, and the others get the same one, each once: a layer
-        that asks a second time gets a second fork.
+        that asks a second time gets a second fork. Threads that copy the same prompt cache at once
+        get forks of their own.
         """
-        for ref, asked in self._forks:
+        me = current_thread()
+        for thread, ref, asked in self._forks:
             fork = ref()
-            if fork is not None and layer not in asked:
+            if fork is not None and thread is me and layer not in asked:
                 asked.add(layer)
                 return fork
         fork = self._copy()
-        self._forks = [entry for entry in self._forks if entry[0]() is not None]
-        self._forks.append((weakref.ref(fork), {layer}))
+        self._forks = [entry for entry in self._forks if entry[1]() is not None]
+        self._forks.append((me, weakref.ref(fork), {layer}))
         return fork
 
     @locked
