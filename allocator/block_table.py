@@ -207,6 +207,13 @@ class Write:
     start: int
     end: int
 
+    def by_page(self) -> list[Write]:
+        """The same tokens in one write a page."""
+        size = self.table.allocator.page_size
+        borders = range(self.start - self.start % size + size, self.end, size)
+        starts, ends = (self.start, *borders), (*borders, self.end)
+        return [Write(self.table, *each) for each in zip(starts, ends, strict=True)]
+
 
 def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
     """Blocks of each format that reserving all `writes`, through tables of one allocator, will

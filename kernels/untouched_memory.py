@@ -2,10 +2,17 @@
 
 A slab of gigabytes that is filled when it is made stalls a step for seconds, and takes the
 machine's memory although most of its pages may never be used.
+
+On a CPU the memory comes from an array that MLX reads from a Python object, in a thread of its own
+that needs the interpreter's lock for it. `mx.clear_cache` waits for the streams of all threads
+without giving that lock up, so the two must not meet: a process in which one thread generates and
+another makes a slab would hang. They take turns here.
 """
 
+from functools import wraps
 from io import BytesIO
 from math import prod
+from threading import Lock
 from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
@@ -22,12 +29,27 @@ def untouched(shape: tuple[int, int]) -> mx.array:
     """
     if mx.default_device() != mx.Device(mx.cpu):
         memory = mx.zeros(shape, dtype=WORD)
-    else:
+        mx.eval(memory)
+        return memory
+    with _reading:
         # Every function of MLX that makes an array fills it, but for reading one from a file.
         file = cast("BinaryIO", _HollowFile(shape))
         memory = cast("mx.array", mx.load(file, format="npy"))
-    mx.eval(memory)
-    return memory
+        mx.eval(memory)
+        return memory
+
+
+_reading = Lock()
+_clear_cache = mx.clear_cache
+
+
+@wraps(_clear_cache)
+def _clear_cache_between_reads() -> None:
+    with _reading:
+        _clear_cache()
+
+
+mx.clear_cache = _clear_cache_between_reads
 
 
 class _HollowFile:

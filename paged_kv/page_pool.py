@@ -32,7 +32,7 @@ from paged_kv.passed_pages import is_read_first, keep_unseen, retire_leaving, wr
 from paged_kv.pending_step import PendingStep
 from paged_kv.pool_arguments import checked_windows, chosen_budget
 from paged_kv.pool_counts import PoolCounts
-from paged_kv.pool_room import PoolRoom
+from paged_kv.pool_room import Needs, PoolRoom
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
 from paged_kv.stats import Compaction, PoolStats
@@ -160,9 +160,13 @@ class PagePool:
         before any of its layers has changed anything.
 
         Raises:
-            PoolExhausted: the budget does not hold the blocks; nothing was changed.
+            PoolExhausted: the budget does not hold the blocks; no sequence has changed.
         """
-        self._own(self._unreserved(layer, sequences, count))
+        writes = self._unreserved(layer, sequences, count)
+        if self.demotion_policy is None or self._room.has(_needs(writes)):
+            self._own(writes)
+        else:
+            self._own_by_page(sequences, writes)
 
     @locked
     def read(self, layer: int, sequences: list[Sequence]) -> tuple[PagedKeys, PagedValues]:
@@ -366,10 +370,31 @@ class PagePool:
     @locked
     def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
         """Own blocks for all writes, or none."""
-        self._room.make(lambda: {group: blocks_needed(theirs) for group, theirs in writes.items()})
+        self._room.make(lambda: _needs(writes))
         for group, group_writes in writes.items():
             for write in group_writes:
                 group.copy_pages(write.table.reserve(write.start, write.end))
+
+    @locked
+    def _own_by_page(
+        self, sequences: list[Sequence], writes: Mapping[LayerGroup, list[Write]]
+    ) -> None:
+        """Own blocks for all writes a page at a time, or none, so that the first pages of a step
+        can become smaller to make room for its last."""
+        steps = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
+        rounds = max([len(pages) for theirs in steps.values() for pages in theirs], default=0)
+        try:
+            for at in range(rounds):
+                self._own(
+                    {
+                        group: [pages[at] for pages in theirs if at < len(pages)]
+                        for group, theirs in steps.items()
+                    }
+                )
+        except PoolExhausted:
+            for sequence in sequences:
+                sequence.shrink()
+            raise
 
     def _make_room(self, group: LayerGroup, page_format: str, count: int) -> None:
         self._room.make(lambda: {group: {page_format: count}})
@@ -437,3 +462,7 @@ class PagePool:
                 layer,
             )
         self.group_of(layer).gather_fallbacks += 1
+
+
+def _needs(writes: Mapping[LayerGroup, list[Write]]) -> Needs:
+    return {group: blocks_needed(theirs) for group, theirs in writes.items()}

@@ -75,6 +75,10 @@ class PoolRoom:
         for group, counts in needs.items():
             group.allocator.ensure_free(counts)
 
+    def has(self, needs: Needs) -> bool:
+        """Whether there is room now, without anything evicted or made smaller. O(slabs)."""
+        return self._mapped_after(needs) <= self._limit
+
     def fits(self, needs: Needs) -> bool:
         """Whether there would be room, with cached blocks evicted and pages made smaller. O(slabs +
         cached blocks), and O(used blocks) if it takes the latter."""

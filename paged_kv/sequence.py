@@ -124,7 +124,7 @@ class Sequence:
                 self.pending.pop(layer, None)
         self.written_lens[:] = written_lens
         self.padding[:] = padding
-        self._shrink()
+        self.shrink()
 
     @property
     def rollback(self) -> int:
@@ -151,7 +151,7 @@ class Sequence:
         if not self.context_lens[layer]:
             self.written_lens[layer] = 0
         self.step_lens[layer] = 0
-        self._shrink()
+        self.shrink()
         return count
 
     def require_rollback(self, layer: int, count: int) -> None:
@@ -165,7 +165,7 @@ class Sequence:
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set what of the coming steps is padding in one layer."""
         self.padding[layer] = padding
-        self._shrink()
+        self.shrink()
 
     def finalize(self, layer: int) -> None:
         """End the steps that have padding in one layer."""
@@ -217,7 +217,7 @@ class Sequence:
             for layer in group.pages:
                 self.context_lens[layer] = num_tokens
                 self.written_lens[layer] = written.get(group, num_tokens)
-        self._shrink()
+        self.shrink()
 
     def written(self, group: LayerGroup) -> int:
         """The most tokens that there ever were in a layer of a group."""
@@ -230,7 +230,7 @@ class Sequence:
         copy = Sequence(self.pool, self.page_format)
         copy.model_version, copy.retires = self.model_version, self.retires
         copy.context_lens, copy.written_lens, copy.padding = self._progress()
-        copy._shrink()
+        copy.shrink()
         copy.passed = {group: dict(pages) for group, pages in self.passed.items()}
         for group, table in self._tables.items():
             copy._tables[group] = group.allocator.fork(table)
@@ -241,8 +241,8 @@ class Sequence:
         return list(self.context_lens), list(self.written_lens), list(self.padding)
 
     @locked
-    def _shrink(self) -> None:
-        """Let everything follow layers that are no longer as far as they were."""
+    def shrink(self) -> None:
+        """Let tables follow layers that are not as far as they were, or as was reserved for."""
         self._forks.clear()
         self._furthest = max(map(self.offset, range(self.pool.num_layers)))
         for group, table in self._tables.items():
