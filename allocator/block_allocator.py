@@ -236,6 +236,13 @@ class BlockAllocator:
         self._free(self.refs.let_go(block))
         self.events.let_go(self, block)
 
+    def map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
+        """Map a slab of one of the formats."""
+        self._map_slab(plan.slab, plan.pages, slabs.name)
+        self.budget.take(plan.pages * slabs.block_bytes)
+        slabs.add_slab(plan.slab, plan.pages)
+        self._slab_format[plan.slab] = slabs
+
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
 
@@ -348,7 +355,7 @@ class BlockAllocator:
         mapped: list[int] = []
         try:
             for slabs, plan in plans:
-                self._map(slabs, plan)
+                self.map(slabs, plan)
                 mapped.append(plan.slab)
         except BaseException:
             for slab in mapped:
@@ -361,12 +368,6 @@ class BlockAllocator:
         self.release(blocks)
         self.tables.discard(table)
         self.events.dropped(table)
-
-    def _map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
-        self._map_slab(plan.slab, plan.pages, slabs.name)
-        self.budget.take(plan.pages * slabs.block_bytes)
-        slabs.add_slab(plan.slab, plan.pages)
-        self._slab_format[plan.slab] = slabs
 
     def _unmap(self, slab: int) -> None:
         slabs = self._slab_format.pop(slab)

@@ -1,7 +1,10 @@
 """The layers that share one block table: all without a window, or all with the same one. One
 allocator, and the pages of each layer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
@@ -13,7 +16,7 @@ from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import MAX_SLAB_BYTES, LayerPages
-from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat
+from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.stats import GroupStats
 from paged_kv.window import Window
@@ -73,6 +76,12 @@ class LayerGroup:
         self.add_format(page_format)
         ring = self.window.ring if self.window else None
         return self.allocator.new_table(ring, page_format.name)
+
+    def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
+        """The same group with another allocator and without pages, to try something out."""
+        group = copy(self)
+        group._allocator, group.pages = allocator, {}
+        return group
 
     def add_format(self, page_format: PageFormat) -> None:
         """Let blocks be of that format too.
@@ -287,3 +296,23 @@ class LayerGroup:
     def _unmap_slab(self, slab: int) -> None:
         for pages in self.pages.values():
             pages.unmap_slab(slab)
+
+
+def new_groups(
+    num_layers: int,
+    windows: Mapping[int, Window],
+    page_format: PageFormat,
+    policy: DemotionPolicy | None,
+    backend: Backend,
+    budget: ByteBudget,
+    events: Events,
+) -> list[LayerGroup]:
+    """The layers without a window, and those of each window. Only the former become smaller."""
+    layers: dict[Window | None, list[int]] = {}
+    for layer in range(num_layers):
+        layers.setdefault(windows.get(layer), []).append(layer)
+    smaller = tuple(map(page_format_named, policy.page_formats)) if policy else ()
+    return [
+        LayerGroup(members, window, page_format, backend, budget, () if window else smaller, events)
+        for window, members in layers.items()
+    ]

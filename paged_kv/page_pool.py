@@ -12,7 +12,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.allocator.retired_blocks import RetiredBlocks
@@ -24,18 +24,20 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.kernels.page_rows import PageRows, Tail
-from paged_kv.layer_group import LayerGroup
+from paged_kv.layer_group import LayerGroup, new_groups
 from paged_kv.locked import locked
 from paged_kv.open_pools import note_open
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
-from paged_kv.passed_pages import is_read_first, keep_unseen, retire_leaving, write_pending
-from paged_kv.pending_step import PendingStep
+from paged_kv.passed_pages import is_read_first, keep_unseen, write_pending
+from paged_kv.pending_step import keep_pending, pending_tail
 from paged_kv.pool_arguments import checked_windows, chosen_budget
 from paged_kv.pool_counts import PoolCounts
-from paged_kv.pool_room import Needs, PoolRoom
+from paged_kv.pool_room import PoolRoom
+from paged_kv.rehearsal import would_fit
 from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
 from paged_kv.stats import Compaction, PoolStats
+from paged_kv.step_blocks import begin_step, needs_of, own, own_by_page
 from paged_kv.trace import events_of
 from paged_kv.window import Window
 
@@ -87,7 +89,15 @@ class PagePool:
         self.backend = choose_backend()
         self.lock = self.budget.lock
         self.counts = PoolCounts(events_of(self, trace))
-        self.groups = self._new_groups()
+        self.groups = new_groups(
+            num_layers,
+            self.windows,
+            self.page_format,
+            self.demotion_policy,
+            self.backend,
+            self.budget,
+            self.counts.events,
+        )
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
         self.retired = RetiredBlocks()
         self._room = PoolRoom(
@@ -153,6 +163,7 @@ class PagePool:
             raise
         return self._read(layer, pages, sequences, rows, tail)
 
+    @locked
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
         """Own blocks in all groups for the next `count` tokens of each sequence.
 
@@ -162,11 +173,16 @@ class PagePool:
         Raises:
             PoolExhausted: the budget does not hold the blocks; no sequence has changed.
         """
-        writes = self._unreserved(layer, sequences, count)
-        if self.demotion_policy is None or self._room.has(_needs(writes)):
-            self._own(writes)
-        else:
-            self._own_by_page(sequences, writes)
+        writes = begin_step(self.groups, self.retired, layer, sequences, count)
+        if self.demotion_policy is None or self._room.has(needs_of(writes)):
+            own(self._room, writes)
+            return
+        try:
+            own_by_page(self._room, writes)
+        except PoolExhausted:
+            for sequence in sequences:
+                sequence.shrink()
+            raise
 
     @locked
     def read(self, layer: int, sequences: list[Sequence]) -> tuple[PagedKeys, PagedValues]:
@@ -250,7 +266,7 @@ class PagePool:
     @locked
     def can_admit(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens would fit now, also if pages must become
-        smaller while it is read, in steps of a page. O(slabs), and O(used blocks) in that case.
+        smaller while it is read. O(slabs), and O(pages of the sequence * used blocks) in that case.
 
         Before the first write it is not known how large a block is, and the answer is yes.
 
@@ -259,8 +275,18 @@ class PagePool:
         """
         tokens = whole_number("tokens", tokens, least=0)
         open_groups = [group for group in self.groups if group.is_open]
-        return self._room.fits(
-            {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}
+        needs = {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}
+        if self._room.fits(needs):
+            return True
+        if self.demotion_policy is None or not self._room.may_fit(needs):
+            return False
+        return would_fit(
+            open_groups,
+            self.budget,
+            self._room.evictable,
+            self.demotion_policy,
+            self.page_format,
+            tokens,
         )
 
     @locked
@@ -336,10 +362,7 @@ class PagePool:
             pages.write(keys, values, rows)
             return rows, None
         rows = self.rows(layer, sequences, in_tail=True)
-        for row, (sequence, own) in enumerate(
-            zip(sequences, rows.own_tokens(count), strict=True)
-        ):
-            sequence.pending[layer] = PendingStep(step, row, own)
+        keep_pending(layer, sequences, step, rows)
         return rows, step
 
     def _relocated(
@@ -367,91 +390,18 @@ class PagePool:
             keep_unseen(self._room, self.groups, sequence, end)
         return pages
 
-    @locked
-    def _own(self, writes: Mapping[LayerGroup, list[Write]]) -> None:
-        """Own blocks for all writes, or none."""
-        self._room.make(lambda: _needs(writes))
-        for group, group_writes in writes.items():
-            for write in group_writes:
-                group.copy_pages(write.table.reserve(write.start, write.end))
-
-    @locked
-    def _own_by_page(
-        self, sequences: list[Sequence], writes: Mapping[LayerGroup, list[Write]]
-    ) -> None:
-        """Own blocks for all writes a page at a time, or none, so that the first pages of a step
-        can become smaller to make room for its last."""
-        steps = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
-        rounds = max([len(pages) for theirs in steps.values() for pages in theirs], default=0)
-        try:
-            for at in range(rounds):
-                self._own(
-                    {
-                        group: [pages[at] for pages in theirs if at < len(pages)]
-                        for group, theirs in steps.items()
-                    }
-                )
-        except PoolExhausted:
-            for sequence in sequences:
-                sequence.shrink()
-            raise
-
     def _make_room(self, group: LayerGroup, page_format: str, count: int) -> None:
         self._room.make(lambda: {group: {page_format: count}})
-
-    @locked
-    def _unreserved(
-        self, layer: int, sequences: list[Sequence], count: int
-    ) -> dict[LayerGroup, list[Write]]:
-        """The writes of a step not yet reserved, by group; what they write over is retired."""
-        writes: dict[LayerGroup, list[Write]] = {}
-        open_groups = [group for group in self.groups if group.is_open]
-        for sequence in sequences:
-            start = sequence.context_lens[layer]
-            end = start + sequence.padding[layer].own(count)
-            for group in open_groups:
-                table = sequence.table(group)
-                if end > start and not table.is_reserved(end):
-                    retire_leaving(self.retired, group, sequence, end)
-                    writes.setdefault(group, []).append(Write(table, start, end))
-        return writes
 
     def _tail(self, layer: int, sequences: list[Sequence]) -> Tail | None:
         """The latest step of the sequences, if no page holds it yet.
 
         Of sequences that were rearranged since, the step is written.
         """
-        pending = [sequence.pending.get(layer) for sequence in sequences]
-        first = pending[0] if pending else None
-        if first is not None and all(
-            each is not None and each.step is first.step and each.row == row
-            for row, each in enumerate(pending)
-        ):
-            return first.step
-        self.commit(sequences, layer)
-        return None
-
-    def _new_groups(self) -> list[LayerGroup]:
-        """The layers without a window, and those of each window."""
-        layers: dict[Window | None, list[int]] = {}
-        for layer in range(self.num_layers):
-            layers.setdefault(self.windows.get(layer), []).append(layer)
-        return [
-            LayerGroup(
-                members,
-                window,
-                self.page_format,
-                self.backend,
-                self.budget,
-                () if window else self._smaller_formats(),
-                self.counts.events,
-            )
-            for window, members in layers.items()
-        ]
-
-    def _smaller_formats(self) -> tuple[PageFormat, ...]:
-        policy = self.demotion_policy
-        return tuple(map(page_format_named, policy.page_formats)) if policy else ()
+        tail = pending_tail(layer, sequences)
+        if tail is None:
+            self.commit(sequences, layer)
+        return tail
 
     def _note_gather(self, layer: int) -> None:
         if not any(group.gather_fallbacks for group in self.groups):
@@ -462,7 +412,3 @@ class PagePool:
                 layer,
             )
         self.group_of(layer).gather_fallbacks += 1
-
-
-def _needs(writes: Mapping[LayerGroup, list[Write]]) -> Needs:
-    return {group: blocks_needed(theirs) for group, theirs in writes.items()}

@@ -80,15 +80,21 @@ class PoolRoom:
         return self._mapped_after(needs) <= self._limit
 
     def fits(self, needs: Needs) -> bool:
-        """Whether there would be room, with cached blocks evicted and pages made smaller. O(slabs +
-        cached blocks), and O(used blocks) if it takes the latter."""
+        """Whether there would be room with cached blocks evicted. O(slabs + cached blocks)."""
         left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
-        if self._mapped_after(left) <= self._budget.max_bytes:
-            return True
-        if self._policy is None:
-            return False
+        return self._mapped_after(left) <= self._budget.max_bytes
+
+    def may_fit(self, needs: Needs) -> bool:
+        """Whether the bytes would suffice once pages are as small as the policy makes them, if no
+        slab was partly empty. O(used blocks)."""
         smaller = sum(self._bytes_demoted(group, counts) for group, counts in needs.items())
-        return smaller + self.slack() <= self._budget.max_bytes
+        return smaller <= self._budget.max_bytes
+
+    def evictable(self, group: LayerGroup) -> set[int]:
+        """Cached and retired blocks of a group. O(cached blocks)."""
+        allocator = group.allocator
+        allocator.drain()
+        return {*self._index.evictable(allocator), *self._retired.evictable(allocator)}
 
     def slack(self) -> int:
         """Bytes that may lie idle, because memory is mapped in slabs: when room is made, less than
@@ -175,11 +181,9 @@ class PoolRoom:
         return given_up
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
-        """Cached and retired blocks of a group, by page format."""
-        allocator = group.allocator
-        allocator.drain()
-        blocks = self._index.evictable(allocator) + self._retired.evictable(allocator)
-        return Counter([allocator.format_of(block).name for block in blocks])
+        """As `evictable`, by page format."""
+        format_of = group.allocator.format_of
+        return Counter([format_of(block).name for block in self.evictable(group)])
 
     def _demote(self, needed: Callable[[], Needs]) -> None:
         """Make pages smaller until what is needed stays below the policy's watermark, or no page

@@ -1,0 +1,72 @@
+"""The blocks of a step, which are owned before any layer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paged_kv.allocator.block_table import Write, blocks_needed
+from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.layer_group import LayerGroup
+from paged_kv.passed_pages import retire_leaving
+from paged_kv.pool_room import PoolRoom
+from paged_kv.sequence import Sequence
+
+Writes = Mapping[LayerGroup, list[Write]]
+
+
+def begin_step(
+    groups: list[LayerGroup],
+    retired: RetiredBlocks,
+    layer: int,
+    sequences: list[Sequence],
+    count: int,
+) -> Writes:
+    """The writes of a step that are not reserved yet; the blocks that they write over in rings are
+    retired."""
+    writes: dict[LayerGroup, list[Write]] = {}
+    open_groups = [group for group in groups if group.is_open]
+    for sequence in sequences:
+        start = sequence.context_lens[layer]
+        end = start + sequence.padding[layer].own(count)
+        for group in open_groups:
+            table = sequence.table(group)
+            if end > start and not table.is_reserved(end):
+                retire_leaving(retired, group, sequence, end)
+                writes.setdefault(group, []).append(Write(table, start, end))
+    return writes
+
+
+def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
+    """Blocks to allocate in each group, by page format."""
+    return {group: blocks_needed(theirs) for group, theirs in writes.items()}
+
+
+def own(room: PoolRoom, writes: Writes) -> None:
+    """Own blocks for all writes, or none.
+
+    Raises:
+        PoolExhausted: the budget does not hold them; no table has changed.
+    """
+    room.make(lambda: needs_of(writes))
+    for group, group_writes in writes.items():
+        for write in group_writes:
+            group.copy_pages(write.table.reserve(write.start, write.end))
+
+
+def own_by_page(room: PoolRoom, writes: Writes) -> None:
+    """Own blocks for all writes a page at a time, so that the first pages of a step can become
+    smaller to make room for its last.
+
+    Raises:
+        PoolExhausted: the budget does not hold them all; tables may own the first.
+    """
+    by_page = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
+    rounds = max([len(pages) for theirs in by_page.values() for pages in theirs], default=0)
+    for at in range(rounds):
+        own(
+            room,
+            {
+                group: [pages[at] for pages in theirs if at < len(pages)]
+                for group, theirs in by_page.items()
+            },
+        )
