@@ -69,6 +69,10 @@ class PagedCacheFactory:
             this process or a later one. None keeps prompts in memory only.
         store_bytes: the most that the folder may take of the disk, a number or a text as well.
 
+    Threads may share a factory, each with prompt caches of its own: a layer is written, and attended
+    to, by one thread at a time. A write that would change a page which another thread has still to
+    read lazily raises `ThreadConflict`, and can be tried again.
+
     Attributes:
         pool: where the pages are.
         prefixes: what is known of prompts.

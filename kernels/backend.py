@@ -34,6 +34,11 @@ class Backend(Protocol):
         """How often plain MLX operations had to do what a kernel could not."""
         ...
 
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether an array that was read lazily, and is computed after a write, shows it."""
+        ...
+
     def supports(self, geometry: LayerGeometry) -> bool:
         """Whether the other operations work on the pages of such a layer, whatever their format."""
         ...

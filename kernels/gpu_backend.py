@@ -58,6 +58,8 @@ class GpuBackend:
             slabs than a kernel takes.
     """
 
+    writes_in_place = True
+
     def __init__(self, dialect: str, maker: Maker) -> None:
         self.name = dialect
         self.kernels = GpuKernels(dialect, maker)

@@ -1,6 +1,6 @@
 """The pages of one layer: its slabs, and the operations on them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,17 +100,17 @@ class LayerPages:
 
     def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
         """See `Backend.write`."""
-        self.lazy_reads.compute(lambda: rows.last_entries(keys.shape[2]))
+        self._before_change(lambda: rows.last_entries(keys.shape[2]))
         self._backend.write(self, keys, values, rows)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""
-        self.lazy_reads.compute(lambda: set(contents))
+        self._before_change(lambda: set(contents))
         self._backend.load(self, contents)
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """See `Backend.copy`."""
-        self.lazy_reads.compute(lambda: set(copies.values()))
+        self._before_change(lambda: set(copies.values()))
         self._backend.copy(self, copies)
 
     def note_moves(self) -> None:
@@ -119,8 +119,12 @@ class LayerPages:
 
     def convert(self, copies: Mapping[int, int]) -> None:
         """See `Backend.convert`."""
-        self.lazy_reads.compute(lambda: set(copies.values()))
+        self._before_change(lambda: set(copies.values()))
         self._backend.convert(self, copies)
+
+    def _before_change(self, entries: Callable[[], set[int]]) -> None:
+        """Let lazy reads see the pages of these entries as they are."""
+        self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
 
     def gather(self, rows: PageRows, tail: Tail | None = None) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""

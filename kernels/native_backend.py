@@ -47,6 +47,7 @@ class NativeBackend:
 
     name = "native"
     fallbacks = 0
+    writes_in_place = True
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library

@@ -34,6 +34,7 @@ class PlainBackend:
 
     name = "plain"
     fallbacks = 0
+    writes_in_place = False
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return True

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
+    from paged_kv.kernels.errors import ThreadConflict
     from paged_kv.page_pool import PagePool
     from paged_kv.paged_kv_cache import PagedKVCache
     from paged_kv.sequence import Sequence
@@ -48,6 +49,7 @@ __all__ = [
     "RollbackError",
     "Sequence",
     "StoreError",
+    "ThreadConflict",
     "__version__",
     "generate_samples",
 ]
@@ -66,6 +68,7 @@ _HOMES = {
     "PoolStats": "stats",
     "Sequence": "sequence",
     "StoreError": "store.errors",
+    "ThreadConflict": "kernels.errors",
     "generate_samples": "integrations.samples",
 }
 

@@ -179,7 +179,7 @@ class PagePool:
             return
         try:
             own_by_page(self._room, writes)
-        except PoolExhausted:
+        except (PoolExhausted, ThreadConflict):
             for sequence in sequences:
                 sequence.shrink()
             raise
