@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from paged_kv.allocator.pins import Pins
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.cache_layers import model_file, pages_by_cache, window_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
@@ -38,7 +39,6 @@ from paged_kv.stats import PoolStats
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.page_store import DEFAULT_STORE_BYTES, PageStore
 from paged_kv.stored_prefixes import StoredPrefixes
-from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
 
 # mlx-lm's load_prompt_cache looks classes up by name among its own.
 setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)
@@ -69,9 +69,9 @@ class PagedCacheFactory:
             this process or a later one. None keeps prompts in memory only.
         store_bytes: the most that the folder may take of the disk, a number or a text as well.
 
-    Threads may share a factory, each with prompt caches of its own: a layer is written, and attended
-    to, by one thread at a time. A write that would change a page which another thread has still to
-    read lazily raises `ThreadConflict`, and can be tried again.
+    Threads may share a factory, each with prompt caches of its own: one thread at a time writes a
+    layer or attends to it. A write that would change a page which another thread has still to read
+    lazily raises `ThreadConflict`, and can be tried again.
 
     Attributes:
         pool: where the pages are.
@@ -109,7 +109,7 @@ class PagedCacheFactory:
         folder = None if store is None else file_path("store", store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
         self._model = model
-        self._pairs_with_indexer = _file_of(model) in _INDEXER_MODELS
+        self._pairs_with_indexer = model_file(model) in _INDEXER_MODELS
         self._closed = False
         self._installed_on_entry: list[bool] = []
         self._write_chunk = write_chunk
@@ -297,7 +297,7 @@ class PagedCacheFactory:
         self.store = BackgroundStore(PageStore(path, max_bytes))
         if not self.pool.is_open:
             self._learn_geometry()
-        identity = PageIdentity(self._model, self._version, self.pool, _file_of(self._model))
+        identity = PageIdentity(self._model, self._version, self.pool, model_file(self._model))
         self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec)
         self.prefixes.put_below(self._stored)
 
@@ -316,7 +316,7 @@ class PagedCacheFactory:
         if not hasattr(self._model, "make_cache"):
             return bound
         say_once(
-            f"max_kv_size is ignored for {_file_of(self._model)}, which makes caches of its own, "
+            f"max_kv_size is ignored for {model_file(self._model)}, which makes caches of its own, "
             "as mlx-lm ignores it: max_bytes bounds the memory of all caches"
         )
         return None
@@ -342,7 +342,7 @@ class PagedCacheFactory:
         for cache in stock_make_prompt_cache(self._model, max_kv_size):
             self._convert(cache, paged.append)
         windows = {
-            layer: _window_of(cache, self._write_chunk)
+            layer: window_of(cache, self._write_chunk)
             for layer, cache in enumerate(paged)
             if isinstance(cache, RotatingKVCache)
         }
@@ -351,7 +351,7 @@ class PagedCacheFactory:
             windows=windows,
             page_format=self._page_format,
             trace=self._trace,
-            name=_file_of(self._model),
+            name=model_file(self._model),
             **options,
         )
 
@@ -360,7 +360,7 @@ class PagedCacheFactory:
         computed."""
         stock, paged = stock_make_prompt_cache(self._model), self._layers()
         self._model(mx.array([[0]]), cache=stock)
-        for written, cache in _pairs(stock, paged):
+        for written, cache in pages_by_cache(stock, paged):
             keys, values = written.keys, written.values
             if keys is not None and values is not None:
                 geometry = LayerGeometry.of(keys, values)
@@ -384,30 +384,3 @@ class PagedCacheFactory:
                 rest = [self._convert(inner, paged) for inner in rest]
             return CacheList(self._convert(first, paged), *rest)
         return cache
-
-
-def _window_of(cache: RotatingKVCache, write_chunk: int | None) -> Window:
-    size = cache.max_size - cache.keep
-    if size < 1:
-        raise ValueError(
-            f"max_kv_size={cache.max_size} must be more than the first {cache.keep} tokens, which "
-            "are always kept"
-        )
-    chunk = min(DEFAULT_WRITE_CHUNK, size) if write_chunk is None else write_chunk
-    return Window(size, chunk, cache.keep)
-
-
-def _file_of(model: Module) -> str:
-    """The model file, such as "llama"."""
-    return type(model).__module__.rpartition(".")[2]
-
-
-def _pairs(
-    stock: Iterable[Any], paged: Iterable[Any]
-) -> Iterator[tuple[KVCache | RotatingKVCache, PagedKVCache]]:
-    """The caches of `stock` whose place in `paged` a `PagedKVCache` has."""
-    for theirs, ours in zip(stock, paged, strict=True):
-        if isinstance(ours, PagedKVCache):
-            yield theirs, ours
-        elif isinstance(ours, CacheList):
-            yield from _pairs(theirs.caches, ours.caches)

@@ -194,7 +194,9 @@ class PagePool:
         pages = self.group_of(layer).pages.get(layer)
         if pages is None:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
-        tail = self._tail(layer, sequences)
+        tail = pending_tail(layer, sequences)
+        if tail is None:
+            self.commit(sequences, layer)
         rows = self.rows(layer, sequences, in_tail=tail is not None)
         return self._read(layer, pages, sequences, rows, tail)
 
@@ -392,16 +394,6 @@ class PagePool:
 
     def _make_room(self, group: LayerGroup, page_format: str, count: int) -> None:
         self._room.make(lambda: {group: {page_format: count}})
-
-    def _tail(self, layer: int, sequences: list[Sequence]) -> Tail | None:
-        """The latest step of the sequences, if no page holds it yet.
-
-        Of sequences that were rearranged since, the step is written.
-        """
-        tail = pending_tail(layer, sequences)
-        if tail is None:
-            self.commit(sequences, layer)
-        return tail
 
     def _note_gather(self, layer: int) -> None:
         if not any(group.gather_fallbacks for group in self.groups):
