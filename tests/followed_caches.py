@@ -1,0 +1,262 @@
+"""Paged caches that oracles follow: every layer's attention is compared on the same input.
+
+Logits are no measure of quantised pages. Another CPU rounds otherwise, a number falls on the other
+side of the border between two codes, the next layer's keys change by that, and so on: an embedding
+scaled by 1 + 1e-6 moves logits by up to 0.6. Here the oracle of each layer is written with the keys
+and values that the paged cache got, so no layer hears of what another one rounded. What the pages
+hold is compared with the oracle, and what attention makes of it with mlx-lm's attention over it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv import PagedCacheFactory, PagedKVCache
+from paged_kv.kernels.page_format import FormatName
+from paged_kv.paged_array import PagedRead
+from tests.quantised_oracle import QuantisedOracle, oracle_caches
+
+# Measured with every instruction set: tests/test_followed_caches.py shows that a distance stays
+# several times below 1 however sums are rounded, and goes several times above it for a fault.
+# Of a token's keys or values: a number that is rounded to the neighbouring of 16 codes is 0.13 of
+# its token's at most. Of all tokens' in the mean: few numbers are.
+LARGEST_APART, MEAN_APART = 0.2, 1e-3
+# Of the largest number that attention gives, in float32.
+ATTENTION_APART = 2e-5
+
+Held = tuple[mx.array, mx.array]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The valid tokens of one sequence's step, from `start` to `stop`, and all that its oracle
+    holds with them."""
+
+    start: int
+    stop: int
+    held: Held
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+class FollowedCache:
+    """One layer of some sequences, in pages and in an oracle for each.
+
+    Args:
+        paged: what the model reads.
+        oracles: one for each of its sequences.
+        window: how many tokens a query sees; None for all.
+        distances: takes those of each step and sequence. At most 1 is allowed. Copies share it.
+    """
+
+    def __init__(
+        self,
+        paged: PagedKVCache,
+        oracles: list[QuantisedOracle],
+        window: int | None,
+        distances: list[mx.array],
+    ) -> None:
+        self.paged = paged
+        self.oracles = oracles
+        self.window = window
+        self.distances = distances
+        self.left = [0] * len(oracles)
+        self.lengths: list[int] | None = None
+
+    @property
+    def offset(self) -> Any:
+        return self.paged.offset
+
+    @property
+    def state(self) -> Any:
+        """What a generator evaluates between steps: with distances that no output depends on, as
+        those of a prompt's last layer."""
+        return self.paged.state, self.distances
+
+    @property
+    def nbytes(self) -> int:
+        return self.paged.nbytes
+
+    def size(self) -> int:
+        return self.paged.size()
+
+    def empty(self) -> bool:
+        return self.paged.empty()
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
+        return self.paged.make_mask(*args, **kwargs)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        paged = self.paged.update_and_fetch(keys, values)
+        steps = []
+        for row, (start, stop) in enumerate(self._next_tokens(keys.shape[2])):
+            valid = slice(row, row + 1), slice(None), slice(start, stop)
+            steps.append(_Step(start, stop, self.write(row, keys[valid], values[valid])))
+        read: Any = _ComparedRead(paged[0].read, self, steps)
+        paged[0].read = paged[1].read = read
+        return paged
+
+    def write(self, row: int, keys: mx.array, values: mx.array) -> Held:
+        """Append what is valid of a sequence's step to its oracle; returns all that it holds."""
+        held: Held = self.oracles[row].update_and_fetch(keys, values)
+        return held
+
+    def _next_tokens(self, count: int) -> Iterator[tuple[int, int]]:
+        """Of each sequence, which of the next `count` tokens are valid: from start to stop."""
+        for row in range(len(self.oracles)):
+            start = min(self.left[row], count)
+            self.left[row] -= start
+            stop = count if self.lengths is None else min(count, start + self.lengths[row])
+            if self.lengths is not None:
+                self.lengths[row] -= stop - start
+            yield start, stop
+
+    def prepare(
+        self,
+        *,
+        left_padding: list[int] | None = None,
+        lengths: list[int] | None = None,
+        right_padding: list[int] | None = None,
+    ) -> None:
+        assert right_padding is None or lengths is not None
+        self.paged.prepare(left_padding=left_padding, lengths=lengths, right_padding=right_padding)
+        self.left = list(left_padding or self.left)
+        self.lengths = list(lengths) if lengths is not None and any(right_padding or []) else None
+
+    def finalize(self) -> None:
+        self.paged.finalize()
+        self.left, self.lengths = [0] * len(self.oracles), None
+
+    def is_trimmable(self) -> bool:
+        return self.paged.is_trimmable()
+
+    def trim(self, n: int) -> int:
+        trimmed = [oracle.trim(n) for oracle in self.oracles]
+        assert self.paged.trim(n) == max(trimmed)
+        return max(trimmed)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> FollowedCache:
+        assert self.paged.to_quantized(group_size, bits) is self.paged
+        for oracle in self.oracles:
+            oracle.to_quantized(group_size, bits)
+        return self
+
+    @classmethod
+    def merge(cls, caches: list[FollowedCache]) -> FollowedCache:
+        return caches[0]._with(
+            PagedKVCache.merge([cache.paged for cache in caches]),
+            [oracle for cache in caches for oracle in cache.oracles],
+        )
+
+    def extend(self, other: FollowedCache) -> None:
+        self.paged.extend(other.paged)
+        self.oracles += other.oracles
+        self.left += other.left
+
+    def filter(self, batch_indices: list[int] | mx.array) -> None:
+        listed: Any = (
+            batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        )
+        self.paged.filter(listed)
+        self.oracles = [copy.deepcopy(self.oracles[index]) for index in listed]
+        self.left = [self.left[index] for index in listed]
+
+    def extract(self, idx: int) -> FollowedCache:
+        return self._with(self.paged.extract(idx), [self.oracles[idx]])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FollowedCache:
+        return self._with(copy.deepcopy(self.paged, memo), self.oracles)
+
+    def _with(self, paged: PagedKVCache, oracles: list[QuantisedOracle]) -> FollowedCache:
+        return type(self)(paged, copy.deepcopy(oracles), self.window, self.distances)
+
+
+class _ComparedRead:
+    """What the attention hook finds on a layer's keys and values, in the place of their read."""
+
+    def __init__(self, read: PagedRead, followed: FollowedCache, steps: list[_Step]) -> None:
+        self.read, self.lock = read, read.lock
+        self.window, self.distances = followed.window, followed.distances
+        self.steps = steps
+
+    def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
+        return self.read.sees_as(mask, queries)
+
+    def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array:
+        found = self.read.attend(queries, mask, **options)
+        distances = [
+            distance
+            for row, step in enumerate(self.steps)
+            if step.count
+            for distance in self._distances(row, step, found, queries, options)
+        ]
+        self.distances += distances
+        # So that no later write finds pages that a distance still waits to read.
+        looked_at: mx.array = mx.depends(found, distances)
+        return looked_at
+
+    def _distances(
+        self, row: int, step: _Step, found: mx.array, queries: mx.array, options: Any
+    ) -> Iterator[mx.array]:
+        """Of what the pages of a sequence hold to the oracle's, and of attention to attention over
+        what the pages hold."""
+        before = step.held[0].shape[2] - step.count
+        visible = step.held[0].shape[2]
+        if self.window is not None:
+            visible -= max(0, before - self.window + 1)
+        # Sequences end together but for the padding behind them.
+        end = self.read.gathered[0].shape[2] - (queries.shape[2] - step.stop)
+        paged = [each[row : row + 1, :, end - visible : end] for each in self.read.gathered]
+        for ours, oracles in zip(paged, step.held, strict=True):
+            yield _rows_apart(ours, oracles[:, :, -visible:])
+        part = slice(row, row + 1), slice(None), slice(step.start, step.stop)
+        mask = create_causal_mask(step.count, visible - step.count, self.window)
+        yield _attention_apart(
+            found[part],
+            mx.fast.scaled_dot_product_attention(queries[part], *paged, mask=mask, **options),
+        )
+
+
+def _rows_apart(ours: mx.array, oracles: mx.array) -> mx.array:
+    """How far tokens' keys, or values, are from the oracle's, in parts of what is allowed."""
+    ours, oracles = ours.astype(mx.float32), oracles.astype(mx.float32)
+    apart = mx.linalg.norm(ours - oracles, axis=-1) / mx.linalg.norm(oracles, axis=-1)
+    return mx.maximum(apart.max() / LARGEST_APART, apart.mean() / MEAN_APART)
+
+
+def _attention_apart(found: mx.array, expected: mx.array) -> mx.array:
+    """How far an attention's output is from another's, in parts of what is allowed."""
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    return mx.abs(found - expected).max() / mx.abs(expected).max() / ATTENTION_APART
+
+
+def followed_caches(
+    model: Module,
+    factory: PagedCacheFactory,
+    page_format: FormatName,
+    distances: list[mx.array],
+    kind: type[FollowedCache] = FollowedCache,
+) -> list[FollowedCache]:
+    """A new cache of the factory, each layer with an oracle that holds pages of that format."""
+    windows = [getattr(stock, "max_size", None) for stock in make_prompt_cache(model)]
+    oracles = oracle_caches(model, page_format)
+    return [
+        kind(paged, [oracle], window, distances)
+        for paged, oracle, window in zip(factory.make_cache(), oracles, windows, strict=True)
+    ]
+
+
+def farthest(distances: list[mx.array]) -> float:
+    """The largest of them, at most 1 if all is well; that there are some is part of the check."""
+    assert distances, "no attention read pages"
+    return float(mx.stack(distances).max())

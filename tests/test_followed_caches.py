@@ -1,0 +1,92 @@
+"""The comparison of quantised pages passes however sums are rounded, and notices faults."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedCacheFactory
+from paged_kv.kernels.page_format import FormatName
+from tests.followed_caches import FollowedCache, Held, farthest, followed_caches
+from tests.generation import greedy
+
+FORMATS: list[FormatName] = ["q8", "q4", ("q8", "q4"), "q4-unrotated"]
+PAGE, WRONG = 256, 300
+
+
+def scaled_keys(keys: mx.array, values: mx.array) -> Held:
+    """A page of keys with a wrong scale."""
+    scale = mx.where(mx.arange(keys.shape[2]) < PAGE, 1.05, 1.0)[:, None]
+    return keys * scale, values
+
+
+def wrong_row(keys: mx.array, values: mx.array) -> Held:
+    """The next token in the place of one."""
+    rows = [WRONG + 1 if at == WRONG else at for at in range(keys.shape[2])]
+    return keys[:, :, rows], values[:, :, rows]
+
+
+def shifted_values(keys: mx.array, values: mx.array) -> Held:
+    """Codes of one token one place further than they belong."""
+    token = mx.arange(values.shape[2])[:, None] == WRONG
+    return keys, mx.where(token, mx.take(values, mx.arange(values.shape[3]) - 1, axis=3), values)
+
+
+FAULTS = [scaled_keys, wrong_row, shifted_values]
+
+
+@contextmanager
+def rounded_otherwise(model: Any) -> Iterator[None]:
+    """Every number of the model a little off, as another CPU's order of sums leaves them."""
+    embedding = model.model.embed_tokens
+    weight = embedding.weight
+    embedding.weight = weight * (1 + 1e-6)
+    try:
+        yield
+    finally:
+        embedding.weight = weight
+
+
+def distance(model: Any, prompt: list[int], page_format: FormatName, fault: Any = None) -> float:
+    """Of a run in which the second layer's oracle holds something wrong, if there is a fault."""
+
+    class Faulty(FollowedCache):
+        def write(self, row: int, keys: mx.array, values: mx.array) -> Held:
+            held = super().write(row, keys, values)
+            is_in_second = self.paged.layer == 1 and held[0].shape[2] > WRONG + 1
+            return fault(*held) if is_in_second else held
+
+    factory = PagedCacheFactory(model, page_format=page_format, max_bytes=64 << 20)
+    distances: list[mx.array] = []
+    kind = Faulty if fault else FollowedCache
+    greedy(model, prompt, followed_caches(model, factory, page_format, distances, kind), 2, 190)
+    return farthest(distances)
+
+
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
+@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3"])
+def test_rounding_stays_far_below_the_bound_and_faults_far_above(
+    name: str, page_format: FormatName, trained: Any, source_text: str
+) -> None:
+    model, tokenizer = trained(name)
+    prompt = tokenizer.encode(source_text[20000:26000])[:430]
+    with rounded_otherwise(model):
+        assert distance(model, prompt, page_format) <= 1 / 3
+    for fault in FAULTS:
+        assert distance(model, prompt, page_format, fault) >= 3, fault.__name__
+
+
+@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3"])
+def test_a_token_that_attention_does_not_see_is_far_above_the_bound(
+    name: str, trained: Any, source_text: str
+) -> None:
+    model, tokenizer = trained(name)
+    prompt = tokenizer.encode(source_text[20000:26000])[:430]
+    factory = PagedCacheFactory(model, page_format="q4", max_bytes=64 << 20)
+    distances: list[mx.array] = []
+    cache = followed_caches(model, factory, "q4", distances)
+    cache[1].window = (cache[1].window or len(prompt)) - 1
+    greedy(model, prompt, cache, 2, 190)
+    assert farthest(distances) >= 3
