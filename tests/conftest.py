@@ -21,6 +21,7 @@ import pytest
 from mlx_lm import load
 
 from paged_kv import PagedCacheFactory
+from tests.grids import beyond_the_cover
 
 ROOT = Path(__file__).parent.parent
 MODEL_FOLDERS = {
@@ -29,21 +30,32 @@ MODEL_FOLDERS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imported_for_good() -> None:
-    """Spare the collection after every test the objects of libraries and of collected tests.
+@pytest.hookimpl(tryfirst=True)  # before -m 'not slow' is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make the cases of grids slow that the plain run does without."""
+    for item in beyond_the_cover(items):
+        item.add_marker(pytest.mark.slow)
 
-    They stay until the process ends, and to walk them took longer than most tests do.
-    """
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_modules() -> Iterator[None]:
+    """Collect what modules leave, of which `_settled_memory` has frozen what it found in use."""
+    yield
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _settled_memory(_imported_for_good: None) -> Iterator[None]:
-    """Leave no cache of one test to the next one's memory."""
+def _settled_memory(_collected_modules: None) -> Iterator[None]:
+    """Leave no cache of one test to the next one's memory.
+
+    What is in use after a test, as libraries and collected tests, is not walked again after the
+    next: that took 16 ms a test, more than most tests do.
+    """
     yield
     gc.collect()
+    gc.freeze()
     mx.clear_cache()
 
 

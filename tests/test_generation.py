@@ -8,6 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
 from tests.generation import Run, assert_same_run, greedy
+from tests.grids import plain_only
 
 # Float32 sums in another order: measured below 1e-4 on log-probabilities.
 FLOAT32_TOLERANCE = 1e-3
@@ -18,7 +19,7 @@ OTHER_ORDER_TOLERANCE = 1e-4
 BFLOAT16_SHARE = 1.05
 PREFILL_STEPS = [64, 256, 2048, 509]
 # The last two are longer than the longest step, and need a second slab.
-PROMPT_LENGTHS = [1, 255, 256, 257, 1000, 2100, pytest.param(3000, marks=pytest.mark.slow)]
+PROMPT_LENGTHS = plain_only([1, 255, 256, 257, 1000], [1, 255, 256, 257, 1000, 2100, 3000])
 NEW_TOKENS = 12
 MODELS = ["stdlib-llama", "stdlib-gemma3"]
 
@@ -68,7 +69,7 @@ def logprobs(model: Any, tokens: list[int], cache: Any, step: int) -> mx.array:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("step", [1, 128])
+@pytest.mark.parametrize("step", plain_only([128], [1, 128]))
 def test_in_bfloat16_no_further_from_float32_than_mlx_lm(
     name: str, step: int, trained: Any, source_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ print([paged_kv.PagePool(1).stats().backend for _ in range(2)])
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_installs_and_says_that_it_runs_without_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_without_a_compiler_it_installs_and_says_that_it_runs_without_kernels(
     assert backends == "['plain', 'plain']"
 
 
+@pytest.mark.slow
 def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as sdist:
         # The first part is paged_kv-<version>.

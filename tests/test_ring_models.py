@@ -27,6 +27,7 @@ from tests.generation import (
     runs_of,
     speculate,
 )
+from tests.grids import plain_only
 from tests.zoo import small_model
 
 # A long step is summed in another order than mlx-lm's, and a row of a batch in yet another.
@@ -35,7 +36,7 @@ BATCH_TOLERANCE = 2e-3
 # Windows of 32 tokens live in rings of one page: these prompts go around it.
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
 NEW_TOKENS = 6
-STEPS = [31, 32, 33, 2048, *(pytest.param(step, marks=pytest.mark.slow) for step in (16, 64))]
+STEPS = plain_only([31, 32, 33, 2048], [31, 32, 33, 2048, 16, 64])
 LENGTHS = (300, 5, 430, 256)
 WITH_RINGS = [
     "gemma3_text",
@@ -53,11 +54,13 @@ WITH_RINGS = [
 ]
 # mlx-lm gives the windows of these full caches, or chunked ones of its own.
 WITHOUT_RINGS = ["smollm3", "llama4_text"]
+# One with full layers between, with shared keys, with sinks, and without rings.
+PLAIN = ["gemma3_text", "gemma3n", "gpt_oss", "smollm3"]
 # Its own batches differ from its single runs.
 BATCH_DIFFERS = {"plamo3"}
 
 
-@pytest.fixture(scope="module", params=[*WITH_RINGS, *WITHOUT_RINGS])
+@pytest.fixture(scope="module", params=plain_only(PLAIN, [*WITH_RINGS, *WITHOUT_RINGS]))
 def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return request.param, small_model(request.param)
 

@@ -39,16 +39,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "page_format", "length"),
-    [
-        pytest.param(
-            *kind, length, marks=[] if kind[1] == "fp16" or length == 300 else [pytest.mark.slow]
-        )
-        for kind in KINDS
-        for length in (40, 300, 764)
-    ],
-)
+@pytest.mark.parametrize("length", [300, 40, 764])
+@pytest.mark.parametrize(("name", "page_format"), KINDS)
 def test_a_restart_goes_on_as_if_there_had_been_none(
     folder: Path, name: str, page_format: Any, length: int
 ) -> None:

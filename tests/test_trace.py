@@ -23,6 +23,7 @@ from paged_kv.trace import TracedPool, TraceFile
 from paged_kv.trace_replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.window import Window
 from tests.books import assert_books_balance, used_rows
+from tests.grids import plain_only
 
 TOKEN_BYTES = 1000
 FORMAT = page_format_named("fp16")
@@ -104,7 +105,7 @@ def test_blocks_that_no_insertion_told_of_count_as_a_tables_own(tmp_path: Path) 
     assert replayed(path).stats.table_entries == 4
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", plain_only([0, 1], range(4)))
 def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
     """Random use of forks, trims, drops, windows and prefixes."""
     path = tmp_path / "trace"
@@ -245,7 +246,7 @@ def test_one_sequence_by_hand(tmp_path: Path) -> None:
     assert outcome.waste_at_peak == pytest.approx(255 / 1280)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", plain_only([0], range(3)))
 def test_mean_waste_is_half_a_page(tmp_path: Path, seed: int) -> None:
     # 1,000 sequences: the mean of uniform 0 to 255 has a standard deviation of 2.3.
     path = tmp_path / "trace"

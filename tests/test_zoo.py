@@ -44,6 +44,9 @@ def alone(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]]) -
     return [greedy(model, prompt, make_cache(), NEW_TOKENS, 16) for prompt in prompts]
 
 
+# The plain run has one family of each kind: tests/test_model_families.py and
+# tests/test_batch_generation.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_paged_equals_stock(name: str) -> None:
     model = small_model(name)

@@ -1,0 +1,60 @@
+"""Which cases of a parametrised test the plain run takes; the others are slow ones."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Case = tuple[Hashable, ...]
+
+
+def covering(cases: Sequence[Case]) -> list[int]:
+    """Indices of cases that together have every value of one axis or two, or every pair of values
+    of three and more, that any case has. Of cases that add as much, it is the first.
+
+    Args:
+        cases: for each its value on each axis.
+    """
+    together = 1 if len(cases[0]) <= 2 else 2
+    has = [set(combinations(enumerate(case), min(together, len(case)))) for case in cases]
+    missing = set().union(*has)
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: len(has[at] & missing))
+        chosen.append(best)
+        missing -= has[best]
+    return chosen
+
+
+def plain_only(plain: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    """The values of an axis, of which the plain run takes only those named first."""
+    return [
+        value if value in plain else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
+
+
+def case_of(item: Any) -> Case:
+    """The case that a parametrised test runs: an axis for each `parametrize` and each fixture."""
+    axes = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    axes = [axis.replace(" ", "").split(",") if isinstance(axis, str) else axis for axis in axes]
+    of_fixtures = set(item.callspec.params).difference(*axes)
+    # The same value is the same object in all cases, and some values have no hash.
+    return tuple(
+        tuple(id(item.callspec.params[name]) for name in axis)
+        for axis in (*axes, *([name] for name in sorted(of_fixtures)))
+    )
+
+
+def beyond_the_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Of collected tests those that the plain run leaves out."""
+    grids: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            grids[item.nodeid.split("[")[0]].append(item)
+    left_out = []
+    for grid in grids.values():
+        covered = set(covering([case_of(item) for item in grid]))
+        left_out += [item for at, item in enumerate(grid) if at not in covered]
+    return left_out
