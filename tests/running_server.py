@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from threading import Event, Thread
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from mlx_lm import server
@@ -14,8 +14,8 @@ from openai import OpenAI
 from paged_kv.integrations.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.paged_server import PagedAPIHandler, PagedResponseGenerator
 from paged_kv.integrations.server_command import server_parser
-
-PATIENCE_S = 60
+from tests.patience import PATIENCE_S as PATIENCE_S
+from tests.patience import wait_until as wait_until
 
 
 class RunningServer:
@@ -111,10 +111,3 @@ def assert_idle_pools_hold_nothing(running: RunningServer) -> None:
         pool.clear()
         pool.check()
         assert pool.stats().blocks_used == pool.stats().blocks_cached == 0
-
-
-def wait_until(is_true: Any) -> None:
-    deadline = monotonic() + PATIENCE_S
-    while not is_true():
-        assert monotonic() < deadline
-        sleep(0.01)

@@ -47,4 +47,4 @@ def shown_process(folder: Path, script: str = SCRIPT, **environment: str) -> Ite
         assert process.stdout.readline() == "ready\n"
         yield process.pid
     finally:
-        process.communicate("\n", timeout=60)
+        process.communicate("\n")

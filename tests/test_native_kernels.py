@@ -309,7 +309,6 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         [sys.executable, "-c", FORKED],
         capture_output=True,
         text=True,
-        timeout=60,
         env=environment,
         check=False,
     )

@@ -13,9 +13,9 @@ import pytest
 
 from paged_kv.command_line import main
 from paged_kv.integrations.server_command import server_parser
+from tests.patience import PATIENCE_S
 
 MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"
-PATIENCE_S = 60
 
 
 def test_all_options_of_mlx_lm_are_taken_beside_ours() -> None:

@@ -7,16 +7,17 @@ import time
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
-from threading import Event, Thread, Timer
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from paged_kv import stats_watch
 from paged_kv.command_line import main
 from paged_kv.process_view import ProcessView
 from paged_kv.runtime_folder import make_runtime_folder, process_start, runtime_folder
 from paged_kv.shared_file import SharedFile, read_shared
-from tests.running_server import wait_until
+from tests.patience import wait_until
 from tests.shown_process import SCRIPT, shown_process
 
 
@@ -100,16 +101,23 @@ def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_watch_draws_a_map_until_the_process_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = tmp_path / "over"
+    draw, times = stats_watch.screen, iter(range(10_000))
+
+    def drawn(*arguments: Any) -> Any:
+        if next(times) == 4:
+            over.touch()
+        return draw(*arguments)
+
     ends = SCRIPT.replace(
         "sys.stdin.readline()",
         f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.05)",
     )
     with shown_process(tmp_path, ends) as number:
         wait_until_published(tmp_path, number)
-        Timer(1.5, over.touch).start()
+        monkeypatch.setattr(stats_watch, "screen", drawn)
         assert stats("--watch", "--interval", "0.1") == 1
     captured = capsys.readouterr()
     assert captured.out.count(f"process {number}") > 3
@@ -262,7 +270,9 @@ for _ in range(50):
         assert pool.stats().blocks_used == 3
         if _ == 49:
             other = PagePool(1, max_bytes=1 << 20, name="child")
-            time.sleep(0.3)
+            published = f"{os.environ['XDG_RUNTIME_DIR']}/paged-kv/{os.getpid()}.json"
+            while not os.path.exists(published):
+                time.sleep(0.01)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 print("ready", flush=True)""",

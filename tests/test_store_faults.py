@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.maintenance import verify
 from paged_kv.store.page_store import FAULTS, MIN_BYTES, Outcome, PageStore
+from tests.patience import wait_until
 from tests.store_entries import (
     PAGE_SIZE,
     PAGES,
@@ -282,17 +282,11 @@ def test_a_disk_that_does_not_answer_is_a_miss(
         return real(self, place)
 
     monkeypatch.setattr(PageStore, "get", get)
-    began = time.monotonic()
     assert [found(store, TEXT) for _ in range(20)] == [0] * 20
     # Only the first of them waited.
-    assert time.monotonic() - began < 1
     assert store.stats().errors == {"TimeoutError": 1}
     answers.set()
-    for _ in range(100):
-        if found(store, TEXT) == 600:
-            break
-        time.sleep(0.01)
-    assert found(store, TEXT) == 600
+    wait_until(lambda: found(store, TEXT) == 600)
     store.close()
 
 
@@ -348,7 +342,7 @@ for seed in range(50):
     store.save(entry(links(prompt(seed))[0], words=50_000))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     with open_store(tmp_path / "store") as after:
         assert len(after.stored_keys()) == 50
 
