@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -19,6 +18,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.slabs import block_range, slab_of
 from tests.books import assert_books_balance, live_rows, used_rows
+from tests.examples import examples
 
 PAGE_SIZE, BUDGET_BYTES, MAX_TABLES = 4, 320, 6
 BLOCK_BYTES = {"large": 8, "medium": 5, "small": 3}
@@ -309,6 +309,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
-)
+TestAllocatorMachine.settings = examples(75, stateful_step_count=40)

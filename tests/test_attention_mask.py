@@ -3,12 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 
 from paged_kv.kernels.attention_mask import batch_mask, causal_window_mask
 from paged_kv.kernels.page_rows import PageRows
+from tests.examples import examples
 
 Grid = npt.NDArray[np.bool_]
 
@@ -24,7 +25,7 @@ def brute_force(length: int, queries: int, window: int | None) -> Grid:
     ).reshape(queries, length)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60)
 @given(length=st.integers(1, 40), queries=st.integers(1, 40), window=st.none() | st.integers(1, 45))
 def test_causal_window_mask(length: int, queries: int, window: int | None) -> None:
     queries = min(queries, length)
@@ -42,7 +43,7 @@ def steps(draw: st.DrawFn) -> tuple[PageRows, int]:
     return rows, draw(st.integers(1, max(1, *rows.ends)))
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@examples(150)
 @given(step=steps(), window=st.none() | st.integers(1, 30))
 def test_every_token_of_a_batch_sees_what_it_would_see_alone(
     step: tuple[PageRows, int], window: int | None

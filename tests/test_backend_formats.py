@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -19,6 +19,7 @@ from paged_kv.kernels.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import dense_attention
+from tests.examples import examples
 from tests.page_numbers import numbers_in
 from tests.page_rows import unpadded
 
@@ -144,7 +145,7 @@ def test_head_sizes(
         assert_attends(pages, rows, queries)
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@examples(15)
 @given(
     names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3, unique=True),
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=2),

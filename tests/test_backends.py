@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -19,6 +19,7 @@ from paged_kv.kernels.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import dense_attention
+from tests.examples import examples
 from tests.page_rows import unpadded
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -168,7 +169,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(40)
 @given(
     geometry=st.builds(
         same, st.integers(1, 3), st.sampled_from([32, 40, 64]), st.sampled_from([32, 56])

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from tests.examples import examples
 
 # The id of the first block of slab 1; those of slab 0 begin at 0.
 S1 = 65536
@@ -185,7 +186,7 @@ def allocated_by(allocator: BlockAllocator, writes: list[Write]) -> int:
 spans = st.tuples(st.integers(0, 20), st.integers(1, 12))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(
     first=st.integers(0, 24),
     grown=st.lists(spans, max_size=3),

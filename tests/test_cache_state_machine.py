@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
 from tests.books import assert_books_balance, live_rows, used_rows
+from tests.examples import examples
 from tests.layer_caches import filter_rows, ragged_step
 
 LAYERS = 2
@@ -178,10 +178,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCaches = CacheMachine.TestCase
-TestCaches.settings = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=60,
-    stateful_step_count=30,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestCaches.settings = examples(30, stateful_step_count=30)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.gpu_backend import HEAD_SIZES
@@ -16,6 +16,7 @@ from paged_kv.kernels.page_format import FormatName
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
 from tests.arrays import normal, numbers
+from tests.examples import examples
 from tests.gpu_pages import (
     ALL_DIALECTS,
     STRIDE,
@@ -126,7 +127,7 @@ def test_queries_that_see_later_tokens(dialect: str) -> None:
 _random_formats: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("fp16", "q4")]
 
 
-@settings(deadline=None, derandomize=True, max_examples=12)
+@examples(12)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=3),
     queries=st.sampled_from([1, 3, 40]),

@@ -3,13 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Wanted, find
 from paged_kv.store.packed_tokens import packed, unpacked
+from tests.examples import examples
 from tests.store_entries import identity
 
 PAGE = 3
@@ -68,7 +69,7 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
     return best if best > wanted.beyond else 0
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(
     stored=st.lists(st.tuples(Tokens, st.booleans(), st.integers(0, 3)), max_size=8),
     tokens=Tokens,

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -23,6 +23,7 @@ from paged_kv.kernels.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
+from tests.examples import examples
 from tests.page_rows import unpadded
 
 ENTRIES = [0, 1, 2, 3, 4, 5, 64, 65, 66, 67, 68, 69]
@@ -52,7 +53,7 @@ def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(free.pop() for _ in range(-(-length // 256))) for length in lengths)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(30)
 @given(
     name=st.sampled_from(instruction_sets()),
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=3),

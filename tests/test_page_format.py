@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
@@ -19,6 +19,7 @@ from paged_kv.kernels.page_format import (
     Plane,
     page_format_named,
 )
+from tests.examples import examples
 
 Words = npt.NDArray[np.uint16]
 Part = tuple[int, int, mx.Dtype]  # heads, head size, dtype
@@ -123,7 +124,7 @@ def test_layout_of_a_page(
     assert layout.offsets == (0, values_at)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(
     heads=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     groups=st.tuples(st.integers(1, 19), st.integers(1, 19)),

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.block_allocator import BlockAllocator
@@ -17,6 +17,7 @@ from paged_kv.allocator.errors import NotPinned
 from paged_kv.allocator.pins import Pins
 from paged_kv.allocator.prefix_index import Match, PrefixIndex
 from paged_kv.allocator.prefix_node import Node
+from tests.examples import examples
 
 PAGE = 4
 
@@ -70,7 +71,7 @@ def test_a_match_leaves_a_token_to_compute() -> None:
         assert indexed.index.match("", tokens).num_tokens == len(tokens) - 1
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(
     inserted=st.lists(st.lists(st.integers(-1, 1), max_size=14), max_size=8),
     prompt=st.lists(st.integers(-1, 1), max_size=14),

@@ -4,7 +4,7 @@ import gc
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv import PagePool
@@ -14,6 +14,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted, RollbackError
 from paged_kv.allocator.ring import Ring
 from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
+from tests.examples import examples
 from tests.ring_batches import (
     DIM,
     KV_HEADS,
@@ -153,7 +154,7 @@ def test_exhaustion_in_a_full_ring_changes_nothing() -> None:
     allocator.check()
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(
     entries=st.integers(1, 4),
     head=st.integers(0, 2),

@@ -3,7 +3,6 @@
 import gc
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -20,6 +19,7 @@ from paged_kv.allocator.errors import RollbackError
 from paged_kv.window import Window
 from tests import ring_batches
 from tests.books import assert_books_balance
+from tests.examples import examples
 from tests.layer_caches import filter_rows
 from tests.ring_batches import PAGE_BYTES, Batch, append, assert_holds, new_batch, saved_and_loaded
 
@@ -175,10 +175,4 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRings = RingMachine.TestCase
-TestRings.settings = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=40,
-    stateful_step_count=30,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestRings.settings = examples(20, stateful_step_count=30)
