@@ -29,9 +29,13 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def plain_only(plain: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of an axis, of which the plain run takes only those named first."""
+    """The values of an axis, of which the plain run takes only those named first. Tuples are values of
+    several arguments."""
     return [
-        value if value in plain else pytest.param(value, marks=pytest.mark.slow) for value in values
+        value
+        if value in plain
+        else pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
+        for value in values
     ]
 
 

@@ -17,6 +17,7 @@ from paged_kv.kernels.page_format import page_format_named
 from paged_kv.page_transfer import page_formats
 from tests.followed_caches import FollowedCache, Held, farthest, followed_caches
 from tests.generation import assert_nothing_is_used
+from tests.grids import plain_only
 from tests.quantised_oracle import QuantisedOracle
 from tests.zoo import small_model
 
@@ -70,6 +71,7 @@ def assert_within_budget(pool: PagePool) -> None:
     assert held == pool.stats().bytes_mapped == pool.budget.mapped <= pool.budget.max_bytes
 
 
+@pytest.mark.slow
 def test_a_trained_model_goes_on_far_past_what_16_bits_allow(
     trained: Any, source_text: str
 ) -> None:
@@ -341,7 +343,9 @@ def test_rows_of_a_batch_find_room_together() -> None:
     assert pool.stats().demotions["q8"] > 0
 
 
-@pytest.mark.parametrize(("blocks", "others"), [(12, 0), (12, 3), (40, 1), (40, 3)])
+@pytest.mark.parametrize(
+    ("blocks", "others"), plain_only([(12, 0), (12, 3)], [(12, 0), (12, 3), (40, 1), (40, 3)])
+)
 def test_what_is_admitted_can_be_read_page_by_page(blocks: int, others: int) -> None:
     pool = new_pool(blocks)
     held = [caches_of(pool) for _ in range(others)]
