@@ -29,8 +29,10 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def plain_only(plain: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of an axis, of which the plain run takes only those named first. Tuples are values of
-    several arguments."""
+    """The values of an axis, of which the plain run takes only those named first.
+
+    Tuples are values of several arguments.
+    """
     return [
         value
         if value in plain

@@ -113,7 +113,7 @@ def test_the_longest_stored_beginning_is_found(
     assert (found.places[-1].part == CHECKPOINT) == needs_checkpoint
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 200)))
 def test_tokens_are_packed_and_come_back(tokens: list[int]) -> None:
     assert unpacked(packed(tokens)) == tuple(tokens)
@@ -122,7 +122,7 @@ def test_tokens_are_packed_and_come_back(tokens: list[int]) -> None:
 Similar = st.lists(st.sampled_from([0, 1, -1, 63, 64, 8191, 8192, 150_000]), max_size=6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(others=st.lists(Similar, min_size=1, max_size=30), tokens=Similar)
 def test_the_neighbours_of_packed_tokens_have_most_in_common(
     others: list[list[int]], tokens: list[int]
