@@ -17,8 +17,10 @@ def covering(cases: Sequence[Case]) -> list[int]:
     Args:
         cases: for each its value on each axis.
     """
-    together = 1 if len(cases[0]) <= 2 else 2
-    has = [set(combinations(enumerate(case), min(together, len(case)))) for case in cases]
+    columns = [column for column in zip(*cases, strict=True) if len(set(column)) > 1]
+    together = min(len(columns), 1 if len(columns) <= 2 else 2)
+    rows = list(zip(*columns, strict=True)) or [()] * len(cases)
+    has = [set(combinations(enumerate(row), together)) for row in rows]
     missing = set().union(*has)
     chosen = []
     while missing:
@@ -29,15 +31,16 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def plain_only(plain: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of an axis, of which the plain run takes only those named first.
-
-    Tuples are values of several arguments.
-    """
+    """The values of an argument, of which the plain run takes only those named first."""
     return [
-        value
-        if value in plain
-        else pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
-        for value in values
+        value if value in plain else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
+
+
+def plain_cases(plain: Sequence[Case], cases: Iterable[Case]) -> list[Any]:
+    """The same for values of several arguments."""
+    return [
+        case if case in plain else pytest.param(*case, marks=pytest.mark.slow) for case in cases
     ]
 
 

@@ -17,7 +17,7 @@ from paged_kv.kernels.page_format import page_format_named
 from paged_kv.page_transfer import page_formats
 from tests.followed_caches import FollowedCache, Held, farthest, followed_caches
 from tests.generation import assert_nothing_is_used
-from tests.grids import plain_only
+from tests.grids import plain_cases
 from tests.quantised_oracle import QuantisedOracle
 from tests.zoo import small_model
 
@@ -344,7 +344,7 @@ def test_rows_of_a_batch_find_room_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "others"), plain_only([(12, 0), (12, 3)], [(12, 0), (12, 3), (40, 1), (40, 3)])
+    ("blocks", "others"), plain_cases([(12, 0), (12, 3)], [(12, 0), (12, 3), (40, 1), (40, 3)])
 )
 def test_what_is_admitted_can_be_read_page_by_page(blocks: int, others: int) -> None:
     pool = new_pool(blocks)

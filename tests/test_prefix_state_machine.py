@@ -6,7 +6,6 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -17,6 +16,7 @@ from paged_kv.allocator.errors import NotPinned
 from paged_kv.allocator.pins import Pins
 from paged_kv.allocator.prefix_index import PrefixIndex
 from paged_kv.allocator.slabs import block_range, slab_of
+from tests.examples import examples
 
 PAGE, MAX_TABLES, BLOCKS = 4, 4, 48
 FREED = -2
@@ -197,6 +197,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(
-    derandomize=True, deadline=None, max_examples=120, stateful_step_count=40
-)
+TestPrefixMachine.settings = examples(60, stateful_step_count=40)

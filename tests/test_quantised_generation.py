@@ -22,7 +22,7 @@ from tests.generation import (
     greedy,
     speculate,
 )
-from tests.grids import plain_only
+from tests.grids import plain_cases
 from tests.zoo import small_model
 
 FORMATS: list[FormatName] = ["q8", "q4", ("q8", "q4"), ("fp16", "q4"), "q4-unrotated"]
@@ -221,7 +221,7 @@ print(factory.stats().blocks_by_format)
 
 @pytest.mark.parametrize(
     ("name", "page_format"),
-    plain_only([("gemma3_text", "q8/q4")], [("llama", "q4/q4"), ("gemma3_text", "q8/q4")]),
+    plain_cases([("gemma3_text", "q8/q4")], [("llama", "q4/q4"), ("gemma3_text", "q8/q4")]),
 )
 def test_a_saved_cache_goes_on_in_a_fresh_process(
     name: str, page_format: str, tmp_path: Path
@@ -254,7 +254,7 @@ def draft_of(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "drafted"),
-    plain_only([("stdlib-gemma3", 4)], [("stdlib-llama", 1), ("stdlib-gemma3", 4)]),
+    plain_cases([("stdlib-gemma3", 4)], [("stdlib-llama", 1), ("stdlib-gemma3", 4)]),
 )
 def test_speculation_trims_what_was_guessed_wrong(
     name: str, drafted: int, trained: Any, source_text: str
