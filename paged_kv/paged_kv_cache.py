@@ -75,13 +75,15 @@ class PagedKVCache:
             ValueError: shapes or dtypes are not what this layer holds.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
-        if len(self.sequences) == 1 and self.empty() and keys.shape[0] > 1:
+        sequences = self.sequences
+        if len(sequences) == 1 and self.empty() and keys.shape[0] > 1:
             # A new prompt cache takes a batch of any size.
-            self.sequences = self.sequences[0].batch_of(keys.shape[0])
+            sequences = sequences[0].batch_of(keys.shape[0])
         if self._depends_on:
             keys = mx.depends(keys, self._depends_on)
-        arrays = self.pool.append(self.layer, self.sequences, keys, values)
-        self._depends_on = []
+        arrays = self.pool.append(self.layer, sequences, keys, values)
+        # Not before: after a step that failed it still is a new one.
+        self.sequences, self._depends_on = sequences, []
         return arrays
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
@@ -191,7 +193,8 @@ class PagedKVCache:
                 where they begin: they are written, and trimmed by `finalize`.
 
         Raises:
-            ValueError: there are not as many numbers as sequences.
+            ValueError: there are not as many numbers as sequences, or a sequence that has tokens
+                is given padding on the left; nothing was changed.
         """
         batch = len(self.sequences)
         for name, numbers in (
@@ -201,6 +204,7 @@ class PagedKVCache:
         ):
             if numbers is not None and len(numbers) != batch:
                 raise ValueError(f"{name} needs {batch} numbers, one a sequence, got {numbers}")
+        self._require_empty(left_padding or [0] * batch)
         is_padded = right_padding is not None and any(right_padding)
         for row, sequence in enumerate(self.sequences):
             padding = sequence.padding[self.layer]
@@ -341,6 +345,16 @@ class PagedKVCache:
             lengths.append(before + padding.own(count) - passed)
             right_padding.append(padding.after(count).right)
         return PageRows((), tuple(lengths), tuple(right_padding))
+
+    def _require_empty(self, left_padding: list[int]) -> None:
+        """As mlx-lm's caches do: a step's padding would lie between tokens."""
+        for row, (sequence, count) in enumerate(zip(self.sequences, left_padding, strict=True)):
+            if count and (length := sequence.context_lens[self.layer]):
+                raise ValueError(
+                    f"left_padding must be 0 for a sequence that has tokens: sequence {row} has "
+                    f"{length} and was given {count}: pad on the right, with lengths and "
+                    "right_padding"
+                )
 
     def _distinct(self, sequences: list[Sequence]) -> list[Sequence]:
         """The sequences, with a fork for each that appeared before: rows are written alone."""

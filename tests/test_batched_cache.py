@@ -250,6 +250,28 @@ def test_left_padding_is_skipped_and_gives_negative_offsets(pool: PagePool) -> N
     assert row(batch[1], 1)[0] == theirs[1, :, 6:].tolist()
 
 
+def test_a_new_cache_is_still_new_when_a_batch_does_not_fit() -> None:
+    page_bytes = 256 * sum(part.nbytes for part in random_step(1, 1))
+    pool = PagePool(1, max_bytes=4 * page_bytes)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    with pytest.raises(PoolExhausted):
+        cache.update_and_fetch(*random_step(300, 1, batch=3))
+    assert cache.offset == 0
+    cache.update_and_fetch(*random_step(300, 1))
+    assert cache.offset == 300
+
+
+def test_left_padding_is_refused_where_it_would_lie_between_tokens(pool: PagePool) -> None:
+    batch = merged([sequence_of(pool, 5, 1), sequence_of(pool, 9, 2)])
+    before = row(batch[0], 0)
+    for cache in batch:
+        with pytest.raises(ValueError, match="sequence 0 has 5 and was given 4: pad on the right"):
+            cache.prepare(left_padding=[4, 0])
+    write(batch, random_step(2, 5, batch=2))
+    assert lengths(batch) == [[7, 11]] * LAYERS
+    assert [held[:5] for held in row(batch[0], 0)[0]] == [held[:5] for held in before[0]]
+
+
 def test_masks_of_a_batch_are_those_of_a_batch_of_stock_caches(pool: PagePool) -> None:
     batch = merged([sequence_of(pool, 9), sequence_of(pool, 4)])
     stock = BatchKVCache.merge([stock_like(9), stock_like(4)])
