@@ -152,8 +152,6 @@ class LayerGroup:
             PoolExhausted: the budget does not hold the blocks of the next slab beside the others;
                 those before it are converted, and the next call goes on.
         """
-        for table in tables:
-            table.page_format = page_format.name
         while sources := self._in_last_slab(tables, page_format):
             make_room(len(sources))
             # Making room may have moved some.

@@ -250,20 +250,23 @@ class PagePool:
         Raises:
             ValueError: the format cannot hold what a layer writes; nothing was changed.
             PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
-                What was converted stays so, and asking again goes on.
+                What was converted stays so, new pages are of the format too, and asking again goes
+                on.
         """
-        others = [each for each in sequences if each.page_format != page_format]
+        others = [each for each in sequences if not each.is_held_in(page_format)]
         if not others:
             return
         open_groups = [group for group in self.groups if group.is_open]
         for group in open_groups:
             group.add_format(page_format)
         self.commit(others)
+        for sequence in others:
+            sequence.begin_conversion(page_format)
         for group in open_groups:
             tables = [sequence.table(group) for sequence in others]
             group.convert(tables, page_format, partial(self._make_room, group, page_format.name))
         for sequence in others:
-            sequence.page_format = page_format
+            sequence.is_converting = False
 
     @locked
     def can_admit(self, tokens: int) -> bool:

@@ -83,6 +83,7 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
             formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
             lengths = int(row["context_len"]), int(row["written_len"])
             load_pages(pool, layer, sequence, geometry, *lengths, formats, pages)
+            sequence.is_converting |= any(name != sequence.page_format.name for name in formats)
     return pool, layer, sequences
 
 

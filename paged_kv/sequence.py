@@ -33,6 +33,8 @@ class Sequence:
     Attributes:
         uid: names the sequence, the same for all its layers.
         page_format: the format of the pages that it will get.
+        is_converting: whether some of its pages may still be of another format, because a
+            conversion ran out of memory.
         model_version: under which version of the model's weights it began, if anybody counts.
         context_lens: tokens, per layer.
         written_lens: the most tokens that there ever were, per layer: a ring has written over
@@ -54,6 +56,7 @@ class Sequence:
         self.pool = pool
         self.lock = pool.lock
         self.page_format = page_format or pool.page_format
+        self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
         self.context_lens = [0] * pool.num_layers
@@ -92,6 +95,16 @@ class Sequence:
         """The sequence's blocks in a group, in the order of their tokens."""
         table = self._tables.get(group)
         return () if table is None else table.blocks
+
+    def is_held_in(self, page_format: PageFormat) -> bool:
+        """Whether a conversion to that format has nothing to do."""
+        return self.page_format == page_format and not self.is_converting
+
+    def begin_conversion(self, page_format: PageFormat) -> None:
+        """Get new pages in that format from now on; the others are still to be converted."""
+        self.page_format, self.is_converting = page_format, True
+        for table in self._tables.values():
+            table.page_format = page_format.name
 
     def begin_write(self, layer: int, count: int) -> bool:
         """Note that a layer is about to go `count` tokens further; true if a new step begins."""
@@ -229,6 +242,7 @@ class Sequence:
         self.pool.commit([self])
         copy = Sequence(self.pool, self.page_format)
         copy.model_version, copy.retires = self.model_version, self.retires
+        copy.is_converting = self.is_converting
         copy.context_lens, copy.written_lens, copy.padding = self._progress()
         copy.shrink()
         copy.passed = {group: dict(pages) for group, pages in self.passed.items()}

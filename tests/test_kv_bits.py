@@ -11,13 +11,14 @@ import pytest
 from mlx_lm import stream_generate
 from mlx_lm.generate import generate_step
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.say_once import say_once
 from paged_kv.page_transfer import page_formats
 from tests.followed_caches import FollowedCache, farthest, followed_caches
 from tests.generation import assert_written_and_free, greedy
+from tests.state_machine.table_model import TableModel
 from tests.zoo import small_model
 
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
@@ -239,6 +240,29 @@ def test_a_conversion_maps_one_slab_more_at_most(
     assert peak <= max(before, after) + slab_bytes
     assert (after < before) == (then < {"fp16": 16, "q4": 4, "q8": 8}[first])
     pool.check()
+
+
+def test_what_is_converted_in_part_is_not_found_as_what_it_was() -> None:
+    """The pool is full when a conversion begins, and has room for more tokens later."""
+    model: Any = TableModel((None,))
+    factory = PagedCacheFactory(model, max_bytes=8 * 4 * PAGE_BYTES // 2)
+    (cache,), other = factory.make_cache(), factory.make_cache()
+    model(mx.array([PROMPT[:300]]), cache=[cache])
+    model(mx.array([[*PROMPT, *PROMPT, *PROMPT, *PROMPT[:246]]]), cache=other)
+    with pytest.raises(PoolExhausted):
+        cache.to_quantized(group_size=32, bits=4)
+    del other
+    model(mx.array([PROMPT[:300]]), cache=[cache])
+    assert factory.stats().blocks_by_format == {"fp16": 2, "q4": 1}
+    factory.insert_cache(PROMPT[:300] * 2, [cache])
+    assert factory.fetch_cache(PROMPT[:300] * 2)[1] == 0
+    # Asking again goes on, and so does asking a fork.
+    copy.deepcopy(cache).to_quantized(group_size=32, bits=4)
+    cache.to_quantized(group_size=32, bits=4)
+    factory.clear()
+    assert factory.stats().blocks_by_format == {"fp16": 0, "q4": 3}
+    del cache
+    assert_written_and_free(factory)
 
 
 def test_a_cache_that_is_converted_empty_takes_a_batch() -> None:

@@ -1,0 +1,292 @@
+"""What models must say of rows: mlx-lm's own caches in one step, or a table."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv import PagedKVCache
+from paged_kv.kernels.page_format import page_format_named
+from paged_kv.page_transfer import page_formats
+from paged_kv.window import Window
+from tests.state_machine.rows import Chain, Row
+from tests.state_machine.table_model import (
+    DECAY,
+    DIM,
+    KV_HEADS,
+    Q_HEADS,
+    SCALE,
+    Floats,
+    TableModel,
+    key_rows,
+    query_rows,
+    state_rows,
+    table_after,
+    value_rows,
+)
+
+Indices = npt.NDArray[np.int64]
+Check = Callable[[Floats], list[str]]
+"""Says what is wrong with a model's outputs [S, width] for the last S tokens of a row."""
+
+
+class Oracle(Protocol):
+    """Says what a model must answer."""
+
+    def expect(self, row: Row, layers: list[PagedKVCache], count: int) -> Check:
+        """What must come out for the last `count` tokens of a row, of which these caches hold one.
+        The model has been called with them; its outputs need not be computed yet."""
+        ...
+
+    def wrong_content(self, row: Row, layers: list[PagedKVCache]) -> list[str]:
+        """What is wrong with the pages of a row."""
+        ...
+
+
+class StockOracle:
+    """mlx-lm's own caches, in one step of all tokens."""
+
+    TOLERANCE = 2e-3
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._outputs = lru_cache(maxsize=64)(self._computed)
+
+    def expect(self, row: Row, layers: list[PagedKVCache], count: int) -> Check:
+        expected: Floats = self._outputs(tuple(row.tokens))[-count:]
+
+        def check(found: Floats) -> list[str]:
+            worst = _worst(found, expected)
+            return [] if worst <= self.TOLERANCE else [f"logits differ by {worst}"]
+
+        return check
+
+    def wrong_content(self, row: Row, layers: list[PagedKVCache]) -> list[str]:
+        return []
+
+    def _computed(self, tokens: tuple[int, ...]) -> Floats:
+        cache = make_prompt_cache(self._model)
+        outputs: Floats = np.array(self._model(mx.array([tokens]), cache=cache))[0]
+        return outputs
+
+
+class TableOracle:
+    """The table of a `TableModel`, held in the formats of the pages."""
+
+    # Of sums of values that are around 1; queries for q4 keys are rounded to 16 bits.
+    TOLERANCE = 2e-3
+
+    def __init__(self, model: TableModel) -> None:
+        self._model = model
+
+    def expect(self, row: Row, layers: list[PagedKVCache], count: int) -> Check:
+        start = len(row.tokens) - count
+        checked = sorted({0, count // 2, *range(max(0, count - 3), count)})
+        at = [start + each for each in checked]
+        answers = {
+            f"layer {cache.layer}": list(self._seen(row, cache, at, start)) for cache in layers
+        }
+        if self._model.has_states:
+            answers["the state"] = [np.stack([_state(row.tokens[: each + 1]) for each in at])]
+
+        def check(found: Floats) -> list[str]:
+            wrong, first = [], 0
+            for name, expected in answers.items():
+                part = found[checked, first : first + expected[0].shape[1]]
+                first += part.shape[1]
+                worst = min(_worst(part, each) for each in expected)
+                if worst > self.TOLERANCE:
+                    wrong.append(f"{name} differs by {worst}")
+            return wrong
+
+        return check
+
+    def wrong_content(self, row: Row, layers: list[PagedKVCache]) -> list[str]:
+        return [
+            f"{part} of layer {cache.layer}, token {at}: {reason}"
+            for cache in layers
+            for part, held in _gathered(row, cache).items()
+            for at, reason in _Held(row, cache, part).wrong(held)
+        ]
+
+    def _seen(self, row: Row, cache: PagedKVCache, at: list[int], start: int) -> Iterable[Floats]:
+        """What the queries at these positions see, [positions, Q_HEADS * DIM]. A step that is
+        attended to before it is written is not quantised yet, so there may be two answers."""
+        window = cache.pool.windows.get(cache.layer)
+        contents = _Held(row, cache, "keys").contents(), _Held(row, cache, "values").contents()
+        yield self._attended(row, cache.layer, window, at, *contents)
+        if window is not None and len(row.tokens) - start > 1:
+            for content, part in zip(contents, ("keys", "values"), strict=True):
+                content[:, start:] = _table_rows(row.tokens, cache.layer, part, ())[:, start:]
+            yield self._attended(row, cache.layer, window, at, *contents)
+
+    def _attended(
+        self,
+        row: Row,
+        layer: int,
+        window: Window | None,
+        positions: list[int],
+        keys: Floats,
+        values: Floats,
+    ) -> Floats:
+        answers = []
+        for at in positions:
+            first = 0 if window is None else max(0, at - window.size + 1)
+            heads = []
+            for head in range(Q_HEADS):
+                query = table_after(())[query_rows(row.tokens[at], at, layer, head)]
+                kv_head = head * KV_HEADS // Q_HEADS
+                scores = keys[kv_head, first : at + 1] @ query * SCALE
+                weights = np.exp(scores - scores.max())
+                heads.append(weights / weights.sum() @ values[kv_head, first : at + 1])
+            answers.append(np.concatenate(heads))
+        return np.stack(answers)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """What may be held of some tokens, [KV_HEADS, tokens, DIM].
+
+    Numbers that were quantised twice often lie between two codes, and the last bit of a sum says
+    which it is.
+    """
+
+    numbers: Floats
+    is_exact: bool
+
+    def agrees(self, held: Floats) -> npt.NDArray[np.bool_]:
+        """Which of the tokens that is."""
+        tolerance = 1e-5 if self.is_exact else 0.25
+        same: npt.NDArray[np.bool_] = np.abs(self.numbers - held).max(axis=(0, 2)) <= tolerance
+        return same
+
+
+class _Held:
+    """The keys or values of a row in one layer, [KV_HEADS, tokens, DIM], by the formats that its
+    pages have now.
+
+    Where pages may have come to their format in several ways, what they hold tells which; it must
+    be one of these.
+    """
+
+    def __init__(self, row: Row, cache: PagedKVCache, part: str) -> None:
+        self._row, self._cache, self._part = row, cache, part
+        self._now = _formats_now(cache, len(row.tokens))
+
+    def contents(self) -> Floats:
+        """What is held, or will be once the latest step is written."""
+        row = self._row
+        chains = [self._possible(at) for at in range(len(row.tokens))]
+        assert all(chains), self._complaint(next(at for at, c in enumerate(chains) if not c))
+        result = np.empty((KV_HEADS, len(row.tokens), DIM), dtype=np.float32)
+        for each in set(chains):
+            at = np.array([at for at, mine in enumerate(chains) if mine == each])
+            result[:, at] = self._content(at, each)
+        return result
+
+    def wrong(self, held: Floats) -> Iterable[tuple[int, str]]:
+        """The tokens of which something else is held."""
+        tokens = len(self._row.tokens)
+        first = tokens - held.shape[1]
+        chains = [self._possible(at) for at in range(first, tokens)]
+        for each in set(chains):
+            at = np.array([first + place for place, mine in enumerate(chains) if mine == each])
+            if not each:
+                yield int(at[0]), self._complaint(int(at[0]))
+                continue
+            mine = held[:, at - first]
+            options = self._options(at, each)
+            if self._cache.layer in self._cache.sequences[0].pending:
+                # The latest step is in no page yet.
+                options.append(self._options(at, frozenset({()}))[0])
+            is_right = np.any([option.agrees(mine) for option in options], axis=0)
+            for token in at[~is_right][:1]:
+                yield int(token), f"not what its page holds after any of {sorted(each)}"
+
+    def _content(self, at: Indices, chains: frozenset[Chain]) -> Floats:
+        options = self._options(at, chains)
+        if len(options) == 1 and options[0].is_exact:
+            return options[0].numbers
+        held = _gathered(self._row, self._cache)[self._part]
+        first = len(self._row.tokens) - held.shape[1]
+        # What a window has left cannot be looked at.
+        result = np.full_like(options[0].numbers, np.nan)
+        for option in options:
+            seen = np.flatnonzero(at >= first)
+            mine = held[:, at[seen] - first]
+            is_it = _Option(option.numbers[:, seen], option.is_exact).agrees(mine)
+            result[:, seen[is_it]] = mine[:, is_it]
+        return result
+
+    def _options(self, at: Indices, chains: frozenset[Chain]) -> list["_Option"]:
+        numbers = sorted({self._numbers(chain) for chain in chains})
+        tokens, layer = self._row.tokens, self._cache.layer
+        return [
+            _Option(_table_rows(tokens, layer, self._part, each)[:, at], len(each) < 2)
+            for each in numbers
+        ]
+
+    def _possible(self, at: int) -> frozenset[Chain]:
+        chains, now = self._row.chains[at], self._now[at]
+        return chains if now is None else _ending_with(chains, now)
+
+    def _numbers(self, chain: Chain) -> tuple[str, ...]:
+        """The number formats of a chain; what begins with numbers as they are holds those."""
+        names = [getattr(page_format_named(name), self._part).name for name in chain]
+        return tuple(name for name in names if name != "fp16")
+
+    def _complaint(self, at: int) -> str:
+        return f"its page is {self._now[at]}, and may be one of {sorted(self._row.chains[at])}"
+
+
+def _worst(found: Floats, expected: Floats) -> float:
+    """The largest difference, where it is known what to expect."""
+    known = np.isfinite(expected).all(axis=1)
+    differences = np.abs(found[known] - expected[known])
+    return float(np.nan_to_num(differences, nan=np.inf).max(initial=0.0))
+
+
+@lru_cache(maxsize=1000)
+def _ending_with(chains: frozenset[Chain], name: str) -> frozenset[Chain]:
+    return frozenset(chain for chain in chains if chain[-1] == name)
+
+
+def _formats_now(cache: PagedKVCache, tokens: int) -> list[str | None]:
+    """The format of the page of each token; None for those that a ring has left."""
+    (sequence,) = cache.sequences
+    window = cache.pool.windows.get(cache.layer)
+    names = page_formats(cache.pool, cache.layer, sequence)
+    if window is None:
+        return [names[at // 256] for at in range(tokens)]
+    first_held = window.first_held(sequence.written_lens[cache.layer])
+    return [
+        names[window.ring.entry(at // 256)] if at >= first_held else None for at in range(tokens)
+    ]
+
+
+def _gathered(row: Row, cache: PagedKVCache) -> dict[str, Floats]:
+    """Keys and values of the tokens that the next query sees."""
+    window, tokens = cache.pool.windows.get(cache.layer), len(row.tokens)
+    seen = tokens if window is None else min(tokens, window.size - 1)
+    keys, values = cache.keys_and_values()
+    whole = {"keys": np.array(keys)[0], "values": np.array(values)[0]}
+    return {part: held[:, held.shape[1] - seen :] for part, held in whole.items()}
+
+
+def _table_rows(tokens: list[int], layer: int, part: str, formats: tuple[str, ...]) -> Floats:
+    choose = {"keys": key_rows, "values": value_rows}[part]
+    numbers, positions = np.array(tokens, dtype=np.int64), np.arange(len(tokens))
+    table = table_after(formats)
+    return np.stack([table[choose(numbers, positions, layer, h)] for h in range(KV_HEADS)])
+
+
+def _state(tokens: list[int]) -> Floats:
+    latest = np.array(tokens[-256:], dtype=np.int64)
+    weights = DECAY ** np.arange(len(latest))[::-1]
+    state: Floats = (weights @ table_after(())[state_rows(latest)]).astype(np.float32)
+    return state

@@ -1,0 +1,140 @@
+"""What is done with prompts: found, computed, inserted, pinned and forgotten, in any order."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import multiple, precondition, rule
+
+from paged_kv.allocator.prefix_index import common_prefix
+from tests.state_machine.batch_rules import BATCHES, INDEX, Batches, BatchRules
+from tests.state_machine.batches import TEXTS, Batch, Home
+from tests.state_machine.rows import Row
+from tests.state_machine.worlds import World
+
+SALTS = st.sampled_from([None, None, None, "a"])
+PROMPTS = st.builds(
+    lambda text, length, tail: [*TEXTS[text][:length], *range(1, 1 + tail)],
+    st.integers(0, 2),
+    st.sampled_from([1, 40, 255, 256, 257, 300, 301, 511, 512, 513, 600, 700, 769]),
+    st.integers(0, 2),
+)
+STEP_SIZES = st.sampled_from([1024, 512, 256, 100])
+
+
+@dataclass(frozen=True, eq=False)
+class Pin:
+    """What a factory was asked to keep.
+
+    Attributes:
+        pinned: how many tokens it said that it keeps.
+        found: how many of those a prompt could begin with.
+    """
+
+    home: Home
+    salt: Hashable
+    tokens: list[int]
+    pinned: int
+    found: int
+
+    def same_as(self, other: "Pin") -> bool:
+        mine, theirs = (self.salt, self.tokens), (other.salt, other.tokens)
+        return self.home is other.home and mine == theirs
+
+
+class PromptRules(BatchRules):
+    def start(self, world: World) -> None:
+        super().start(world)
+        # What was ever inserted, with whom and under which salt; None for another process.
+        self.inserted: list[tuple[Home | None, Hashable, list[int]]] = []
+        self.pins: list[Pin] = []
+
+    def home(self, number: int) -> Home:
+        """One that is open; there always is one."""
+        homes = self.open_homes()
+        return homes[number % len(homes)]
+
+    @rule(
+        target=BATCHES,
+        home=INDEX,
+        prompt=PROMPTS,
+        salt=SALTS,
+        step_size=STEP_SIZES,
+        keep=st.booleans(),
+    )
+    def prompt(
+        self, home: int, prompt: list[int], salt: Hashable, step_size: int, keep: bool
+    ) -> Batches:
+        """Go on behind what is known of a prompt."""
+        batch = self.fetched(self.home(home), prompt, salt)
+        fits = batch.home.pool.can_admit(len(prompt) - len(batch.rows[0].tokens))
+        while rest := prompt[len(batch.rows[0].tokens) :][:step_size]:
+            if not self.steps.take(batch, [rest]):
+                assert step_size > 256 or not fits, "what was admitted does not fit"
+                break
+        if keep and batch.rows[0].tokens:
+            self.keep(batch, salt)
+        return self.hold(batch) if batch.rows[0].tokens else multiple()
+
+    def fetched(self, home: Home, prompt: list[int], salt: Hashable) -> Batch:
+        assert home.factory is not None
+        layers, cached = home.factory.fetch_cache(prompt, salt=salt)
+        shared = [
+            common_prefix(prompt, known)
+            for by, of, known in self.inserted
+            if of == salt and (self.world.store or by is home)
+        ]
+        assert cached <= min(len(prompt) - 1, max(shared, default=0)), "nobody inserted that"
+        batch = Batch(layers, [], home)
+        (sequence,) = batch.paged[0].sequences
+        batch.rows = [Row.begun(home.formats, sequence.written_lens, prompt[:cached])]
+        return batch
+
+    @rule(batch=BATCHES, index=INDEX, salt=SALTS, length=st.sampled_from([0, 0, 0, -1, -300, 5]))
+    def insert(self, batch: Batch, index: int, salt: Hashable, length: int) -> None:
+        """Insert what one row holds, or the beginning of it, or more than it holds."""
+        if not batch.rows or not batch.home.is_open:
+            return
+        one = batch if len(batch.rows) == 1 else batch.extract(index % len(batch.rows))
+        self.keep(one, salt, length)
+
+    def keep(self, batch: Batch, salt: Hashable, change: int = 0) -> None:
+        factory, row = batch.home.factory, batch.rows[0]
+        assert factory is not None
+        tokens = row.tokens + [3] * change if change >= 0 else row.tokens[:change]
+        known = min(len(tokens), len(row.tokens))
+        self.inserted.append((batch.home, salt, tokens[:known]))
+        promised = factory.insert_cache(tokens, batch.layers, salt=salt)
+        is_whole = known == len(row.tokens) or not (batch.home.pool.windows or batch.arrays)
+        assert promised == known if is_whole else promised <= known
+        if row.is_found:
+            # One more, as the last token of a prompt is never found.
+            found = len(self.fetched(batch.home, [*tokens[:known], 2], salt).rows[0].tokens)
+            assert found >= promised, f"{promised} tokens were inserted, and {found} are found"
+
+    @rule(home=INDEX, prompt=PROMPTS, salt=SALTS)
+    def pin(self, home: int, prompt: list[int], salt: Hashable) -> None:
+        at = self.home(home)
+        assert at.factory is not None
+        pinned = at.factory.pin(prompt, salt=salt)
+        found = self.fetched(at, [*prompt[:pinned], 2], salt).rows[0].tokens
+        self.pins.append(Pin(at, salt, prompt, pinned, len(found)))
+
+    @precondition(lambda self: self.pins)
+    @rule(number=st.integers(0, 100))
+    def unpin(self, number: int) -> None:
+        """Until then it was kept. Of pins of the same tokens the latest goes first."""
+        one = self.pins[number % len(self.pins)]
+        pin = [each for each in self.pins if each.same_as(one)][-1]
+        self.pins.remove(pin)
+        found = self.fetched(pin.home, [*pin.tokens[: pin.pinned], 2], pin.salt).rows[0].tokens
+        assert len(found) >= pin.found, "what was pinned is not found"
+        assert pin.home.factory is not None
+        assert pin.home.factory.unpin(pin.tokens, salt=pin.salt) == pin.pinned
+
+    @rule(home=INDEX)
+    def clear(self, home: int) -> None:
+        at = self.home(home)
+        assert at.factory is not None
+        at.factory.clear()
+        assert len(at.factory.prefixes) == 0 or any(pin.home is at for pin in self.pins)

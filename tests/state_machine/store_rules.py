@@ -1,0 +1,86 @@
+"""What is done with factories and the folder that they share, in any order."""
+
+import random
+from functools import cache
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from paged_kv.store.maintenance import clear, gc, verify
+from paged_kv.store.page_store import MIN_BYTES
+from tests.state_machine.batch_rules import INDEX
+from tests.state_machine.prompt_rules import PROMPTS, PromptRules
+from tests.state_machine.writer import Work, Writer
+from tests.store_damage import damaged
+from tests.store_entries import bytes_in, open_store
+
+MOST_HOMES = 3
+
+
+@cache
+def writer() -> Writer:
+    """One for all examples; it ends with this process."""
+    return Writer()
+
+
+def has_store(machine: "StoreRules") -> bool:
+    return machine.world.store
+
+
+class StoreRules(PromptRules):
+    @rule(home=INDEX)
+    def reopen(self, home: int) -> None:
+        """Its caches stay usable."""
+        at = self.home(home)
+        assert at.factory is not None
+        at.factory.close()
+        at.is_open = False
+        self.pins = [pin for pin in self.pins if pin.home is not at]
+        self.open_home()
+
+    @rule()
+    def open_another(self) -> None:
+        if len(self.open_homes()) < MOST_HOMES:
+            self.open_home()
+
+    @precondition(has_store)
+    @rule(home=INDEX)
+    def flush(self, home: int) -> None:
+        factory = self.home(home).factory
+        assert factory is not None
+        assert factory.store is not None
+        assert factory.store.flush()
+
+    @precondition(has_store)
+    @rule(seed=st.integers(0, 1 << 16), share=st.sampled_from([0.1, 0.5]))
+    def damage(self, seed: int, share: float) -> None:
+        """Of some files of the store a part becomes others."""
+        numbers = random.Random(seed)
+        files = sorted((self.folder / "store").glob("*.safetensors"))
+        for path in numbers.sample(files, int(len(files) * share)):
+            try:
+                content, other = path.read_bytes(), numbers.choice(files).read_bytes()
+                path.write_bytes(damaged(content, other, numbers)[1])
+            except FileNotFoundError:
+                # A writer has evicted it.
+                continue
+
+    @precondition(has_store)
+    @rule(work=st.sampled_from([verify, gc, clear]))
+    def maintain(self, work: object) -> None:
+        """As the command does, in the middle of everything."""
+        assert callable(work)
+        with open_store(self.folder / "store", MIN_BYTES) as store:
+            work(store)
+
+    @precondition(has_store)
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), killed_at=st.integers(1, 400))
+    def kill_a_writer(self, prompts: list[list[int]], killed_at: int) -> None:
+        """Another process computes prompts, and is killed."""
+        self.inserted += [(None, None, prompt) for prompt in prompts]
+        writer().do(Work(self.world, self.folder / "store", prompts, killed_at))
+
+    @invariant()
+    def store_keeps_its_cap(self) -> None:
+        if self.world.store:
+            assert bytes_in(self.folder / "store") <= MIN_BYTES
