@@ -118,7 +118,9 @@ class PagedKVCache:
         [B, 1, N, T], T the longest of the rows after these tokens.
 
         Models ask for masks before any layer writes, so the blocks that the step needs are
-        reserved here: if there are none, no layer of any kind has changed yet.
+        reserved here: if there are none, no layer of any kind has changed yet. A new cache that is
+        then given a batch is one sequence here, so the others' blocks are reserved at its first
+        write.
 
         Raises:
             PoolExhausted: the pool's budget does not hold the tokens.

@@ -17,14 +17,3 @@ def ragged_step(layers: list[PagedKVCache], lengths: list[int]) -> Iterator[None
     finally:
         for cache in layers:
             cache.finalize()
-
-
-def filter_rows(layers: list[PagedKVCache], rows: int, indices: list[int]) -> list[int]:
-    """Keeps rows, some of them perhaps twice; numbers beyond the last count on from the first.
-
-    Returns which rows they were.
-    """
-    kept = [index % rows for index in indices] if rows else []
-    for cache in layers:
-        cache.filter(kept)
-    return kept

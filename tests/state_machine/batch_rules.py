@@ -70,16 +70,18 @@ class BatchRules(RuleBasedStateMachine):
         at = self.homes[home % len(self.homes)]
         if at.factory is None or not at.is_open:
             return multiple()
-        formats = at.formats
-        new = [Row.begun(formats, [0] * at.pool.num_layers) for _ in range(rows)]
-        batch = Batch(at.factory.make_cache(), new, at)
+        batch = Batch(at.factory.make_cache(), [], at)
+        # A mask asks for the blocks of one sequence then. Where there are not enough for all, the
+        # states of layers before the first with pages have changed.
+        rows = 1 if batch.arrays else rows
+        batch.rows = [Row.begun(at.formats, [0] * at.pool.num_layers) for _ in range(rows)]
         taken = self.steps.take(batch, [[row, *TEXTS[text][:count]] for row in range(rows)])
         return self.hold(batch) if taken else multiple()
 
-    @rule(batch=BATCHES, count=COUNTS, late=st.booleans())
-    def step(self, batch: Batch, count: int, late: bool) -> None:
+    @rule(batch=BATCHES, count=COUNTS, turn=st.sampled_from([0, 0, 1, 2]), late=st.booleans())
+    def step(self, batch: Batch, count: int, turn: int, late: bool) -> None:
         if batch.rows and batch.longest + count <= LONGEST:
-            steps = [continued(row.tokens, count) for row in batch.rows]
+            steps = [continued(row.tokens, count, turn) for row in batch.rows]
             self.steps.take(batch, steps, late=late)
 
     @rule(batch=BATCHES, lengths=LENGTHS, is_left=st.booleans(), late=st.booleans())

@@ -178,12 +178,13 @@ def merged(batches: list[Batch]) -> Batch:
     return Batch(layers, [row.copy() for each in batches for row in each.rows], batches[0].home)
 
 
-def continued(tokens: list[int], count: int) -> list[int]:
-    """The next tokens of the text that a row is the beginning of, if it is."""
+def continued(tokens: list[int], count: int, turn: int = 0) -> list[int]:
+    """The next tokens of the text that a row is the beginning of, or of another one: a turn makes
+    forks differ."""
     length = len(tokens)
-    # The first and the last tell one text from another.
-    texts = [text for text in TEXTS if text[:length] == tokens] or TEXTS[-1:]
-    return texts[length % len(texts)][length : length + count]
+    texts = [text for text in TEXTS if text[:length] == tokens] if not turn else []
+    text = (texts or TEXTS)[(length + turn) % len(texts or TEXTS)]
+    return text[length : length + count]
 
 
 def save_and_load(batch: Batch, path: Path, homes: list[Home]) -> Batch | None:

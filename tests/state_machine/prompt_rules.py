@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import multiple, precondition, rule
 
 from paged_kv.allocator.prefix_index import common_prefix
-from tests.state_machine.batch_rules import BATCHES, INDEX, Batches, BatchRules
-from tests.state_machine.batches import TEXTS, Batch, Home
+from tests.state_machine.batch_rules import BATCHES, INDEX, LONGEST, Batches, BatchRules
+from tests.state_machine.batches import TEXTS, Batch, Home, continued
 from tests.state_machine.rows import Row
 from tests.state_machine.worlds import World
 
@@ -65,8 +65,13 @@ class PromptRules(BatchRules):
     def prompt(
         self, home: int, prompt: list[int], salt: Hashable, step_size: int, keep: bool
     ) -> Batches:
+        return self.computed(self.home(home), prompt, salt, step_size, keep)
+
+    def computed(
+        self, home: Home, prompt: list[int], salt: Hashable, step_size: int, keep: bool
+    ) -> Batches:
         """Go on behind what is known of a prompt."""
-        batch = self.fetched(self.home(home), prompt, salt)
+        batch = self.fetched(home, prompt, salt)
         fits = batch.home.pool.can_admit(len(prompt) - len(batch.rows[0].tokens))
         while rest := prompt[len(batch.rows[0].tokens) :][:step_size]:
             if not self.steps.take(batch, [rest]):
@@ -75,6 +80,23 @@ class PromptRules(BatchRules):
         if keep and batch.rows[0].tokens:
             self.keep(batch, salt)
         return self.hold(batch) if batch.rows[0].tokens else multiple()
+
+    @rule(
+        target=BATCHES,
+        home=INDEX,
+        number=st.integers(0, 100),
+        length=st.sampled_from([0, 0, 1, 40, 255, 256, 300, 512]),
+        salt=SALTS,
+        step_size=STEP_SIZES,
+    )
+    def again(self, home: int, number: int, length: int, salt: Hashable, step_size: int) -> Batches:
+        """Ask for what was inserted once, or its beginning, and something else behind it."""
+        known = [tokens for _, of, tokens in self.inserted if of == salt]
+        if not known:
+            return multiple()
+        tokens = known[number % len(known)]
+        prompt = [*tokens[: length or len(tokens)], 4, 5]
+        return self.computed(self.home(home), prompt, salt, step_size, keep=False)
 
     def fetched(self, home: Home, prompt: list[int], salt: Hashable) -> Batch:
         assert home.factory is not None
@@ -98,6 +120,21 @@ class PromptRules(BatchRules):
         one = batch if len(batch.rows) == 1 else batch.extract(index % len(batch.rows))
         self.keep(one, salt, length)
 
+    @rule(batch=BATCHES, count=st.sampled_from([40, 300, 520]), salt=SALTS)
+    def branch(self, batch: Batch, count: int, salt: Hashable) -> None:
+        """Two go on differently from where one is, and others behind every block of both."""
+        if len(batch.rows) != 1 or not batch.home.is_open or batch.longest + count > LONGEST:
+            return
+        both = batch.extract(0), batch.extract(0)
+        for turn, one in enumerate(both, start=1):
+            self.steps.take(one, [continued(one.rows[0].tokens, count, turn)])
+        for one in both:
+            self.keep(one, salt)
+        for one in both:
+            for end in range(256, len(one.rows[0].tokens), 256):
+                found = self.fetched(batch.home, [*one.rows[0].tokens[:end], 2], salt)
+                self.steps.take(found, [[2]])
+
     def keep(self, batch: Batch, salt: Hashable, change: int = 0) -> None:
         factory, row = batch.home.factory, batch.rows[0]
         assert factory is not None
@@ -109,8 +146,10 @@ class PromptRules(BatchRules):
         assert promised == known if is_whole else promised <= known
         if row.is_found:
             # One more, as the last token of a prompt is never found.
-            found = len(self.fetched(batch.home, [*tokens[:known], 2], salt).rows[0].tokens)
+            batch = self.fetched(batch.home, [*tokens[:known], 2], salt)
+            found = len(batch.rows[0].tokens)
             assert found >= promised, f"{promised} tokens were inserted, and {found} are found"
+            self.steps.take(batch, [[2]])
 
     @rule(home=INDEX, prompt=PROMPTS, salt=SALTS)
     def pin(self, home: int, prompt: list[int], salt: Hashable) -> None:
