@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -17,7 +17,6 @@ from paged_kv.allocator.prefix_index import common_prefix
 from paged_kv.kernels.page_format import PAGE_SIZE
 
 Tokens = list[int]
-Kind = TypeVar("Kind")
 
 # What two prompts share is worth a step of its own from a page on.
 WORTH_SHARING = PAGE_SIZE
@@ -86,20 +85,17 @@ def step_ends(start: int, end: int, step_size: int) -> list[int]:
     return ends
 
 
-def cut_for_snapshots(
-    segments: Sequence[Tokens], kinds: Sequence[Kind]
-) -> tuple[list[Tokens], list[Kind]]:
-    """Segments of a prompt, which have a kind each, cut also where recurrent layers are to be
-    remembered."""
-    cut: list[tuple[Tokens, Kind]] = []
+def cut_for_snapshots(segments: Sequence[Tokens]) -> list[Tokens]:
+    """Segments of a prompt, cut also where recurrent layers are to be remembered."""
+    cut: list[Tokens] = []
     start = 0
-    for segment, kind in zip(segments, kinds, strict=True):
+    for segment in segments:
         first = start
         for end in step_ends(start, start + len(segment), SNAPSHOT_TOKENS):
-            cut.append((segment[first - start : end - start], kind))
+            cut.append(segment[first - start : end - start])
             first = end
         start += len(segment)
-    return [segment for segment, _ in cut], [kind for _, kind in cut]
+    return cut
 
 
 def _step(model: Any, tokens: Tokens, cache: list[Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from paged_kv.process_view import PoolView, ProcessView
 from paged_kv.stats import PoolStats
@@ -38,14 +39,15 @@ _COUNTERS: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
 }
 
 
-def metrics_text(view: ProcessView) -> bytes:
-    """The metrics of all pools, in Prometheus' text format."""
+def metrics_text(view: ProcessView, *others: Collector) -> bytes:
+    """The metrics of all pools, and what others collect, in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Collector(view))
+    for collector in (_Collector(view), *others):
+        registry.register(collector)
     return generate_latest(registry)
 
 
-class _Collector:
+class _Collector(Collector):
     def __init__(self, view: ProcessView) -> None:
         self._pools = view.pools
 

@@ -1,59 +1,56 @@
 """A server in threads of this process, mlx-lm's own or the one on paged caches."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from threading import Event, Thread
-from time import sleep
 from typing import Any
 
+import mlx.core as mx
+import mlx_lm
+import pytest
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 from openai import OpenAI
 
-from paged_kv.integrations.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.paged_server import PagedAPIHandler, PagedResponseGenerator
-from paged_kv.integrations.server_command import server_parser
+from paged_kv.integrations.server.lifecycle import PagedServer
+from paged_kv.integrations.server.options import server_parser
+from paged_kv.integrations.server.paged_model_provider import PagedModelProvider
 from tests.patience import PATIENCE_S as PATIENCE_S
 from tests.patience import wait_until as wait_until
 
 
 class RunningServer:
-    """Answers what `generator` generates on a free port, until `stop`."""
+    """What listens on a free port of this machine, until `stop`."""
 
-    def __init__(self, generator: Any, handler_class: Any) -> None:
+    port: int
+
+    def client(self, **options: Any) -> OpenAI:
+        """A client that asks once, and does not wait for ever."""
+        defaults = {"max_retries": 0, "timeout": PATIENCE_S, "api_key": "none"}
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return OpenAI(base_url=url, **{**defaults, **options})
+
+    def stop(self) -> None:
+        """End all its threads."""
+        raise NotImplementedError
+
+
+class StockServer(RunningServer):
+    """mlx-lm's HTTP server, for a generator of responses."""
+
+    _http: ThreadingHTTPServer
+
+    def __init__(self, generator: Any) -> None:
         self.generator = generator
-        self._handler_class = handler_class
         self._listening = Event()
-        self._http: ThreadingHTTPServer | None = None
         self._thread = Thread(target=self._serve)
         self._thread.start()
         assert self._listening.wait(PATIENCE_S)
 
-    @property
-    def port(self) -> int:
-        assert self._http is not None
-        return self._http.server_port
-
-    @property
-    def pools(self) -> list[Any]:
-        """Of the loaded models."""
-        return [factory.pool for factory in self.generator.model_provider.factories]
-
-    def client(self, **options: Any) -> OpenAI:
-        """A client that asks once, and does not wait for ever."""
-        defaults = {"max_retries": 0, "timeout": PATIENCE_S}
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return OpenAI(base_url=url, api_key="none", **{**defaults, **options})
-
-    def wait_until_idle(self) -> None:
-        """Until no request is promised anything, and no client waits."""
-        wait_until(lambda: not self.generator.admission._promised)
-        wait_until(lambda: not len(self.generator.admission))
-
     def stop(self) -> None:
-        """End both threads; the generating one drops its caches itself."""
-        assert self._http is not None
+        """The generating thread drops its caches itself."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -65,47 +62,104 @@ class RunningServer:
         class Http(ThreadingHTTPServer):
             def server_activate(self) -> None:
                 super().server_activate()
-                outer._http = self
+                outer._http, outer.port = self, self.server_port
                 outer._listening.set()
 
-        server._run_http_server(
-            "127.0.0.1", 0, self.generator, server_class=Http, handler_class=self._handler_class
-        )
+        server._run_http_server("127.0.0.1", 0, self.generator, server_class=Http)
+
+
+class PagedRunningServer(RunningServer):
+    """What `paged-kv server` runs, in an event loop of its own."""
+
+    def __init__(self, *options: str) -> None:
+        arguments = server_parser().parse_args(["--port", "0", *options])
+        self.provider = PagedModelProvider(arguments)
+        self._arguments = arguments
+        self._listening = Event()
+        self._thread = Thread(target=self._serve)
+        self._thread.start()
+        assert self._listening.wait(PATIENCE_S)
+        self.service = self.server.service
+        self.port = self.server.port
+        self.service.thread.loaded.result(PATIENCE_S)
+
+    @property
+    def pools(self) -> list[Any]:
+        """Of the loaded models."""
+        return [factory.pool for factory in self.provider.factories]
+
+    def wait_until_idle(self) -> None:
+        """Until no request is answered, waits or runs."""
+        wait_until(lambda: not (self.service.gate.inside or self.service.thread.jobs))
+
+    def end(self) -> None:
+        """What a signal does."""
+        self.loop.call_soon_threadsafe(self.server.end)
+
+    def stop(self) -> None:
+        """Finish nothing."""
+        self.end()
+        self.end()
+        self.join()
+
+    def join(self) -> int:
+        """The exit status."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        return self.status
+
+    def _serve(self) -> None:
+        async def run() -> int:
+            self.server = PagedServer(self._arguments, self.provider)
+            self.loop = asyncio.get_running_loop()
+            self._listening.set()
+            return await self.server.run()
+
+        self.status = asyncio.run(run())
 
 
 @contextmanager
-def paged_server(*options: str) -> Iterator[RunningServer]:
+def in_float32() -> Iterator[None]:
+    """Servers load models in float32. In 16 bits two tokens are often equally likely, and batches
+    decide; and a CPU takes longer."""
+
+    def load(path: str, **options: Any) -> Any:
+        loaded = mlx_lm.load(path, **options)
+        loaded[0].set_dtype(mx.float32)
+        return loaded
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server, "load", load)
+        yield
+
+
+@contextmanager
+def paged_server(*options: str) -> Iterator[PagedRunningServer]:
     """What `paged-kv server` runs with these options."""
-    arguments = server_parser().parse_args(options)
-    generator = PagedResponseGenerator(PagedModelProvider(arguments))
-    running = RunningServer(generator, PagedAPIHandler)
+    running = PagedRunningServer(*options)
     try:
-        wait_until(lambda: generator.model_provider.factories)
         yield running
-        assert generator.is_healthy, "the generation thread has died"
+        assert running.service.is_healthy, "the generation thread has died"
     finally:
         running.stop()
 
 
 @contextmanager
-def stock_server(*options: str) -> Iterator[RunningServer]:
+def stock_server(*options: str) -> Iterator[StockServer]:
     """What `mlx_lm.server` runs with these options."""
     provider = server.ModelProvider(server_parser().parse_args(options))
-    generator = server.ResponseGenerator(provider, LRUPromptCache(10))
-    running = RunningServer(generator, server.APIHandler)
+    running = StockServer(server.ResponseGenerator(provider, LRUPromptCache(10)))
     try:
         yield running
     finally:
         running.stop()
 
 
-def assert_idle_pools_hold_nothing(running: RunningServer) -> None:
+def assert_idle_pools_hold_nothing(running: PagedRunningServer) -> None:
     """Every block has come back but those of kept prompts, and those do when they are forgotten."""
     running.wait_until_idle()
-    # Requests end just before the server keeps their prompts.
-    sleep(0.2)
     for pool in running.pools:
-        wait_until(lambda pool=pool: not pool.stats().blocks_used)
+        assert pool.stats().blocks_used == 0
         pool.check()
         assert pool.stats().allocation_failures == 0
         pool.clear()

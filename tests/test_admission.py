@@ -1,15 +1,17 @@
 """Requests begin in order, and only when there is room for all that they may become."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from paged_kv.integrations.admission import (
+from paged_kv.integrations.server.admission import (
     Admission,
+    Demand,
     GroupSize,
     PoolSize,
     RequestImpossible,
-    ServerBusy,
 )
 
 
@@ -28,13 +30,21 @@ class Clock:
         return self.now
 
 
-def admission(*pools: PoolSize, clock: Clock | None = None) -> Admission[int]:
-    """Requests are the numbers of their tokens; negative ones need no promise."""
+def admission(
+    *pools: PoolSize, clock: Clock | None = None, patience_s: float = 5.0, places: int = 100
+) -> Admission[Demand]:
+    """Requests are what they demand."""
+    return Admission(lambda each: each, patience_s, places, clock or Clock(), list(pools))
 
-    def tokens_of(request: int) -> int | None:
-        return None if request < 0 else request
 
-    return Admission(tokens_of, 5.0, clock or Clock(), list(pools))
+def demand(tokens: int, max_tokens: int = 0, **others: Any) -> Demand:
+    """One that is another's equal is another one all the same."""
+    return Unlike(tokens, max_tokens, **others)
+
+
+@dataclass(frozen=True, eq=False)
+class Unlike(Demand):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -68,77 +78,143 @@ def test_rings_alone_hold_any_length() -> None:
     assert PoolSize(299, 0, ()).tokens_in(299) == math.inf
 
 
+def test_choices_share_the_full_blocks_of_their_prompt() -> None:
+    one, four = demand(1025, 100), demand(1025, 100, choices=4)
+    assert one.bytes_in(FULL) == 500
+    assert four.bytes_in(FULL) == 500 + 3 * 100
+    # The last token of a prompt is computed by each.
+    assert demand(1024, 100, choices=4).bytes_in(FULL) == 500 + 3 * 200
+    ring = PoolSize(1000, 0, (GroupSize(50, lambda tokens: 2, is_ring=True),))
+    assert four.bytes_in(ring) == 4 * 100
+
+
 def test_requests_begin_while_there_is_room_for_what_they_become() -> None:
     requests = admission(FULL)
-    for tokens in (1280, 1024, 257, 256):
-        requests.arrive(tokens)
-    assert requests.next() == 1280
-    requests.promise("a", 1280)
-    assert requests.next() == 1024
-    requests.promise("b", 1024)
+    line = [demand(tokens) for tokens in (1280, 1024, 257, 256)]
+    for each in line:
+        requests.arrive(each)
+    assert requests.next() is line[0]
+    assert requests.next() is line[1]
     # One block is left, and the last of them would fit: but it came later.
     assert requests.next() is None
-    requests.end("a")
-    assert requests.next() == 257
-    requests.promise("c", 257)
-    assert requests.next() == 256
+    requests.leave(line[0])
+    assert requests.next() is line[2]
+    assert requests.next() is line[3]
     assert requests.next() is None
     assert len(requests) == 0
 
 
 def test_every_pool_must_have_room() -> None:
     requests = admission(FULL, PoolSize(300, 0, (group(100),)))
-    requests.arrive(512)
-    assert requests.next() == 512
-    requests.promise("a", 512)
-    requests.arrive(512)
+    first, second = demand(512), demand(512)
+    requests.arrive(first)
+    requests.arrive(second)
+    assert requests.next() is first
     assert requests.next() is None
-    requests.end("a")
-    requests.end("a")
-    assert requests.next() == 512
+    requests.leave(first)
+    requests.leave(first)
+    assert requests.next() is second
 
 
-def test_what_can_never_fit_is_named_at_once() -> None:
+def test_what_can_never_fit_is_refused_when_it_arrives() -> None:
     requests = admission(FULL)
-    requests.promise("a", 2560)
-    requests.arrive(2561)
-    # It does not wait: it would for ever.
-    assert requests.next() == 2561
-    requests.require_possible(2000, 560)
+    requests.arrive(demand(2560))
+    assert requests.next() is not None
+    requests.arrive(demand(1))
     expected = (
-        r"2561 tokens were asked, 2000 of the prompt and max_tokens=561, and 2560 are possible: "
-        r"shorten the prompt, lower max_tokens, or .* --max-kv-bytes"
+        r"2561 tokens were asked, 2000 of the prompt and max_tokens=561, and 2560 are possible in "
+        r"all: shorten the prompt, lower max_tokens or n, or .* --max-kv-bytes"
     )
-    with pytest.raises(RequestImpossible, match=expected) as refused:
-        requests.require_possible(2000, 561)
-    assert refused.value.status == 400
+    with pytest.raises(RequestImpossible, match=expected):
+        requests.arrive(demand(2000, 561))
     with pytest.raises(RequestImpossible, match="2556 are possible"):
-        requests.require_possible(2000, 560, extra=4)
+        requests.arrive(demand(2000, 560, drafted=4))
+    with pytest.raises(RequestImpossible, match="for each of 3 choices"):
+        requests.arrive(demand(2000, 560, choices=3))
+    assert len(requests) == 1
 
 
 def test_who_waits_too_long_is_late() -> None:
     clock = Clock()
     requests = admission(FULL, clock=clock)
-    requests.promise("a", 2560)
-    requests.arrive(1)
+    requests.arrive(demand(2560))
+    assert requests.next() is not None
+    first, second = demand(1), demand(2)
+    requests.arrive(first)
     clock.now = 3.0
-    requests.arrive(2)
+    requests.arrive(second)
     assert requests.next() is None
     assert requests.late() == []
     clock.now = 5.0
-    assert requests.late() == [1]
+    assert requests.late() == [first]
     assert len(requests) == 1
-    busy = requests.busy()
-    assert isinstance(busy, ServerBusy)
-    assert (busy.status, busy.retry_after_s) == (503, 5)
-    for part in ("no memory became free in 5 s", "1 requests", "100%", "--max-kv-bytes"):
-        assert part in str(busy)
+    for part in ("could not begin in 5 s", "1 others run", "100%", "--max-kv-bytes"):
+        assert part in requests.why_late()
 
 
-def test_what_needs_no_promise_begins_when_it_is_first() -> None:
-    requests = admission(FULL)
-    requests.promise("a", 2560)
-    for request in (-1, 1, -2):
-        requests.arrive(request)
-    assert requests.next() == -1
+def test_without_patience_what_fits_begins_and_the_rest_is_late_at_once() -> None:
+    requests = admission(FULL, patience_s=0)
+    first, second = demand(2560), demand(1)
+    requests.arrive(first)
+    requests.arrive(second)
+    assert requests.next() is first
     assert requests.next() is None
+    assert requests.late() == [second]
+
+
+def test_who_leaves_the_line_lets_others_pass() -> None:
+    requests = admission(FULL)
+    first, second, third = demand(2000), demand(2560), demand(200)
+    for each in (first, second, third):
+        requests.arrive(each)
+    assert requests.next() is first
+    assert requests.next() is None
+    requests.leave(second)
+    assert requests.next() is third
+    requests.leave(first)
+    requests.leave(third)
+    assert requests.is_idle
+
+
+def test_places_are_counted_by_choices() -> None:
+    requests = admission(FULL, places=4)
+    three, two, six = demand(1, choices=3), demand(1, choices=2), demand(1, choices=6)
+    for each in (three, two, six):
+        requests.arrive(each)
+    assert requests.next() is three
+    assert requests.next() is None
+    requests.leave(three)
+    assert requests.next() is two
+    # More than there are places: alone it may begin.
+    assert requests.next() is None
+    requests.leave(two)
+    assert requests.next() is six
+
+
+def test_who_is_computed_alone_waits_until_nothing_else_is_and_keeps_others_out() -> None:
+    requests = admission(FULL)
+    line = [demand(1), demand(1, is_alone=True), demand(1)]
+    for each in line:
+        requests.arrive(each)
+    assert requests.next() is line[0]
+    assert requests.next() is None
+    requests.leave(line[0])
+    assert requests.next() is line[1]
+    assert requests.next() is None
+    requests.leave(line[1])
+    assert requests.next() is line[2]
+
+
+def test_a_promise_is_renewed_when_more_is_known() -> None:
+    asked = {"a": Demand(0, 0, is_alone=True), "b": Demand(256, 0)}
+    requests: Admission[str] = Admission(asked.__getitem__, 5.0, pools=[FULL])
+    requests.arrive("a")
+    requests.arrive("b")
+    assert requests.next() == "a"
+    assert requests.next() is None
+    asked["a"] = Demand(2304, 0)
+    requests.renew("a")
+    assert requests.next() == "b"
+    asked["a"] = Demand(2561, 0)
+    with pytest.raises(RequestImpossible):
+        requests.renew("a")

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
-from paged_kv.integrations.admission import Admission
-from paged_kv.integrations.paged_model_provider import pool_size
+from paged_kv.integrations.server.admission import Admission, Demand
+from paged_kv.integrations.server.paged_model_provider import pool_size
 from paged_kv.page_transfer import page_views
 from paged_kv.prefix_cache import PrefixCache
 from paged_kv.window import Window
@@ -74,18 +74,21 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
     pool = opened(windows, budget_blocks, page_format)
     size = pool_size(pool)
     prefixes = PrefixCache(pool, has_states=False)
-    admission: Admission[list[int]] = Admission(len, 1.0, pools=[size])
+    admission: Admission[tuple[int, ...]] = Admission(
+        lambda tokens: Demand(len(tokens), 0), 1.0, pools=[size]
+    )
     rows: list[Row] = []
-    served = 0
+    served = serial = 0
     for _ in range(400):
         if not len(admission):
             length = rng.randrange(1, int(size.tokens_in(size.promisable)))
             # Prompts that begin alike, and part where no page ends.
-            admission.arrive([*[rng.randrange(3)] * (length // 2), *range(length - length // 2)])
+            serial += 1
+            half = length // 2
+            admission.arrive((*[rng.randrange(3)] * half, *range(length - half - 1), -serial))
         tokens = admission.next()
         if tokens is not None:
-            rows.append(begun(prefixes, tokens))
-            admission.promise(id(rows[-1]), len(tokens))
+            rows.append(begun(prefixes, list(tokens)))
             served += 1
         for row in rng.sample(rows, len(rows) // 2 + len(rows) % 2):
             left = len(row.tokens) - row.sequence.length
@@ -93,7 +96,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
             if rng.random() < 0.3 or row.is_done:
                 prefixes.insert("", row.tokens[: row.sequence.length], row.sequence, None)
             if row.is_done or rng.random() < 0.05:
-                admission.end(id(row))
+                admission.leave(tuple(row.tokens))
                 rows.remove(row)
         del row
         pool.check()

@@ -16,20 +16,20 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.generation import assert_written_and_free
-from tests.running_server import PATIENCE_S, RunningServer
+from tests.running_server import PATIENCE_S, StockServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 
 Serve = Callable[..., Any]
 
 
-class Server(RunningServer):
+class Server(StockServer):
     """What `mlx_lm.server.main` runs, with a way to stop it."""
 
     def __init__(self, provider: Any) -> None:
         prompt_cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
         generator = server.ResponseGenerator(provider, prompt_cache)
-        super().__init__(generator, server.APIHandler)
+        super().__init__(generator)
 
     def post(self, **body: Any) -> tuple[int, str]:
         """Status and body of one completion request."""

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.integrations.server_command import server_parser
+from paged_kv.integrations.server.options import server_parser
 from tests.patience import PATIENCE_S
 
 MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"

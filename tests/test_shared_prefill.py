@@ -127,9 +127,7 @@ def test_steps_end_where_states_are_kept(start: int, length: int, step: int) -> 
 def test_segments_are_cut_where_states_are_kept(lengths: list[int]) -> None:
     numbers = iter(range(sum(lengths)))
     segments = [list(islice(numbers, length)) for length in lengths]
-    cut, kinds = cut_for_snapshots(segments, range(len(segments)))
+    cut = cut_for_snapshots(segments)
     assert joined(cut) == joined(segments)
-    for kind, segment in enumerate(segments):
-        assert joined([part for part, of in zip(cut, kinds, strict=True) if of == kind]) == segment
     ends = {part[-1] + 1 for part in cut}
     assert ends == {*range(2048, sum(lengths), 2048), *(segment[-1] + 1 for segment in segments)}

@@ -7,22 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
 from paged_kv import extras
-from paged_kv.integrations import status_page
+from paged_kv.integrations.server import status_page
 from tests.conftest import MODEL_FOLDERS
-from tests.running_server import RunningServer, paged_server, wait_until
-
-pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
+from tests.running_server import PagedRunningServer, paged_server, wait_until
 
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[RunningServer]:
+def running() -> Iterator[PagedRunningServer]:
     gc.collect()
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "8"]
     with paged_server(*options, "--max-kv-bytes", "64MB") as server:
@@ -30,21 +28,21 @@ def running() -> Iterator[RunningServer]:
         yield server
 
 
-def ask(server: RunningServer, prompt: str) -> None:
+def ask(server: PagedRunningServer, prompt: str) -> None:
     server.client().completions.create(model="default_model", prompt=prompt)
     server.wait_until_idle()
 
 
-def get(server: RunningServer, path: str) -> Any:
+def get(server: PagedRunningServer, path: str) -> Any:
     return urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30)
 
 
-def test_metrics(running: RunningServer) -> None:
+def test_metrics(running: PagedRunningServer) -> None:
     pytest.importorskip("prometheus_client")
     with get(running, "/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()
-    names = {line.split("{")[0] for line in lines if not line.startswith("#")}
+    names = {line.split("{")[0].split()[0] for line in lines if not line.startswith("#")}
     assert {
         "paged_kv:kv_cache_usage_perc",
         "paged_kv:prefix_cache_queries_total",
@@ -53,13 +51,29 @@ def test_metrics(running: RunningServer) -> None:
         "paged_kv:allocation_failures_total",
         "paged_kv:gather_fallbacks_total",
         "paged_kv:kv_blocks",
+        "paged_kv:num_requests_running",
+        "paged_kv:num_requests_waiting",
+        "paged_kv:num_preemptions_total",
+        "paged_kv:num_requests_refused_total",
+        "paged_kv:prompt_tokens_total",
+        "paged_kv:prompt_tokens_cached_total",
+        "paged_kv:generation_tokens_total",
+        "paged_kv:request_success_total",
+        "paged_kv:time_to_first_token_seconds_bucket",
+        "paged_kv:request_time_per_output_token_seconds_sum",
+        "paged_kv:e2e_request_latency_seconds_count",
+        "paged_kv:store_hit_tokens_total",
+        "paged_kv:store_written_bytes_total",
     } <= names
+    counted = running.service.metrics
+    assert f"paged_kv:generation_tokens_total {float(counted.generation_tokens)}" in lines
+    assert "paged_kv:num_requests_running 0.0" in lines
     asked = [line for line in lines if "prefix_cache_queries_total{" in line]
     assert any(float(line.split()[-1]) > 100 for line in asked)
 
 
 def test_data_is_what_the_pools_hold_and_not_how_the_server_was_started(
-    running: RunningServer,
+    running: PagedRunningServer,
 ) -> None:
     with get(running, "/kv/data") as answer:
         view = json.load(answer)
@@ -71,28 +85,65 @@ def test_data_is_what_the_pools_hold_and_not_how_the_server_was_started(
     assert view["command"] == ""
 
 
-def test_other_paths_are_mlx_lms(running: RunningServer) -> None:
+def test_other_paths_are_mlx_lms(running: PagedRunningServer) -> None:
     with get(running, "/health") as answer:
         assert answer.status == 200
     with pytest.raises(HTTPError, match="404"):
         get(running, "/kv/other")
 
 
-def test_without_the_extra_metrics_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_metrics_say_what_to_install(
+    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name="prometheus_client")
 
     monkeypatch.setattr(extras, "import_module", missing)
-    answer = status_page.metrics()
-    assert answer.status == 501
-    assert b"pip install 'paged-kv[metrics]'" in answer.content
+    answer = status_page.metrics(running.service)
+    assert answer.status_code == 501
+    assert b"pip install 'paged-kv[metrics]'" in answer.body
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    page = status_page.page().content.decode()
+    page = bytes(status_page.page().body).decode()
     assert "http" not in page
     assert "src=" not in page
     assert "import" not in page
+
+
+def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
+    running: PagedRunningServer,
+) -> None:
+    """Another name may be that of a site, whose pages could read the answers."""
+    for path in ("/kv", "/kv/data"):
+        address = f"http://127.0.0.1:{running.port}{path}"
+        with pytest.raises(HTTPError, match="403"):
+            urlopen(Request(address, headers={"Host": "evil.example"}), timeout=30)
+        with urlopen(Request(address, headers={"Host": "localhost:1"}), timeout=30) as answer:
+            assert answer.status == 200
+
+
+def test_requests_are_counted_and_listed(running: PagedRunningServer) -> None:
+    create: Any = running.client().completions.create
+    stream = create(
+        model="default_model",
+        prompt=[7] * 300,
+        max_tokens=1500,
+        n=2,
+        stream=True,
+        logit_bias={"0": -1000},
+        extra_headers={"X-Request-Id": "page-test"},
+    )
+    next(stream)
+    with get(running, "/kv/data") as answer:
+        requests = json.load(answer)["requests"]
+    stream.close()
+    assert (requests["running"], requests["waiting"]) == (2, 0)
+    ((name, stage, prompt, cached, generated, _),) = requests["listed"]
+    assert (name, stage, prompt, cached) == ("page-tes", "running", 300, 0)
+    assert generated > 0
+    assert requests["finished"]["length"] > 0
+    running.wait_until_idle()
 
 
 @pytest.fixture
@@ -111,7 +162,7 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-def test_the_page_follows_the_pools_in_a_browser(running: RunningServer, browser: Any) -> None:
+def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     wrong: list[str] = []
     asked: list[str] = []
@@ -142,6 +193,11 @@ def test_the_page_follows_the_pools_in_a_browser(running: RunningServer, browser
     wait_until(lambda: cells() > before)
     ARTEFACTS.mkdir(exist_ok=True)
     page.screenshot(path=ARTEFACTS / "status_page.png", full_page=True)
+    wait_until(lambda: "0 running, 0 waiting" in page.locator("#requests").inner_text())
+    page.set_viewport_size({"width": 390, "height": 844})
+    # Nothing sticks out to the side, but what scrolls by itself.
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.screenshot(path=ARTEFACTS / "status_page_390.png", full_page=True)
     assert not wrong
     assert {url.removeprefix(address) for url in asked} <= {"/kv", "/kv/data"}
     page.route("**/kv/data", lambda route: route.abort())

@@ -1,0 +1,94 @@
+"""Errors of the HTTP API, in the form that OpenAI's clients read:
+
+{"error": {"message": "...", "type": "invalid_request_error", "param": "top_k", "code": null}}
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxdict = _short.maxlist = _short.maxlevel = 3
+
+
+class APIError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP; from 500 on the type is "server_error".
+        message: what was asked, what there was, and what to change.
+        param: the field of the body that is wrong.
+        code: names the error for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.as_dict(), self.status, self.headers)
+
+
+def wrong_value(message: str, param: str | None = None) -> APIError:
+    """400: something in the request can never be served."""
+    return APIError(400, message, param=param, code="invalid_value")
+
+
+def busy(message: str, retry_after_s: int = 1) -> APIError:
+    """503: the same request may be served later."""
+    return APIError(503, message, code="busy", headers={"Retry-After": str(retry_after_s)})
+
+
+def from_validation(error: ValidationError) -> APIError:
+    """400 that names the first field that does not fit its schema."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(map(str, first["loc"])) or None
+    what = first["msg"].removeprefix("Value error, ")
+    got = "" if first["type"] == "missing" else f", got {shortened(first['input'])}"
+    return wrong_value(f"{param or 'the body'}: {what}{got}", param)
+
+
+def shortened(value: Any) -> str:
+    """What an error quotes of a value that somebody sent."""
+    return _short.repr(value)
+
+
+def error_response(_: Request, error: Exception) -> JSONResponse:
+    """The answer to an exception that left a route."""
+    if isinstance(error, APIError):
+        return error.response()
+    if isinstance(error, HTTPException):
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        code = codes.get(error.status_code)
+        answered = APIError(error.status_code, error.detail, code=code, headers=error.headers)
+        return answered.response()
+    # The exception goes on to the log; what it says may not be for everybody.
+    return APIError(500, "the server failed to answer: see its log", code="internal").response()

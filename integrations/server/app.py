@@ -1,0 +1,101 @@
+"""The routes of a server, as an ASGI application."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+
+from paged_kv.integrations.server import status_page
+from paged_kv.integrations.server.api_errors import APIError, error_response
+from paged_kv.integrations.server.completions import Completions
+from paged_kv.integrations.server.request_log import HEADER, RequestLog
+from paged_kv.integrations.server.schema import ChatBody, TextBody
+from paged_kv.integrations.server.service import Service
+
+
+def make_app(service: Service) -> Starlette:
+    """All that `paged-kv server` answers."""
+    handlers = {APIError: error_response, 404: error_response, 405: error_response}
+    return Starlette(
+        routes=[
+            *_status_routes(service),
+            Mount("/", routes=_api_routes(service), middleware=[_cors(service.options)]),
+        ],
+        middleware=[Middleware(RequestLog)],
+        exception_handlers={**handlers, Exception: error_response},
+    )
+
+
+def _api_routes(service: Service) -> list[BaseRoute]:
+    """What mlx-lm's server answers too."""
+    chat = Completions(service, ChatBody)
+
+    def models(request: Request) -> Response:
+        service.keys.require(request)
+        return JSONResponse({"object": "list", "data": service.names.listed()})
+
+    def model(request: Request) -> Response:
+        service.keys.require(request)
+        return JSONResponse(service.names.described(request.path_params["name"]))
+
+    return [
+        Route("/v1/completions", Completions(service, TextBody), methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+
+
+def _status_routes(service: Service) -> list[BaseRoute]:
+    """What operators look at, and the machines that watch for them."""
+
+    async def health(_: Request) -> Response:
+        return _state(service.is_healthy, "ok", "unavailable")
+
+    async def ready(_: Request) -> Response:
+        return _state(service.is_ready, "ready", "not ready")
+
+    async def metrics(_: Request) -> Response:
+        # Pools may be busy for a moment.
+        return await run_in_threadpool(status_page.metrics, service)
+
+    async def page(request: Request) -> Response:
+        service.hosts.require(request)
+        return status_page.page()
+
+    async def data(request: Request) -> Response:
+        service.hosts.require(request)
+        return await run_in_threadpool(status_page.data, service)
+
+    paths: dict[str, Callable[[Request], object]] = {
+        "/health": health,
+        "/ready": ready,
+        "/metrics": metrics,
+        "/kv": page,
+        "/kv/data": data,
+    }
+    return [Route(path, answer) for path, answer in paths.items()]
+
+
+def _state(is_good: bool, good: str, bad: str) -> Response:
+    return JSONResponse({"status": good if is_good else bad}, 200 if is_good else 503)
+
+
+def _cors(options: argparse.Namespace) -> Middleware:
+    """Pages of other origins may ask, as with mlx-lm's server."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[HEADER],
+    )

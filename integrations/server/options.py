@@ -1,0 +1,168 @@
+"""The options of `paged-kv server`: all of mlx-lm's, and ours."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from typing import Any
+
+from paged_kv.arguments import MOST_SECONDS, page_format, positive
+from paged_kv.sizes import parse_size
+from paged_kv.store_command import add_store_options
+
+
+def server_parser() -> argparse.ArgumentParser:
+    """Parses them."""
+    parser = _mlx_lm_parser()
+    parser.prog = "paged-kv server"
+    parser.description = "OpenAI's API, as mlx-lm's server has it, on paged caches."
+    _add_cache_options(parser.add_argument_group("paged caches"))
+    _add_api_options(parser.add_argument_group("models and clients"))
+    _add_limits(parser.add_argument_group("limits"))
+    _redefine(
+        parser,
+        "prompt_cache_size",
+        "The most prompts to keep, of those that are not the beginning of another (default: as "
+        "many as there is memory for; pages that are needed for requests are taken from them)",
+    )
+    _redefine(
+        parser,
+        "prompt_cache_bytes",
+        "The most memory for pages of requests and of prompts that are kept; above it, prompts are "
+        "forgotten. Requests may take more, up to --max-kv-bytes (default: no limit but that)",
+    )
+    _redefine(
+        parser,
+        "kv_bits",
+        "Quantize keys and values as mlx-lm does: requests are served one at a time, and prompts "
+        "are not reused. --page-format q8 or q4 does without both drawbacks",
+    )
+    return parser
+
+
+def _add_cache_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-kv-bytes",
+        type=parse_size,
+        help="the most memory for pages, such as 4GB: of all requests, and of what is kept of "
+        "earlier prompts. A draft model gets its share of it. States of recurrent layers take up "
+        "to a quarter of it besides. (default: 80%% of what the machine recommends, less what is "
+        "in use)",
+    )
+    group.add_argument(
+        "--page-format",
+        type=page_format,
+        default="fp16",
+        help="what pages hold: fp16, the model's own 16 bits, q8 or q4; or two of these for keys "
+        "and for values, such as q8/q4; or auto, where the oldest pages of requests become q8 and "
+        "then q4 when little memory is left (default: fp16)",
+    )
+    add_store_options(group)
+
+
+def _add_api_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="other names for the model, in requests and in /v1/models",
+    )
+    group.add_argument(
+        "--allow-model-switch",
+        action="store_true",
+        help="load whatever model a request names, in the place of the one that is loaded. Without "
+        "this, a request for another model gets 404",
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="FILE",
+        help="serve only requests that bring one of the keys in this file, one a line, or in a "
+        "variable of the environment: env:NAME. Prompts are shared among requests of one key only",
+    )
+    group.add_argument(
+        "--allow-image-urls",
+        action="store_true",
+        help="fetch images that requests name by http URLs, from wherever this machine can",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--admission-timeout",
+        type=_seconds,
+        default=60.0,
+        help="seconds that a request waits for its turn before it is refused with 503; 0 refuses "
+        "whatever cannot begin at once (default: 60)",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30.0,
+        help="seconds that running requests have to finish after SIGTERM or SIGINT (default: 30)",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=parse_size,
+        default=8_000_000,
+        help="the longest body of a request; longer ones get 413 (default: 8MB)",
+    )
+    group.add_argument(
+        "--max-connections",
+        type=positive,
+        default=512,
+        help="the most connections at once; more get 503 (default: 512)",
+    )
+    for name, what, default in (
+        ("--header-timeout", "the head of a request may take to arrive", 10.0),
+        ("--body-timeout", "the body of a request may take to arrive", 60.0),
+        ("--write-timeout", "a client may take to read what was sent", 60.0),
+    ):
+        group.add_argument(
+            name,
+            type=_seconds,
+            default=default,
+            help=f"seconds that {what} (default: {default:g})",
+        )
+
+
+def _redefine(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
+    """Say what one of mlx-lm's options means with pages; its default becomes None."""
+    (action,) = [action for action in parser._actions if action.dest == name]
+    action.help, action.default = meaning, None
+
+
+def _mlx_lm_parser() -> argparse.ArgumentParser:
+    """The parser that mlx-lm's `main` makes, and gives to nobody."""
+    from mlx_lm import server
+
+    class Found(Exception):
+        """Leaves `main` before it serves."""
+
+    def found(parser: argparse.ArgumentParser, *_: Any) -> argparse.Namespace:
+        parsers.append(parser)
+        raise Found
+
+    parsers: list[argparse.ArgumentParser] = []
+    kind, name = argparse.ArgumentParser, "parse_args"
+    stock = vars(kind)[name]
+    setattr(kind, name, found)
+    try:
+        with suppress(Found):
+            server.main()
+    finally:
+        setattr(kind, name, stock)
+    (parser,) = parsers
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"a number of seconds is needed, up to {MOST_SECONDS:,.0f}, got {text!r}"
+        )
+    return seconds

@@ -1,0 +1,83 @@
+"""What a server counts, as metrics of Prometheus; names follow vLLM's where it has them.
+
+Needs the extra "metrics".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from paged_kv import prometheus_metrics
+from paged_kv.integrations.server.jobs import Stage
+from paged_kv.integrations.server.server_metrics import Histogram
+from paged_kv.integrations.server.service import Service
+from paged_kv.integrations.server.status_page import choices_in
+from paged_kv.process_view import ProcessView
+
+
+def metrics_text(service: Service, view: ProcessView) -> bytes:
+    """Of all pools and of the server, in Prometheus' text format."""
+    return prometheus_metrics.metrics_text(view, _Collector(service))
+
+
+class _Collector(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        jobs, counted = list(self._service.thread.jobs), self._service.metrics
+        running = choices_in(jobs, Stage.RUNNING)
+        waiting = choices_in(jobs, Stage.WAITING)
+        yield _gauge("num_requests_running", "Choices that are computed", running)
+        yield _gauge("num_requests_waiting", "Choices that wait for their turn", waiting)
+        # Whoever is admitted has all the memory that it may need, so nobody is preempted.
+        yield _counter("num_preemptions", "Requests that lost their place", 0)
+        yield _counter("num_requests_refused", "Requests answered with 503", counted.refused)
+        yield _counter("prompt_tokens", "Tokens of prompts", counted.prompt_tokens)
+        yield _counter("prompt_tokens_cached", "Those not computed", counted.cached_tokens)
+        yield _counter("generation_tokens", "Tokens generated", counted.generation_tokens)
+        finished = CounterMetricFamily(
+            "paged_kv:request_success", "Choices that ended", labels=["finished_reason"]
+        )
+        for reason, count in counted.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        yield _histogram("time_to_first_token_seconds", counted.first_token)
+        yield _histogram("request_time_per_output_token_seconds", counted.output_token)
+        yield _histogram("e2e_request_latency_seconds", counted.whole_request)
+        yield from self._of_stores()
+
+    def _of_stores(self) -> Iterator[Metric]:
+        stores = [
+            factory.store.stats()
+            for factory in self._service.thread.provider.factories
+            if factory.store is not None
+        ]
+        for name, meaning, field in (
+            ("store_hit_tokens", "Tokens of prompts that were stored", "tokens_found"),
+            ("store_read_bytes", "Bytes read from disk", "bytes_read"),
+            ("store_written_bytes", "Bytes written to disk", "bytes_written"),
+        ):
+            yield _counter(name, meaning, sum(getattr(each, field) for each in stores))
+
+
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"paged_kv:{name}", meaning, value)
+
+
+def _counter(name: str, meaning: str, value: float) -> Metric:
+    return CounterMetricFamily(f"paged_kv:{name}", meaning, value)
+
+
+def _histogram(name: str, counted: Histogram) -> Metric:
+    return HistogramMetricFamily(
+        f"paged_kv:{name}", "Seconds", buckets=counted.buckets(), sum_value=counted.sum
+    )

@@ -1,0 +1,86 @@
+"""What a server tells about its pools and its requests: `/kv`, a page for people that follows them
+by itself, `/kv/data`, what that page shows, and `/metrics`, for Prometheus.
+
+No other site may read them: unlike answers to requests they allow no foreign origin, and the page
+loads nothing but its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.resources import files
+from time import monotonic
+from typing import Any
+
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from paged_kv.extras import extra_module
+from paged_kv.integrations.server.jobs import Job, Stage
+from paged_kv.integrations.server.service import Service
+from paged_kv.open_pools import open_pools
+from paged_kv.process_view import ProcessView, view_process
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+_POLICY += "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+}
+
+# More are counted, and not listed.
+MOST_LISTED = 50
+
+
+def page() -> Response:
+    """The page."""
+    html = files("paged_kv.integrations.server").joinpath("status_page.html").read_text("utf-8")
+    return HTMLResponse(html, headers=HEADERS)
+
+
+def data(service: Service) -> Response:
+    """What the pools of this process hold, and the requests of the server."""
+    return JSONResponse(_view().as_dict() | {"requests": requests(service)}, headers=HEADERS)
+
+
+def metrics(service: Service) -> Response:
+    """The same for Prometheus, or how to install what that needs."""
+    try:
+        module = extra_module("paged_kv.integrations.server.prometheus", "metrics")
+    except ValueError as error:
+        return PlainTextResponse(f"{error}\n", 501, HEADERS)
+    content: bytes = module.metrics_text(service, _view())
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8", headers=HEADERS)
+
+
+def requests(service: Service) -> dict[str, Any]:
+    """Those that wait or run, the oldest first; and what was counted of all."""
+    jobs, counted = list(service.thread.jobs), service.metrics
+    return {
+        "waiting": choices_in(jobs, Stage.WAITING),
+        "running": choices_in(jobs, Stage.RUNNING),
+        "refused": counted.refused,
+        "finished": dict(counted.finished),
+        "prompt_tokens": counted.prompt_tokens,
+        "cached_tokens": counted.cached_tokens,
+        "generation_tokens": counted.generation_tokens,
+        "listed": [_described(job) for job in jobs[:MOST_LISTED]],
+    }
+
+
+def choices_in(jobs: Iterable[Job], stage: Stage) -> int:
+    """How many choices of jobs are in a stage; each takes the place of a sequence."""
+    return sum(job.choices for job in jobs if job.stage is stage)
+
+
+def _described(job: Job) -> list[Any]:
+    tokens = len(job.prompt.tokens) if job.prompt is not None else 0
+    seconds = round(monotonic() - job.since, 1)
+    name = job.request_id[:8]
+    return [name, job.stage, tokens, job.cached_tokens, job.generated_tokens, seconds]
+
+
+def _view() -> ProcessView:
+    # A command line may hold what is not for everybody who can reach the port.
+    return replace(view_process(open_pools()), command="")
