@@ -1,0 +1,122 @@
+"""Text of tokens: stop words, reasoning and tool calls."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm.generate import make_text_state_machine
+
+from paged_kv.integrations.server.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.jobs import Token
+
+WORDS = [
+    "a",
+    "b",
+    "c",
+    "<think>",
+    "</think>",
+    "<tool>",
+    "</tool>",
+    '{"name": "f"',
+    ', "x": 1}',
+    "d",
+]
+
+
+class Detokenizer:
+    """Token i is word i."""
+
+    _new = ""
+
+    @property
+    def last_segment(self) -> str:
+        text, self._new = self._new, ""
+        return text
+
+    def add_token(self, token: int) -> None:
+        self._new += WORDS[token]
+
+    def finalize(self) -> None:
+        pass
+
+
+def loaded() -> Any:
+    def parse(text: str, tools: Any) -> Any:
+        said = json.loads(text)
+        return {"name": said.pop("name"), "arguments": said}
+
+    tokenizer = SimpleNamespace(
+        has_thinking=True,
+        think_start="<think>",
+        think_end="</think>",
+        has_tool_calling=True,
+        tool_call_start="<tool>",
+        tool_call_end="</tool>",
+        tool_parser=parse,
+        structural_markers=[],
+        response_transitions={},
+        detokenizer=Detokenizer(),
+    )
+    machine = make_text_state_machine(tokenizer)
+    return SimpleNamespace(tokenizer=tokenizer, text_machine=machine)
+
+
+def read(words: list[str], end: str, *stop: str, state: str = "normal") -> list[Delta]:
+    """What each of the words adds, of which the last one ends the text."""
+    text = ChoiceText(loaded(), state, stop, None, is_streamed=True)
+    reasons: list[str | None] = [None] * len(words)
+    reasons[-1] = end
+    deltas = []
+    for word, reason in zip(words, reasons, strict=True):
+        deltas.append(text.take(Token(0, WORDS.index(word), finish_reason=reason)))
+        if deltas[-1].finish_reason is not None:
+            break
+    return deltas
+
+
+def joined(deltas: list[Delta]) -> tuple[str, str, int, str | None]:
+    return (
+        "".join(each.text for each in deltas),
+        "".join(each.reasoning for each in deltas),
+        sum(len(each.tool_calls) for each in deltas),
+        deltas[-1].finish_reason,
+    )
+
+
+def test_plain_text() -> None:
+    assert joined(read(["a", "b", "c"], "length")) == ("abc", "", 0, "length")
+
+
+def test_reasoning_is_told_apart() -> None:
+    words = ["<think>", "a", "b", "</think>", "c", "d"]
+    assert joined(read(words, "length")) == ("cd", "ab", 0, "length")
+    assert joined(read(["a", "</think>", "c"], "length", state="reasoning")) == (
+        "c", "a", 0, "length",
+    )  # fmt: skip
+
+
+def test_tool_calls_are_parsed_and_sent_whole() -> None:
+    words = ["a", "<tool>", '{"name": "f"', ', "x": 1}', "</tool>", "d"]
+    deltas = read(words, "length")
+    assert joined(deltas) == ("ad", "", 1, "length")
+    (call,) = [call for each in deltas for call in each.tool_calls]
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert call["index"] == 0
+    # The end token is no part of the text; a call that is open then is one all the same.
+    assert joined(read([*words[:4], "a"], "stop")) == ("a", "", 1, "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"), [("bc", "a"), ("c", "ab"), ("abcd", ""), ("cda", "abcd"), ("x", "abcd")]
+)
+def test_text_ends_before_a_stop_word(stop: str, text: str) -> None:
+    end = "length" if text == "abcd" else "stop"
+    assert joined(read(["a", "b", "c", "d"], "length", stop)) == (text, "", 0, end)
+
+
+def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:
+    deltas = read(["a", "b", "a", "b", "c"], "length", "abd")
+    assert [each.text for each in deltas] == ["", "", "", "", "ababc"]
+    # Text before the end token is no stop word.
+    assert joined(read(["a", "b", "c"], "stop", "abd")) == ("ab", "", 0, "stop")

@@ -1,0 +1,69 @@
+"""Keys of the API, and the names under which browsers may look at pages."""
+
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+
+from paged_kv.integrations.server.access import APIKeys, KnownHosts, read_api_keys, salt_of
+from paged_kv.integrations.server.api_errors import APIError
+
+
+def request(**headers: str) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "headers": raw})
+
+
+def test_keys_are_read_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  two \n")
+    assert read_api_keys(str(file)) == ["one", "two"]
+    assert read_api_keys(None) == []
+    monkeypatch.setenv("SECRET", "three")
+    assert read_api_keys("env:SECRET") == ["three"]
+    for source in ("env:NO_SUCH_VARIABLE", str(tmp_path / "empty")):
+        (tmp_path / "empty").touch()
+        with pytest.raises(ValueError, match="holds no key"):
+            read_api_keys(source)
+    with pytest.raises(FileNotFoundError):
+        read_api_keys(str(tmp_path / "none"))
+
+
+def test_a_key_is_required_whole_and_as_a_bearer() -> None:
+    keys = APIKeys(["one", "two-\u00e9"])
+    first = keys.require(request(authorization="Bearer one"))
+    second = keys.require(request(authorization="bearer  two-\u00e9 "))
+    assert first
+    assert second
+    assert first != second
+    assert "one" not in first
+    for wrong in ("Bearer on", "Bearer one2", "Basic one", "one", "Bearer", ""):
+        with pytest.raises(APIError) as refused:
+            keys.require(request(authorization=wrong))
+        assert refused.value.status == 401
+    with pytest.raises(APIError):
+        keys.require(request())
+    assert APIKeys([]).require(request()) is None
+
+
+def test_a_salt_is_of_the_key_and_of_the_request() -> None:
+    salts = [salt_of(None, None), salt_of(None, "s"), salt_of("k", None), salt_of("k", "s")]
+    assert salts[:2] == [None, "s"]
+    assert len(set(salts)) == 4
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8080", "localhost", "LOCALHOST:1", "[::1]:8080", "10.0.0.5", "mac.lan:80"]
+)
+def test_addresses_and_own_names_are_known(host: str) -> None:
+    KnownHosts("mac.lan").require(request(host=host))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "", "127.0.0.1.evil.example"]
+)
+def test_other_names_are_not(host: str) -> None:
+    with pytest.raises(APIError, match="not served as"):
+        KnownHosts("127.0.0.1").require(request(host=host))
