@@ -42,7 +42,10 @@ def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--max-kv-bytes", "10GBB"], "'10GBB' is not a size"),
         (["--page-format", "q5"], "argument --page-format: 'q5' is no"),
-        (["--admission-timeout", "-1"], "a number of seconds is needed, got '-1'"),
+        (["--admission-timeout", "-1"], "up to 1,000,000, got '-1'"),
+        (["--shutdown-timeout", "soon"], "up to 1,000,000, got 'soon'"),
+        (["--max-connections", "0"], "'0' is not a positive integer"),
+        (["--max-body-bytes", "long"], "'long' is not a size"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
@@ -53,6 +56,11 @@ def test_wrong_options_are_named(
         main(["server", *options])
     assert ended.value.code == 2
     assert part in capsys.readouterr().err
+
+
+def test_a_server_needs_something_to_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server"]) == 1
+    assert "there is nothing to serve: name a --model" in capsys.readouterr().err
 
 
 def test_other_commands_still_refuse_what_they_do_not_know(

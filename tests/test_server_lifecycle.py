@@ -1,0 +1,167 @@
+"""How a server ends: in order by a signal, and with a status that says so when it cannot go on."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from openai import APIStatusError
+
+from paged_kv.integrations.server import lifecycle
+from paged_kv.integrations.server.batched_rows import BatchedRows
+from tests.conftest import MODEL_FOLDERS
+from tests.running_server import PATIENCE_S, PagedRunningServer, wait_until
+
+MODEL = str(MODEL_FOLDERS["stdlib-llama"])
+OPTIONS = ["--model", MODEL, "--max-tokens", "4", "--max-kv-bytes", "64MB"]
+NAME = "default_model"
+GO_ON = {"0": -1000}
+
+
+@contextmanager
+def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`paged-kv server` in a process of its own, and the port that it listens at."""
+    command = [sys.executable, "-m", "paged_kv", "server", *OPTIONS, "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "listening at" in line:
+                    break
+            yield process, int(line.rpartition(" ")[2])
+        finally:
+            process.kill()
+
+
+def post(port: int, **body: Any) -> http.client.HTTPResponse:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    client.request("POST", "/v1/completions", json.dumps({"prompt": "import os\n", **body}))
+    return client.getresponse()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_finishes_what_runs_and_stores_what_is_known(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    with server_process("--store", str(store)) as (process, port):
+        said = json.loads(post(port, prompt=[5] * 300, max_tokens=1, logprobs=True).read())
+        known = [5] * 300 + [said["choices"][0]["logprobs"]["content"][0]["id"]]
+        stream = post(port, stream=True, max_tokens=400, logit_bias=GO_ON)
+        stream.readline()
+        process.send_signal(number)
+        refused = post(port)
+        while refused.status == 200:  # the signal has not arrived yet
+            refused = post(port)
+        assert refused.status == 503
+        assert refused.headers["Retry-After"] == "1"
+        assert b"shutting down" in refused.read()
+        # To its end, which came after the signal.
+        text = stream.read().decode()
+        assert text.count('"finish_reason": "length"') == 1
+        assert text.endswith("data: [DONE]\n\n")
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 0, log
+        assert "terminate called" not in log
+        assert "Traceback" not in log
+    # All of the first prompt and its answer, the last block of it too.
+    running = PagedRunningServer(*OPTIONS, "--store", str(store))
+    answer = json.loads(post(running.port, prompt=[*known, 6, 6], max_tokens=1).read())
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 301
+    running.end()
+    assert running.join() == 0
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there_ends_the_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paged_kv", "server", "--model", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    assert "paged-kv server: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "terminate called" not in ended.stderr
+
+
+def test_what_does_not_finish_in_time_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = PagedRunningServer(*OPTIONS, "--shutdown-timeout", "0.1", "--decode-concurrency", "1")
+    whole, waiting = started(running, 1900), started(running, 1800)
+    wait_until(lambda: running.service.metrics.generation_tokens > 0)
+    running.end()
+    for answer in (whole, waiting):
+        with pytest.raises(APIStatusError, match="shutting down") as refused:
+            answer.result(PATIENCE_S)
+        assert refused.value.status_code == 503
+    assert running.join() == 0
+    assert running.provider.factories == []
+
+
+def started(running: PagedRunningServer, max_tokens: int) -> Any:
+    """A request whose answer another thread waits for."""
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            create: Any = running.client().completions.create
+            answer.set_result(
+                create(model=NAME, prompt="import", max_tokens=max_tokens, logit_bias=GO_ON)
+            )
+        except Exception as error:
+            answer.set_exception(error)
+
+    Thread(target=ask).start()
+    wait_until(lambda: any(job.arguments.max_tokens == max_tokens
+                           for job in list(running.service.thread.jobs)))  # fmt: skip
+    return answer
+
+
+def status_of(port: int, path: str) -> int:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    client.request("GET", path)
+    return client.getresponse().status
+
+
+def test_a_server_is_ready_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = PagedRunningServer(*OPTIONS)
+    assert [status_of(running.port, path) for path in ("/health", "/ready")] == [200, 200]
+    talking = started(running, 1900)
+    running.end()
+    wait_until(lambda: not running.service.gate.is_open)
+    assert [status_of(running.port, path) for path in ("/health", "/ready")] == [200, 503]
+    running.end()
+    assert running.join() == 0
+    assert talking.exception(PATIENCE_S) is not None
+
+
+def test_a_thread_that_has_died_is_told_before_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise SystemError("no way")
+
+    # Until the test has seen it.
+    monkeypatch.setattr(lifecycle, "DEATH_NOTICE_S", PATIENCE_S)
+    running = PagedRunningServer(*OPTIONS)
+    monkeypatch.setattr(BatchedRows, "step", broken)
+    statuses = []
+    while status_of(running.port, "/health") == 200:
+        statuses.append(post(running.port).status)
+    # What met the step, and maybe one that met the dead thread.
+    assert statuses[:2] == [500, 500]
+    assert set(statuses[2:]) <= {503}
+    assert status_of(running.port, "/ready") == 503
+    refused = post(running.port)
+    assert refused.status == 503
+    assert json.loads(refused.read())["error"]["code"] == "dead"
+    running.end()
+    assert running.join() == 1
