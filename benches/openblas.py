@@ -12,13 +12,13 @@ import sys
 # MLX's CPU device computes on one thread, and threads of a BLAS of its own would be disturbed by
 # whatever else the machine does.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-_library = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
-if _library:
-    ctypes.CDLL(_library, mode=ctypes.RTLD_GLOBAL)
+LIBRARY = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
+if LIBRARY:
+    ctypes.CDLL(LIBRARY, mode=ctypes.RTLD_GLOBAL)
 
 BLAS = (
-    f"{_library} preloaded, OPENBLAS_NUM_THREADS={os.environ['OPENBLAS_NUM_THREADS']}"
-    if _library
+    f"{LIBRARY} preloaded, OPENBLAS_NUM_THREADS={os.environ['OPENBLAS_NUM_THREADS']}"
+    if LIBRARY
     else "the one that MLX links"
 )
 """Which BLAS a bench ran with, for its results."""

@@ -193,6 +193,26 @@ def serving(figures: Figures) -> str:
     )
 
 
+def serving_http(figures: Figures) -> str:
+    """Two servers under one load."""
+    servers = [figures["mlx_lm"], figures["paged"]]
+    rates = [count(each["tokens_per_second"]) for each in servers]
+    rows: list[tuple[str, ...]] = [("generated tokens a second, all clients", *rates)]
+    for name, label in (
+        ("first_token_seconds", "first token"),
+        ("per_token_seconds", "per token"),
+        ("whole_seconds", "whole answer"),
+    ):
+        for part in ("p50", "p95", "p99"):
+            times = [millis(each[name][part]) for each in servers]
+            rows.append((f"{label}, {part}", *times))
+    load = f"{figures['requests']} requests of {figures['clients']} clients, {figures['model']} in "
+    return (
+        table((load + figures["dtype"], "mlx_lm.server", "paged-kv server"), rows)
+        + f"\n\nTexts are equal in {figures['equal_texts']} of {figures['requests']} requests."
+    )
+
+
 _GETS = {
     "paged": "Attention reads pages",
     "gather": "Pages, gathered for attention of the model's own",
@@ -256,6 +276,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "growth": growth,
     "batch_operations": batch_operations,
     "serving": serving,
+    "serving_http": serving_http,
     "cpu_kernels": cpu_kernels,
     "whole_model": whole_model,
     "rings": rings,

@@ -18,6 +18,13 @@ RUN = {
     "peak_memory_bytes": 2**30,
     "peak_tokens_held": 1024,
 }
+TIMES = {"p50": 0.012, "p95": 0.25, "p99": 1.5}
+SERVED = {
+    "tokens_per_second": 50.0,
+    "first_token_seconds": TIMES,
+    "per_token_seconds": TIMES,
+    "whole_seconds": TIMES,
+}
 LOST = {
     "perplexity": 12.5,
     "loss_percent": 0.654,
@@ -87,6 +94,15 @@ FIGURES: dict[str, dict[str, Any]] = {
         "requests_with_equal_tokens_in_all_runs": 31,
         "mlx_lm": {**RUN, "peak_kv_bytes": {"nbytes": 3 * 2**20}},
         "paged": {**RUN, "peak_kv_bytes": {"active": 2**20, "mapped": 2**21}},
+    },
+    "serving_http": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "clients": 16,
+        "requests": 96,
+        "equal_texts": 95,
+        "mlx_lm": SERVED,
+        "paged": {**SERVED, "tokens_per_second": 123.4},
     },
     "cpu_kernels": {
         "backend": "native",

@@ -21,6 +21,7 @@ ROWS = {
     "growth": "| decode, 1 a step: pages | 512.0 MiB | 1.0 MiB | 3,072.0 MiB | 0.64 ms | 980 ms |",
     "batch_operations": "| merge | 2 ms | 2 ms | 681 | 1.0 MiB | 1.0 MiB | 8 of 128 |",
     "serving": "| peak of keys and values | 3.0 MiB | 1.0 MiB in use, 2.0 MiB mapped |",
+    "serving_http": "| generated tokens a second, all clients | 50 | 123 |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
