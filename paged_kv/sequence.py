@@ -134,8 +134,10 @@ class Sequence:
         for layer, context_len in enumerate(context_lens):
             if self.context_lens[layer] > context_len:
                 self.context_lens[layer] = context_len
-                self.pending.pop(layer, None)
-        self.written_lens[:] = written_lens
+                is_pending = self.pending.pop(layer, None) is not None
+                # A ring that was written has lost what the step wrote over.
+                if is_pending or not context_len:
+                    self.written_lens[layer] = written_lens[layer]
         self.padding[:] = padding
         self.shrink()
 
