@@ -1,0 +1,91 @@
+"""What the tests say of a mutant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.mutation.checkout import Checkout, Run
+from tests.mutation.mutants import Mutant
+
+# How much longer than with sound code a run may take before it counts as hanging, and the least
+# that it is given, because a machine may be busy.
+LIMIT_FACTOR, LEAST_LIMIT_S = 10.0, 100.0
+SOUND_LIMIT_S = 1200.0
+
+
+class Outcome(Enum):
+    KILLED = "killed"
+    SURVIVED = "SURVIVED"
+    EXCUSED = "excused"
+    BROKEN = "BROKEN"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant.
+
+    Attributes:
+        outcome: what became of it.
+        note: the test that noticed it, or why it was not tried.
+        seconds: that its tests took.
+    """
+
+    outcome: Outcome
+    note: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the suite, or the list, must be mended."""
+        return self.outcome in (Outcome.SURVIVED, Outcome.BROKEN)
+
+
+class Judge:
+    """Tries mutants in a copy of the checkout, one at a time."""
+
+    def __init__(self, checkout: Checkout, instruction_sets: list[str]) -> None:
+        self._checkout = checkout
+        self._instruction_sets = instruction_sets
+        self._sound: dict[tuple[tuple[str, ...], str], Run] = {}
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """Apply a mutant and run its tests, which are run without it before."""
+        if mutant.isa and mutant.isa not in self._instruction_sets:
+            return Verdict(Outcome.SKIPPED, f"this machine has no {mutant.isa}")
+        sound = self._sound_run(mutant)
+        if sound.status != 0:
+            return Verdict(Outcome.BROKEN, f"without it fails {sound.failure or sound.output}")
+        if not sound.num_passed:
+            return Verdict(Outcome.SKIPPED, "its tests are skipped on this machine")
+        try:
+            with self._checkout.changed(mutant):
+                limit_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * sound.seconds)
+                run = self._checkout.run(mutant.tests, mutant.isa, limit_s)
+        except ValueError as error:
+            return Verdict(Outcome.BROKEN, str(error))
+        return verdict_of(run, mutant)
+
+    def _sound_run(self, mutant: Mutant) -> Run:
+        key = mutant.tests, mutant.isa
+        if key not in self._sound:
+            self._sound[key] = self._checkout.run(*key, SOUND_LIMIT_S)
+        return self._sound[key]
+
+
+def verdict_of(run: Run, mutant: Mutant) -> Verdict:
+    """What a run of the tests that concern a mutant says of it."""
+    if run.status == 0:
+        outcome = Outcome.EXCUSED if mutant.survives else Outcome.SURVIVED
+        return Verdict(outcome, mutant.survives, run.seconds)
+    if run.status is not None and run.status > 1:
+        return Verdict(Outcome.BROKEN, f"pytest cannot run: {run.output}", run.seconds)
+    if mutant.survives:
+        reason = f"the list says that it survives: {mutant.survives}"
+        return Verdict(Outcome.BROKEN, f"{run.failure} notices it, and {reason}", run.seconds)
+    if run.status is None:
+        return Verdict(Outcome.KILLED, "it hangs", run.seconds)
+    if run.status < 0:
+        return Verdict(Outcome.KILLED, f"signal {-run.status}", run.seconds)
+    return Verdict(Outcome.KILLED, run.failure, run.seconds)
