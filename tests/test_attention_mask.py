@@ -14,11 +14,12 @@ from tests.examples import examples
 Grid = npt.NDArray[np.bool_]
 
 
-def brute_force(length: int, queries: int, window: int | None) -> Grid:
+def brute_force(length: int, queries: int, window: int | None, keep: int = 0) -> Grid:
     """[queries, length] for the last `queries` of `length` tokens."""
+    first = -length if window is None else -window
     return np.array(
         [
-            [key <= at and (window is None or key > at - window) for key in range(length)]
+            [key <= at and (key > at + first or key < keep) for key in range(length)]
             for at in range(length - queries, length)
         ],
         dtype=bool,
@@ -44,19 +45,20 @@ def steps(draw: st.DrawFn) -> tuple[PageRows, int]:
 
 
 @examples(150)
-@given(step=steps(), window=st.none() | st.integers(1, 30))
+@given(step=steps(), window=st.none() | st.integers(1, 30), keep=st.integers(0, 6))
 def test_every_token_of_a_batch_sees_what_it_would_see_alone(
-    step: tuple[PageRows, int], window: int | None
+    step: tuple[PageRows, int], window: int | None, keep: int
 ) -> None:
     rows, queries = step
     longest = max(rows.ends)
-    mask = np.asarray(batch_mask(rows, queries, window))
+    mask = np.asarray(batch_mask(rows, queries, window, keep))
     for row, (length, end) in enumerate(zip(rows.context_lens, rows.ends, strict=True)):
         own = rows.own_tokens(queries)[row]
         seen = mask[row, 0, own.start : own.stop]
         start = longest - end
         assert not seen[:, :start].any()
-        assert (seen[:, start : start + length] == brute_force(length, len(own), window)).all()
+        alone = brute_force(length, len(own), window, keep)
+        assert (seen[:, start : start + length] == alone).all()
         assert not seen[:, start + length :].any()
 
 

@@ -138,6 +138,9 @@ def test_what_was_reserved_is_looked_at_again_once_it_may_be_shared_or_gone() ->
     assert table.is_reserved(300)
     table.truncate(299)
     assert not table.is_reserved(299)
+    table.reserve(299, 300)
+    table.rewind(290)
+    assert not table.is_reserved(299)
 
 
 def test_a_fork_of_an_empty_table_is_empty() -> None:

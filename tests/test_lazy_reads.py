@@ -1,9 +1,11 @@
 """What was read lazily stays what it was, whatever is written before it is computed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
@@ -56,23 +58,27 @@ def test_pages_that_another_sequence_takes_over() -> None:
     assert mx.allclose(output, given[0].sum(axis=2) + given[1].sum(axis=2), atol=1e-3)
 
 
-def test_a_loaded_page_does_not_show_in_what_was_read() -> None:
+@pytest.mark.parametrize("operation", ["load", "copy", "convert"])
+def test_a_page_that_is_replaced_does_not_show_in_what_was_read(operation: str) -> None:
     cache = new_cache()
-    given = step(256, 1)
+    given = step(512, 1)
     found, _ = cache.update_and_fetch(*given)
     pages = cache.pool.groups[0].pages[0]
-    pages.load({0: mx.zeros(pages.page(0).shape, dtype=mx.uint16)})
+    other = mx.array(np.array(pages.page(1)))
+    getattr(pages, operation)({0: other} if operation == "load" else {1: 0})
+    assert mx.array_equal(pages.page(0), other)
     assert mx.array_equal(found, given[0])
 
 
-def test_another_threads_arrays_are_left_to_it() -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_another_threads_arrays_are_left_to_it(is_held: bool) -> None:
     """They belong to its stream, and nothing of it hinders the others."""
     cache = new_cache()
     kept: list[Any] = []
     cache.update_and_fetch(*step(3, 1))
 
     def read() -> None:
-        kept.append(cache.keys + 0)
+        kept.append(cache.keys if is_held else cache.keys + 0)
 
     thread = Thread(target=read)
     thread.start()
@@ -80,6 +86,24 @@ def test_another_threads_arrays_are_left_to_it() -> None:
     given = step(5, 2)
     found, _ = cache.update_and_fetch(*given)
     assert mx.array_equal(found[:, :, 3:], given[0])
+
+
+def test_another_threads_arrays_wait_for_it() -> None:
+    """Until it writes: others that write to other pages meanwhile do not forget them."""
+    cache = new_cache()
+    given = step(3, 1)
+    cache.update_and_fetch(*given)
+    kept: list[Any] = []
+
+    def overwrite() -> bool:
+        cache.trim(3)
+        cache.update_and_fetch(*step(5, 3))
+        return bool(mx.array_equal(kept[0], given[0]))
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lambda: kept.append(cache.keys)).result()
+        PagedKVCache(cache.pool, 0, [Sequence(cache.pool)]).update_and_fetch(*step(2, 2))
+        assert other.submit(overwrite).result()
 
 
 def test_what_attention_has_read_is_not_gathered() -> None:

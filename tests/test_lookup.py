@@ -69,28 +69,37 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
     return best if best > wanted.beyond else 0
 
 
-@examples(200)
+@examples(300)
 @given(
-    stored=st.lists(st.tuples(Tokens, st.booleans(), st.integers(0, 3)), max_size=8),
-    tokens=Tokens,
-    held=st.integers(0, 2),
-    beyond=st.integers(0, 5),
+    tokens=st.lists(st.integers(0, 1), min_size=2, max_size=11),
+    stored=st.lists(
+        st.tuples(
+            st.integers(0, 11),
+            st.lists(st.integers(0, 1), max_size=4),
+            st.booleans(),
+            st.sampled_from([0, 0, 0, 1, 2]),
+        ),
+        max_size=8,
+    ),
+    held=st.sampled_from([0, 0, 1, 2]),
+    beyond=st.sampled_from([0, 0, 0, 1, 3, 5]),
     needs_checkpoint=st.booleans(),
     has_parts=st.booleans(),
     lost=st.integers(0, 20),
 )
 def test_the_longest_stored_beginning_is_found(
-    stored: list[tuple[list[int], bool, int]],
     tokens: list[int],
+    stored: list[tuple[int, list[int], bool, int]],
     held: int,
     beyond: int,
     needs_checkpoint: bool,
     has_parts: bool,
     lost: int,
 ) -> None:
+    """Of prompts that begin as this one does, or nearly."""
     files = Files()
-    for prompt, has_checkpoint, first in stored:
-        links = chain(prompt)
+    for common, others, has_checkpoint, first in stored:
+        links = chain([*tokens[:common], *others])
         for link in links[first:]:
             files.add(Place(link, PART))
         if has_checkpoint and links:

@@ -11,6 +11,7 @@ from paged_kv.kernels.backend import Backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_format import page_format_named
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
@@ -24,10 +25,12 @@ PADDED = PageRows((TABLE[:1], (4,)), (31, 1), (0, 1))
 
 
 def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
-    """Two slabs, of which the table holds 300 tokens."""
+    """Two slabs, of which the table holds 300 tokens; NaN is behind them, and not what another test
+    has left in memory."""
     pages = LayerPages(GEOMETRY, backend, 64)
     for slab in (0, 1):
         pages.map_slab(slab, 6, page_format_named(name))
+    pages.load(dict.fromkeys(TABLE, mx.full(pages.page(1).shape, 0xFFFF, dtype=WORD)))
     keys = normal((1, 2, 300, 32), mx.float32, 1)
     pages.write(keys, keys + 1, unpadded((TABLE,), (300,)))
     return pages
@@ -119,7 +122,7 @@ def test_whatever_follows_finds_it_written(operation: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (300, 300), (300, 7), (1, 257)])
-@pytest.mark.parametrize("name", ["fp16", "q8"])
+@pytest.mark.parametrize("name", ["fp16", "q8", "fp16/q8"])
 def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
     lengths: tuple[int, ...], name: str
 ) -> None:
@@ -139,6 +142,22 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
         found.append([*gathered, *pages.gather(rows)])
     for ours, expected in zip(*found, strict=True):
         assert mx.allclose(ours, expected, rtol=0 if name == "fp16" else 1e-2, atol=0)
+
+
+@pytest.mark.parametrize("is_shorter", [False, True])
+def test_rows_of_others_do_not_have_it(is_shorter: bool) -> None:
+    """Of another table, or of the same one as it was."""
+    pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
+    table, length = (TABLE, 300) if is_shorter else ((TABLE[0], 0), 301)
+    if not is_shorter:
+        keys = normal((1, 2, 301, 32), mx.float32, 4)
+        for each in (pages, expected):
+            each.write(keys, keys - 1, unpadded((table,), (length,)))
+    for each in (pages, expected):
+        one_token(each, 2)
+    rows = unpadded((table,), (length,))
+    for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
+        assert mx.array_equal(ours, theirs)
 
 
 def test_another_thread_finds_it_written(written: list[PageRows]) -> None:

@@ -152,6 +152,17 @@ def test_a_layer_does_not_get_a_fork_from_before_the_last_write(pool: PagePool) 
     assert (early.offset, late.offset) == (10, 11)
 
 
+def test_a_layer_does_not_get_a_fork_from_before_a_trim(pool: PagePool) -> None:
+    first, second = new_caches(pool)
+    for cache in (first, second):
+        cache.update_and_fetch(*random_step(10))
+    early = copy.deepcopy(first)
+    for cache in (first, second):
+        cache.trim(4)
+    late = copy.deepcopy(second)
+    assert (early.offset, late.offset) == (10, 6)
+
+
 def test_nbytes_counts_pages_and_layers_sum_to_the_sequence(pool: PagePool) -> None:
     caches = new_caches(pool)
     for cache in caches:
@@ -172,6 +183,13 @@ def test_what_is_assigned_to_keys_is_computed_with_the_next_write(pool: PagePool
     cache.update_and_fetch(*random_step(2, seed=1))
     assert cache.keys[..., :3, :].tolist() == before[0]
     assert cache.state.keys() == new_caches(pool)[0].state.keys()
+    # What is computed takes memory.
+    assigned = mx.zeros(1 << 22) + 1
+    cache.keys = mx.depends(cache.keys, assigned)
+    memory = mx.get_active_memory()
+    cache.update_and_fetch(*random_step(1))
+    mx.eval(cache.state)
+    assert mx.get_active_memory() - memory > assigned.nbytes // 2
 
 
 def test_returned_arrays_keep_their_contents_after_later_writes(pool: PagePool) -> None:

@@ -334,3 +334,20 @@ def test_random_histories_keep_the_books_right() -> None:
         allocator.drop(table)
     cached = allocator.stats().blocks_cached
     assert (index.clear(), allocator.stats().blocks_cached) == (cached, 0)
+
+
+def test_a_block_that_is_moved_is_found_in_every_namespace() -> None:
+    indexed = Indexed()
+    allocator = indexed.allocator
+    table = allocator.new_table()
+    table.reserve(0, 4)
+    (block,) = table.blocks
+    for namespace in ("alice", "bob"):
+        indexed.index.insert(namespace, [1, 2, 3, 4], [{allocator: block}])
+    target = allocator.formats[0].free[0]
+    allocator.apply_moves({block: target})
+    for namespace in ("alice", "bob"):
+        assert indexed.blocks_of(indexed.index.match(namespace, [1, 2, 3, 4, 5])) == [target]
+    allocator.drop(table)
+    indexed.index.clear()
+    allocator.check()

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.shared_prefill import begin_together
 from tests.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.grids import plain_only
@@ -117,10 +118,21 @@ def test_other_weights_share_nothing(qwen3: Any) -> None:
     assert_same_run(run, cold(model, TEXT[:300]), TOLERANCE)
 
 
-def test_what_was_begun_under_other_weights_is_not_found(qwen3: Any) -> None:
+def test_the_same_numbers_in_another_dtype_are_other_weights(qwen3: Any) -> None:
+    model = copy.deepcopy(qwen3)
+    model.set_dtype(mx.bfloat16)
+    version = ModelVersion(model)
+    assert version.count == 0
+    model.set_dtype(mx.float32)
+    assert version.count == 1
+    assert version.count == 1
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_what_was_begun_under_other_weights_is_not_found(qwen3: Any, is_fetched: bool) -> None:
     model = copy.deepcopy(qwen3)
     factory = PagedCacheFactory(model)
-    cache = factory.make_cache()
+    cache = factory.fetch_cache(TEXT[:300])[0] if is_fetched else factory.make_cache()
     greedy(model, TEXT[:300], cache, 1)
     projection = model.layers[0].self_attn.k_proj
     projection.weight = projection.weight * 1.5

@@ -6,6 +6,7 @@ import pytest
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from paged_kv import PagedCacheFactory, RollbackError
+from paged_kv.integrations import prompt_cache_hook
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.zoo import small_model
 
@@ -65,3 +66,12 @@ def test_other_caches_are_found_as_ever(model: Any) -> None:
         found, rest = prompts.fetch_nearest_cache(KEY, TOKENS[:30])
         assert (found[0].offset, rest) == (stock[0].offset, TOKENS[20:30])
         assert prompts.fetch_nearest_cache(KEY, [90, 91]) == (None, [90, 91])
+
+
+def test_only_the_factory_that_is_installed_can_be_uninstalled(model: Any) -> None:
+    installed, other = PagedCacheFactory(model), PagedCacheFactory(model)
+    with installed:
+        other.uninstall()
+        other.close()
+        assert prompt_cache_hook.make_prompt_cache(model)[0].pool is installed.pool
+    assert not hasattr(prompt_cache_hook.make_prompt_cache(model)[0], "pool")

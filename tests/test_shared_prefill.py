@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.shared_prefill import cut_for_snapshots, joined, step_ends
+from paged_kv.integrations.shared_prefill import (
+    cut_for_snapshots,
+    joined,
+    step_ends,
+    without_first,
+)
 from tests.generation import greedy
 from tests.zoo import small_model
 
@@ -131,3 +136,11 @@ def test_segments_are_cut_where_states_are_kept(lengths: list[int]) -> None:
     assert joined(cut) == joined(segments)
     ends = {part[-1] + 1 for part in cut}
     assert ends == {*range(2048, sum(lengths), 2048), *(segment[-1] + 1 for segment in segments)}
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_what_is_known_is_taken_off_the_first_segments(count: int) -> None:
+    segments = [[1, 2], [3], [4, 5, 6], [7]]
+    rest = without_first(segments, count)
+    assert joined(rest) == joined(segments)[count:]
+    assert all(rest)

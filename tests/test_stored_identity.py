@@ -120,3 +120,22 @@ def test_the_fingerprint_is_that_of_the_content() -> None:
         changed = small_model("gemma3_text")
         change(changed)
         assert of(changed) != first
+
+
+def test_arrays_are_told_apart_by_name_dtype_and_shape() -> None:
+    """All of these have the same bytes."""
+
+    def weights(name: str, array: mx.array) -> str:
+        empty: type[Any] = Module
+        model = empty()
+        model[name] = array
+        return fingerprints(model)[0]
+
+    all_of_them = {
+        weights("weight", mx.zeros(4, mx.float16)),
+        weights("bias", mx.zeros(4, mx.float16)),
+        weights("weight", mx.zeros(4, mx.bfloat16)),
+        weights("weight", mx.zeros((2, 2), mx.float16)),
+    }
+    assert len(all_of_them) == 4
+    assert weights("weight", mx.zeros(4, mx.float16)) in all_of_them

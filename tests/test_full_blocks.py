@@ -1,0 +1,50 @@
+"""Which blocks can be made smaller, and how old each of them is."""
+
+import random
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.demotion import full_blocks
+
+PAGE = 4
+
+
+def grown(allocator: BlockAllocator, table: BlockTable, tokens: int) -> None:
+    table.reserve(table.tokens, table.tokens + tokens)
+
+
+def test_ages_by_hand() -> None:
+    allocator = BlockAllocator(ByteBudget(1000), 1, PAGE)
+    first, second = allocator.new_table(), allocator.new_table()
+    grown(allocator, first, 3 * PAGE)
+    grown(allocator, second, 2 * PAGE)
+    # The first has waited for two pages, and behind its first block are two.
+    found = {each.block: (each.age, each.is_first) for each in full_blocks(allocator)}
+    assert found == {0: (4.0, True), 1: (3.0, False), 3: (1.0, True)}
+
+
+def test_a_block_is_as_old_as_its_youngest_holder_says_and_no_last_one_is_full() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        allocator = BlockAllocator(ByteBudget(1000), 1, PAGE)
+        tables = [allocator.new_table()]
+        for _ in range(12):
+            table = rng.choice(tables)
+            if rng.random() < 0.3 and table.blocks:
+                tables.append(allocator.fork(table))
+            else:
+                grown(allocator, table, rng.randrange(1, 3 * PAGE))
+        last = {table.blocks[-1] for table in tables if table.blocks}
+        found = {each.block: each for each in full_blocks(allocator)}
+        assert found.keys() == {b for table in tables for b in table.blocks} - last
+        for block, each in found.items():
+            holders = [table for table in tables if block in table.blocks]
+            assert each.is_first == any(table.blocks[0] == block for table in holders)
+            assert each.age == min(
+                len(table.blocks)
+                - 1
+                - table.blocks.index(block)
+                + (allocator.tokens_reserved - table.last_reserved) / PAGE
+                for table in holders
+            )

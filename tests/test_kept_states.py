@@ -1,0 +1,95 @@
+"""States of layers without pages: behind which tokens they are found, and which of them stay."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv import PagePool, Sequence
+from paged_kv.prefix_cache import PrefixCache
+from paged_kv.snapshots import Snapshots
+
+TEXT = list(range(1000))
+
+
+@dataclass
+class State:
+    """What a layer without pages holds behind so many tokens."""
+
+    tokens: int
+    nbytes: int = 100
+
+
+class Hybrid:
+    """Prefixes of a model with one layer of pages, and one with a state."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(1, max_bytes=1 << 20)
+        self.prefixes = PrefixCache(self.pool, has_states=True)
+
+    def sequence(self, tokens: list[int]) -> Sequence:
+        sequence = Sequence(self.pool)
+        numbers = mx.array(tokens, mx.float32)[None, None, :, None]
+        self.pool.append(0, [sequence], numbers, numbers)
+        return sequence
+
+    def insert(self, tokens: list[int], sequence: Sequence) -> None:
+        """With the state as it is now: behind all that the sequence holds."""
+        self.prefixes.insert("", tokens, sequence, [State(sequence.length)])
+
+    def found(self, tokens: list[int]) -> int:
+        """How much of a prompt is found; the state is that of these very tokens."""
+        prefix = self.prefixes.fetch("", [*tokens, -1], self.pool.page_format)
+        states: Any = prefix.states
+        assert [each.tokens for each in states or []] == ([prefix.num_tokens] if states else [])
+        return prefix.num_tokens
+
+
+def test_a_state_is_of_the_tokens_that_it_is_found_behind() -> None:
+    """Who inserts a part of what a sequence holds has no state for its end."""
+    hybrid = Hybrid()
+    sequence = hybrid.sequence(TEXT[:600])
+    for part in (600, 512, 300, 256, 1):
+        hybrid.insert(TEXT[:part], sequence)
+        assert hybrid.found(TEXT[:part]) == (600 if part == 600 else 0)
+    assert hybrid.found(TEXT) == 600
+
+
+def test_the_longest_state_that_a_prompt_goes_along_with_is_taken() -> None:
+    """Of several in one block too, and also when a longer block has taken the place of theirs."""
+    hybrid = Hybrid()
+    ends = (10, 40, 200, 256, 300, 511)
+    for end in ends:
+        hybrid.insert(TEXT[:end], hybrid.sequence(TEXT[:end]))
+    for length in (9, 10, 39, 40, 255, 256, 257, 300, 510, 511, 900):
+        assert hybrid.found(TEXT[:length]) == max([0, *(end for end in ends if end <= length)])
+
+
+def test_a_state_that_is_found_stays_longer_than_one_that_is_not() -> None:
+    hybrid = Hybrid()
+    hybrid.prefixes.snapshots.max_bytes = 3 * State(0).nbytes
+    prompts = [[first, *TEXT[:20]] for first in range(5)]
+    for prompt in prompts[:3]:
+        hybrid.insert(prompt, hybrid.sequence(prompt))
+    assert hybrid.found(prompts[0]) == 21
+    for prompt in prompts[3:]:
+        hybrid.insert(prompt, hybrid.sequence(prompt))
+    assert [hybrid.found(prompt) for prompt in prompts] == [21, 0, 0, 21, 21]
+
+
+def test_states_never_take_more_than_their_share_and_pinned_ones_stay() -> None:
+    snapshots = Snapshots(10)
+    pinned = snapshots.take("pinned", 4)
+    assert pinned is not None
+    pinned.pins = 1
+    held = [pinned]
+    for nbytes in (6, 3, 3, 5, 1, 6):
+        taken = snapshots.take(nbytes, nbytes)
+        assert taken is not None
+        held.append(taken)
+        assert snapshots.nbytes <= 10
+    assert [each.states for each in held] == ["pinned", *[None] * 5, 6]
+    assert snapshots.take("too much", 7) is None
+    assert (pinned.states, held[-1].states) == ("pinned", 6)
+    del held, taken
+    assert snapshots.nbytes == 4

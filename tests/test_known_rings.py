@@ -1,0 +1,52 @@
+"""From which pages that are known a ring can be made, and from which not."""
+
+import pytest
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefix_node import Node, WindowRows
+from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.kernels.page_format import PAGE_SIZE
+from paged_kv.known_rings import known_ring
+from paged_kv.window import Window
+
+# A ring of three pages.
+WINDOW = Window(512, 256)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_tokens", "is_known"),
+    [
+        ([(0, 256), (0, 256), (0, 50)], 562, True),
+        # Of a page between others rows are missing.
+        ([(0, 256), (100, 256), (0, 50)], 562, False),
+        ([(0, 256), (0, 256), (10, 50)], 562, False),
+        # Of the oldest only what the window has left.
+        ([(51, 256), (0, 256), (0, 50)], 562, True),
+        ([(52, 256), (0, 256), (0, 50)], 562, False),
+        # A page ends too soon, or is not known.
+        ([(0, 255), (0, 256), (0, 50)], 562, False),
+        ([(0, 256), (0, 256), (0, 49)], 562, False),
+        ([(0, 256), None, (0, 50)], 562, False),
+        # What is further back does not matter.
+        ([None, (0, 256), (0, 256), (0, 256)], 1024, True),
+        ([(0, 100)], 100, True),
+    ],
+)
+def test_all_that_the_window_sees_must_be_there(
+    rows: list[tuple[int, int] | None], num_tokens: int, is_known: bool
+) -> None:
+    allocator, blocks = BlockAllocator(ByteBudget(1000), 1, PAGE_SIZE), RetiredBlocks()
+    table = allocator.new_table()
+    table.reserve(0, len(rows) * PAGE_SIZE)
+    retired = [blocks.retire(allocator, block) for block in table.blocks]
+    nodes = [Node((), {}, None) for _ in rows]
+    for node, page, held in zip(nodes, retired, rows, strict=True):
+        if held is not None:
+            node.hold(allocator, WindowRows(page, *held, is_end=False))
+    known = known_ring(nodes, num_tokens, WINDOW, allocator)
+    assert (known is not None) == is_known
+    if known is not None:
+        latest = list(range(max(0, len(rows) - 3), len(rows)))
+        assert set(known.pages) == {retired[page] for page in latest}
+        assert known.written >= num_tokens

@@ -1,0 +1,36 @@
+"""A batch whose pages are not alike is gathered row by row, and each row where it belongs."""
+
+import mlx.core as mx
+import pytest
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.page_format import page_format_named
+from paged_kv.kernels.page_rows import PageRows
+from tests.arrays import normal
+from tests.backends import BACKENDS, backend_named
+
+GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
+# Of two slabs of different formats.
+TABLES = ((0, 64), (1,), (65, 2), (66,))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("padding", [(0, 0, 0, 0), (3, 0, 300, 7), (0, 40, 0, 9)])
+def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, ...]) -> None:
+    pages = LayerPages(GEOMETRY, backend_named(backend, GEOMETRY), 64)
+    for slab, name in enumerate(("fp16", "q8")):
+        pages.map_slab(slab, 3, page_format_named(name))
+    lengths = (300, 17, 512, 256)
+    rows = PageRows(TABLES, lengths, padding)
+    longest = max(rows.ends)
+    keys = normal((4, 2, longest, 32), mx.float32, 1)
+    pages.write(keys, keys + 1, rows)
+    found = pages.gather(rows)
+    for row, (table, length, end) in enumerate(zip(TABLES, lengths, rows.ends, strict=True)):
+        alone = pages.gather(PageRows((table,), (length,), (0,)))
+        for part, expected in zip(found, alone, strict=True):
+            first = longest - end
+            assert mx.array_equal(part[row : row + 1, :, first : first + length], expected)
+            assert not part[row, :, :first].any()
+            assert not part[row, :, first + length :].any()

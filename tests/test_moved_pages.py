@@ -1,0 +1,33 @@
+"""What was read is attended to where its pages are once they were converted."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.page_format import page_format_named
+from tests.arrays import normal
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+SHAPE = (1, 1, 1000, 32)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attention_follows_pages_that_were_converted_since(queries: int) -> None:
+    pool = PagePool(1, max_bytes=32 << 20)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    given = normal(SHAPE, mx.float32, 1), normal(SHAPE, mx.float32, 2)
+    cache.update_and_fetch(*given)
+    keys, values = cache.keys_and_values()
+    pool.convert(cache.sequences, page_format_named("q8"))
+    # Another one takes the pages that have become free.
+    other = PagedKVCache(pool, 0, [Sequence(pool)])
+    other.update_and_fetch(mx.zeros(SHAPE), mx.zeros(SHAPE))
+    asked = normal((1, 2, queries, 32), mx.float32, 3)
+    mask: Any = None if queries == 1 else "causal"
+    found = paged_attention(asked, keys, values, cache, 0.2, mask)
+    expected = mx.fast.scaled_dot_product_attention(asked, *given, scale=0.2, mask=mask)
+    assert mx.allclose(found, expected, atol=5e-3)

@@ -1,0 +1,63 @@
+"""What the native kernels give: nobody else's memory, and right where later keys outweigh earlier
+ones."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.kernels.native_backend import COPIED_BYTES, NativeBackend
+from paged_kv.kernels.page_format import page_format_named
+from paged_kv.kernels.page_rows import PageRows
+from tests.arrays import normal, numbers
+from tests.backends import instruction_sets, native_library
+from tests.dense_attention import dense_attention
+
+DIM, LENGTH = 64, 700
+ROWS = PageRows(((0, 1, 2),), (LENGTH,), (0,))
+
+
+def written(isa: str, keys: mx.array, values: mx.array, name: str = "fp16") -> LayerPages:
+    library = native_library()
+    library.use_instruction_set(isa)
+    geometry = LayerGeometry(1, DIM, mx.float32, 1, DIM, mx.float32)
+    pages = LayerPages(geometry, NativeBackend(library), 64)
+    pages.map_slab(0, 3, page_format_named(name))
+    pages.write(keys, values, ROWS)
+    return pages
+
+
+def step(count: int, seed: int) -> mx.array:
+    return normal((1, 1, count, DIM), mx.float32, seed)
+
+
+@pytest.mark.parametrize("queries", [1, 3, COPIED_BYTES // DIM // 4 + 1])
+def test_an_output_stays_what_it_is_when_others_are_made(queries: int) -> None:
+    """Of the same shape, small and large."""
+    pages = written(instruction_sets()[0], step(LENGTH, 1), step(LENGTH, 2))
+    asked = [step(queries, seed) for seed in (3, 4)]
+    outputs = [pages.attend(each, ROWS, scale=0.2) for each in asked * 2]
+    for one, again in zip(outputs[:2], outputs[2:], strict=True):
+        assert mx.array_equal(one, again)
+    assert not mx.array_equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("name", ["fp16", "q8-unrotated"])
+@pytest.mark.parametrize("queries", [1, 3, 100])
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("is_rising", [True, False])
+def test_sums_follow_the_largest_logit(isa: str, queries: int, is_rising: bool, name: str) -> None:
+    """Page by page it grows, or none of the later ones comes near it."""
+    asked, direction = mx.ones((1, 1, queries, DIM)), mx.ones((1, 1, LENGTH, DIM))
+    # Logits from 0 to 7.
+    growth = mx.arange(LENGTH)[:, None] / 100 / DIM
+    keys = direction * (growth if is_rising else growth[::-1])
+    values = step(LENGTH, 2)
+    pages = written(isa, keys, values, name)
+    found = numbers(pages.attend(asked, ROWS, scale=1.0))[0]
+    held_keys, held_values = (numbers(part)[0] for part in pages.gather(ROWS))
+    expected, _ = dense_attention(
+        numbers(asked)[0], held_keys, held_values, scale=1.0, causal=True, window=None, sinks=None
+    )
+    assert np.abs(found - expected).max() < 1e-4

@@ -1,0 +1,77 @@
+"""Numbers of several pools: what is added up, and what metrics say of each."""
+
+import pytest
+
+from paged_kv.allocator.allocator_stats import FormatStats
+from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.pool_counts import PoolCounts
+from paged_kv.process_view import PoolView, ProcessView
+from paged_kv.stats import GroupStats, PoolStats
+
+
+def stats(first: int) -> PoolStats:
+    """Of a pool of one group, in which no two numbers are alike."""
+    blocks = FormatStats(
+        "q8", 100, 10, 1, used=first, cached=first + 1, spare=first + 2, stranded=first + 3,
+        tail_rows=first + 4, ring_rows=first + 5, compactable=first + 6,
+    )  # fmt: skip
+    group = GroupStats(
+        (blocks,), first + 7, first + 8, first + 9, first + 10, first + 11, first + 12,
+        gather_fallbacks=first + 13,
+    )  # fmt: skip
+    return PoolStats(
+        "q8", "plain", 10**6, (group,), {"room": first + 14, "limit": first + 15},
+        {"q4": first + 16}, first + 17, first + 18, first + 19,
+    )  # fmt: skip
+
+
+def test_numbers_of_pools_under_one_budget_are_added() -> None:
+    one, other = stats(100), stats(200)
+    both = one + other
+    for name in (
+        "prefix_queries", "prefix_hits", "kernel_fallbacks", "gather_fallbacks", "cow_copies",
+        "allocation_failures", "blocks_used", "blocks_cached", "blocks_free", "blocks_shared",
+        "bytes_mapped", "bytes_allocated", "bytes_tail", "bytes_ring_slack", "bytes_compactable",
+        "table_entries", "tables", "tables_dropped",
+    ):  # fmt: skip
+        assert getattr(both, name) == getattr(one, name) + getattr(other, name), name
+    assert both.evictions == {"room": 328, "limit": 330}
+    assert both.demotions == {"q4": 332}
+    assert both.bytes_budget == 10**6
+    assert both.usage == one.usage + other.usage
+
+
+def test_metrics_say_what_the_numbers_are() -> None:
+    pytest.importorskip("prometheus_client")
+    from paged_kv.prometheus_metrics import metrics_text
+
+    view = ProcessView(1, "command", 0.0, (PoolView("llama", 3, stats(100)),))
+    found = dict(
+        line.rsplit(" ", 1)
+        for line in metrics_text(view).decode().splitlines()
+        if not line.startswith("#")
+    )
+    labels = 'model="llama",pool="3"'
+    for name, number in (
+        (f'kv_blocks{{format="q8",{labels},state="used"}}', 100),
+        (f'kv_blocks{{format="q8",{labels},state="cached"}}', 101),
+        (f'kv_blocks{{format="q8",{labels},state="free"}}', 102 + 103),
+        (f'evictions_total{{{labels},reason="room"}}', 114),
+        (f"prefix_cache_queries_total{{{labels}}}", 117),
+        (f"prefix_cache_hits_total{{{labels}}}", 118),
+        (f"kernel_fallbacks_total{{{labels}}}", 119),
+        (f"cow_copies_total{{{labels}}}", 111),
+        (f"allocation_failures_total{{{labels}}}", 112),
+        (f"gather_fallbacks_total{{{labels}}}", 113),
+        (f"kv_active_bytes{{{labels}}}", 100 * 100),
+        (f"kv_mapped_bytes{{{labels}}}", 406 * 100),
+        (f"kv_cache_usage_perc{{{labels}}}", 0.01),
+    ):
+        assert float(found.get(f"paged_kv:{name}", "nan")) == number, (name, sorted(found))
+
+
+def test_prompts_are_counted_by_what_was_asked_and_what_was_found() -> None:
+    counts = PoolCounts(NO_EVENTS)
+    for asked, found in ((10, 3), (5, 0), (7, 6)):
+        counts.look_up(asked, found)
+    assert (counts.prefix_queries, counts.prefix_hits) == (22, 9)

@@ -1,0 +1,50 @@
+"""In which order a trace tells what happened."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagePool, Sequence
+from paged_kv.prefix_cache import PrefixCache
+
+
+def write(sequence: Sequence, count: int) -> None:
+    numbers = mx.zeros((1, 1, count, 4))
+    sequence.pool.append(0, [sequence], numbers, numbers)
+
+
+def lines(pool: PagePool, path: Path) -> list[str]:
+    events: Any = pool.counts.events
+    events.flush()
+    return [line for line in path.read_text().splitlines()[1:] if not line.startswith("+")]
+
+
+def test_small_writes_are_told_before_what_takes_them_back(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    pool = PagePool(1, max_bytes=1 << 20, trace=str(path))
+    sequence = Sequence(pool)
+    for count in (300, 1, 1):
+        write(sequence, count)
+    sequence.trim(0, 50)
+    write(sequence, 1)
+    expected = ["w 0 0 300 2", "w 0 300 302 0", "t 0 252", "w 0 252 253 0"]
+    assert lines(pool, path)[-4:] == expected
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_each_block_of_a_prefix_that_goes_is_told(tmp_path: Path, is_moved: bool) -> None:
+    path = tmp_path / "trace"
+    pool = PagePool(1, max_bytes=1 << 20, trace=str(path))
+    prefixes = PrefixCache(pool, has_states=False)
+    sequence = Sequence(pool)
+    write(sequence, 300)
+    prefixes.insert("", list(range(300)), sequence, None)
+    del sequence
+    assert pool.stats().blocks_cached == 2
+    if is_moved:
+        allocator = pool.groups[0].allocator
+        allocator.apply_moves({0: allocator.formats[0].free[0]})
+    pool.clear()
+    assert lines(pool, path)[-2:] == ["e 0 1", "e 0 1"]
