@@ -191,14 +191,6 @@ class BatchRules(RuleBasedStateMachine):
         for row in batch.rows:
             row.convert(f"q{bits}", is_whole=is_whole)
 
-    @rule(home=INDEX)
-    def compact(self, home: int) -> None:
-        self.homes[home % len(self.homes)].pool.compact()
-
-    @rule()
-    def collect(self) -> None:
-        gc.collect()
-
     @rule()
     def look(self) -> None:
         """Not after every step: reading what a batch no longer holds as one step writes it."""

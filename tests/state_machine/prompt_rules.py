@@ -1,5 +1,6 @@
 """What is done with prompts: found, computed, inserted, pinned and forgotten, in any order."""
 
+import gc
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ class PromptRules(BatchRules):
         self.inserted: list[tuple[Home | None, Hashable, list[int]]] = []
         self.pins: list[Pin] = []
 
+        self.computed(self.homes[0], TEXTS[0][:600], None, 256, keep=True)
+
     def home(self, number: int) -> Home:
         """One that is open; there always is one."""
         homes = self.open_homes()
@@ -86,15 +89,11 @@ class PromptRules(BatchRules):
         home=INDEX,
         number=st.integers(0, 100),
         length=st.sampled_from([0, 0, 1, 40, 255, 256, 300, 512]),
-        salt=SALTS,
         step_size=STEP_SIZES,
     )
-    def again(self, home: int, number: int, length: int, salt: Hashable, step_size: int) -> Batches:
+    def again(self, home: int, number: int, length: int, step_size: int) -> Batches:
         """Ask for what was inserted once, or its beginning, and something else behind it."""
-        known = [tokens for _, of, tokens in self.inserted if of == salt]
-        if not known:
-            return multiple()
-        tokens = known[number % len(known)]
+        _, salt, tokens = self.inserted[number % len(self.inserted)]
         prompt = [*tokens[: length or len(tokens)], 4, 5]
         return self.computed(self.home(home), prompt, salt, step_size, keep=False)
 
@@ -142,8 +141,11 @@ class PromptRules(BatchRules):
         known = min(len(tokens), len(row.tokens))
         self.inserted.append((batch.home, salt, tokens[:known]))
         promised = factory.insert_cache(tokens, batch.layers, salt=salt)
-        is_whole = known == len(row.tokens) or not (batch.home.pool.windows or batch.arrays)
-        assert promised == known if is_whole else promised <= known
+        assert promised <= known
+        # Of two that end in the same row of a page behind the same blocks, a window that begins in
+        # the page before is known of one only. States are those behind all tokens.
+        if not batch.home.pool.windows and (known == len(row.tokens) or not batch.arrays):
+            assert promised == known
         if row.is_found:
             # One more, as the last token of a prompt is never found.
             batch = self.fetched(batch.home, [*tokens[:known], 2], salt)
@@ -171,9 +173,14 @@ class PromptRules(BatchRules):
         assert pin.home.factory is not None
         assert pin.home.factory.unpin(pin.tokens, salt=pin.salt) == pin.pinned
 
-    @rule(home=INDEX)
-    def clear(self, home: int) -> None:
+    @rule(home=INDEX, what=st.sampled_from(["compact", "collect", "clear"]))
+    def tidy(self, home: int, what: str) -> None:
         at = self.home(home)
         assert at.factory is not None
-        at.factory.clear()
-        assert len(at.factory.prefixes) == 0 or any(pin.home is at for pin in self.pins)
+        if what == "compact":
+            at.pool.compact()
+        elif what == "collect":
+            gc.collect()
+        else:
+            at.factory.clear()
+            assert len(at.factory.prefixes) == 0 or any(pin.home is at for pin in self.pins)

@@ -28,28 +28,21 @@ def has_store(machine: "StoreRules") -> bool:
 
 
 class StoreRules(PromptRules):
-    @rule(home=INDEX)
-    def reopen(self, home: int) -> None:
-        """Its caches stay usable."""
+    @rule(home=INDEX, number=st.integers(0, 100))
+    def reopen(self, home: int, number: int) -> None:
+        """Its caches stay usable, and another factory begins with what it has stored."""
         at = self.home(home)
         assert at.factory is not None
         at.factory.close()
         at.is_open = False
         self.pins = [pin for pin in self.pins if pin.home is not at]
-        self.open_home()
+        _, salt, tokens = self.inserted[number % len(self.inserted)]
+        self.computed(self.open_home(), [*tokens, 4], salt, 256, keep=False)
 
     @rule()
     def open_another(self) -> None:
         if len(self.open_homes()) < MOST_HOMES:
             self.open_home()
-
-    @precondition(has_store)
-    @rule(home=INDEX)
-    def flush(self, home: int) -> None:
-        factory = self.home(home).factory
-        assert factory is not None
-        assert factory.store is not None
-        assert factory.store.flush()
 
     @precondition(has_store)
     @rule(seed=st.integers(0, 1 << 16), share=st.sampled_from([0.1, 0.5]))
@@ -79,6 +72,7 @@ class StoreRules(PromptRules):
         """Another process computes prompts, and is killed."""
         self.inserted += [(None, None, prompt) for prompt in prompts]
         writer().do(Work(self.world, self.folder / "store", prompts, killed_at))
+        self.computed(self.home(0), [*prompts[0], 4], None, 256, keep=False)
 
     @invariant()
     def store_keeps_its_cap(self) -> None:
