@@ -74,8 +74,8 @@ class PromptRules(BatchRules):
         self, home: Home, prompt: list[int], salt: Hashable, step_size: int, keep: bool
     ) -> Batches:
         """Go on behind what is known of a prompt."""
+        fits = home.pool.can_admit(len(prompt))
         batch = self.fetched(home, prompt, salt)
-        fits = batch.home.pool.can_admit(len(prompt) - len(batch.rows[0].tokens))
         while rest := prompt[len(batch.rows[0].tokens) :][:step_size]:
             if not self.steps.take(batch, [rest]):
                 assert step_size > 256 or not fits, "what was admitted does not fit"
