@@ -1,10 +1,14 @@
 """Rings hold what a window sees, and still know what they have written over when they were rolled
 back."""
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
-from paged_kv import PagePool
+from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.window import Window
+from tests.arrays import normal
 from tests.ring_batches import PAGE_BYTES, append, assert_holds, new_batch
 
 
@@ -43,3 +47,20 @@ def test_what_is_read_is_what_the_first_query_of_a_step_sees(window: Window) -> 
         tokens = len(batch.rows[0].tokens)
         seen = [cache.keys_and_values()[0].shape[2] for cache in batch.layers]
         assert seen == [tokens, min(tokens, window.size - 1 + count)]
+
+
+@pytest.mark.parametrize("queries", [1, 10])
+def test_a_causal_mask_hides_no_more_than_it_says(queries: int) -> None:
+    """A model that passes one means all keys that it was given, also of a layer with a window."""
+    pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=100 * PAGE_BYTES)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    cache.update_and_fetch(
+        normal((1, 1, 40, 8), mx.float32, 1), normal((1, 1, 40, 8), mx.float32, 2)
+    )
+    step = [normal((1, 1, queries, 8), mx.float32, seed) for seed in (3, 4)]
+    keys, values = cache.update_and_fetch(*step)
+    asked = normal((1, 2, queries, 8), mx.float32, 5)
+    found = paged_attention(asked, keys, values, cache, 1.0, "causal")
+    gathered = mx.array(np.asarray(keys)), mx.array(np.asarray(values))
+    expected = mx.fast.scaled_dot_product_attention(asked, *gathered, scale=1.0, mask="causal")
+    assert mx.allclose(found, expected, atol=1e-5)

@@ -1,4 +1,10 @@
-"""What the native kernels make of NaN, of infinity, and of numbers that 16 bits do not hold."""
+"""What the native kernels of each instruction set make of NaN, of infinity, of numbers that 16 bits
+do not hold, and of pages in another format.
+
+The cases are loops: what one instruction set does wrong, it does in few of them.
+"""
+
+from itertools import permutations, product
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +22,9 @@ from tests.backends import instruction_sets, native_library
 # Head sizes of whole registers of every instruction set.
 HEADS, DIM = 2, 96
 ROWS = PageRows(((0,),), (256,), (0,))
+CODES = ("q8-unrotated", "q4-unrotated")
 # Two of NaN whose last bits carry on into the sign when they are rounded as if they were a number.
-NANS = [0x7FFF, 0xFFFF, 0x7C01, 0x7E00]
+NANS = (0x7FFF, 0xFFFF, 0x7C01, 0x7E00)
 
 
 @pytest.fixture(params=instruction_sets())
@@ -27,58 +34,64 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend(library)
 
 
-def pages_of(backend: NativeBackend, name: str, dtype: mx.Dtype) -> LayerPages:
-    """One page."""
+def pages_of(backend: NativeBackend, dtype: mx.Dtype, *names: str) -> LayerPages:
+    """A page of each format: the first of a slab of its own."""
     pages = LayerPages(LayerGeometry(HEADS, DIM, dtype, HEADS, DIM, dtype), backend, 64)
-    pages.map_slab(0, 1, page_format_named(name))
+    for slab, name in enumerate(names):
+        pages.map_slab(slab, 1, page_format_named(name))
     return pages
 
 
-@pytest.mark.parametrize("bits", NANS)
-@pytest.mark.parametrize("name", ["q8-unrotated", "q4-unrotated"])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_nan_in_a_page_is_nan_in_what_is_gathered(
-    backend: NativeBackend, name: str, bits: int, dtype: mx.Dtype
-) -> None:
+def step(dtype: mx.Dtype, seed: int) -> mx.array:
+    return normal((1, HEADS, 256, DIM), dtype, seed)
+
+
+def test_nan_in_a_page_is_nan_in_what_is_gathered(backend: NativeBackend) -> None:
     """Whatever its bits are. Codes that are not 0 have a scale of NaN."""
-    pages = pages_of(backend, name, dtype)
-    words = np.full(pages.page(0).shape, 0x1111, np.uint16).reshape(-1)
-    layout = pages.layout_of(0)
-    for plane in (1, 3):
-        first = layout.offsets[plane]
-        words[first : first + layout.planes[plane].words] = bits
-    pages.load({0: mx.array(words.reshape(pages.page(0).shape), WORD)})
-    for part in backend.gather_now(pages, ROWS):
-        assert np.isnan(numbers(part)).all()
+    for name, bits, dtype in product(CODES, NANS, (mx.float32, mx.float16, mx.bfloat16)):
+        pages = pages_of(backend, dtype, name)
+        words = np.full(pages.page(0).shape, 0x1111, np.uint16).reshape(-1)
+        layout = pages.layout_of(0)
+        for plane in (1, 3):
+            first = layout.offsets[plane]
+            words[first : first + layout.planes[plane].words] = bits
+        pages.load({0: mx.array(words.reshape(pages.page(0).shape), WORD)})
+        for part in backend.gather_now(pages, ROWS):
+            assert np.isnan(numbers(part)).all(), (name, hex(bits), dtype)
 
 
-@pytest.mark.parametrize("name", ["q8-unrotated", "q4-unrotated"])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_what_is_gathered_is_rounded_as_mlx_rounds(
-    backend: NativeBackend, name: str, dtype: mx.Dtype
-) -> None:
+def test_what_is_gathered_is_rounded_as_mlx_rounds(backend: NativeBackend) -> None:
     """Code times scale has more bits than the dtype: to the nearest, ties to even."""
-    pages = pages_of(backend, name, dtype)
-    keys, values = (normal((1, HEADS, 256, DIM), dtype, seed) for seed in (1, 2))
-    pages.write(keys, values, ROWS)
-    for ours, lazy in zip(backend.gather_now(pages, ROWS), pages.gather(ROWS), strict=True):
-        assert mx.array_equal(ours.view(WORD), lazy.view(WORD))
+    for name, dtype in product(CODES, (mx.float16, mx.bfloat16)):
+        pages = pages_of(backend, dtype, name)
+        pages.write(step(dtype, 1), step(dtype, 2), ROWS)
+        for ours, lazy in zip(backend.gather_now(pages, ROWS), pages.gather(ROWS), strict=True):
+            assert mx.array_equal(ours.view(WORD), lazy.view(WORD)), (name, dtype)
 
 
-@pytest.mark.parametrize("queries", [1, 40])
-@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", ["fp16", "q8", "q4", "q4-unrotated"])
-def test_a_query_that_is_no_number_gives_none(
-    backend: NativeBackend, name: str, number: float, queries: int
-) -> None:
+def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
     """And leaves those beside it alone."""
-    pages = pages_of(backend, name, mx.float16)
-    keys, values = (normal((1, HEADS, 256, DIM), mx.float16, seed) for seed in (1, 2))
-    pages.write(mx.abs(keys) + 1, values, ROWS)
-    asked = normal((1, 2 * HEADS, queries, DIM), mx.float16, 3)
-    # Infinity times numbers of both signs.
-    asked[0, 1, queries // 2, :2] = mx.array([number, -number])
-    found = numbers(pages.attend(asked, ROWS, scale=0.1))[0]
-    is_nan = np.isnan(found)
-    assert is_nan[1, queries // 2].all()
-    assert is_nan.sum() == DIM
+    for name, queries in product(("fp16", "q8", "q4", "q4-unrotated"), (1, 40)):
+        pages = pages_of(backend, mx.float16, name)
+        pages.write(mx.abs(step(mx.float16, 1)) + 1, step(mx.float16, 2), ROWS)
+        for number in (np.inf, -np.inf, np.nan):
+            asked = normal((1, 2 * HEADS, queries, DIM), mx.float16, 3)
+            # Infinity times numbers of both signs.
+            asked[0, 1, queries // 2, :2] = mx.array([number, -number])
+            is_nan = np.isnan(numbers(pages.attend(asked, ROWS, scale=0.1))[0])
+            assert is_nan[1, queries // 2].all(), (name, queries, number)
+            assert is_nan.sum() == DIM, (name, queries, number)
+
+
+def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend) -> None:
+    """As far as codes of 4 bits can: a wrong basis or scale leaves nothing of them."""
+    names = ("fp16", "q8", "q4", *CODES)
+    for source, target in permutations(names, 2):
+        pages = pages_of(backend, mx.float16, source, target)
+        given = step(mx.float16, 1), step(mx.float16, 2)
+        pages.write(*given, ROWS)
+        pages.convert({0: 64})
+        rows = PageRows(((64,),), (256,), (0,))
+        for part, expected in zip(pages.gather(rows), given, strict=True):
+            noise = numbers(part) - numbers(expected)
+            assert np.square(noise).mean() < 0.02 * np.square(numbers(expected)).mean()
