@@ -58,16 +58,16 @@ def test_pages_that_another_sequence_takes_over() -> None:
     assert mx.allclose(output, given[0].sum(axis=2) + given[1].sum(axis=2), atol=1e-3)
 
 
-@pytest.mark.parametrize("operation", ["load", "copy", "convert"])
-def test_a_page_that_is_replaced_does_not_show_in_what_was_read(operation: str) -> None:
-    cache = new_cache()
-    given = step(512, 1)
-    found, _ = cache.update_and_fetch(*given)
-    pages = cache.pool.groups[0].pages[0]
-    other = mx.array(np.array(pages.page(1)))
-    getattr(pages, operation)({0: other} if operation == "load" else {1: 0})
-    assert mx.array_equal(pages.page(0), other)
-    assert mx.array_equal(found, given[0])
+def test_a_page_that_is_replaced_does_not_show_in_what_was_read() -> None:
+    for operation in ("load", "copy", "convert"):
+        cache = new_cache()
+        given = step(512, 1)
+        found, _ = cache.update_and_fetch(*given)
+        pages = cache.pool.groups[0].pages[0]
+        other = mx.array(np.array(pages.page(1)))
+        getattr(pages, operation)({0: other} if operation == "load" else {1: 0})
+        assert mx.array_equal(pages.page(0), other)
+        assert mx.array_equal(found, given[0]), operation
 
 
 @pytest.mark.parametrize("is_held", [False, True])
