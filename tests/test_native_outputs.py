@@ -1,6 +1,7 @@
 """What the native kernels give: nobody else's memory, and right where later keys outweigh earlier
 ones."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -8,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from paged_kv.kernels.cpu_threads import thread_count
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.native_backend import COPIED_BYTES, NativeBackend
@@ -17,14 +19,15 @@ from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
 
-DIM, LENGTH = 64, 700
+# One thread of so many heads reads a row whole; of fewer each page would be a task of its own.
+HEADS, DIM, LENGTH = 8, 64, 700
 ROWS = PageRows(((0, 1, 2),), (LENGTH,), (0,))
 
 
 def written(isa: str, keys: mx.array, values: mx.array, name: str = "fp16") -> LayerPages:
     library = native_library()
     library.use_instruction_set(isa)
-    geometry = LayerGeometry(1, DIM, mx.float32, 1, DIM, mx.float32)
+    geometry = LayerGeometry(HEADS, DIM, mx.float32, HEADS, DIM, mx.float32)
     pages = LayerPages(geometry, NativeBackend(library), 64)
     pages.map_slab(0, 3, page_format_named(name))
     pages.write(keys, values, ROWS)
@@ -32,10 +35,10 @@ def written(isa: str, keys: mx.array, values: mx.array, name: str = "fp16") -> L
 
 
 def step(count: int, seed: int) -> mx.array:
-    return normal((1, 1, count, DIM), mx.float32, seed)
+    return normal((1, HEADS, count, DIM), mx.float32, seed)
 
 
-@pytest.mark.parametrize("queries", [1, 3, COPIED_BYTES // DIM // 4 + 1])
+@pytest.mark.parametrize("queries", [1, 3, COPIED_BYTES // DIM // HEADS // 4 + 1])
 def test_an_output_stays_what_it_is_when_others_are_made(queries: int) -> None:
     """Of the same shape, small and large."""
     pages = written(instruction_sets()[0], step(LENGTH, 1), step(LENGTH, 2))
@@ -46,6 +49,14 @@ def test_an_output_stays_what_it_is_when_others_are_made(queries: int) -> None:
     assert not mx.array_equal(outputs[0], outputs[1])
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    native_library().use_threads(1)
+    yield
+    native_library().use_threads(thread_count())
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_sums_follow_the_largest_logit(isa: str) -> None:
     """Page by page it grows, or none of the later ones comes near it."""
@@ -54,8 +65,8 @@ def test_sums_follow_the_largest_logit(isa: str) -> None:
     for name, queries, growth in product(
         ("fp16", "q8-unrotated"), (1, 3, 100), (rising, rising[::-1])
     ):
-        asked = mx.ones((1, 1, queries, DIM))
-        pages = written(isa, mx.ones((1, 1, LENGTH, DIM)) * growth, step(LENGTH, 2), name)
+        asked = mx.ones((1, HEADS, queries, DIM))
+        pages = written(isa, mx.ones((1, HEADS, LENGTH, DIM)) * growth, step(LENGTH, 2), name)
         found = numbers(pages.attend(asked, ROWS, scale=1.0))[0]
         keys, values = (numbers(part)[0] for part in pages.gather(ROWS))
         options: dict[str, Any] = {"scale": 1.0, "causal": True, "window": None, "sinks": None}
