@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ STRIDE, ROW_FIELDS = 1 << 16, 4
 BATCHES = (1, 8, 32)
 LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 1 << 16)
 BITS = {"fp16": 16, "q4": 4}
+FLAGS = {"fp16": ["HAS_FLOATS"], "q4": ["HAS_Q4", "HAS_CODES"]}
 MOST_BYTES = 60 << 30  # of pages; larger combinations are left out
 TOLERANCE = 4e-3  # float16 outputs of size 1
 ROUNDS = 20
@@ -41,7 +42,7 @@ PARAMETERS = {
     "scale": 5,
 }
 PARAMETERS |= {"causal": 7, "splits": 8, "split_tiles": 9, "first_basis": 10, "bases": 11}
-PARAMETERS |= {"q_heads": 15}
+PARAMETERS |= {"q_heads": 14}
 
 
 @dataclass
@@ -77,11 +78,11 @@ class Bench:
         self.tuning = module("gpu_tuning")
         self._made: dict[tuple[Any, ...], Any] = {}
 
-    def kernel(self, operation: str, **constants: int) -> Any:
-        key = (operation, *constants.items())
+    def kernel(self, operation: str, flags: Sequence[str], **constants: int) -> Any:
+        key = (operation, *flags, *constants.items())
         if key not in self._made:
             made = self.cupy.RawModule(
-                code=kernel_text(operation, **constants),
+                code=kernel_text(operation, flags, **constants),
                 options=("--std=c++17", "--device-as-default-execution-space"),
                 backend="nvrtc",
             )
@@ -121,7 +122,7 @@ class Bench:
         pages = Pages(memory, page_format)
         step = min(length, 4096)
         done = self.cupy.zeros(8, self.cupy.int32)
-        write = self.kernel("write", K_DIM=DIM, V_DIM=DIM)
+        write = self.kernel("write", FLAGS[page_format], K_DIM=DIM, V_DIM=DIM)
         for end in range(step, length + step, step):
             end = min(end, length)
             shape = (batch, KV_HEADS, step, DIM)
@@ -135,40 +136,47 @@ class Bench:
             write((-(-step // 4), KV_HEADS, 2 * batch), (128, 1, 1), tuple(arguments))
         return pages
 
-    def decode(self, pages: Pages, tables: Any, length: int) -> tuple[Any, Any, Callable[[], None]]:
-        """Queries, where the output comes, and what computes it."""
+    def decode(
+        self, pages: Pages, tables: Any, length: int, *, writes: bool
+    ) -> tuple[Any, Any, Callable[[], None]]:
+        """Queries, where the output comes, and what computes it, and writes the last token."""
         cupy, batch, heads = self.cupy, tables.shape[0], KV_HEADS * RATIO
-        bases = 1
-        tiles = self.tuning.split_tiles(length, batch * KV_HEADS)
-        splits = -(-(length + 32) // (tiles * 32))
+        bases = 1 + pages.is_quantised
+        shape = self.tuning.decode_shape(batch, heads, KV_HEADS, DIM, length, bases=bases)
         params = self.params(
             table_stride=tables.shape[1],
             steps=1,
             scale=DIM**-0.5 * math.log2(math.e),
-            splits=splits,
-            split_tiles=tiles,
+            splits=shape.splits,
+            split_tiles=shape.tiles,
             first_basis=int(pages.is_quantised),
-            bases=bases,
+            bases=1,
         )
-        queries = cupy.random.standard_normal((batch, heads, 1, DIM), dtype=np.float32)
-        queries = queries.astype(np.float16)
-        slots = batch * heads * splits
-        partials, measures = (
-            cupy.empty((slots, DIM), np.float32),
-            cupy.empty((slots, 2), np.float32),
+        is_whole = shape.splits == 1
+        flags = [*FLAGS[pages.page_format], "WHOLE" if is_whole else "PARTIAL"]
+        flags += ["STEP"] if writes else []
+        sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
+        read = self.kernel("decode", flags, K_DIM=DIM, V_DIM=DIM, **sizes)
+        turns = ["HAS_CODES"] if pages.is_quantised else []
+        merge = self.kernel("merge", turns, V_DIM=DIM)
+        queries, keys, values = (
+            cupy.random.standard_normal((batch, each, 1, DIM), dtype=np.float32).astype(np.float16)
+            for each in (heads, KV_HEADS, KV_HEADS)
         )
+        own = [queries, keys, values] if writes else [queries]
+        given = [each for array in own for each in (array, self.strides(array))]
+        given += self.of_pages(pages, tables, params)
+        slots = batch * heads * shape.splits
+        partials = [cupy.empty((slots, each), np.float32) for each in (DIM, 2)]
         output, done = cupy.empty((batch, heads, 1, DIM), np.float16), cupy.zeros(8, np.int32)
-        sinks = cupy.zeros(heads, np.float32)
-        formats = {"fp16": 1, "q4": 4}[pages.page_format]
-        constants = {"K_DIM": DIM, "V_DIM": DIM, "ROWS": RATIO, "BLOCKS": 1, "PARTS": 4}
-        read = self.kernel("decode", **constants, FORMATS=formats)
-        merge = self.kernel("merge", V_DIM=DIM)
-        given = [queries, self.strides(queries), *self.of_pages(pages, tables, params)]
+        outputs = [output] if is_whole else partials
+        size = (KV_HEADS * shape.groups, shape.splits, batch)
+        threads = (32 * shape.parts * shape.blocks, 1, 1)
 
         def run() -> None:
-            size = (KV_HEADS, -(-splits // 4), batch)
-            read(size, (128, 1, 1), (*given, partials, measures, done))
-            merge((heads, batch, 1), (32, 1, 1), (partials, measures, sinks, params, output))
+            read(size, threads, (*given, *outputs, done))
+            if not is_whole:
+                merge((heads, batch, 1), (32, 1, 1), (*partials, params, output))
 
         return queries, output, run
 
@@ -179,11 +187,8 @@ class Bench:
         queries = cupy.random.standard_normal((batch, heads, steps, DIM), dtype=np.float32)
         queries = queries.astype(np.float16)
         output, done = cupy.empty(queries.shape, np.float16), cupy.zeros(8, np.int32)
-        tail, sinks = cupy.zeros((1, 1, 1, DIM), np.float16), cupy.zeros(heads, np.float32)
-        kernel = self.kernel(
-            "prefill", K_DIM=DIM, V_DIM=DIM, FORMATS=1 if not pages.is_quantised else 4
-        )
-        step = [queries, self.strides(queries), *[tail, self.strides(tail)] * 2, sinks]
+        kernel = self.kernel("prefill", FLAGS[pages.page_format], K_DIM=DIM, V_DIM=DIM)
+        step = [queries, self.strides(queries)]
         given = [*step, *self.of_pages(pages, tables, params), output, done]
         rows = -(-steps * RATIO // self.tuning.PREFILL_ROWS["cuda"])
 
@@ -269,22 +274,23 @@ def decode_results(bench: Bench, quick: bool) -> list[dict[str, Any]]:
                     continue
                 tables = bench.tables(batch, length)
                 pages = bench.filled(page_format, batch, length, tables)
-                queries, output, run = bench.decode(pages, tables, length)
-                decode, copied = bench.in_turns(run, copy)
-                error = bench.error(pages, tables, queries, output, batch - 1)
-                share = pages_bytes / decode / (2 * source.nbytes / copied)
-                results.append(
-                    {
-                        "operation": "decode",
-                        "format": page_format,
-                        "batch": batch,
-                        "tokens": length,
-                        "microseconds": 1e6 * decode,
-                        "share_of_copy_bandwidth": share,
-                        "largest_error": error,
-                    }
-                )
-                say(results[-1])
+                for writes in (False, True):
+                    queries, output, run = bench.decode(pages, tables, length, writes=writes)
+                    decode, copied = bench.in_turns(run, copy)
+                    error = bench.error(pages, tables, queries, output, batch - 1)
+                    share = pages_bytes / decode / (2 * source.nbytes / copied)
+                    results.append(
+                        {
+                            "operation": "write and decode" if writes else "decode",
+                            "format": page_format,
+                            "batch": batch,
+                            "tokens": length,
+                            "microseconds": 1e6 * decode,
+                            "share_of_copy_bandwidth": share,
+                            "largest_error": error,
+                        }
+                    )
+                    say(results[-1])
                 del pages, run, queries, output
                 cupy.get_default_memory_pool().free_all_blocks()
     return results

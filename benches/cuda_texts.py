@@ -1,5 +1,6 @@
 """The text of the CUDA kernels as a whole, for a machine that has CuPy and no MLX."""
 
+from collections.abc import Collection
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -17,38 +18,28 @@ typedef const long long* Strides;  // MLX has an array of its own for them
 # As kernels/gpu_kernels.py has them.
 OF_PAGES = [("const uint16_t*", f"slab{i}") for i in range(SLABS)]
 OF_PAGES += [("const int32_t*", name) for name in ("layouts", "tables", "params", "before")]
-_QUERIES = [("const T*", "queries"), ("Strides", "queries_strides")]
-_STEP = [
-    (kind, f"{name}{more}")
-    for name in ("keys", "values")
-    for kind, more in (("const T*", ""), ("Strides", "_strides"))
-]
-_TAIL = [(kind, f"tail_{name}") for kind, name in _STEP]
-ARGUMENTS: dict[str, list[tuple[str, str]]] = {
-    "write": [*_STEP, *OF_PAGES, ("int32_t*", "done")],
-    "decode": [
-        *_QUERIES,
-        *OF_PAGES,
-        ("float*", "partials"),
-        ("float*", "measures"),
-        ("int32_t*", "done"),
-    ],
-    "merge": [
-        ("const float*", "partials"),
-        ("const float*", "measures"),
-        ("const float*", "sinks"),
-        ("const int32_t*", "params"),
-        ("T*", "output"),
-    ],
-    "prefill": [
-        *_QUERIES,
-        *_TAIL,
-        ("const float*", "sinks"),
-        *OF_PAGES,
-        ("T*", "output"),
-        ("int32_t*", "done"),
-    ],
-}
+Argument = tuple[str, str]
+
+
+def _strided(*names: str) -> list[Argument]:
+    kinds = (("const T*", ""), ("Strides", "_strides"))
+    return [(kind, f"{name}{more}") for name in names for kind, more in kinds]
+
+
+# Of the variants that the bench runs, with a step if they have the flag STEP.
+def _arguments(operation: str, flags: Collection[str]) -> list[Argument]:
+    done, output = ("int32_t*", "done"), ("T*", "output")
+    parts = [("float*", "partials"), ("float*", "measures")]
+    if operation == "write":
+        return [*_strided("keys", "values"), *OF_PAGES, done]
+    if operation == "merge":
+        return [
+            *((f"const {kind}", name) for kind, name in parts),
+            ("const int32_t*", "params"),
+            output,
+        ]
+    own = _strided("queries", *(("keys", "values") if "STEP" in flags else ()))
+    return [*own, *OF_PAGES, *(parts if "PARTIAL" in flags else [output]), done]
 
 
 def module(name: str) -> Any:
@@ -61,13 +52,11 @@ def module(name: str) -> Any:
     return loaded
 
 
-def kernel_text(operation: str, **constants: int) -> str:
-    """A whole CUDA source of one operation in float16, with its constants."""
-    text = module("gpu_text")
-    listed = ", ".join(f"{kind} {name}" for kind, name in ARGUMENTS[operation])
-    lines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
+def kernel_text(operation: str, flags: Collection[str], **constants: int) -> str:
+    """A whole CUDA source of one variant of an operation in float16."""
+    text = module("gpu_text").kernel_text("cuda", operation, "float16", constants, flags)
+    listed = ", ".join(f"{kind} {name}" for kind, name in _arguments(operation, flags))
     return (
-        f"{PRELUDE}{text.header('cuda', operation)}\nusing T = __half;\n"
-        f'extern "C" __global__ void {operation}({listed}) {{\n{lines}'
-        f"{text.body('cuda', operation)}\n}}\n"
+        f"{PRELUDE}{text.header}\nusing T = paged_kv::T;\n"
+        f'extern "C" __global__ void {operation}({listed}) {{{text.body}}}\n'
     )

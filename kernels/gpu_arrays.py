@@ -1,13 +1,15 @@
 """What a GPU kernel is told of pages and rows; kernels/gpu/pages.h is the other end."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.gpu_kernels import SLABS
+from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.number_format import NumberFormat, Quantised
 from paged_kv.kernels.page_format import PageLayout
 from paged_kv.kernels.page_rows import PageRows
@@ -30,19 +32,21 @@ PARAMETERS = (
     "first_basis",
     "bases",
     "tail",
-    "has_sinks",
     "tokens",
     "q_heads",
 )
+PLACES = 16
 ROW_FIELDS = 4
 LAYOUT_FIELDS = 8
 # Tables are a multiple of so many numbers wide, so that few are made of sizes of their own.
 TABLE_WIDTH = 16
 
 
+# Typed, as 1 and 1.0 are different bits.
+@lru_cache(maxsize=1024, typed=True)
 def parameters(**given: int | float) -> mx.array:
-    """int32 [16]; floats as their bits, and 0 where nothing is given."""
-    array = np.zeros(len(PARAMETERS), np.int32)
+    """int32 [16]; floats as their bits, and 0 where nothing is given. Made once, and computed."""
+    array = np.zeros(PLACES, np.int32)
     for name, number in given.items():
         bits = np.float32(number).view(np.int32) if isinstance(number, float) else number
         array[PARAMETERS.index(name)] = bits
@@ -57,10 +61,12 @@ class Tables:
         array: int32 [rows, width]: context length, right padding, tokens of the head, the first of
             the others, then entries.
         slabs: the numbers of the slabs.
+        plans: what is made of the rows for all layers of a kind, by what it depends on.
     """
 
     array: mx.array
     slabs: tuple[int, ...]
+    plans: dict[Any, Any] = field(default_factory=dict)
 
 
 def tables_of(rows: PageRows, slab_stride: int) -> Tables:
@@ -87,65 +93,89 @@ def _new_tables(rows: PageRows, slab_stride: int) -> Tables:
     return Tables(mx.array(array), tuple(numbers.tolist()))
 
 
+@dataclass(frozen=True, eq=False)
+class PageKind:
+    """What a kernel and its parameters depend on, of the pages of a call. Two of the same kind are
+    one object, so that it is quick to look up.
+
+    Attributes:
+        flags: which number formats occur, in the words of kernels/gpu/pages.h.
+        bases: which bases of values occur, in order: 0 as they are, 1 rotated.
+    """
+
+    geometry: LayerGeometry
+    slab_stride: int
+    flags: tuple[str, ...]
+    bases: tuple[int, ...]
+
+
+@cache
+def page_kind(
+    geometry: LayerGeometry, slab_stride: int, bits: frozenset[int], bases: frozenset[bool]
+) -> PageKind:
+    """Of pages whose keys and values have numbers of so many bits."""
+    names = {16: "HAS_FLOATS", 8: "HAS_Q8", 4: "HAS_Q4"}
+    flags = [names[each] for each in sorted(bits)]
+    if bits != {16}:
+        flags.append("HAS_CODES")
+    return PageKind(geometry, slab_stride, tuple(flags), tuple(sorted(map(int, bases))))
+
+
 @dataclass(frozen=True)
 class BoundSlabs:
     """The slabs of a call.
 
     Attributes:
-        memory: of 16 slabs, the first again where there are less.
-        layouts: int32 [16, 8]; see kernels/gpu/pages.h.
-        formats: which number formats occur, as a sum: 1 for floats, 2 for q8, 4 for q4.
-        bases: which bases of values occur, in order: 0 as they are, 1 rotated.
+        inputs: the memory of 16 slabs, the first again where there are less, and int32 [16, 8]; see
+            kernels/gpu/pages.h.
     """
 
-    memory: tuple[mx.array, ...]
-    layouts: mx.array
-    formats: int
-    bases: tuple[int, ...]
+    inputs: tuple[mx.array, ...]
+    kind: PageKind
 
 
 def bound_slabs(pages: "LayerPages", numbers: tuple[int, ...]) -> BoundSlabs:
-    """At most 16 slabs of a layer. Made once, until its slabs change."""
+    """At most 16 slabs of a layer, any one if none is named. Made once, until its slabs change."""
     made: dict[tuple[int, ...], BoundSlabs] = pages.memo.setdefault("gpu", {})
     if numbers not in made:
-        slabs = {number: pages.slabs[number] for number in numbers}
-        made[numbers] = bind({n: (slab.memory, slab.layout) for n, slab in slabs.items()})
+        slabs = [pages.slabs[number] for number in numbers or tuple(pages.slabs)[:1]]
+        made[numbers] = bind([(slab.memory, slab.layout) for slab in slabs], pages.slab_stride)
     return made[numbers]
 
 
-def bind(slabs: Mapping[int, tuple[mx.array, PageLayout]]) -> BoundSlabs:
-    """Slabs by number, as a kernel takes them, in their order."""
+def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> BoundSlabs:
+    """Slabs as a kernel takes them, in their order."""
     assert 0 < len(slabs) <= SLABS
-    memory = [memory for memory, _ in slabs.values()]
+    memory = [memory for memory, _ in slabs]
     for array in memory:
         # A kernel writes through the array: of one that is not one piece MLX might take a copy.
         assert np.asarray(array).flags.c_contiguous
-    layouts = [layout for _, layout in slabs.values()]
+    layouts = [layout for _, layout in slabs]
     spare = SLABS - len(slabs)
     fields = [_fields(layout) for layout in [*layouts, *layouts[:1] * spare]]
-    held = {each for layout in layouts for each in _formats(layout)}
-    return BoundSlabs(
-        memory=(*memory, *memory[:1] * spare),
-        layouts=mx.array(np.array(fields, np.int32)),
-        formats=sum({mask for mask, _ in held}),
-        bases=tuple(sorted({layout.page_format.values.is_rotated for layout in layouts})),
+    kind = page_kind(
+        layouts[0].geometry,
+        slab_stride,
+        frozenset(bits for layout in layouts for bits in _bits(layout)),
+        frozenset(layout.page_format.values.is_rotated for layout in layouts),
     )
+    array = mx.array(np.array(fields, np.int32))
+    return BoundSlabs((*memory, *memory[:1] * spare, array), kind)
 
 
 def _fields(layout: PageLayout) -> list[int]:
     """In words."""
     keys, geometry, at = layout.page_format.keys, layout.geometry, layout.offsets
     first = len(keys.row_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
-    (_, k_bits), (_, v_bits) = _formats(layout)
+    k_bits, v_bits = _bits(layout)
     rotated = keys.is_rotated, layout.page_format.values.is_rotated
     return [layout.page_words, at[first - 1], at[first], at[-1], k_bits, v_bits, *map(int, rotated)]
 
 
-def _formats(layout: PageLayout) -> list[tuple[int, int]]:
-    """Of keys and of values, the number of the format in a sum, and its bits."""
+def _bits(layout: PageLayout) -> list[int]:
+    """Of a number of keys and of one of values."""
 
-    def of(number_format: NumberFormat) -> tuple[int, int]:
-        bits = number_format.bits if isinstance(number_format, Quantised) else 16
-        return {16: 1, 8: 2, 4: 4}[bits], bits
+    def of(number_format: NumberFormat) -> int:
+        return number_format.bits if isinstance(number_format, Quantised) else 16
 
     return [of(layout.page_format.keys), of(layout.page_format.values)]

@@ -5,25 +5,35 @@ needed repeat the first, then what says where pages and rows are. So growing nev
 kernel again, and none binds more than the 31 buffers that Metal has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu_text import WITHOUT_PAGES, body, header
+from paged_kv.kernels.gpu_short_text import shortened
+from paged_kv.kernels.gpu_text import WITHOUT_PAGES, kernel_text, own_words
 
 SLABS = 16
 OF_PAGES = (*(f"slab{i}" for i in range(SLABS)), "layouts", "tables", "params", "before")
 
-# Own inputs and outputs of each operation. One that reads or writes pages also gives `done`.
-ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "write": (("keys", "values"), ()),
-    "decode": (("queries",), ("partials", "measures")),
-    "merge": (("partials", "measures", "sinks", "params"), ("output",)),
-    "prefill": (("queries", "tail_keys", "tail_values", "sinks"), ("output",)),
-    "copy": ((), ()),
-    "gather": (("tail_keys", "tail_values"), ("keys", "values")),
+# Own inputs and outputs of each operation, and the flag of the variants that have them; all have
+# those without one. One that reads or writes pages also gives `done`.
+INPUTS: dict[str, dict[str, str]] = {
+    "write": {"keys": "", "values": ""},
+    "decode": {"queries": "", "keys": "STEP", "values": "STEP", "sinks": "SINKS"},
+    "merge": {"partials": "", "measures": "", "sinks": "SINKS", "params": ""},
+    "prefill": {"queries": "", "tail_keys": "TAIL", "tail_values": "TAIL", "sinks": "SINKS"},
+    "copy": {},
+    "gather": {"tail_keys": "TAIL", "tail_values": "TAIL"},
+}
+OUTPUTS: dict[str, dict[str, str]] = {
+    "write": {},
+    "decode": {"output": "WHOLE", "partials": "PARTIAL", "measures": "PARTIAL"},
+    "merge": {"output": ""},
+    "prefill": {"output": ""},
+    "copy": {},
+    "gather": {"keys": "", "values": ""},
 }
 
 Maker = Callable[..., Any]
@@ -41,7 +51,26 @@ class Output:
 
 
 # Inputs of less than 8 elements would be another kind of argument on Metal, and another kernel.
-DONE = Output((8,), mx.int32)
+LEAST_ELEMENTS = 8
+DONE = Output((LEAST_ELEMENTS,), mx.int32)
+
+
+class Launch:
+    """A kernel with all that is the same in every layer but its arrays."""
+
+    def __init__(self, kernel: Any, groups: Size, threads: int, outputs: Sequence[Output]) -> None:
+        self._kernel = kernel
+        self._options = {
+            "grid": (groups[0] * threads, groups[1], groups[2]),
+            "threadgroup": (threads, 1, 1),
+            "output_shapes": [output.shape for output in outputs],
+            "output_dtypes": [output.dtype for output in outputs],
+        }
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The outputs. Lazy."""
+        result: list[mx.array] = self._kernel(inputs=inputs, **self._options)
+        return result
 
 
 class GpuKernels:
@@ -57,38 +86,42 @@ class GpuKernels:
         self._maker = maker
         self._made: dict[str, Any] = {}
 
-    def run(
+    def kernel(
         self,
         operation: str,
-        inputs: Sequence[mx.array],
-        template: Sequence[tuple[str, Any]],
-        groups: Size,
-        threads: int,
-        outputs: Sequence[Output],
-    ) -> list[mx.array]:
-        """Outputs of an operation on `groups` threadgroups of `threads` threads. Lazy."""
-        if operation not in self._made:
-            self._made[operation] = self._make(operation)
-        result: list[mx.array] = self._made[operation](
-            inputs=list(inputs),
-            template=list(template),
-            grid=(groups[0] * threads, groups[1], groups[2]),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[output.shape for output in outputs],
-            output_dtypes=[output.dtype for output in outputs],
-        )
-        return result
+        dtype: mx.Dtype,
+        constants: Mapping[str, int],
+        flags: Collection[str],
+    ) -> Any:
+        """A variant of an operation; see `gpu_text.kernel_text`."""
+        number = str(dtype).rpartition(".")[2]
+        parts = [operation, *sorted(flags), number, *map(str, constants.values())]
+        name = "_".join(["paged_kv", *parts]).lower()
+        if name not in self._made:
+            self._made[name] = self._make(name, operation, number, constants, flags)
+        return self._made[name]
 
-    def _make(self, operation: str) -> Any:
-        inputs, outputs = ARGUMENTS[operation]
+    def _make(
+        self,
+        name: str,
+        operation: str,
+        dtype: str,
+        constants: Mapping[str, int],
+        flags: Collection[str],
+    ) -> Any:
+        inputs = [each for each, flag in INPUTS[operation].items() if not flag or flag in flags]
+        outputs = [each for each, flag in OUTPUTS[operation].items() if not flag or flag in flags]
         if operation not in WITHOUT_PAGES:
-            inputs, outputs = (*inputs, *OF_PAGES), (*outputs, "done")
+            inputs, outputs = [*inputs, *OF_PAGES], [*outputs, "done"]
+        text = kernel_text(self.dialect, operation, dtype, constants, flags)
+        ours = own_words(self.dialect)
+        header, body = shortened(text.header, text.body, ours, {*inputs, *outputs})
         return self._maker(
-            name=f"paged_kv_{operation}",
+            name=name,
             input_names=inputs,
             output_names=outputs,
-            source=body(self.dialect, operation),
-            header=header(self.dialect, operation),
+            source=body,
+            header=header,
             # Or a slab might be copied, and the copy be written.
             ensure_row_contiguous=False,
         )

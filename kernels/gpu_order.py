@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from paged_kv.kernels.errors import ThreadConflict
-from paged_kv.kernels.gpu_kernels import DONE
+from paged_kv.kernels.gpu_kernels import DONE, Launch
 
 if TYPE_CHECKING:
     from paged_kv.kernels.layer_pages import LayerPages
@@ -39,15 +39,19 @@ class Order:
     def __init__(self) -> None:
         self._chains: WeakKeyDictionary[LayerPages, _Chain] = WeakKeyDictionary()
 
+    def run(self, pages: "LayerPages", launch: Launch, inputs: list[mx.array]) -> list[mx.array]:
+        """What a kernel that touches pages gives, its token last, after all kernels before it."""
+        outputs = launch([*inputs, self.before(pages)])
+        self.after(pages, outputs[-1])
+        return outputs
+
     def before(self, pages: "LayerPages") -> mx.array:
         """What the next kernel takes.
 
         Raises:
             ThreadConflict: another thread has asked for something that it has not computed yet.
         """
-        if pages not in self._chains:
-            self._chains[pages] = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
-        chain = self._chains[pages]
+        chain = self._chain(pages)
         if chain.thread != get_ident():
             try:
                 mx.eval(chain.latest)
@@ -58,8 +62,16 @@ class Order:
 
     def after(self, pages: "LayerPages", done: mx.array) -> None:
         """What the kernel has given."""
-        chain = self._chains[pages]
+        chain = self._chain(pages)
         chain.latest = done
         if chain.is_shared:
             start: Callable[[mx.array], None] = mx.async_eval
             start(done)
+
+    def _chain(self, pages: "LayerPages") -> _Chain:
+        """Found again in the layer's memo, which is quicker, until its slabs change."""
+        found: _Chain | None = pages.memo.get("order")
+        if found is None:
+            new = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
+            found = pages.memo["order"] = self._chains.setdefault(pages, new)
+        return found

@@ -4,6 +4,7 @@ None was measured: no Mac and no NVIDIA GPU has run these kernels yet. The reaso
 on what is published of the devices; kernels/metal/*.metal and kernels/cuda/*.cu do it in full.
 """
 
+from dataclasses import dataclass
 from math import ceil
 
 LANES = 32
@@ -16,21 +17,23 @@ ROW_SIMDGROUPS = 4
 # keys and addresses about 90 of the 128 that let an Apple core run 24 simdgroups at full size.
 MOST_ROWS = 8
 
-# Bytes of queries that a threadgroup of decode keeps: with weights of 4 simdgroups, 1 KiB each,
-# three threadgroups fit an Apple core's 60 KiB, and 32 KiB is what one may have.
+# Bytes of queries that a threadgroup of decode keeps: with weights of 8 simdgroups, 1 KiB each, two
+# threadgroups fit an Apple core's 60 KiB, and 32 KiB is what one may have.
 QUERY_BYTES = 16 << 10
 
-# Simdgroups of a threadgroup that decodes.
-DECODE_SIMDGROUPS = 4
+# Simdgroups of a threadgroup that decodes, which share a part of a row's context. A context that is
+# one part takes one launch: the more simdgroups, the longer it may be. With 128 registers a thread
+# 8 simdgroups take 128 of an Apple core's 208 KiB; 16 would not fit.
+DECODE_SIMDGROUPS = 8
 
-# Parts of all rows' contexts together that are worth having: 40 cores with 24 simdgroups each
-# (M3 Max), or 132 multiprocessors with 8 warps each (H200), each with one.
-DECODE_PARTS = 1024
+# Simdgroups that are worth having at once: 40 cores with 24 each (M3 Max), or 132 multiprocessors
+# with 8 warps each (H200).
+SIMDGROUPS_AT_ONCE = 1024
 
-# Tokens of a part at least. A part leaves (v_dim + 2) * 4 bytes for each query head, written once
-# and read once; 128 tokens of 16 bits are 2 * 128 * k_dim * 2 bytes. With 4 heads to a KV head
-# that is 6 % more to move, with 8 it is 12 %.
-LEAST_PART_TOKENS = 128
+# Tokens at least that each simdgroup reads of a part: 4 tiles, one after the other. So a part is
+# 1,024 tokens or more for up to 8 query heads to a KV head. It leaves (v_dim + 2) * 4 bytes for
+# each query head, written once and read once, under 2 % of its keys and values in 16 bits.
+LEAST_TOKENS = 128
 
 TILE = 32  # tokens that a simdgroup reads at a time; divides a page
 
@@ -48,12 +51,37 @@ def row_blocks(ratio: int, k_dim: int, bases: int) -> int:
     return max(1, min(ceil(ratio / rows), DECODE_SIMDGROUPS, fitting))
 
 
-def split_tiles(longest: int, others: int) -> int:
-    """Tiles of a part, where the longest row sees so many tokens and `others` simdgroups would run
-    if rows had one part each."""
-    wanted = max(1, DECODE_PARTS // others)
-    tokens = max(LEAST_PART_TOKENS, ceil(longest / wanted))
-    return ceil(tokens / TILE)
+@dataclass(frozen=True)
+class DecodeShape:
+    """How a threadgroup decodes.
+
+    Attributes:
+        rows: query heads of a simdgroup.
+        blocks: simdgroups that read the same keys.
+        parts: simdgroups that share a part's tiles.
+        groups: threadgroups that read the same part.
+        tiles: of a part.
+        splits: parts of a row's context.
+    """
+
+    rows: int
+    blocks: int
+    parts: int
+    groups: int
+    tiles: int
+    splits: int
+
+
+def decode_shape(
+    batch: int, heads: int, kv_heads: int, k_dim: int, longest: int, *, bases: int
+) -> DecodeShape:
+    """For a batch whose longest row sees so many tokens, with queries in so many bases."""
+    ratio = heads // kv_heads
+    rows, blocks = query_rows(ratio), row_blocks(ratio, k_dim, bases)
+    parts, groups = DECODE_SIMDGROUPS // blocks, ceil(ratio / (rows * blocks))
+    wanted = max(1, SIMDGROUPS_AT_ONCE // (batch * kv_heads * groups * parts * blocks))
+    tiles = ceil(max(LEAST_TOKENS * parts, ceil(longest / wanted)) / TILE)
+    return DecodeShape(rows, blocks, parts, groups, tiles, max(1, ceil(longest / (tiles * TILE))))
 
 
 # Query rows of a threadgroup of prefill: 4 simdgroups with one 8x8 matrix each on Metal, or with

@@ -13,7 +13,7 @@ from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.page_rows import PageRows, Tail
 from tests.arrays import normal, numbers
 from tests.dense_attention import Numbers, dense_attention
 from tests.gpu_on_cpu.emulated import Device
@@ -71,6 +71,19 @@ def tables_for(pages: LayerPages, lengths: Sequence[int]) -> tuple[tuple[int, ..
 
 
 @dataclass
+class Separately:
+    """Writes a step, and then attends."""
+
+    backend: GpuBackend
+
+    def write_and_attend(
+        self, pages: LayerPages, step: Tail, queries: mx.array, rows: PageRows, **options: Any
+    ) -> mx.array:
+        self.backend.write(pages, *step, rows)
+        return self.backend.attend(pages, queries, rows, tail=None, **options)
+
+
+@dataclass
 class Batch:
     """Pages with numbers in them."""
 
@@ -93,9 +106,37 @@ class Batch:
         sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
         found = self.pages.attend(asked, rows, sinks=sinks, tail=step, **options)
-        options["sinks"] = None if sinks is None else numbers(sinks)
+        return self._error(found, asked, rows, step, options | {"sinks": sinks})
+
+    def write_and_attend(
+        self,
+        backend: GpuBackend | Separately,
+        *,
+        ratio: int = 3,
+        with_sinks: bool = False,
+        **options: Any,
+    ) -> float:
+        """The same of one more token in each row, which the same operation writes."""
+        geometry, batch = self.pages.geometry, len(self.rows.context_lens)
+        dtype, heads, kv = geometry.k_dtype, ratio * geometry.k_heads, geometry.k_heads
+        asked = normal((batch, heads, 1, geometry.k_dim), dtype, seed=1)
+        sinks = 2 * normal((heads,), dtype, seed=2) if with_sinks else None
+        lengths = tuple(length + 1 for length in self.rows.context_lens)
+        self.rows = PageRows(self.rows.block_tables, lengths, self.rows.right_padding)
+        # As models give them: the heads of a token side by side.
+        keys = normal((batch, 1, kv, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
+        step = keys, normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
+        options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
+        found = backend.write_and_attend(self.pages, step, asked, self.rows, sinks=sinks, **options)
+        return self._error(found, asked, self.rows, None, options | {"sinks": sinks})
+
+    def _error(
+        self, found: mx.array, asked: mx.array, rows: PageRows, step: Any, options: dict[str, Any]
+    ) -> float:
+        if options["sinks"] is not None:
+            options["sinks"] = numbers(options["sinks"])
         worst = 0.0
-        for row, own in enumerate(rows.own_tokens(queries)):
+        for row, own in enumerate(rows.own_tokens(asked.shape[2])):
             assert np.isfinite(numbers(found[row])).all()
             if not own:
                 continue
@@ -106,6 +147,11 @@ class Batch:
             difference = numbers(found[row, :, own.start : own.stop]) - expected
             worst = max(worst, np.abs(difference).max())
         return worst
+
+    def bytes(self) -> list[bytes]:
+        """Of all pages, in all slabs."""
+        entries = [slab * STRIDE + page for slab in self.pages.slabs for page in range(SLAB_PAGES)]
+        return [np.array(self.pages.page(entry)).tobytes() for entry in entries]
 
     def _numbers_of(self, row: int, step: Any, rows: PageRows) -> tuple[Numbers, Numbers]:
         geometry, length = self.pages.geometry, self.rows.context_lens[row]
@@ -125,11 +171,14 @@ def written(
     formats: Sequence[FormatName],
     lengths: Sequence[int],
     right_padding: Sequence[int] = (),
+    more: int = 0,
 ) -> Batch:
-    """Rows of those lengths, written in one step as long as the longest."""
+    """Rows of those lengths, written in one step as long as the longest, and pages for so many more
+    tokens."""
     pages = new_pages(backend, geometry, formats)
     padding = tuple(right_padding) or (0,) * len(lengths)
-    rows = PageRows(tables_for(pages, lengths), tuple(lengths), padding)
+    tables = tables_for(pages, [length + more for length in lengths])
+    rows = PageRows(tables, tuple(lengths), padding)
     count = max(rows.ends)
     shape = (len(lengths), geometry.k_heads, count)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)

@@ -1,6 +1,6 @@
 """Faults in GPU kernels that are sound without them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +9,12 @@ import mlx.core as mx
 @dataclass(frozen=True)
 class Fault:
     """A change to the text of an operation, and what is said of it; nothing where only the numbers
-    are wrong."""
+    are wrong.
+
+    Attributes:
+        writes: whether the kernel that attends writes a token of each row too.
+        least_tokens: of a simdgroup's part, if others than usual.
+    """
 
     name: str
     operation: str
@@ -18,19 +23,25 @@ class Fault:
     said: str = ""
     dialects: tuple[str, ...] = ("metal",)
     dtype: Any = mx.float16
-    queries: int = field(default=1)
+    queries: int = 1
+    lengths: tuple[int, ...] = (70, 33)
+    formats: tuple[str, ...] = ("fp16",)
+    ratio: int = 3
+    writes: bool = False
+    least_tokens: int = 0
 
 
 BOTH = ("metal", "cuda")
-MEET = "  threads_meet();\n  uint splits"
+MEET = "  threads_meet();\n  DEVICE const int* row = pages.row(number);"
+ROW = "  DEVICE const int* row = pages.row(number);"
 FAULTS = [
     # Barriers.
-    Fault("no barrier", "decode", MEET, "  uint splits", "race", BOTH),
+    Fault("no barrier", "decode", MEET, ROW, "race", BOTH),
     Fault(
         "a simdgroup's barrier for a threadgroup's",
         "decode",
         MEET,
-        "  lanes_meet();\n  uint splits",
+        f"  lanes_meet();\n{ROW}",
         "race",
         BOTH,
     ),
@@ -49,12 +60,13 @@ FAULTS = [
         "first + end, lane, weights);\n",
         "race",
         BOTH,
+        lengths=(300,),
     ),
     Fault(
         "no barrier before a tile is loaded",
         "prefill",
-        "const THREAD Place& place, SHARED T* to) {\n  threads_meet();\n",
-        "const THREAD Place& place, SHARED T* to) {\n",
+        "  threads_meet();\n  for (uint i = place.index;",
+        "  for (uint i = place.index;",
         "race",
         BOTH,
         queries=9,
@@ -70,7 +82,7 @@ FAULTS = [
         "a barrier that not all threads reach",
         "decode",
         MEET,
-        "  if (place.simdgroup) threads_meet();\n  uint splits",
+        f"  if (place.simdgroup) threads_meet();\n{ROW}",
         "does not reach",
         BOTH,
     ),
@@ -78,7 +90,7 @@ FAULTS = [
         "a return before a barrier",
         "decode",
         MEET,
-        "  if (place.simdgroup) return;\n  threads_meet();\n  uint splits",
+        f"  if (place.simdgroup) return;\n{MEET}",
         "does not reach",
         BOTH,
     ),
@@ -109,9 +121,9 @@ FAULTS = [
     ),
     Fault(
         "a write before an output",
-        "merge",
-        "output[number * DIM + at]",
-        "output[number * DIM + at - DIM]",
+        "decode",
+        "output + at * V_DIM",
+        "output + at * V_DIM - V_DIM",
         "out of bounds",
         BOTH,
     ),
@@ -119,7 +131,7 @@ FAULTS = [
         "a write behind threadgroup memory",
         "decode",
         "weights[token * ROWS + r] = weight;",
-        "weights[(token + 128) * ROWS + r] = weight;",
+        "weights[(token + 1024) * ROWS + r] = weight;",
         "out of bounds",
         BOTH,
     ),
@@ -134,51 +146,53 @@ FAULTS = [
     Fault(
         "a misaligned load of 16 bytes",
         "decode",
-        "*(DEVICE const uint4*)(row + octet * 8)",
-        "*(DEVICE const uint4*)(row + octet * 8 + (octet ? 0 : 1))",
+        "load<COUNT * 2>(row + at, words)",
+        "load<COUNT * 2>(row + at + (at ? 0 : 1), words)",
         "misaligned",
         BOTH,
     ),
     Fault(
         "a misaligned load from threadgroup memory",
         "decode",
-        "(SHARED const float4*)(queries + r * DIM + octet * 8)",
-        "(SHARED const float4*)(queries + r * DIM + octet * 8 + (octet < 4 ? 1 : 0))",
+        "(SHARED const float4*)(queries + r * K_DIM + at)",
+        "(SHARED const float4*)(queries + r * K_DIM + at + (at < 32 ? 1 : 0))",
         "misaligned",
         BOTH,
     ),
     Fault(
         "threadgroup memory that nobody wrote",
         "decode",
-        "      if (at < DIM) staged[r * DIM + at] = x[i];\n",
-        "      if (at < DIM && at) staged[r * DIM + at] = x[i];\n",
+        "      if (at < K_DIM) staged[r * K_DIM + at] = x[i];\n",
+        "      if (at < K_DIM && at) staged[r * K_DIM + at] = x[i];\n",
         "uninitialised",
         BOTH,
     ),
     Fault("a sum that does not begin at 0", "decode", "values[i] = 0.0f;", ";", "", BOTH),
     Fault(
         "an output that is not whole",
-        "merge",
-        "if (at < DIM) output",
-        "if (at < DIM && head) output",
+        "decode",
+        "if (i * LANES + lane < DIM) to[",
+        "if (i * LANES + lane < DIM && lane) to[",
         "unwritten",
         BOTH,
     ),
     Fault(
         "an output that is read",
         "merge",
-        "float above = LOWEST, sink = NEVER;",
-        "float above = LOWEST + float(output[0]) * 0.0f, sink = NEVER;",
+        "  float above = LOWEST;\n",
+        "  float above = LOWEST + float(output[0]) * 0.0f;\n",
         "uninitialised",
         BOTH,
+        formats=("fp16", "q4"),
     ),
     Fault(
         "threadgroups that write the same",
         "merge",
-        "output[number * DIM + at] =",
-        "output[at] =",
+        "output + number * V_DIM",
+        "output",
         "race",
         BOTH,
+        formats=("fp16", "q4"),
     ),
     Fault(
         "a token that nobody writes",
@@ -191,8 +205,8 @@ FAULTS = [
     Fault(
         "rows of two tokens in one place",
         "write",
-        "position % PAGE_SIZE, place.lane, x);",
-        "position % PAGE_SIZE / 2, place.lane, x);",
+        "position % PAGE_SIZE, rows.rotated",
+        "position % PAGE_SIZE / 2, rows.rotated",
         "race",
         BOTH,
     ),
@@ -207,8 +221,8 @@ FAULTS = [
     Fault(
         "too much threadgroup memory",
         "decode",
-        "threadgroup float weights[PARTS",
-        "threadgroup float weights[32 * PARTS",
+        "threadgroup float own_here[paged_kv::PARTS",
+        "threadgroup float own_here[32 * paged_kv::PARTS",
         "bytes of threadgroup memory",
     ),
     # Numbers.
@@ -249,6 +263,7 @@ FAULTS = [
         "sum[r] = sum[r] + weight",
         "",
         BOTH,
+        lengths=(600,),
     ),
     Fault(
         "a mask that is one token off",
@@ -263,52 +278,53 @@ FAULTS = [
     Fault(
         "memory of a device as a thread's",
         "decode",
-        "stage_queries<T, K_DIM, ROWS, BASES>(queries,",
-        "stage_queries<T, K_DIM, ROWS, BASES>((SHARED const T*)staged,",
+        "stage_queries(queries,",
+        "stage_queries((SHARED const T*)staged,",
         "no matching function",
     ),
     Fault(
         "no address space",
         "decode",
-        "inline void read_octet(DEVICE const ushort* row, DEVICE const",
-        "inline void read_octet(const ushort* row, DEVICE const",
+        "void load(DEVICE const ushort* from",
+        "void load(const ushort* from",
         "no address space",
     ),
     Fault(
         "a constant that is not in that address space",
-        "merge",
-        "CONSTANT float LOG2_E",
-        "constexpr float LOG2_E",
+        "decode",
+        "CONSTANT float LOWEST",
+        "constexpr float LOWEST",
         "a variable of the program",
     ),
     Fault(
         "a conversion to bfloat that is not written",
-        "merge",
-        "= T(total > 0.0f ? all[i] / total : 0.0f)",
-        "= (total > 0.0f ? all[i] / total : 0.0f)",
+        "decode",
+        "= To(x[i] * factor)",
+        "= x[i] * factor",
         "conversion",
         dtype=mx.bfloat16,
     ),
     Fault(
         "a function that Metal has not",
-        "merge",
-        "float weight = power_of_2(",
-        "float weight = std::exp2(",
+        "decode",
+        "weight = power_of_2(",
+        "weight = std::exp2(",
         "undeclared",
     ),
-    Fault("a double", "merge", "float total = params", "double total = params", "double"),
+    Fault("a double", "decode", "float total = join(", "double total = join(", "double"),
     Fault(
         "a static variable",
-        "merge",
-        "  float all[numbers",
-        "  static float once = 0.0f;\n  float all[numbers",
+        "decode",
+        "      float x[numbers_of_lane(V_DIM)];\n",
+        "      static float once = 0.0f;\n      float x[numbers_of_lane(V_DIM)];\n",
         "static",
     ),
     Fault(
         "a lambda expression",
-        "merge",
-        "  float all[numbers",
-        "  auto same = [](float x) { return x; };\n  sink = same(sink);\n  float all[numbers",
+        "decode",
+        "      float x[numbers_of_lane(V_DIM)];\n",
+        "      auto same = [](float x) { return x; };\n      maximum = same(maximum);\n"
+        "      float x[numbers_of_lane(V_DIM)];\n",
         "lambda",
     ),
     Fault(

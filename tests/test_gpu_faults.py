@@ -1,19 +1,33 @@
 """What runs GPU kernels on this CPU notices faults: each is planted into a kernel that is sound."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels import gpu_arrays, gpu_kernels, gpu_text
+from paged_kv.kernels import gpu_arrays, gpu_kernels, gpu_text, gpu_tuning
 from tests.gpu_on_cpu.toolchain import KernelError
-from tests.gpu_pages import TOLERANCES, backend_on, device_of, needs_compiler, same, written
+from tests.gpu_pages import (
+    TOLERANCES,
+    Separately,
+    backend_on,
+    device_of,
+    needs_compiler,
+    same,
+    written,
+)
+from tests.planted_decode_faults import DECODE_FAULTS
 from tests.planted_faults import BOTH, FAULTS, Fault
 
 # They fail when what runs kernels breaks, and not when a kernel does.
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
+ALL_FAULTS = [*FAULTS, *DECODE_FAULTS]
+SOUND: dict[str, Any] = dict.fromkeys(("name", "operation", "sound", "planted", "said"), "")
+SOUND |= {"dialects": BOTH}
 
 
 def _cases() -> list[Any]:
@@ -23,46 +37,46 @@ def _cases() -> list[Any]:
             dialect,
             id=f"{dialect}: {fault.name}",
         )
-        for fault in FAULTS
+        for fault in ALL_FAULTS
         for dialect in fault.dialects
     ]
 
 
-def _plant(fault: Fault, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change the text that kernels are made of."""
+    if fault.least_tokens:
+        monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", fault.least_tokens)
     if not fault.sound:
         more = tuple(f"slab{number}" for number in range(gpu_kernels.SLABS, 28))
         _bind_more(more, monkeypatch)
         return
-    body, header = gpu_text.body, gpu_text.header
-    whole = header(dialect, fault.operation) + body(dialect, fault.operation)
-    assert fault.sound in whole
-    for name, real in (("body", body), ("header", header)):
+    real, changed = gpu_text.source, set()
 
-        def planted(of: str, operation: str, real: Any = real) -> str:
-            text: str = real(of, operation)
-            if operation == fault.operation:
-                text = text.replace(fault.sound, fault.planted)
-            return text
+    def source(path: Path) -> str:
+        if fault.sound in (text := real(path)):
+            changed.add(path.stem)
+        return text.replace(fault.sound, fault.planted)
 
-        monkeypatch.setattr(f"paged_kv.kernels.gpu_kernels.{name}", planted)
+    monkeypatch.setattr(gpu_text, "source", source)
+    for dialect in fault.dialects:
+        gpu_text.kernel_text(dialect, fault.operation, "float16", {}, ["STEP", "WHOLE"])
+    assert changed
 
 
 def _bind_more(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "OF_PAGES", (*names, *gpu_kernels.OF_PAGES))
     bind = gpu_arrays.bind
 
-    def wider(slabs: Any) -> Any:
-        bound = bind(slabs)
-        object.__setattr__(bound, "memory", bound.memory[:1] * len(names) + bound.memory)
-        return bound
+    def wider(*arguments: Any) -> Any:
+        bound = bind(*arguments)
+        return replace(bound, inputs=bound.inputs[:1] * len(names) + bound.inputs)
 
     monkeypatch.setattr(gpu_arrays, "bind", wider)
 
 
 @pytest.mark.parametrize(("fault", "dialect"), _cases())
 def test_each_fault_is_noticed(fault: Fault, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plant(fault, dialect, monkeypatch)
+    _plant(fault, monkeypatch)
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     if not fault.said:
         assert not _is_right(backend, fault)
@@ -81,16 +95,27 @@ def _is_right(backend: Any, fault: Fault) -> bool:
 
 
 def _use(backend: Any, fault: Fault) -> float:
-    batch = written(backend, same(64, fault.dtype), ["fp16"], [70, 33])
-    return batch.attend(fault.queries)
+    geometry, formats = same(64, fault.dtype), fault.formats
+    batch = written(backend, geometry, formats, fault.lengths, more=fault.writes)
+    if not fault.writes:
+        return batch.attend(fault.queries, ratio=fault.ratio)
+    error = batch.write_and_attend(backend, ratio=fault.ratio)
+    other = written(backend, geometry, formats, fault.lengths, more=1)
+    other.write_and_attend(Separately(backend), ratio=fault.ratio)
+    assert batch.bytes() == other.bytes()
+    return error
 
 
-def test_the_sound_kernels_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for dialect in BOTH:
+@pytest.mark.parametrize("dialect", BOTH)
+def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all that a fault is looked for with."""
+    usual = gpu_tuning.LEAST_TOKENS
+    uses = {str(replace(fault, **SOUND)): replace(fault, **SOUND) for fault in ALL_FAULTS}
+    assert len(uses) > 10
+    for use in uses.values():
+        monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", use.least_tokens or usual)
         backend = backend_on(device_of(dialect, *ORDERS), dialect)
-        for queries in (1, 9):
-            fault = Fault("none", "decode", "", "", queries=queries)
-            assert _use(backend, fault) <= TOLERANCES[mx.float16]
+        assert _use(backend, use) <= TOLERANCES[use.dtype]
 
 
 def test_a_result_that_depends_on_the_order_is_noticed() -> None:

@@ -1,9 +1,12 @@
 """The CUDA text goes through NVIDIA's own compiler, where its wheels are installed."""
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
+from paged_kv.kernels.page_format import FormatName
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.nvrtc import compiled, why_not
 from tests.gpu_on_cpu.toolchain import why_not as why_not_on_cpu
@@ -14,26 +17,44 @@ REASON = why_not() or why_not_on_cpu()
 
 @pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
 @pytest.mark.slow
-def test_all_kernels_compile() -> None:
+@pytest.mark.parametrize("formats", [["fp16"], ["q8"], ["q4"], ["fp16", "q4"]])
+def test_all_kernels_compile(formats: list[FormatName]) -> None:
     """In bfloat16; the bench's, below, are in float16."""
-    dim, dtype, formats = 128, mx.bfloat16, ["fp16", "q4"]
+    dim, dtype = 128, mx.bfloat16
     device = Device(modes=())  # texts are made, and do not run
-    batch = written(backend_on(device, "cuda"), same(dim, dtype, heads=1), formats, [40])
-    for queries in (1, 2):
-        asked = mx.zeros((1, 8, queries, dim), dtype)
-        batch.pages.attend(asked, batch.rows, scale=1.0)
+    backend = backend_on(device, "cuda")
+    batch = written(backend, same(dim, dtype, heads=1), formats, [300], more=1)
+    step = (mx.zeros((1, 1, 1, dim), dtype),) * 2
+    options: Any = {"scale": 1.0, "causal": True, "window": None}
+    for sinks in (None, mx.zeros((8,))):
+        for queries in (1, 2):
+            asked = mx.zeros((1, 8, queries, dim), dtype)
+            batch.pages.attend(asked, batch.rows, sinks=sinks, **options)
+        asked = mx.zeros((1, 8, 1, dim), dtype)
+        backend.write_and_attend(batch.pages, step, asked, batch.rows, sinks=sinks, **options)
+    batch.pages.attend(asked, batch.rows, tail=step, **options)
     batch.pages.gather(batch.rows)
+    batch.pages.gather(batch.rows, step)
     batch.pages.copy({0: 1})
-    operations = {"write", "decode", "merge", "prefill", "gather", "copy"}
-    assert len(device.texts) == len(operations)
+    operations = {name.split("_")[4] for name in device.texts}
+    assert operations >= {"write", "decode", "prefill", "gather", "copy"}
     for name, text in device.texts.items():
         size, log = compiled(text, "sm_80")
         assert size, f"{name}: {log}"
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
-@pytest.mark.parametrize("operation", ["write", "decode", "merge", "prefill"])
-def test_the_text_of_the_bench_compiles(operation: str) -> None:
-    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 4, "FORMATS": 4}
-    size, log = compiled(kernel_text(operation, **constants), "sm_90")
+@pytest.mark.parametrize(
+    ("operation", "flags"),
+    [
+        ("write", ["HAS_Q4", "HAS_CODES"]),
+        ("decode", ["HAS_Q4", "HAS_CODES", "PARTIAL"]),
+        ("decode", ["HAS_FLOATS", "WHOLE", "STEP"]),
+        ("merge", ["HAS_CODES"]),
+        ("prefill", ["HAS_FLOATS"]),
+    ],
+)
+def test_the_text_of_the_bench_compiles(operation: str, flags: list[str]) -> None:
+    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8}
+    size, log = compiled(kernel_text(operation, flags, **constants), "sm_90")
     assert size, log

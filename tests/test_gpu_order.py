@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from paged_kv.kernels import gpu_backend
 from paged_kv.kernels.gpu_order import Order
 from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.plain_backend import PlainBackend
@@ -24,11 +25,10 @@ from tests.gpu_pages import (
 pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", DIALECTS)]
 
 
-def _use(dialect: str, order: Order | None = None) -> list[str]:
+def _use(dialect: str) -> list[str]:
     """Two rows in two slabs; one ends, and its page is written again, by a step and by a copy."""
     device = device_of(dialect)
     backend = backend_on(device, dialect)
-    backend.order = order or backend.order
     pages = new_pages(backend, same(64), ["fp16", "fp16"])
     step = normal((2, 2, 20, 64), mx.float16, 1)
     queries = normal((2, 4, 1, 64), mx.float16, 2)
@@ -41,6 +41,9 @@ def _use(dialect: str, order: Order | None = None) -> list[str]:
     pages.attend(normal((2, 4, 3, 64), mx.float16, 2), rows, **options)
     pages.copy({0: 8})
     pages.gather(rows)
+    for _ in range(2):
+        token = (step[:, :, :1], step[:, :, :1])
+        backend.write_and_attend(pages, token, queries, rows, sinks=None, **options)
     return unordered(device.launches)
 
 
@@ -48,7 +51,9 @@ def test_all_that_touches_the_same_pages_is_in_order(dialect: str) -> None:
     assert _use(dialect) == []
 
 
-def test_a_read_that_does_not_take_the_writes_token_is_noticed(dialect: str) -> None:
+def test_a_read_that_does_not_take_the_writes_token_is_noticed(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class WithoutWrites(Order):
         """Only reads leave a token."""
 
@@ -59,11 +64,14 @@ def test_a_read_that_does_not_take_the_writes_token_is_noticed(dialect: str) -> 
             if not self.writes:
                 super().after(pages, done)
 
-    faults = _use(dialect, WithoutWrites())
+    monkeypatch.setattr(gpu_backend, "Order", WithoutWrites)
+    faults = _use(dialect)
     assert any("paged_kv_write" in fault and "paged_kv_decode" in fault for fault in faults)
 
 
-def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(dialect: str) -> None:
+def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class WithoutReads(Order):
         """The first two of three tokens, those of a write and of a read, are left out in turn."""
 
@@ -75,9 +83,29 @@ def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(dialect: str) ->
                 super().after(pages, done)
             self.count += 1
 
-    faults = _use(dialect, WithoutReads())
+    monkeypatch.setattr(gpu_backend, "Order", WithoutReads)
+    faults = _use(dialect)
     assert any(fault.startswith("paged_kv_decode") and "write" in fault for fault in faults)
     assert not any(fault.startswith("paged_kv_write") for fault in faults)
+
+
+def test_a_step_that_does_not_take_the_token_of_the_one_before_is_noticed(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutTheLast(Order):
+        """The first of the two that write a step and attend, behind nine others, leaves none."""
+
+        count = 0
+
+        def after(self, pages: Any, done: mx.array) -> None:
+            self.count += 1
+            if self.count != 10:
+                super().after(pages, done)
+
+    monkeypatch.setattr(gpu_backend, "Order", WithoutTheLast)
+    faults = _use(dialect)
+    assert faults
+    assert all(fault.count("paged_kv_decode") == 2 for fault in faults)
 
 
 def test_a_second_thread_comes_when_the_first_has_computed(dialect: str) -> None:

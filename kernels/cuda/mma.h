@@ -6,8 +6,6 @@
 // b[2t][g] and b[2t + 1][g] as a pair, then the same 8 rows below. (PTX ISA, "Matrix Fragments for
 // mma.m16n8k16 with floating point type".)
 
-namespace paged_kv {
-
 struct Pairs4 {
   unsigned a[4];
 };
@@ -15,7 +13,7 @@ struct Pairs2 {
   unsigned b[2];
 };
 
-inline __device__ void multiply_add_matrices(__half, float* c, Pairs4 a, Pairs2 b) {
+__device__ void multiply_add_matrices(__half, float* c, Pairs4 a, Pairs2 b) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
@@ -23,12 +21,10 @@ inline __device__ void multiply_add_matrices(__half, float* c, Pairs4 a, Pairs2 
       : "r"(a.a[0]), "r"(a.a[1]), "r"(a.a[2]), "r"(a.a[3]), "r"(b.b[0]), "r"(b.b[1]));
 }
 
-inline __device__ void multiply_add_matrices(__nv_bfloat16, float* c, Pairs4 a, Pairs2 b) {
+__device__ void multiply_add_matrices(__nv_bfloat16, float* c, Pairs4 a, Pairs2 b) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.a[0]), "r"(a.a[1]), "r"(a.a[2]), "r"(a.a[3]), "r"(b.b[0]), "r"(b.b[1]));
 }
-
-}  // namespace paged_kv

@@ -6,8 +6,13 @@
   // what Hopper's wgmma does, and tiles are not loaded while the one before is computed: within twice
   // the time of a tuned flash attention is an aim, and not what the arithmetic promises.
   // As vectors, so that they lie at multiples of 16 bytes.
-  __shared__ float4 queries_here[paged_kv::BLOCK_ROWS * (K_DIM + paged_kv::PAD) / 8];
-  __shared__ float4 tile_numbers[paged_kv::tile_tokens(K_DIM, V_DIM) * paged_kv::tile_row(K_DIM, V_DIM) / 8];
-  paged_kv::prefill<T, K_DIM, V_DIM, FORMATS>(
-      queries, queries_strides, tail_keys, tail_keys_strides, tail_values, tail_values_strides, sinks,
-      pages, place, (T*)queries_here, (T*)tile_numbers, output);
+  __shared__ float4 queries_here[paged_kv::BLOCK_ROWS * (paged_kv::K_DIM + paged_kv::PAD) / 8];
+  __shared__ float4 tile_numbers[paged_kv::TILE_TOKENS * paged_kv::STRIDE / 8];
+  paged_kv::prefill(queries, queries_strides,
+#ifdef TAIL
+                    tail_keys, tail_keys_strides, tail_values, tail_values_strides,
+#endif
+#ifdef SINKS
+                    sinks, sinks_strides,
+#endif
+                    pages, place, (paged_kv::T*)queries_here, (paged_kv::T*)tile_numbers, output);

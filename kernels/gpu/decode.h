@@ -1,40 +1,59 @@
 // Attention of one query a row: reading keys and values is what takes the time.
 //
-// A simdgroup takes a part of a row's context, for one KV head and up to 8 of its query heads, and
-// reads each key and value once for all of them, 32 tokens at a time:
+// A threadgroup takes a part of a row's context, for one KV head and some of its query heads. Of its
+// simdgroups BLOCKS read the same keys for up to 8 query heads each, and PARTS share the part's tiles.
+// Each key and value is read once for all query heads of a simdgroup, 32 tokens at a time:
 //   1. Two lanes take two tokens: each holds half of the queries' products with both. Eight numbers
 //      of a key are read at once, and neighbouring lanes read 32 bytes that lie side by side.
 //   2. Each lane has one token's logits, and turns them into weights, which go to memory that the
 //      simdgroup shares.
 //   3. A lane takes some numbers of the values of all 32 tokens. It reads 2 or 4 at once, and the
 //      whole simdgroup the row of one token.
-// Softmax is done while reading, in base 2. What is left of a part - maximum, sum of weights,
-// weighted values - goes to memory, and the merge kernel joins the parts.
+// Softmax is done while reading, in base 2. Then the simdgroups join what they have. Where a context is
+// one part, that is the output (WHOLE). Otherwise maximum, sum of weights and weighted values of a part
+// go to memory (PARTIAL), and the merge kernel joins the parts.
 //
 // Values that are rotated and values that are not can only be added at the end: where a layer has
-// both, one part reads the pages of the one kind, another part those of the other.
-
-namespace paged_kv {
+// both, one threadgroup reads the pages of the one kind, another those of the other.
+//
+// With a STEP the kernel is given the keys and values of the rows' last tokens, and writes them into
+// their pages too. Nothing that a launch writes may be read in it: threadgroups are in no order, and a
+// compiler may read a kernel's inputs through a cache that does not see writes. So nobody reads the
+// place of such a token in its page. The threadgroups that count it, those of the first part, each make
+// it of the inputs, as the page will hold it, and one of them writes it.
 
 CONSTANT uint TILE = 32;
 
-// Products of half of each query with two tokens' keys: sums[r] with token lane / 2, and
-// sums[ROWS + r] with the one 16 behind it.
-template <typename T, uint FORMAT, uint DIM, uint ROWS>
-inline void multiply_keys(Rows keys, uint first, uint lane, SHARED const float* queries,
+// Numbers of a value that a lane reads at once, how often it does, and all that it has.
+CONSTANT uint V_STEP = V_DIM % 128 ? 2 : 4;
+CONSTANT uint V_STEPS = (V_DIM + LANES * V_STEP - 1) / (LANES * V_STEP);
+CONSTANT uint V_NUMBERS = V_STEPS * V_STEP;
+
+// Floats of a simdgroup in threadgroup memory: the step's value, weights of a tile, and at the end the
+// values of one query head.
+CONSTANT uint OWN = TILE * ROWS > V_DIM ? TILE * ROWS : V_DIM;
+
+// Floats of queries in threadgroup memory for each query head: in both bases, where keys may be in
+// both.
+#ifdef HAS_CODES
+CONSTANT uint STAGED = 2 * K_DIM;
+#else
+CONSTANT uint STAGED = K_DIM;
+#endif
+
+// Products of half of each query with two tokens' keys: sums[r] with the near one, sums[ROWS + r] with
+// the far one.
+template <uint FORMAT>
+void multiply_keys(Rows keys, uint near, uint far, uint lane, SHARED const float* queries,
                           THREAD float* sums) {
-  constexpr uint WORDS = row_words(FORMAT, DIM);
-  uint token = first + lane / 2;
-  DEVICE const ushort* row = keys.numbers + token * WORDS;
-  DEVICE const ushort* scales = keys.scales + token * (DIM / GROUP);
   for (uint i = 0; i < 2 * ROWS; i++) sums[i] = 0.0f;
-  for (uint octet = lane % 2; octet < DIM / 8; octet += 2) {
+  for (uint at = lane % 2 * 8; at < K_DIM; at += 16) {
     float a[8], b[8];
-    read_octet<T, FORMAT>(row, scales, octet, a);
-    read_octet<T, FORMAT>(row + 16 * WORDS, scales + 16 * (DIM / GROUP), octet, b);
+    read_some<FORMAT, K_DIM, 8>(keys, near, at, a);
+    read_some<FORMAT, K_DIM, 8>(keys, far, at, b);
     UNROLL
     for (uint r = 0; r < ROWS; r++) {
-      SHARED const float4* query = (SHARED const float4*)(queries + r * DIM + octet * 8);
+      SHARED const float4* query = (SHARED const float4*)(queries + r * K_DIM + at);
       float4 low = query[0], high = query[1];
       const float q[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       UNROLL
@@ -46,102 +65,128 @@ inline void multiply_keys(Rows keys, uint first, uint lane, SHARED const float* 
   }
 }
 
-// Numbers of a value that a lane reads at once, and how often it does.
-constexpr uint step_of(uint dim) { return dim % 128 ? 2 : 4; }
-constexpr uint steps_of(uint dim) { return (dim + LANES * step_of(dim) - 1) / (LANES * step_of(dim)); }
-
-// All that a lane has of a value.
-constexpr uint numbers_of_value(uint dim) { return steps_of(dim) * step_of(dim); }
-
-// Adds the weighted values of tokens [begin, end) of a page; weights are those from `first` on.
-template <typename T, uint FORMAT, uint DIM, uint ROWS>
-inline void add_values(Rows values, uint first, uint begin, uint end, uint lane,
-                       SHARED const float* weights, THREAD float* sums) {
-  constexpr uint WORDS = row_words(FORMAT, DIM), STEP = step_of(DIM), STEPS = steps_of(DIM);
+// Adds the weighted values of tokens [begin, end) of a page, which lie in one tile.
+template <uint FORMAT>
+void add_values(Rows values, uint begin, uint end, uint lane, SHARED const float* weights,
+                       THREAD float* sums) {
   for (uint token = begin; token < end; token++) {
-    DEVICE const ushort* row = values.numbers + token * WORDS;
-    DEVICE const ushort* scales = values.scales + token * (DIM / GROUP);
-    SHARED const float* weight = weights + (token - first) * ROWS;
     UNROLL
-    for (uint step = 0; step < STEPS; step++) {
-      uint at = (step * LANES + lane) * STEP;
-      if (at >= DIM) continue;
-      float x[STEP];
-      read_some<T, FORMAT, STEP>(row, scales, at, x);
+    for (uint step = 0; step < V_STEPS; step++) {
+      uint at = (step * LANES + lane) * V_STEP;
+      if (at >= V_DIM) continue;
+      float x[V_STEP];
+      read_some<FORMAT, V_DIM, V_STEP>(values, token, at, x);
       UNROLL
       for (uint r = 0; r < ROWS; r++) {
-        THREAD float* sum = sums + (r * STEPS + step) * STEP;
-        for (uint i = 0; i < STEP; i++) sum[i] = multiply_add(weight[r], x[i], sum[i]);
+        THREAD float* sum = sums + r * V_NUMBERS + step * V_STEP;
+        float weight = weights[token % TILE * ROWS + r];
+        for (uint i = 0; i < V_STEP; i++) sum[i] = multiply_add(weight, x[i], sum[i]);
       }
     }
   }
 }
 
 // Queries in base 2, and behind them the same rotated, if keys may be.
-template <typename T, uint DIM, uint ROWS, uint BASES, typename Strides>
-inline void stage_queries(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
-                          uint number, uint head, uint first_row, uint simdgroup,
-                          uint simdgroups, uint lane, SHARED float* staged) {
-  uint ratio = pages.parameter(RATIO);
+template <typename Strides>
+void stage_queries(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
+                          uint number, uint first_head, uint count, uint part, uint lane,
+                          SHARED float* staged) {
   float scale = float_of_bits(pages.parameter(SCALE));
-  for (uint r = simdgroup; r < ROWS; r += simdgroups) {
-    float x[numbers_of_lane(DIM)];
-    uint q_head = head * ratio + first_row + r;
-    DEVICE const T* query = queries + number * ulong(strides[0]) + q_head * ulong(strides[1]);
-    for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+  for (uint r = part; r < ROWS; r += PARTS) {
+    float x[numbers_of_lane(K_DIM)];
+    DEVICE const T* query = queries + number * ulong(strides[0]) + (first_head + r) * ulong(strides[1]);
+    for (uint i = 0; i < numbers_of_lane(K_DIM); i++) {
       uint at = i * LANES + lane;
-      bool is_there = at < DIM && first_row + r < ratio;
-      x[i] = is_there ? float(query[at * ulong(strides[3])]) * scale : 0.0f;
-      if (at < DIM) staged[r * DIM + at] = x[i];
+      x[i] = at < K_DIM && r < count ? float(query[at * ulong(strides[3])]) * scale : 0.0f;
+      if (at < K_DIM) staged[r * K_DIM + at] = x[i];
     }
-    if (BASES == 1) continue;
-    rotate<DIM>(x, lane);
-    for (uint i = 0; i < numbers_of_lane(DIM); i++)
-      staged[(ROWS + r) * DIM + i * LANES + lane] = x[i];
+#ifdef HAS_CODES
+    rotate<K_DIM>(x, lane);
+    for (uint i = 0; i < numbers_of_lane(K_DIM); i++)
+      if (i * LANES + lane < K_DIM) staged[(ROWS + r) * K_DIM + i * LANES + lane] = x[i];
+#endif
   }
 }
 
-// The tokens that a row's query sees: [begin, end).
+// Queries in the basis of keys.
+SHARED const float* in_basis(SHARED const float* staged, bool rotated) {
+#ifdef HAS_CODES
+  return staged + (rotated ? ROWS * K_DIM : 0);
+#else
+  return staged;
+#endif
+}
+
+// The tokens that a row's query sees, [begin, end), and the page and the place in it of the last one.
 struct Seen {
-  uint begin, end;
+  uint begin, end, entry, slot;
 };
 
-inline Seen seen_tokens(DEVICE const int* row, uint window) {
+Seen seen_tokens(DEVICE const int* row, uint window) {
   uint length = row[1] ? 0 : uint(row[0]);  // where the step is padding it sees nothing
-  return {window && length > window ? length - window : 0, length};
+  uint last = length ? length - 1 : 0, begin = window && length > window ? length - window : 0;
+  return {begin, length, uint(row[ROW_FIELDS + last / PAGE_SIZE]), last % PAGE_SIZE};
 }
 
-template <typename T, uint K_DIM, uint V_DIM, uint ROWS, uint FORMATS>
+// What a simdgroup has summed of its tiles; the sum of weights is of the lane's tokens.
 struct Part {
-  float maximum[ROWS], sum[ROWS], values[ROWS * numbers_of_value(V_DIM)];
+  float maximum[ROWS], sum[ROWS], values[ROWS * V_NUMBERS];
 
-  inline void clear() THREAD {
+  void clear() THREAD {
     for (uint r = 0; r < ROWS; r++) maximum[r] = LOWEST, sum[r] = 0.0f;
-    for (uint i = 0; i < ROWS * numbers_of_value(V_DIM); i++) values[i] = 0.0f;
+    for (uint i = 0; i < ROWS * V_NUMBERS; i++) values[i] = 0.0f;
   }
 
-  inline void multiply(Rows keys, uint first, uint lane, SHARED const float* queries,
+#ifdef STEP
+  // Begins with one token of weight 1 instead, whose key and value are spread over the lanes.
+  void begin_with(const THREAD float* key, const THREAD float* value, uint lane,
+                         SHARED const float* queries, SHARED float* own) THREAD {
+    for (uint r = 0; r < ROWS; r++) {
+      float logit = 0.0f;
+      for (uint i = 0; i < numbers_of_lane(K_DIM); i++)
+        if (i * LANES + lane < K_DIM)
+          logit = multiply_add(key[i], queries[r * K_DIM + i * LANES + lane], logit);
+      maximum[r] = sum_of_lanes(logit);
+      sum[r] = lane ? 0.0f : 1.0f;
+    }
+    for (uint i = 0; i < numbers_of_lane(V_DIM); i++)
+      if (i * LANES + lane < V_DIM) own[i * LANES + lane] = value[i];
+    lanes_meet();
+    for (uint i = 0; i < ROWS * V_NUMBERS; i++) {
+      uint at = (i % V_NUMBERS / V_STEP * LANES + lane) * V_STEP + i % V_STEP;
+      if (at < V_DIM) values[i] = own[at];
+    }
+    lanes_meet();
+  }
+#endif
+
+  void multiply(Rows keys, uint near, uint far, uint lane, SHARED const float* queries,
                        THREAD float* sums) THREAD {
-    if (FORMATS & mask_of(FLOATS) && keys.format == FLOATS)
-      multiply_keys<T, FLOATS, K_DIM, ROWS>(keys, first, lane, queries, sums);
-    if (FORMATS & mask_of(Q8) && keys.format == Q8)
-      multiply_keys<T, Q8, K_DIM, ROWS>(keys, first, lane, queries, sums);
-    if (FORMATS & mask_of(Q4) && keys.format == Q4)
-      multiply_keys<T, Q4, K_DIM, ROWS>(keys, first, lane, queries, sums);
+#ifdef HAS_FLOATS
+    if (keys.format == FLOATS) multiply_keys<FLOATS>(keys, near, far, lane, queries, sums);
+#endif
+#ifdef HAS_Q8
+    if (keys.format == Q8) multiply_keys<Q8>(keys, near, far, lane, queries, sums);
+#endif
+#ifdef HAS_Q4
+    if (keys.format == Q4) multiply_keys<Q4>(keys, near, far, lane, queries, sums);
+#endif
   }
 
-  inline void add(Rows rows, uint first, uint begin, uint end, uint lane,
-                  SHARED const float* weights) THREAD {
-    if (FORMATS & mask_of(FLOATS) && rows.format == FLOATS)
-      add_values<T, FLOATS, V_DIM, ROWS>(rows, first, begin, end, lane, weights, values);
-    if (FORMATS & mask_of(Q8) && rows.format == Q8)
-      add_values<T, Q8, V_DIM, ROWS>(rows, first, begin, end, lane, weights, values);
-    if (FORMATS & mask_of(Q4) && rows.format == Q4)
-      add_values<T, Q4, V_DIM, ROWS>(rows, first, begin, end, lane, weights, values);
+  void add(Rows rows, uint begin, uint end, uint lane, SHARED const float* weights) THREAD {
+#ifdef HAS_FLOATS
+    if (rows.format == FLOATS) add_values<FLOATS>(rows, begin, end, lane, weights, values);
+#endif
+#ifdef HAS_Q8
+    if (rows.format == Q8) add_values<Q8>(rows, begin, end, lane, weights, values);
+#endif
+#ifdef HAS_Q4
+    if (rows.format == Q4) add_values<Q4>(rows, begin, end, lane, weights, values);
+#endif
   }
 
   // Turns products into weights, and what was summed so far into the same measure.
-  inline void weigh(THREAD float* sums, bool sees, uint lane, SHARED float* weights) THREAD {
+  void weigh(THREAD float* sums, bool sees, uint lane, SHARED float* weights) THREAD {
     uint token = lane / 2 + lane % 2 * 16;
     UNROLL
     for (uint r = 0; r < ROWS; r++) {
@@ -152,76 +197,154 @@ struct Part {
       float factor = power_of_2(maximum[r] - above), weight = power_of_2(logit - above);
       maximum[r] = above;
       sum[r] = multiply_add(sum[r], factor, weight);
-      constexpr uint EACH = numbers_of_value(V_DIM);
-      for (uint i = 0; i < EACH; i++) values[r * EACH + i] *= factor;
+      for (uint i = 0; i < V_NUMBERS; i++) values[r * V_NUMBERS + i] *= factor;
       weights[token * ROWS + r] = weight;
     }
   }
 
-  inline void read_tile(Rows keys, Rows rows, Seen seen, uint position, uint lane,
+  void read_tile(Rows keys, Rows rows, Seen seen, bool is_last, uint position, uint lane,
                         SHARED const float* queries, SHARED float* weights) THREAD {
     uint first = position % PAGE_SIZE, token = position + lane / 2 + lane % 2 * 16;
+    uint near = first + lane / 2, far = near + 16;
+#ifdef STEP
+    // Some other place of the tile for the one that is being written, which nobody sees there.
+    if (is_last) near ^= near == seen.slot, far ^= far == seen.slot;
+#endif
     float sums[2 * ROWS];
-    multiply(keys, first, lane, queries, sums);
+    multiply(keys, near, far, lane, queries, sums);
     weigh(sums, token >= seen.begin && token < seen.end, lane, weights);
     lanes_meet();
     // What lies outside may be anything, also NaN, and must not be multiplied by zero.
     uint begin = seen.begin > position ? seen.begin - position : 0;
     uint end = seen.end - position < TILE ? seen.end - position : TILE;
-    add(rows, first, first + begin, first + end, lane, weights);
+    add(rows, first + begin, first + end, lane, weights);
     lanes_meet();
   }
 
-  inline void store(uint r, uint lane, DEVICE float* partial, DEVICE float* measure) THREAD {
-    constexpr uint STEP = step_of(V_DIM), STEPS = steps_of(V_DIM);
-    float total = sum_of_lanes(sum[r]);
-    if (lane == 0) measure[0] = maximum[r], measure[1] = total;
-    for (uint step = 0; step < STEPS; step++) {
-      uint at = (step * LANES + lane) * STEP;
-      for (uint i = 0; i < STEP && at < V_DIM; i++)
-        partial[at + i] = values[(r * STEPS + step) * STEP + i];
+  // For each query head the maximum and the sum of weights.
+  void measure(uint lane, SHARED float* measures) THREAD {
+    for (uint r = 0; r < ROWS; r++) {
+      float total = sum_of_lanes(sum[r]);
+      if (lane == 0) measures[r * 2] = maximum[r], measures[r * 2 + 1] = total;
+    }
+  }
+
+  // The values of a query head, in another measure.
+  void give(uint r, float factor, uint lane, SHARED float* own) THREAD {
+    for (uint i = 0; i < V_NUMBERS; i++) {
+      uint at = (i / V_STEP * LANES + lane) * V_STEP + i % V_STEP;
+      if (at < V_DIM) own[at] = values[r * V_NUMBERS + i] * factor;
     }
   }
 };
 
-template <typename T, uint K_DIM, uint V_DIM, uint ROWS, uint BLOCKS, uint PARTS, uint FORMATS,
-          typename Strides>
-inline void decode(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
-                   const THREAD Place& place, SHARED float* staged, SHARED float* all_weights,
-                   DEVICE float* partials, DEVICE float* measures) {
-  constexpr uint BASES = FORMATS == 1 ? 1 : 2, STAGED = BASES * ROWS * K_DIM;
+// The largest of the simdgroups of a block.
+float joined_maximum(SHARED const float* measures) {
+  float maximum = LOWEST;
+  for (uint part = 0; part < PARTS; part++)
+    maximum = larger(maximum, measures[part * BLOCKS * ROWS * 2]);
+  return maximum;
+}
+
+// The sum of the weights of a block's simdgroups, and of their values, which are in one measure.
+float join(SHARED const float* measures, SHARED const float* given, float maximum, uint lane,
+           THREAD float* values) {
+  float sum = 0.0f;
+  for (uint i = 0; i < numbers_of_lane(V_DIM); i++) values[i] = 0.0f;
+  for (uint part = 0; part < PARTS; part++) {
+    SHARED const float* measure = measures + part * BLOCKS * ROWS * 2;
+    sum = multiply_add(power_of_2(measure[0] - maximum), measure[1], sum);
+    for (uint i = 0; i < numbers_of_lane(V_DIM); i++)
+      if (i * LANES + lane < V_DIM) values[i] += given[part * BLOCKS * OWN + i * LANES + lane];
+  }
+  return sum;
+}
+
+#ifdef SINKS
+template <typename Strides, typename Sinks>
+#else
+template <typename Strides>
+#endif
+void decode(DEVICE const T* queries, Strides strides,
+#ifdef STEP
+                   DEVICE const T* step_keys, Strides k_strides, DEVICE const T* step_values,
+                   Strides v_strides,
+#endif
+#ifdef WHOLE
+#ifdef SINKS
+                   DEVICE const Sinks* sinks, Strides s_strides,
+#endif
+                   DEVICE T* output,
+#else
+                   DEVICE float* partials, DEVICE float* measures,
+#endif
+                   const THREAD Pages& pages, const THREAD Place& place, SHARED float* all_queries,
+                   SHARED float* all_own, SHARED float* all_measures) {
   uint heads = pages.parameter(KV_HEADS), ratio = pages.parameter(RATIO);
-  uint bases = pages.parameter(BASES_OF_VALUES), number = place.z / bases;
-  uint head = place.x % heads, block = place.simdgroup % BLOCKS;
-  uint first_row = (place.x / heads * BLOCKS + block) * ROWS;
-  SHARED float* own = staged + block * STAGED;
-  stage_queries<T, K_DIM, ROWS, BASES>(queries, strides, pages, number, head, first_row,
-                                       place.simdgroup / BLOCKS, PARTS, place.lane, own);
+  uint bases = pages.parameter(BASES_OF_VALUES), number = place.z / bases, lane = place.lane;
+  uint head = place.x % heads, block = place.simdgroup % BLOCKS, part = place.simdgroup / BLOCKS;
+  uint first_row = (place.x / heads * BLOCKS + block) * ROWS, first_head = head * ratio + first_row;
+  SHARED float* staged = all_queries + block * ROWS * STAGED;
+  stage_queries(queries, strides, pages, number, first_head, ratio - first_row, part, lane, staged);
   threads_meet();
-  uint splits = pages.parameter(SPLITS), tiles = pages.parameter(SPLIT_TILES);
-  uint split = place.y * PARTS + place.simdgroup / BLOCKS;
-  if (split >= splits) return;
   DEVICE const int* row = pages.row(number);
   Seen seen = seen_tokens(row, pages.parameter(WINDOW));
   bool rotated = pages.parameter(FIRST_BASIS) + place.z % bases;
-  Part<T, K_DIM, V_DIM, ROWS, FORMATS> part;
-  part.clear();
-  uint first = seen.begin / TILE + split * tiles;
-  for (uint tile = first; tile < first + tiles && tile * TILE < seen.end; tile++) {
+  SHARED float* own = all_own + place.simdgroup * OWN;
+  Part sums;
+  sums.clear();
+#ifdef STEP
+  Rows values = pages.rows(seen.entry, head, V_DIM, true);
+  if (seen.end && place.y + part == 0 && values.rotated == rotated) {
+    Rows keys = pages.rows(seen.entry, head, K_DIM, false);
+    bool writes = first_row == 0;
+    float key[numbers_of_lane(K_DIM)], value[numbers_of_lane(V_DIM)];
+    read_step<K_DIM>(step_keys, k_strides, number, head, 0, lane, key);
+    read_step<V_DIM>(step_values, v_strides, number, head, 0, lane, value);
+    encode_row<K_DIM>(keys, seen.slot, keys.rotated, writes, lane, key);
+    encode_row<V_DIM>(values, seen.slot, rotated, writes, lane, value);
+    sums.begin_with(key, value, lane, in_basis(staged, keys.rotated), own);
+  }
+  if (seen.end) seen.end--;
+#endif
+  uint tiles = pages.parameter(SPLIT_TILES), first = seen.begin / TILE + place.y * tiles;
+  for (uint tile = first + part; tile < first + tiles && tile * TILE < seen.end; tile += PARTS) {
     uint position = tile * TILE, entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
     Rows values = pages.rows(entry, head, V_DIM, true);
     if (values.rotated != rotated) continue;
     Rows keys = pages.rows(entry, head, K_DIM, false);
-    part.read_tile(keys, values, seen, position, place.lane,
-                   own + (BASES == 2 && keys.rotated ? ROWS * K_DIM : 0),
-                   all_weights + place.simdgroup * TILE * ROWS);
+    sums.read_tile(keys, values, seen, entry == seen.entry, position, lane,
+                   in_basis(staged, keys.rotated), own);
   }
+  SHARED float* measures_here = all_measures + block * ROWS * 2;
+  sums.measure(lane, measures_here + part * BLOCKS * ROWS * 2);
+  threads_meet();
   for (uint r = 0; r < ROWS; r++) {
-    if (first_row + r >= ratio) break;
-    uint q_head = number * heads * ratio + head * ratio + first_row + r;
-    ulong slot = (q_head * bases + place.z % bases) * ulong(splits) + split;
-    part.store(r, place.lane, partials + slot * V_DIM, measures + slot * 2);
+    float maximum = joined_maximum(measures_here + r * 2);
+    sums.give(r, power_of_2(sums.maximum[r] - maximum), lane, own);
+    threads_meet();
+    if (r % PARTS == part && first_row + r < ratio) {
+      float x[numbers_of_lane(V_DIM)];
+      float total = join(measures_here + r * 2, all_own + block * OWN, maximum, lane, x);
+      ulong at = number * heads * ratio + first_head + r;
+#ifdef WHOLE
+#ifdef SINKS
+      float sink = float(sinks[(first_head + r) * ulong(s_strides[0])]) * LOG2_E;
+      float above = larger(maximum, sink), factor = power_of_2(maximum - above);
+      total = multiply_add(total, factor, power_of_2(sink - above));
+#else
+      float factor = 1.0f;
+#endif
+#ifdef HAS_CODES
+      if (rotated) rotate<V_DIM>(x, lane);
+#endif
+      store_row<V_DIM>(x, total > 0.0f ? factor / total : 0.0f, lane, output + at * V_DIM);
+#else
+      at = (at * bases + place.z % bases) * pages.parameter(SPLITS) + place.y;
+      if (lane == 0) measures[at * 2] = maximum, measures[at * 2 + 1] = total;
+      store_row<V_DIM>(x, 1.0f, lane, partials + at * V_DIM);
+#endif
+    }
+    threads_meet();
   }
 }
-
-}  // namespace paged_kv

@@ -1,15 +1,13 @@
 // Keys and values collected from pages and from a step that no page holds yet. A simdgroup takes one
 // row: a token's keys, or values, of one head.
 
-namespace paged_kv {
-
 // Where a place of what is gathered comes from.
 struct Source {
   bool is_there, in_tail;
   uint at;  // position, or token of the step
 };
 
-inline Source source_of(DEVICE const int* row, uint place, uint tokens, uint tail) {
+Source source_of(DEVICE const int* row, uint place, uint tokens, uint tail) {
   uint length = uint(row[0]), padding = uint(row[1]), head = uint(row[2]), first = uint(row[3]);
   uint visible = head + length - first, end = tokens - padding, begin = end - visible;
   if (place < begin || place >= end) return {false, false, 0};
@@ -20,29 +18,38 @@ inline Source source_of(DEVICE const int* row, uint place, uint tokens, uint tai
   return {true, true, tail_begin + position - in_pages};
 }
 
-template <typename T, uint DIM, typename Strides>
-inline void gather_side(DEVICE const T* tail, Strides strides, const THREAD Pages& pages,
+template <uint DIM>
+void gather_page(DEVICE const int* row, Source source, const THREAD Pages& pages,
+                        const THREAD Place& place, bool values, THREAD float* x) {
+  uint entry = uint(row[ROW_FIELDS + source.at / PAGE_SIZE]);
+  Rows rows = pages.rows(entry, place.y, DIM, values);
+  read_row<DIM>(rows, source.at % PAGE_SIZE, place.lane, x);
+#ifdef HAS_CODES
+  if (rows.rotated && DIM % LANES == 0) rotate<DIM>(x, place.lane);
+#endif
+}
+
+#ifdef TAIL
+template <uint DIM, typename Strides>
+void gather_side(DEVICE const T* tail, Strides strides, const THREAD Pages& pages,
                         const THREAD Place& place, bool values, DEVICE T* output) {
+#else
+template <uint DIM>
+void gather_side(const THREAD Pages& pages, const THREAD Place& place, bool values,
+                        DEVICE T* output) {
+#endif
   uint number = place.z / 2, tokens = pages.parameter(TOKENS);
   uint token = place.x * ROW_SIMDGROUPS + place.simdgroup;
   if (token >= tokens) return;
   DEVICE const int* row = pages.row(number);
-  Source source = source_of(row, token, tokens, pages.parameter(TAIL));
+  Source source = source_of(row, token, tokens, pages.parameter(TAIL_TOKENS));
   float x[numbers_of_lane(DIM)];
   for (uint i = 0; i < numbers_of_lane(DIM); i++) x[i] = 0.0f;
+#ifdef TAIL
   if (source.is_there && source.in_tail)
-    read_step<T, DIM>(tail, strides, number, place.y, source.at, place.lane, x);
-  if (source.is_there && !source.in_tail) {
-    uint entry = uint(row[ROW_FIELDS + source.at / PAGE_SIZE]);
-    Rows rows = pages.rows(entry, place.y, DIM, values);
-    read_row<T, DIM>(rows, source.at % PAGE_SIZE, place.lane, x);
-    if (rows.rotated && DIM % LANES == 0) rotate<DIM>(x, place.lane);
-  }
+    read_step<DIM>(tail, strides, number, place.y, source.at, place.lane, x);
+#endif
+  if (source.is_there && !source.in_tail) gather_page<DIM>(row, source, pages, place, values, x);
   ulong first = ((number * pages.parameter(KV_HEADS) + place.y) * ulong(tokens) + token) * DIM;
-  for (uint i = 0; i < numbers_of_lane(DIM); i++) {
-    uint at = i * LANES + place.lane;
-    if (at < DIM) output[first + at] = T(x[i]);
-  }
+  store_row<DIM>(x, 1.0f, place.lane, output + first);
 }
-
-}  // namespace paged_kv

@@ -2,14 +2,13 @@
 //
 // Everything that says so comes as 32-bit integers, made by kernels/gpu_arrays.py.
 
-namespace paged_kv {
-
 CONSTANT uint PAGE_SIZE = 256;
 CONSTANT uint LANES = 32;
 CONSTANT uint GROUP = 32;  // numbers that share a scale
 CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
 
-// How a row holds numbers: in the model's dtype, or as codes of so many bits.
+// How a row holds numbers: in the model's dtype, or as codes of so many bits. HAS_FLOATS, HAS_Q8 and
+// HAS_Q4 say for which a kernel is made, HAS_CODES whether for one of the latter, as the rest would only take registers.
 CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
 
 // Logits are in base 2. A hidden one is NEVER, and a running maximum starts at LOWEST: the
@@ -32,8 +31,7 @@ enum Parameter {
   SPLIT_TILES,   // tiles of each
   FIRST_BASIS,   // of the values that pages hold: 0 as they are, 1 rotated
   BASES_OF_VALUES,
-  TAIL,          // tokens of a step that no page holds yet
-  HAS_SINKS,
+  TAIL_TOKENS,   // tokens of a step that no page holds yet
   TOKENS,        // of what is gathered
   Q_HEADS,
   PARAMETERS
@@ -76,15 +74,15 @@ struct Pages {
   DEVICE const int* tables;
   DEVICE const int* params;
 
-  inline uint parameter(Parameter at) const THREAD { return uint(params[at]); }
+  uint parameter(Parameter at) const THREAD { return uint(params[at]); }
 
   // A row of the tables.
-  inline DEVICE const int* row(uint number) const THREAD {
+  DEVICE const int* row(uint number) const THREAD {
     return tables + number * parameter(TABLE_STRIDE);
   }
 
   // Keys, or values, of `dim` numbers.
-  inline Rows rows(uint entry, uint head, uint dim, bool values) const THREAD {
+  Rows rows(uint entry, uint head, uint dim, bool values) const THREAD {
     uint stride = parameter(SLAB_STRIDE), slab = entry / stride;
     DEVICE const int* layout = layouts + slab * LAYOUT_FIELDS;
     DEVICE const ushort* page = slabs.memory[slab] + (entry - slab * stride) * ulong(layout[0]);
@@ -101,12 +99,10 @@ struct Own {
   uint begin, end, position;
 };
 
-inline Own own_tokens(DEVICE const int* row, uint steps) {
+Own own_tokens(DEVICE const int* row, uint steps) {
   int padding = row[1], length = row[0], end = int(steps) - padding;
   int begin = int(steps) - length - padding;
   if (begin < 0) begin = 0;
   if (end < begin) end = begin;
   return {uint(begin), uint(end), uint(length - (end - begin))};
 }
-
-}  // namespace paged_kv

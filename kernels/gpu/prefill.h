@@ -7,20 +7,18 @@
 // Values that are rotated are summed first, and the sum is turned back in the registers before the
 // others follow.
 
-namespace paged_kv {
-
 // Over the four lanes that have a row.
-inline float largest_of_row(float x) {
+float largest_of_row(float x) {
   x = larger(x, from_lane_xor(x, COLUMN_LANE_2));
   return larger(x, from_lane_xor(x, COLUMN_LANE_4));
 }
 
-inline float sum_of_row(float x) {
+float sum_of_row(float x) {
   x += from_lane_xor(x, COLUMN_LANE_2);
   return x + from_lane_xor(x, COLUMN_LANE_4);
 }
 
-inline void exchange_lanes(THREAD float* x, uint count, uint mask, uint lane) {
+void exchange_lanes(THREAD float* x, uint count, uint mask, uint lane) {
   for (uint i = 0; i < count; i++) {
     float other = from_lane_xor(x[i], mask);
     x[i] = lane & mask ? other - x[i] : x[i] + other;
@@ -28,7 +26,7 @@ inline void exchange_lanes(THREAD float* x, uint count, uint mask, uint lane) {
 }
 
 // Sums and differences of numbers that lie `distance` apart.
-inline void exchange_numbers(THREAD float* x, uint count, uint distance, float scale) {
+void exchange_numbers(THREAD float* x, uint count, uint distance, float scale) {
   for (uint i = 0; i < count; i++)
     if (!(i & distance)) {
       float a = x[i], b = x[i + distance];
@@ -38,41 +36,38 @@ inline void exchange_numbers(THREAD float* x, uint count, uint distance, float s
 }
 
 // Turns the rows into the other basis.
-template <uint DIM>
-inline void rotate_rows(THREAD float* x, uint lane) {
-  constexpr uint COUNT = DIM / 4 * LANE_ROWS, MATRIX = 2 * LANE_ROWS;
-  exchange_numbers(x, COUNT, 1, 1.0f / root(float(rotated_block(DIM))));
+void rotate_rows(THREAD float* x, uint lane) {
+  constexpr uint COUNT = V_DIM / 4 * LANE_ROWS, MATRIX = 2 * LANE_ROWS;
+  exchange_numbers(x, COUNT, 1, 1.0f / root(float(rotated_block(V_DIM))));
   exchange_lanes(x, COUNT, COLUMN_LANE_2, lane);
   exchange_lanes(x, COUNT, COLUMN_LANE_4, lane);
   UNROLL
-  for (uint h = 1; h < rotated_block(DIM) / 8; h *= 2) exchange_numbers(x, COUNT, h * MATRIX, 1.0f);
+  for (uint h = 1; h < rotated_block(V_DIM) / 8; h *= 2) exchange_numbers(x, COUNT, h * MATRIX, 1.0f);
 }
 
-template <uint DIM>
 struct Softmax {
-  float values[DIM / 4 * LANE_ROWS];
+  float values[V_DIM / 4 * LANE_ROWS];
   float maximum[LANE_ROWS], sum[LANE_ROWS];  // the sum is of the lane's columns
 
-  inline void clear() THREAD {
+  void clear() THREAD {
     for (uint i = 0; i < LANE_ROWS; i++) maximum[i] = LOWEST, sum[i] = 0.0f;
-    for (uint i = 0; i < DIM / 4 * LANE_ROWS; i++) values[i] = 0.0f;
+    for (uint i = 0; i < V_DIM / 4 * LANE_ROWS; i++) values[i] = 0.0f;
   }
 
-  inline void scale_row(uint i, float factor) THREAD {
+  void scale_row(uint i, float factor) THREAD {
     UNROLL
-    for (uint n = 0; n < DIM / 8; n++) {
+    for (uint n = 0; n < V_DIM / 8; n++) {
       values[(n * LANE_ROWS + i) * 2] *= factor;
       values[(n * LANE_ROWS + i) * 2 + 1] *= factor;
     }
   }
 
   // A row's logits become weights, and what was summed so far is put into the same measure.
-  template <uint TOKENS>
-  inline void weigh(uint i, QueryRow row, Tile tile, uint lane, THREAD float* logits) THREAD {
+  void weigh(uint i, QueryRow row, Tile tile, uint lane, THREAD float* logits) THREAD {
     uint end = smaller(row.end, tile.end), column = tile.position + column_in_matrix(lane);
     float above = maximum[i];
     UNROLL
-    for (uint n = 0; n < TOKENS / 4; n++) {
+    for (uint n = 0; n < TILE_TOKENS / 4; n++) {
       uint at = column + n / 2 * 8 + n % 2, number = (n / 2 * LANE_ROWS + i) * 2 + n % 2;
       if (at < row.begin || at >= end) logits[number] = NEVER;
       above = larger(above, logits[number]);
@@ -83,7 +78,7 @@ struct Softmax {
     sum[i] *= factor;
     scale_row(i, factor);
     UNROLL
-    for (uint n = 0; n < TOKENS / 4; n++) {
+    for (uint n = 0; n < TILE_TOKENS / 4; n++) {
       uint number = (n / 2 * LANE_ROWS + i) * 2 + n % 2;
       logits[number] = power_of_2(logits[number] - above);
       sum[i] += logits[number];
@@ -91,16 +86,15 @@ struct Softmax {
   }
 
   // `sink` is in base 2.
-  inline void finish(uint i, float sink) THREAD {
+  void finish(uint i, float sink) THREAD {
     float above = larger(maximum[i], sink), factor = power_of_2(maximum[i] - above);
     float total = multiply_add(sum_of_row(sum[i]), factor, power_of_2(sink - above));
     scale_row(i, total > 0.0f ? factor / total : 0.0f);
   }
 
-  template <typename T>
-  inline void store(uint i, bool is_there, uint lane, DEVICE T* output) THREAD {
+  void store(uint i, bool is_there, uint lane, DEVICE T* output) THREAD {
     UNROLL
-    for (uint n = 0; n < DIM / 4; n++) {
+    for (uint n = 0; n < V_DIM / 4; n++) {
       float number = values[(n / 2 * LANE_ROWS + i) * 2 + n % 2];
       output[n / 2 * 8 + column_in_matrix(lane) + n % 2] = T(is_there ? number : 0.0f);
     }
@@ -114,77 +108,97 @@ struct Tiles {
   Own tail;
 };
 
-inline Tiles tiles_of(Block block, Own tail, uint tokens) {
+Tiles tiles_of(Block block, Own tail) {
   uint in_pages = block.length - (tail.end - tail.begin), end = smaller(block.end, in_pages);
-  Tiles tiles = {in_pages, block.begin / tokens, 0, 0, 0, tail};
-  if (end > block.begin) tiles.count = (end + tokens - 1) / tokens - tiles.first;
-  if (block.begin > in_pages) tiles.first_of_tail = (block.begin - in_pages) / tokens;
+  Tiles tiles = {in_pages, block.begin / TILE_TOKENS, 0, 0, 0, tail};
+  if (end > block.begin) tiles.count = (end + TILE_TOKENS - 1) / TILE_TOKENS - tiles.first;
+  if (block.begin > in_pages) tiles.first_of_tail = (block.begin - in_pages) / TILE_TOKENS;
   if (block.end > in_pages)
-    tiles.count_of_tail = (block.end - in_pages + tokens - 1) / tokens - tiles.first_of_tail;
+    tiles.count_of_tail = (block.end - in_pages + TILE_TOKENS - 1) / TILE_TOKENS - tiles.first_of_tail;
   return tiles;
 }
 
-inline Tile tile_of(Tiles tiles, Block block, uint i, uint tokens) {
+Tile tile_of(Tiles tiles, Block block, uint i) {
   if (i < tiles.count) {
-    uint at = (tiles.first + i) * tokens;
+    uint at = (tiles.first + i) * TILE_TOKENS;
     return {false, at % PAGE_SIZE, at, block.begin, smaller(block.end, tiles.in_pages)};
   }
-  uint at = (tiles.first_of_tail + i - tiles.count) * tokens;
+  uint at = (tiles.first_of_tail + i - tiles.count) * TILE_TOKENS;
   return {true, tiles.tail.begin + at, tiles.in_pages + at, block.begin, block.end};
 }
 
-template <typename T, uint K_DIM, uint V_DIM, uint FORMATS, typename QStrides, typename KStrides,
-          typename VStrides>
-inline void prefill(DEVICE const T* queries, QStrides q_strides, DEVICE const T* tail_keys,
-                    KStrides k_strides, DEVICE const T* tail_values, VStrides v_strides,
-                    DEVICE const float* sinks, const THREAD Pages& pages, const THREAD Place& place,
-                    SHARED T* all_queries, SHARED T* tile_numbers, DEVICE T* output) {
-  constexpr uint TOKENS = tile_tokens(K_DIM, V_DIM), STRIDE = tile_row(K_DIM, V_DIM);
+#ifdef SINKS
+template <typename Strides, typename Sinks>
+#else
+template <typename Strides>
+#endif
+void prefill(DEVICE const T* queries, Strides strides,
+#ifdef TAIL
+             DEVICE const T* tail_keys, Strides k_strides, DEVICE const T* tail_values,
+             Strides v_strides,
+#endif
+#ifdef SINKS
+             DEVICE const Sinks* sinks, Strides s_strides,
+#endif
+             const THREAD Pages& pages, const THREAD Place& place, SHARED T* all_queries,
+             SHARED T* tile_numbers, DEVICE T* output) {
   DEVICE const int* table = pages.row(place.z);
   Block block = block_of(pages, table, place.x * BLOCK_ROWS);
-  Tiles tiles = tiles_of(block, own_tokens(table, pages.parameter(TAIL)), TOKENS);
+  Tiles tiles = tiles_of(block, own_tokens(table, pages.parameter(TAIL_TOKENS)));
   uint lane = place.lane, first_row = block.first_row + place.simdgroup * SIMDGROUP_ROWS;
   SHARED T* own = all_queries + place.simdgroup * SIMDGROUP_ROWS * (K_DIM + PAD);
-  Softmax<V_DIM> softmax;
+  Softmax softmax;
   softmax.clear();
+  stage_rows(queries, strides, pages, block, place, false, own);
+#ifdef HAS_CODES
   bool queries_rotated = false;
-  stage_rows<T, K_DIM>(queries, q_strides, pages, block, place, false, own);
   // The rotated values, if there may be any, and then the others.
-  for (uint pass = FORMATS == 1 ? 1 : 0; pass < 2; pass++) {
-    bool rotated = pass == 0;
+  for (uint pass = 0; pass < 2; pass++) {
+#endif
     for (uint i = 0; i < tiles.count + tiles.count_of_tail; i++) {
-      Tile tile = tile_of(tiles, block, i, TOKENS);
+      Tile tile = tile_of(tiles, block, i);
       uint entry = tile.in_tail ? 0 : uint(table[ROW_FIELDS + tile.position / PAGE_SIZE]);
       Rows values = pages.rows(entry, place.y, V_DIM, true);
       Rows keys = pages.rows(entry, place.y, K_DIM, false);
-      if ((values.rotated && !tile.in_tail) != rotated) continue;
+#ifdef HAS_CODES
+      if ((values.rotated && !tile.in_tail) != (pass == 0)) continue;
       bool keys_rotated = keys.rotated && !tile.in_tail;
-      if (FORMATS != 1 && keys_rotated != queries_rotated) {
-        stage_rows<T, K_DIM>(queries, q_strides, pages, block, place, keys_rotated, own);
-        queries_rotated = keys_rotated;
-      }
-      float logits[TOKENS / 4 * LANE_ROWS];
-      load_tile<T, K_DIM, TOKENS, STRIDE, FORMATS>(tile, keys, tail_keys, k_strides, place,
-                                                   tile_numbers);
-      multiply_with_keys<T, K_DIM, TOKENS, STRIDE>(own, tile_numbers, lane, logits);
+      if (keys_rotated != queries_rotated)
+        stage_rows(queries, strides, pages, block, place, keys_rotated, own);
+      queries_rotated = keys_rotated;
+#endif
+      float logits[TILE_TOKENS / 4 * LANE_ROWS];
+#ifdef TAIL
+      load_tile<K_DIM>(tile, keys, tail_keys, k_strides, place, tile_numbers);
+#else
+      load_tile<K_DIM>(tile, keys, place, tile_numbers);
+#endif
+      multiply_with_keys(own, tile_numbers, lane, logits);
       for (uint k = 0; k < LANE_ROWS; k++) {
         QueryRow row = query_row(pages, block, first_row + row_in_matrix(lane, k));
-        softmax.template weigh<TOKENS>(k, row, tile, lane, logits);
+        softmax.weigh(k, row, tile, lane, logits);
       }
-      load_tile<T, V_DIM, TOKENS, STRIDE, FORMATS>(tile, values, tail_values, v_strides, place,
-                                                   tile_numbers);
-      add_weighted<T, V_DIM, TOKENS, STRIDE>(tile_numbers, lane, logits, softmax.values);
+#ifdef TAIL
+      load_tile<V_DIM>(tile, values, tail_values, v_strides, place, tile_numbers);
+#else
+      load_tile<V_DIM>(tile, values, place, tile_numbers);
+#endif
+      add_weighted(tile_numbers, lane, logits, softmax.values);
     }
-    if (rotated && V_DIM % LANES == 0) rotate_rows<V_DIM>(softmax.values, lane);
+#ifdef HAS_CODES
+    if (pass == 0 && V_DIM % LANES == 0) rotate_rows(softmax.values, lane);
   }
+#endif
   uint steps = pages.parameter(STEPS), ratio = pages.parameter(RATIO);
   for (uint k = 0; k < LANE_ROWS; k++) {
     QueryRow row = query_row(pages, block, first_row + row_in_matrix(lane, k));
     uint head = place.y * ratio + row.head;
-    softmax.finish(k, pages.parameter(HAS_SINKS) ? sinks[head] * LOG2_E : NEVER);
+#ifdef SINKS
+    softmax.finish(k, float(sinks[head * ulong(s_strides[0])]) * LOG2_E);
+#else
+    softmax.finish(k, NEVER);
+#endif
     ulong at = (place.z * pages.parameter(Q_HEADS) + head) * ulong(steps) + row.step;
     if (row.step < steps) softmax.store(k, row.is_there, lane, output + at * V_DIM);
   }
 }
-
-}  // namespace paged_kv

@@ -5,14 +5,10 @@
 // Keys of 16 or 32 tokens, then their values, are turned into the model's dtype in threadgroup
 // memory; such a tile lies in one page.
 
-namespace paged_kv {
-
 CONSTANT uint PREFILL_THREADS = 128;
 CONSTANT uint PREFILL_SIMDGROUPS = PREFILL_THREADS / LANES;
 CONSTANT uint BLOCK_ROWS = PREFILL_SIMDGROUPS * SIMDGROUP_ROWS;
 
-constexpr uint tile_tokens(uint k_dim, uint v_dim) { return k_dim > 128 || v_dim > 128 ? 16 : 32; }
-constexpr uint tile_row(uint k_dim, uint v_dim) { return (k_dim > v_dim ? k_dim : v_dim) + PAD; }
 
 // What a lane's row of queries sees.
 struct QueryRow {
@@ -27,11 +23,11 @@ struct Block {
   uint first_row, length, begin, end;
 };
 
-inline uint first_seen(uint position, uint window) {
+uint first_seen(uint position, uint window) {
   return window && position >= window ? position - window + 1 : 0;
 }
 
-inline Block block_of(const THREAD Pages& pages, DEVICE const int* row, uint first_row) {
+Block block_of(const THREAD Pages& pages, DEVICE const int* row, uint first_row) {
   uint steps = pages.parameter(STEPS), ratio = pages.parameter(RATIO);
   Block block = {own_tokens(row, steps), first_row, uint(row[0]), 0, 0};
   uint first = first_row / ratio, last = (first_row + BLOCK_ROWS - 1) / ratio + 1;
@@ -44,7 +40,7 @@ inline Block block_of(const THREAD Pages& pages, DEVICE const int* row, uint fir
   return block;
 }
 
-inline QueryRow query_row(const THREAD Pages& pages, Block block, uint number) {
+QueryRow query_row(const THREAD Pages& pages, Block block, uint number) {
   uint ratio = pages.parameter(RATIO), step = number / ratio;
   QueryRow row = {step, number % ratio, step >= block.own.begin && step < block.own.end, 0, 0};
   if (!row.is_there) return row;
@@ -55,8 +51,8 @@ inline QueryRow query_row(const THREAD Pages& pages, Block block, uint number) {
 }
 
 // A simdgroup's own queries, in base 2, in the basis of the keys.
-template <typename T, uint DIM, typename Strides>
-inline void stage_rows(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
+template <typename Strides>
+void stage_rows(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
                        Block block, const THREAD Place& place, bool rotated, SHARED T* staged) {
   float scale = float_of_bits(pages.parameter(SCALE));
   lanes_meet();
@@ -64,17 +60,19 @@ inline void stage_rows(DEVICE const T* queries, Strides strides, const THREAD Pa
     QueryRow row = query_row(pages, block, block.first_row + place.simdgroup * SIMDGROUP_ROWS + r);
     ulong head = place.y * pages.parameter(RATIO) + row.head;
     DEVICE const T* query = queries + place.z * ulong(strides[0]) + head * ulong(strides[1]);
-    float x[numbers_of_lane(DIM)];
-    for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+    float x[numbers_of_lane(K_DIM)];
+    for (uint i = 0; i < numbers_of_lane(K_DIM); i++) {
       uint at = i * LANES + place.lane;
-      bool is_there = row.is_there && at < DIM;
+      bool is_there = row.is_there && at < K_DIM;
       ulong number = row.step * ulong(strides[2]) + at * ulong(strides[3]);
       x[i] = is_there ? float(query[number]) * scale : 0.0f;
     }
-    if (rotated) rotate<DIM>(x, place.lane);
-    for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+#ifdef HAS_CODES
+    if (rotated) rotate<K_DIM>(x, place.lane);
+#endif
+    for (uint i = 0; i < numbers_of_lane(K_DIM); i++) {
       uint at = i * LANES + place.lane;
-      if (at < DIM) staged[r * (DIM + PAD) + at] = T(x[i]);
+      if (at < K_DIM) staged[r * (K_DIM + PAD) + at] = T(x[i]);
     }
   }
   lanes_meet();
@@ -87,33 +85,42 @@ struct Tile {
   uint first, position, begin, end;
 };
 
-template <typename T, uint FORMATS>
-inline void read_any(Rows rows, uint token, uint octet, uint dim, THREAD float* x) {
-  DEVICE const ushort* row = rows.numbers + token * row_words(rows.format, dim);
-  DEVICE const ushort* scales = rows.scales + token * (dim / GROUP);
-  if (FORMATS & mask_of(FLOATS) && rows.format == FLOATS) read_octet<T, FLOATS>(row, scales, octet, x);
-  if (FORMATS & mask_of(Q8) && rows.format == Q8) read_octet<T, Q8>(row, scales, octet, x);
-  if (FORMATS & mask_of(Q4) && rows.format == Q4) read_octet<T, Q4>(row, scales, octet, x);
+template <uint DIM>
+void read_any(Rows rows, uint token, uint at, THREAD float* x) {
+#ifdef HAS_FLOATS
+  if (rows.format == FLOATS) read_some<FLOATS, DIM, 8>(rows, token, at, x);
+#endif
+#ifdef HAS_Q8
+  if (rows.format == Q8) read_some<Q8, DIM, 8>(rows, token, at, x);
+#endif
+#ifdef HAS_Q4
+  if (rows.format == Q4) read_some<Q4, DIM, 8>(rows, token, at, x);
+#endif
 }
 
 // Keys or values of a tile, by all threads of the threadgroup.
-template <typename T, uint DIM, uint TOKENS, uint STRIDE, uint FORMATS, typename Strides>
-inline void load_tile(Tile tile, Rows rows, DEVICE const T* tail, Strides strides,
-                      const THREAD Place& place, SHARED T* to) {
+#ifdef TAIL
+template <uint DIM, typename Strides>
+void load_tile(Tile tile, Rows rows, DEVICE const T* tail, Strides strides,
+               const THREAD Place& place, SHARED T* to) {
+#else
+template <uint DIM>
+void load_tile(Tile tile, Rows rows, const THREAD Place& place, SHARED T* to) {
+#endif
   threads_meet();
-  for (uint i = place.index; i < TOKENS * (DIM / 8); i += PREFILL_THREADS) {
-    uint token = i / (DIM / 8), octet = i % (DIM / 8), position = tile.position + token;
+  for (uint i = place.index; i < TILE_TOKENS * (DIM / 8); i += PREFILL_THREADS) {
+    uint token = i / (DIM / 8), at = i % (DIM / 8) * 8, position = tile.position + token;
     float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     bool is_there = position >= tile.begin && position < tile.end;
-    if (is_there && !tile.in_tail) read_any<T, FORMATS>(rows, tile.first + token, octet, DIM, x);
+    if (is_there && !tile.in_tail) read_any<DIM>(rows, tile.first + token, at, x);
+#ifdef TAIL
     if (is_there && tile.in_tail) {
       ulong first = place.z * ulong(strides[0]) + place.y * ulong(strides[1]) +
                     (tile.first + token) * ulong(strides[2]);
-      for (uint k = 0; k < 8; k++) x[k] = float(tail[first + (octet * 8 + k) * ulong(strides[3])]);
+      for (uint k = 0; k < 8; k++) x[k] = float(tail[first + (at + k) * ulong(strides[3])]);
     }
-    for (uint k = 0; k < 8; k++) to[token * STRIDE + octet * 8 + k] = T(x[k]);
+#endif
+    for (uint k = 0; k < 8; k++) to[token * STRIDE + at + k] = T(x[k]);
   }
   threads_meet();
 }
-
-}  // namespace paged_kv

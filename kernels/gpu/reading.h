@@ -1,58 +1,45 @@
 // Several numbers of a token's row at once, as attention reads them.
 
-namespace paged_kv {
-
 // Numbers behind a row in threadgroup memory, so that rows begin in different banks.
 CONSTANT uint PAD = 8;
 
-// Which formats a kernel is compiled for: the rest of its code would only take registers.
-constexpr uint mask_of(uint format) { return format == FLOATS ? 1 : format == Q8 ? 2 : 4; }
+// Of a tile that prefill turns into the model's dtype: its tokens, and numbers of a token's row.
+CONSTANT uint TILE_TOKENS = K_DIM > 128 || V_DIM > 128 ? 16 : 32;
+CONSTANT uint STRIDE = (K_DIM > V_DIM ? K_DIM : V_DIM) + PAD;
 
-// Numbers [8 * octet, 8 * octet + 8) of a row.
-template <typename T, uint FORMAT>
-inline void read_octet(DEVICE const ushort* row, DEVICE const ushort* scales, uint octet,
-                       THREAD float* x) {
-  if (FORMAT == FLOATS) {
-    uint4 packed = *(DEVICE const uint4*)(row + octet * 8);
-    const uint words[4] = {packed.x, packed.y, packed.z, packed.w};
-    for (uint i = 0; i < 8; i++) x[i] = number_of<T>(ushort(words[i / 2] >> i % 2 * 16));
-    return;
-  }
-  float scale = float_of_half(scales[octet / 4]);
-  uint at = FORMAT == Q8 ? octet * 4 : octet / 4 * 8 + octet % 2 * 4;
-  uint2 packed = *(DEVICE const uint2*)(row + at);
-  const uint words[2] = {packed.x, packed.y};
-  for (uint i = 0; i < 8; i++) {
-    uint byte = words[i / 4] >> i % 4 * 8;
-    int code = FORMAT == Q8 ? int(byte << 24) >> 24 : int(byte >> (octet & 2) * 2 & 15) - 8;
-    x[i] = float(code) * scale;
+// 16, 8 or 4 bytes in one load, or 2.
+template <uint BYTES>
+void load(DEVICE const ushort* from, THREAD uint* words) {
+  if (BYTES == 16) {
+    uint4 all = *(DEVICE const uint4*)from;
+    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+  } else if (BYTES == 8) {
+    uint2 all = *(DEVICE const uint2*)from;
+    words[0] = all.x, words[1] = all.y;
+  } else {
+    words[0] = BYTES == 4 ? *(DEVICE const uint*)from : uint(*from);
   }
 }
 
-// COUNT numbers of a row, 2 or 4, from a multiple of COUNT on.
-template <typename T, uint FORMAT, uint COUNT>
-inline void read_some(DEVICE const ushort* row, DEVICE const ushort* scales, uint at,
-                      THREAD float* x) {
+// COUNT numbers of a token's row, 2, 4 or 8, from a multiple of COUNT on.
+template <uint FORMAT, uint DIM, uint COUNT>
+void read_some(Rows rows, uint token, uint at, THREAD float* x) {
+  DEVICE const ushort* row = rows.numbers + token * row_words(FORMAT, DIM);
+  uint words[4];
+#ifdef HAS_FLOATS
   if (FORMAT == FLOATS) {
-    uint words[2];
-    if (COUNT == 4) {
-      uint2 packed = *(DEVICE const uint2*)(row + at);
-      words[0] = packed.x;
-      words[1] = packed.y;
-    } else {
-      words[0] = *(DEVICE const uint*)(row + at);
-    }
-    for (uint i = 0; i < COUNT; i++) x[i] = number_of<T>(ushort(words[i / 2] >> i % 2 * 16));
+    load<COUNT * 2>(row + at, words);
+    for (uint i = 0; i < COUNT; i++) x[i] = number_of(ushort(words[i / 2] >> i % 2 * 16));
     return;
   }
-  float scale = float_of_half(scales[at / GROUP]);
-  DEVICE const ushort* codes = row + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2);
-  uint word = COUNT == 4 ? *(DEVICE const uint*)codes : uint(*codes);
+#endif
+#ifdef HAS_CODES
+  float scale = float_of_half(rows.scales[token * (DIM / GROUP) + at / GROUP]);
+  load<COUNT>(row + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
   for (uint i = 0; i < COUNT; i++) {
-    uint byte = word >> i * 8;
+    uint byte = words[i / 4] >> i % 4 * 8;
     int code = FORMAT == Q8 ? int(byte << 24) >> 24 : int(byte >> (at & 16) / 4 & 15) - 8;
     x[i] = float(code) * scale;
   }
+#endif
 }
-
-}  // namespace paged_kv

@@ -1,13 +1,11 @@
 // A step's keys and values into pages. A simdgroup takes one row: a token's keys, or values, of one
 // head.
 
-namespace paged_kv {
-
 CONSTANT uint ROW_SIMDGROUPS = 4;
 
 // Numbers of a step's row, which may lie anywhere: [batch, heads, steps, dim] with strides.
-template <typename T, uint DIM, typename Strides>
-inline void read_step(DEVICE const T* step, Strides strides, uint row, uint head, uint token,
+template <uint DIM, typename Strides>
+void read_step(DEVICE const T* step, Strides strides, uint row, uint head, uint token,
                       uint lane, THREAD float* x) {
   ulong first = row * ulong(strides[0]) + head * ulong(strides[1]) + token * ulong(strides[2]);
   for (uint i = 0; i < numbers_of_lane(DIM); i++) {
@@ -16,14 +14,8 @@ inline void read_step(DEVICE const T* step, Strides strides, uint row, uint head
   }
 }
 
-template <typename T, uint DIM>
-inline void encode_row(Rows rows, uint token, uint lane, THREAD float* x) {
-  if (rows.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);
-  write_row<T, DIM>(target_of(rows), token, lane, x);
-}
-
-template <typename T, uint DIM, typename Strides>
-inline void write_step(DEVICE const T* step, Strides strides, const THREAD Pages& pages,
+template <uint DIM, typename Strides>
+void write_step(DEVICE const T* step, Strides strides, const THREAD Pages& pages,
                        const THREAD Place& place, bool values) {
   DEVICE const int* row = pages.row(place.z / 2);
   Own own = own_tokens(row, pages.parameter(STEPS));
@@ -32,8 +24,7 @@ inline void write_step(DEVICE const T* step, Strides strides, const THREAD Pages
   uint position = own.position + token - own.begin;
   uint entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
   float x[numbers_of_lane(DIM)];
-  read_step<T, DIM>(step, strides, place.z / 2, place.y, token, place.lane, x);
-  encode_row<T, DIM>(pages.rows(entry, place.y, DIM, values), position % PAGE_SIZE, place.lane, x);
+  read_step<DIM>(step, strides, place.z / 2, place.y, token, place.lane, x);
+  Rows rows = pages.rows(entry, place.y, DIM, values);
+  encode_row<DIM>(rows, position % PAGE_SIZE, rows.rotated, true, place.lane, x);
 }
-
-}  // namespace paged_kv

@@ -1,11 +1,16 @@
   // On paper, for 8 KV heads of 128 with 4 query heads each (Llama 3 8B) on an M3 Max: 40 cores,
   // 400 GB/s, 14 TFLOP/s in float32, 208 KiB of registers and 60 KiB of threadgroup memory a core.
   //   Bytes: a token is 2 * 128 * 2 = 512 in one KV head in 16 bits, 272 in q8, 144 in q4. 32K tokens
-  //     are 134 MB a layer in 16 bits, 0.34 ms. Parts: 128 for each head, 4 * 130 * 4 bytes each,
-  //     2.1 MB written and read again: 3 %.
-  //   Threads: 128 a threadgroup, 4 simdgroups with a part each; 1,024 parts are 25 for each core.
-  //   Threadgroup memory: 4 queries of 128 floats, 2 KiB, as much again rotated; weights 4 * 32 * 4
-  //     floats, 2 KiB: 6 KiB, so 10 threadgroups fit a core and registers decide.
+  //     are 134 MB a layer in 16 bits, 0.34 ms. Parts: 16 for each head, 4 * 130 * 4 bytes each,
+  //     0.27 MB written and read again: 0.4 %.
+  //   Threads: 256 a threadgroup, 8 simdgroups that share a part's tiles; 128 parts of 8 are 25
+  //     simdgroups for each core. A context of up to 1,024 tokens is one part: 4 tiles for each
+  //     simdgroup, and neither partial results nor a second launch.
+  //   Threadgroup memory: 4 queries of 128 floats, 2 KiB, as much again rotated; weights 8 * 32 * 4
+  //     floats, 4 KiB, where later the values of one query head are, one after the other: 8 KiB, so
+  //     7 threadgroups fit a core and registers decide.
+  //   A step: a simdgroup of the first part turns a key and a value into what their page will hold,
+  //     which takes as long as in write.metal; the other 7 are reading tiles meanwhile.
   //   Registers: values 16, products 8, maxima and sums 8, two keys' and a query's 8 numbers 24,
   //     addresses about 16: 72 of 32 bits, so 22 simdgroups a core. With 8 query heads 104, and 16.
   //   Arithmetic: 4 * 256 multiply-adds a token are 2 a byte in 16 bits: 1.6 TFLOP/s at full bandwidth,
@@ -15,8 +20,19 @@
   //     tokens. Keys are read 32 bytes side by side by two lanes, a sector of the cache; values a row,
   //     256 bytes, by the simdgroup.
   // As vectors, so that they lie at multiples of 16 bytes.
-  threadgroup float4 queries_here[BLOCKS * ROWS * K_DIM / 4 * (FORMATS == 1 ? 1 : 2)];
-  threadgroup float weights[PARTS * BLOCKS * 32 * ROWS];
-  paged_kv::decode<T, K_DIM, V_DIM, ROWS, BLOCKS, PARTS, FORMATS>(
-      queries, queries_strides, pages, place, (threadgroup float*)queries_here, weights, partials,
-      measures);
+  threadgroup float4 queries_here[paged_kv::BLOCKS * paged_kv::ROWS * paged_kv::STAGED / 4];
+  threadgroup float own_here[paged_kv::PARTS * paged_kv::BLOCKS * paged_kv::OWN];
+  threadgroup float measures_here[paged_kv::PARTS * paged_kv::BLOCKS * paged_kv::ROWS * 2];
+  paged_kv::decode(queries, queries_strides,
+#ifdef STEP
+                   keys, keys_strides, values, values_strides,
+#endif
+#ifdef WHOLE
+#ifdef SINKS
+                   sinks, sinks_strides,
+#endif
+                   output,
+#else
+                   partials, measures,
+#endif
+                   pages, place, (threadgroup float*)queries_here, own_here, measures_here);

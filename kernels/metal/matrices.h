@@ -3,8 +3,6 @@
 // A lane has two numbers of a matrix that lie side by side, in this order, on which MLX's own
 // kernels rely too (mlx/backend/metal/kernels/steel/attn/mma.h). Factors are floats, as there.
 
-namespace paged_kv {
-
 CONSTANT uint SIMDGROUP_ROWS = 8;  // query rows of a simdgroup
 CONSTANT uint LANE_ROWS = 1;       // of which a lane has numbers
 // A row's columns 0 and 1 are in one lane, 2 and 3 in the lane with this bit changed, 4 to 7 in
@@ -13,10 +11,10 @@ CONSTANT uint COLUMN_LANE_2 = 1, COLUMN_LANE_4 = 8;
 
 typedef metal::simdgroup_float8x8 Matrix;
 
-inline uint row_in_matrix(uint lane, uint) { return (lane / 4 & 4) + lane / 2 % 4; }
-inline uint column_in_matrix(uint lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
+uint row_in_matrix(uint lane, uint) { return (lane / 4 & 4) + lane / 2 % 4; }
+uint column_in_matrix(uint lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
 
-inline Matrix matrix_of(float x, float y) {
+Matrix matrix_of(float x, float y) {
   Matrix matrix;
   thread float2& pair = reinterpret_cast<thread float2&>(matrix.thread_elements());
   pair.x = x;
@@ -24,7 +22,7 @@ inline Matrix matrix_of(float x, float y) {
   return matrix;
 }
 
-inline void add_product(Matrix a, Matrix b, thread float* sums) {
+void add_product(Matrix a, Matrix b, thread float* sums) {
   Matrix sum = matrix_of(sums[0], sums[1]);
   metal::simdgroup_multiply_accumulate(sum, a, b, sum);
   thread float2& pair = reinterpret_cast<thread float2&>(sum.thread_elements());
@@ -32,37 +30,33 @@ inline void add_product(Matrix a, Matrix b, thread float* sums) {
   sums[1] = pair.y;
 }
 
-// Of queries [8, DIM + pad] with keys [TOKENS, STRIDE].
-template <typename T, uint DIM, uint TOKENS, uint STRIDE>
-inline void multiply_with_keys(threadgroup const T* queries, threadgroup const T* keys, uint lane,
-                               thread float* logits) {
+// Of queries [8, K_DIM + PAD] with keys [TILE_TOKENS, STRIDE].
+void multiply_with_keys(threadgroup const T* queries, threadgroup const T* keys, uint lane,
+                        thread float* logits) {
   uint row = row_in_matrix(lane, 0), column = column_in_matrix(lane);
   UNROLL
-  for (uint i = 0; i < TOKENS / 4; i++) logits[i] = 0.0f;
-  for (uint d = 0; d < DIM; d += 8) {
-    threadgroup const T* from = queries + row * (DIM + PAD) + d + column;
+  for (uint i = 0; i < TILE_TOKENS / 4; i++) logits[i] = 0.0f;
+  for (uint d = 0; d < K_DIM; d += 8) {
+    threadgroup const T* from = queries + row * (K_DIM + PAD) + d + column;
     Matrix query = matrix_of(float(from[0]), float(from[1]));
     UNROLL
-    for (uint n = 0; n < TOKENS / 8; n++) {
+    for (uint n = 0; n < TILE_TOKENS / 8; n++) {
       threadgroup const T* key = keys + (n * 8 + column) * STRIDE + d + row;
       add_product(query, matrix_of(float(key[0]), float(key[STRIDE])), logits + n * 2);
     }
   }
 }
 
-// Adds the products of weights with values [TOKENS, STRIDE].
-template <typename T, uint DIM, uint TOKENS, uint STRIDE>
-inline void add_weighted(threadgroup const T* values, uint lane, const thread float* weights,
-                         thread float* sums) {
+// Adds the products of weights with values [TILE_TOKENS, STRIDE].
+void add_weighted(threadgroup const T* values, uint lane, const thread float* weights,
+                  thread float* sums) {
   uint row = row_in_matrix(lane, 0), column = column_in_matrix(lane);
   UNROLL
-  for (uint n = 0; n < TOKENS / 8; n++) {
+  for (uint n = 0; n < TILE_TOKENS / 8; n++) {
     threadgroup const T* from = values + (n * 8 + row) * STRIDE + column;
     Matrix weight = matrix_of(weights[n * 2], weights[n * 2 + 1]);
     UNROLL
-    for (uint i = 0; i < DIM / 8; i++)
+    for (uint i = 0; i < V_DIM / 8; i++)
       add_product(weight, matrix_of(float(from[i * 8]), float(from[i * 8 + 1])), sums + i * 2);
   }
 }
-
-}  // namespace paged_kv

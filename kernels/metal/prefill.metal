@@ -10,8 +10,15 @@
   //     neighbouring rows read the same pages at about the same time, from the cache of 48 MiB.
   //   Tiles: 32 tokens of 16 bits for heads up to 128, 16 above, so that two tiles and the queries
   //     would fit and one does; both divide a page.
-  threadgroup T queries_here[paged_kv::BLOCK_ROWS * (K_DIM + paged_kv::PAD)];
-  threadgroup T tile_numbers[paged_kv::tile_tokens(K_DIM, V_DIM) * paged_kv::tile_row(K_DIM, V_DIM)];
-  paged_kv::prefill<T, K_DIM, V_DIM, FORMATS>(
-      queries, queries_strides, tail_keys, tail_keys_strides, tail_values, tail_values_strides, sinks,
-      pages, place, queries_here, tile_numbers, output);
+  // As vectors, so that they lie at multiples of 16 bytes.
+  threadgroup float4 queries_here[paged_kv::BLOCK_ROWS * (paged_kv::K_DIM + paged_kv::PAD) / 8];
+  threadgroup float4 tile_numbers[paged_kv::TILE_TOKENS * paged_kv::STRIDE / 8];
+  paged_kv::prefill(queries, queries_strides,
+#ifdef TAIL
+                    tail_keys, tail_keys_strides, tail_values, tail_values_strides,
+#endif
+#ifdef SINKS
+                    sinks, sinks_strides,
+#endif
+                    pages, place, (threadgroup paged_kv::T*)queries_here,
+                    (threadgroup paged_kv::T*)tile_numbers, output);

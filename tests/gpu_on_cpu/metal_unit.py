@@ -68,19 +68,19 @@ def metal_unit(text: str) -> Unit:
         KernelError: Metal would not compile it.
     """
     begin = text.rindex("[[kernel]] void")
+    called = text[begin:].split()[2].partition("(")[0]
     end = text.index(") {", begin)
     parameters = [line.strip().rstrip(",") for line in text[begin:end].splitlines()[1:]]
     instance = re.search(
         r"^template \[\[host_name.*?\]\] \[\[kernel\]\] decltype\((.*)\) \S", text, re.M
     )
-    assert instance is not None
-    source = (
-        f'# 1 "kernel"\n{_without_attributes(_with_shared_memory(text[: instance.start()], begin))}'
-    )
+    if instance is not None:
+        called, text = instance[1], text[: instance.start()]
+    source = f'# 1 "kernel"\n{_without_attributes(_with_shared_memory(text, begin))}'
     buffers = tuple(_name(each) for each in parameters if "[[buffer(" in each)
     if len(buffers) > BUFFERS:
         raise KernelError(f"{len(buffers)} buffers, and Metal binds {BUFFERS}")
-    unit = Unit(source + _entry(instance[1], parameters), "clcpp", tuple(FLAGS), buffers)
+    unit = Unit(source + _entry(called, parameters), "clcpp", tuple(FLAGS), buffers)
     unit.require(faults_of_metal)
     return unit
 

@@ -1,13 +1,4 @@
-// In the place of kernels/cuda/mma.h, which is one instruction of NVIDIA's.
-
-namespace paged_kv {
-
-struct Pairs4 {
-  unsigned a[4];
-};
-struct Pairs2 {
-  unsigned b[2];
-};
+// In the place of the one instruction that kernels/cuda/mma.h has, and says what it does.
 
 template <typename T>
 inline float number_of_pair(unsigned pair, unsigned which) {
@@ -15,11 +6,10 @@ inline float number_of_pair(unsigned pair, unsigned which) {
 }
 
 template <typename T>
-inline void multiply_add_matrices(T, float* c, Pairs4 a, Pairs2 b, SITE) {
+inline void mma_on_cpu(float* c, const unsigned* a, const unsigned* b, SITE) {
   struct Both {
-    Pairs4 a;
-    Pairs2 b;
-  } mine = {a, b};
+    unsigned a[4], b[2];
+  } mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   const void* const* lanes = gpu_exchange(&mine, sizeof mine, site);
   unsigned g = gpu_ids()->lane / 4, t = gpu_ids()->lane % 4;
   for (unsigned i = 0; i < 4; i++)
@@ -27,9 +17,7 @@ inline void multiply_add_matrices(T, float* c, Pairs4 a, Pairs2 b, SITE) {
       unsigned column = t * 2 + i % 2;
       const Both& left = *static_cast<const Both*>(lanes[g * 4 + k % 8 / 2]);
       const Both& right = *static_cast<const Both*>(lanes[column * 4 + k % 8 / 2]);
-      c[i] += number_of_pair<T>(left.a.a[i / 2 + k / 8 * 2], k % 2) *
-              number_of_pair<T>(right.b.b[k / 8], k % 2);
+      c[i] += number_of_pair<T>(left.a[i / 2 + k / 8 * 2], k % 2) *
+              number_of_pair<T>(right.b[k / 8], k % 2);
     }
 }
-
-}  // namespace paged_kv
