@@ -30,11 +30,17 @@ GO_ON = {"0": -1000}
 NAME = "default_model"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _float32() -> Iterator[None]:
+    with in_float32():
+        yield
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[PagedRunningServer]:
     # A chunk of a prompt takes a moment only, on any machine.
     options = ["--max-kv-bytes", "12.8MB", "--prefill-step-size", "64"]
-    with in_float32(), paged_server(*LLAMA, *options) as server:
+    with paged_server(*LLAMA, *options) as server:
         yield server
 
 
@@ -89,6 +95,17 @@ def test_many_that_leave_do_not_keep_those_that_stay(running: PagedRunningServer
             client.close()
         assert all(answer.result().choices[0].text for answer in staying)
     assert_idle_pools_hold_nothing(running)
+
+
+def test_no_part_of_an_answer_waits_for_the_client_to_acknowledge_another(
+    running: PagedRunningServer,
+) -> None:
+    client = send(running, stream=True, max_tokens=1900)
+    (connection,) = running.server._uvicorn.server_state.connections
+    its_socket = connection.transport.get_extra_info("socket")
+    assert its_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    client.close()
+    running.wait_until_idle()
 
 
 def test_a_stream_that_is_cut_gives_its_blocks_back_at_once(running: PagedRunningServer) -> None:

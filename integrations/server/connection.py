@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import h11
@@ -29,6 +30,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        # An answer is written in parts. asyncio sets this only where a socket names its protocol;
+        # without it a part waits for the client's acknowledgement of the last, 40 ms on Linux.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.max_connections:
             self._refuse(
                 busy(
