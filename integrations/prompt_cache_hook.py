@@ -66,8 +66,9 @@ def install_factory(model: Module, factory: Factory) -> bool:
 
 def uninstall_factory(model: Module, factory: Factory) -> None:
     """Undo `install_factory`; what was not installed is left as it is."""
-    if _factory_of(model) is factory:
-        del _installed[id(model)]
+    if _factory_of(model) is not factory:
+        return
+    del _installed[id(model)]
     if not _installed:
         rebind(make_prompt_cache, stock_make_prompt_cache)
         _replace_methods(_stock_fetch_nearest_cache, _stock_insert_segments)

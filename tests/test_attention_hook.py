@@ -147,6 +147,26 @@ def test_modules_that_imported_attention_before_follow(monkeypatch: pytest.Monke
     assert attention_hook._stock_attention is stock
 
 
+def test_a_cache_is_made_without_a_look_through_all_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[str] = []
+
+    class Watched(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            looked_at.append(name)
+            return super().__getattribute__(name)
+
+    factory = PagedCacheFactory(small_model("llama"))
+    factory.make_cache()
+    monkeypatch.setitem(sys.modules, "watched", Watched("watched"))
+    factory.make_cache()
+    factory.uninstall()
+    assert "__dict__" not in looked_at
+    with factory:
+        assert "__dict__" in looked_at
+
+
 def test_a_gather_is_counted_each_time_and_reported_once_per_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
