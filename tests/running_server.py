@@ -19,6 +19,7 @@ from paged_kv.integrations.server.options import server_parser
 from paged_kv.integrations.server.paged_model_provider import PagedModelProvider
 from tests.patience import PATIENCE_S as PATIENCE_S
 from tests.patience import wait_until as wait_until
+from tests.zoo import small_model
 
 
 class RunningServer:
@@ -127,6 +128,20 @@ def in_float32() -> Iterator[None]:
         loaded = mlx_lm.load(path, **options)
         loaded[0].set_dtype(mx.float32)
         return loaded
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server, "load", load)
+        yield
+
+
+@contextmanager
+def with_small_model() -> Iterator[None]:
+    """Servers load the tokenizer that they are told to, and a tiny random llama that knows its
+    tokens: for what a server does whatever the model."""
+
+    def load(path: str, **options: Any) -> Any:
+        loaded = mlx_lm.load(path, lazy=True, **options)
+        return (small_model("llama", vocab_size=loaded[1].vocab_size), *loaded[1:])
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server, "load", load)

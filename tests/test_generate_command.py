@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
+from paged_kv.integrations import text_generation
 
 PROMPT = "def read_file(path):"
 
@@ -70,8 +71,9 @@ def test_samples_of_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_long_prompt_shows_progress_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trained: Any
 ) -> None:
+    monkeypatch.setattr(text_generation, "load", lambda _: trained("stdlib-llama"))
     long_prompt = "import os\n" * 300
     assert run("--prompt", long_prompt, "--max-tokens", "1") == 0
     assert "prompt:" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ OTHER_ORDER_TOLERANCE = 1e-4
 BFLOAT16_SHARE = 1.05
 PREFILL_STEPS = [64, 256, 2048, 509]
 # The last two are longer than the longest step, and need a second slab.
-PROMPT_LENGTHS = plain_only([1, 255, 256, 257, 1000], [1, 255, 256, 257, 1000, 2100, 3000])
+PROMPT_LENGTHS = plain_only([1, 255, 256, 257, 600], [1, 255, 256, 257, 600, 1000, 2100, 3000])
 NEW_TOKENS = 12
 MODELS = ["stdlib-llama", "stdlib-gemma3"]
 
@@ -68,7 +68,7 @@ def logprobs(model: Any, tokens: list[int], cache: Any, step: int) -> mx.array:
     return whole - mx.logsumexp(whole, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", plain_only(["stdlib-gemma3"], MODELS))
 @pytest.mark.parametrize("step", plain_only([128], [1, 128]))
 def test_in_bfloat16_no_further_from_float32_than_mlx_lm(
     name: str, step: int, trained: Any, source_text: str, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +118,7 @@ def test_multi_token_writes_over_several_blocks(model_and_tokens: Any, backend: 
     logits = []
     for cache in caches:
         at, outputs = 0, []
-        for count in (3, 600, 1, 252, 257, 5):
+        for count in (3, 350, 1, 158, 257, 5):
             outputs.append(model(mx.array([tokens[at : at + count]]), cache=cache)[0])
             mx.eval(outputs, [layer.state for layer in cache])
             at += count

@@ -52,6 +52,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return Checkout(source, tmp_path_factory.mktemp("copy"))
 
 
+@pytest.mark.slow
 def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(checkout: Checkout) -> None:
     sound = (checkout.root / "sums.py").read_text()
     judge = Judge(checkout, [])

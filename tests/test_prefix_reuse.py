@@ -187,7 +187,9 @@ def test_windows_and_recurrent_layers_go_on_where_somebody_stopped(name: str, le
     factory.pool.check()
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", plain_only(["gemma3_text", "falcon_h1"], ["gemma3_text", "falcon_h1", "qwen3_next"])
+)
 def test_a_match_that_not_all_layers_can_use_is_shortened(name: str) -> None:
     """Never a wrong result: behind a prefix where nobody stopped, less is used."""
     model = small_model(name)
@@ -216,7 +218,7 @@ def test_a_trained_model_says_the_same_warm_and_cold(name: str, trained: Any) ->
         assert_same_run(run, cold(model, prompt), 1e-3)
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [15, pytest.param(150, marks=pytest.mark.slow)])
 def test_several_threads_look_up_insert_and_drop(qwen3: Any, rounds: int) -> None:
     factory = PagedCacheFactory(qwen3)
     warm(qwen3, factory, TEXT[:600])
@@ -248,7 +250,7 @@ def test_several_threads_look_up_insert_and_drop(qwen3: Any, rounds: int) -> Non
     assert factory.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", plain_only(["falcon_h1"], ["falcon_h1", "qwen3_next"]))
 def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
     """Prompts that are computed together leave a state every 2,048 tokens."""
     model = small_model(name)
@@ -259,8 +261,10 @@ def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
         prompt = [*text[:length], 3, 4] if length > 2048 else text[:length]
         cache, cached = factory.fetch_cache(prompt)
         assert cached == expected
-        run = greedy(model, prompt[cached:], cache, 3)
-        assert_same_run(run, cold(model, prompt, 3), 1e-3)
+        # Where nothing was found a run is a cold one, and 2,049 tokens go on as 2,250 do.
+        if length in (2300, 2250):
+            run = greedy(model, prompt[cached:], cache, 3)
+            assert_same_run(run, cold(model, prompt, 3), 1e-3)
         del cache
     states = factory.prefixes.snapshots.nbytes
     assert factory.prefixes.nbytes == states + factory.stats().bytes_retained

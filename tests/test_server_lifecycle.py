@@ -57,7 +57,7 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
     with server_process("--store", str(store)) as (process, port):
         said = json.loads(post(port, prompt=[5] * 300, max_tokens=1, logprobs=True).read())
         known = [5] * 300 + [said["choices"][0]["logprobs"]["content"][0]["id"]]
-        stream = post(port, stream=True, max_tokens=400, logit_bias=GO_ON)
+        stream = post(port, stream=True, max_tokens=150, logit_bias=GO_ON)
         stream.readline()
         process.send_signal(number)
         refused = post(port)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
 from tests.generation import Run, assert_same_run, assert_written_and_free, greedy
+from tests.grids import plain_only
 from tests.zoo import small_model
 
 # Drafts are verified several tokens at a time, so float32 sums run in another order.
@@ -92,7 +93,8 @@ def factories_of(case: Case, draft: Any) -> tuple[PagedCacheFactory, PagedCacheF
     [
         ("truncated", True, 3),
         *(pytest.param("truncated", True, n, marks=pytest.mark.slow) for n in (1, 2, 4, 5)),
-        *[("random", False, count) for count in (1, 5)],
+        ("random", False, 5),
+        pytest.param("random", False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_caches_that_are_passed_in_give_the_greedy_run(
@@ -112,7 +114,7 @@ def test_caches_that_are_passed_in_give_the_greedy_run(
     assert_written_and_free(*factories)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [2, 4])
+@pytest.mark.parametrize("num_draft_tokens", plain_only([4], [2, 4]))
 def test_installed_factories_of_target_and_draft_give_the_greedy_run(
     num_draft_tokens: int, case: Case, truncated_draft: Any
 ) -> None:
@@ -135,7 +137,7 @@ def test_a_model_can_draft_for_itself_out_of_one_pool(case: Case) -> None:
     assert_written_and_free(factory)
 
 
-@pytest.mark.parametrize("taken", [1, 9])
+@pytest.mark.parametrize("taken", plain_only([9], [1, 9]))
 def test_a_run_that_is_abandoned_leaves_caches_where_mlx_lm_leaves_its_own(
     taken: int, case: Case, truncated_draft: Any
 ) -> None:

@@ -189,7 +189,7 @@ def test_snapshots_from_another_thread_are_of_one_moment() -> None:
     looking.start()
     rng = random.Random(0)
     held = []
-    for _ in range(120):
+    for _ in range(60):
         caches = new_caches(pool, rng.randrange(1, 4))
         write(caches, rng.randrange(1, 65))
         held.append(copy.deepcopy(caches))

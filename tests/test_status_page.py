@@ -162,6 +162,7 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     wrong: list[str] = []

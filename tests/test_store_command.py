@@ -205,8 +205,12 @@ def test_a_bad_size_is_a_usage_error_with_an_example(
 
 
 def test_generate_begins_with_what_is_stored(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Any,
 ) -> None:
+    monkeypatch.setattr(text_generation, "load", lambda _: trained("stdlib-llama"))
     prompt = "import os\n\n\ndef walk(path):\n" * 40
     folder = tmp_path / "store"
 
@@ -243,13 +247,14 @@ def test_a_short_prompt_is_found_again(capsys: pytest.CaptureFixture[str], tmp_p
     assert int(known) == int(tokens) - 1
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(("name", "max_tokens"), [("gemma3_text", 300), ("qwen3_next", 20)])
 def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     trained: Any,
     name: str,
+    max_tokens: int,
 ) -> None:
     """A window has passed the prompt, or a state has seen the answer."""
     _, tokenizer = trained("stdlib-llama")
@@ -260,7 +265,7 @@ def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
             str(tmp_path),
             page_format="fp16",
             max_bytes=1 << 28,
-            max_tokens=300,
+            max_tokens=max_tokens,
             temp=0.0,
             seed=None,
             store=str(tmp_path / "store"),

@@ -150,8 +150,9 @@ def test_what_memory_lost_comes_back_from_disk(folder: Path) -> None:
         asked = [*prompt, 1, 2, 3]
         run, cached = warm(model, factory, asked)
         assert cached == 601
-        cold = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
-        assert_same_run(run, cold, 1e-4)
+        if prompt in (prompts[0], prompts[-1]):  # the first and the last to be lost
+            cold = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
+            assert_same_run(run, cold, 1e-4)
     assert store_of(factory).stats().tokens_found > 0
     assert factory.stats().allocation_failures == 0
     factory.close()

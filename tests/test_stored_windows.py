@@ -130,7 +130,7 @@ def test_a_restart_goes_on_behind_every_block(
             assert_same_run(run, cold(model, prompt), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("name", plain_only(["falcon_h1"], ["falcon_h1", "qwen3_next"]))
 def test_a_restart_goes_on_where_states_were_kept(folder: Path, name: str) -> None:
     model = small_model(name)
     text = [(7 * i * i + 3 * i) % 97 for i in range(2300)]

@@ -54,7 +54,7 @@ def assert_rows_are_held(batch: Batch) -> None:
         assert_holds(cache, batch.rows)
 
 
-@examples(40)
+@examples(25)
 @given(
     steps=st.lists(COUNTS, min_size=1, max_size=4),
     count=COUNTS,

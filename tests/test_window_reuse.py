@@ -42,7 +42,7 @@ def cold(model: Any, prompt: list[int]) -> Run:
     return greedy(model, prompt, PagedCacheFactory(model).make_cache(), 3)
 
 
-@pytest.mark.parametrize("step", plain_only([100, 256, 2048], [20, 100, 256, 700, 2048]))
+@pytest.mark.parametrize("step", plain_only([100, 2048], [20, 100, 256, 700, 2048]))
 def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
     gemma3: Any, step: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_random_histories_never_begin_with_a_wrong_page(
 ) -> None:
     """Forks, trims, insertions, evictions, moves and full pools, and what is found is right."""
     found = [
-        history(random.Random(seed), Told(blocks * 256 * DIM * 2 * 4, windows)) for seed in range(6)
+        history(random.Random(seed), Told(blocks * 256 * DIM * 2 * 4, windows)) for seed in range(4)
     ]
     assert sum(found) > 2000
 
