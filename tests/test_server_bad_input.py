@@ -213,6 +213,30 @@ def test_a_request_whose_sampling_fails_is_refused_and_no_other(
     assert_serves(client)
 
 
+def test_a_request_that_cannot_be_admitted_or_begun_is_told_so_and_leaves_nothing(
+    running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody has thought of, wherever it is."""
+    from paged_kv.integrations.server.batched_rows import BatchedRows
+    from paged_kv.integrations.server.rows import Rows
+
+    def broken(*_: Any) -> Any:
+        raise OverflowError("out of range")
+
+    # The second time its prompt is known, so that it is forked as soon as it has begun.
+    body = json.dumps(GOOD[TEXT] | {"n": 2}).encode()
+    assert post(client, TEXT, body)[0] == 200
+    for kind, method in ((Rows, "demand"), (BatchedRows, "_fork")):
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, method, broken)
+            status, answer = post(client, TEXT, body)
+        assert status == 500
+        assert_refused(answer, 500)
+        running.wait_until_idle()
+        assert not len(running.service.thread._rows or ())
+    assert_serves(client)
+
+
 def test_a_step_that_fails_ends_its_requests_and_no_others(
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

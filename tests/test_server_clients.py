@@ -196,6 +196,20 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others(running: PagedRunnin
     running.wait_until_idle()
 
 
+def test_a_prompt_that_ends_at_a_stop_word_makes_room_for_the_next_of_its_request() -> None:
+    with paged_server(*LLAMA, "--decode-concurrency", "1", "--max-kv-bytes", "12.8MB") as running:
+        client = running.client()
+        said = client.completions.create(model=NAME, prompt="import os\n", temperature=0)
+        answer = client.completions.create(
+            model=NAME,
+            prompt=["import os\n"] * 2,
+            max_tokens=900,
+            temperature=0,
+            stop=said.choices[0].text[:1],
+        )
+        assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+
+
 def test_keys_are_needed_and_keep_prompts_apart(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice-key\n\n bob-k\u00e9y \n", encoding="utf-8")

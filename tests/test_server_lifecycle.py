@@ -17,6 +17,7 @@ from openai import APIStatusError
 
 from paged_kv.integrations.server import lifecycle
 from paged_kv.integrations.server.batched_rows import BatchedRows
+from paged_kv.integrations.server.generation_thread import GenerationThread
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PATIENCE_S, PagedRunningServer, wait_until
 
@@ -141,6 +142,26 @@ def test_a_server_is_ready_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     running.end()
     assert running.join() == 0
     assert talking.exception(PATIENCE_S) is not None
+
+
+def test_a_request_that_meets_a_thread_that_has_just_died_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit = GenerationThread.submit
+
+    def too_late(thread: GenerationThread, jobs: Any) -> None:
+        thread._mailbox.put(sys.exit)
+        assert thread.ended.result(PATIENCE_S) is False
+        submit(thread, jobs)
+
+    monkeypatch.setattr(lifecycle, "DEATH_NOTICE_S", PATIENCE_S)
+    monkeypatch.setattr(GenerationThread, "submit", too_late)
+    running = PagedRunningServer(*OPTIONS)
+    refused = post(running.port)
+    assert refused.status == 503
+    assert json.loads(refused.read())["error"]["code"] == "dead"
+    running.end()
+    assert running.join() == 1
 
 
 def test_a_thread_that_has_died_is_told_before_the_process_ends(

@@ -126,6 +126,7 @@ class Completions:
         thread = self._service.thread
         thread.submit(jobs)
         try:
+            self._service.require_healthy()
             yield
         finally:
             thread.cancel(jobs)

@@ -109,8 +109,15 @@ class GenerationThread:
             # Whoever waits for the model is told why there is none.
             if self.loaded.exception() is not error:
                 log.exception("the generation thread has died")
-        self._close(died)
+        try:
+            self._close(died)
+        except BaseException:
+            died = True
+            log.exception("the generation thread could not close its caches")
         self.ended.set_result(not died)
+        # Whoever submits from now on sees that it has ended.
+        self._obey(self._mailbox.take(wait=False))
+        self._outbox.flush()
 
     def _serve(self) -> None:
         self._stream = mx.default_stream(mx.default_device())
@@ -145,8 +152,9 @@ class GenerationThread:
         for job in list(self.jobs):
             self._fail(job, error)
         self._rows = None
-        self._obey([*self._mailbox.take(wait=False), self._release])
+        self._obey(self._mailbox.take(wait=False))
         self._outbox.flush()
+        self._release()
 
     def _release(self) -> None:
         self.provider.reset()
@@ -178,7 +186,7 @@ class GenerationThread:
         try:
             self._admission.pools = self.provider.pool_sizes()
             self._admission.arrive(job)
-        except RequestImpossible as error:
+        except Exception as error:
             self._fail(job, _told(error))
 
     def _demand(self, job: Job) -> Demand:
@@ -195,6 +203,8 @@ class GenerationThread:
             try:
                 self._begin_job(job)
             except Exception as error:
+                if self._rows is not None and self._rows.holds(job):
+                    self._rows.drop(job)
                 self._fail(job, _told(error))
         for job in self._admission.late():
             retry_after_s = max(1, round(self._options.admission_timeout))
@@ -262,6 +272,9 @@ class GenerationThread:
         if self._rows is not None and job.stage is Stage.RUNNING:
             self._rows.drop(job, number)
             self._has_left = True
+            # What it was promised is for others, who may be of the same request.
+            if not self._rows.holds(job):
+                self._leave(job)
 
     def _drop(self, job: Job) -> None:
         """A client has left, or has all that it wanted."""

@@ -49,6 +49,10 @@ class Service:
             await asyncio.shield(asyncio.wrap_future(self.thread.loaded))
         except Exception as error:
             raise APIError(503, f"no model could be loaded: {error}", code="dead") from error
+        self.require_healthy()
+        return self.thread.provider.loaded
+
+    def require_healthy(self) -> None:
+        """Raise an APIError, 503, if nothing is generated any more."""
         if not self.is_healthy:
             raise APIError(503, "the generation thread has died", code="dead")
-        return self.thread.provider.loaded
