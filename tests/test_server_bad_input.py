@@ -18,7 +18,7 @@ from tests.running_server import (
     with_small_model,
 )
 
-LIMIT = 200_000
+LIMIT, MOST_TOKENS = 200_000, 300
 BAD = bad_requests()
 
 
@@ -26,6 +26,7 @@ BAD = bad_requests()
 def running() -> Iterator[PagedRunningServer]:
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "1"]
     limits = ["--max-body-bytes", str(LIMIT), "--max-connections", "20"]
+    limits += ["--max-prompt-tokens", str(MOST_TOKENS)]
     with with_small_model(), paged_server(*options, "--max-kv-bytes", "64MB", *limits) as server:
         yield server
         assert_idle_pools_hold_nothing(server)
@@ -117,6 +118,22 @@ def test_a_long_body_is_refused_and_a_shorter_one_is_not(
     client.request("POST", TEXT, iter([b" " * 1000] * 400), encode_chunked=True,
                    headers={"Transfer-Encoding": "chunked"})  # fmt: skip
     assert client.getresponse().status == 413
+
+
+def test_a_long_prompt_is_refused_and_a_shorter_one_is_not(client: HTTPConnection) -> None:
+    def asked(path: str, **body: Any) -> tuple[int, Any]:
+        return post(client, path, json.dumps(body).encode())
+
+    assert asked(TEXT, prompt=[5] * MOST_TOKENS)[0] == 200
+    long = {"prompt": [5] * (MOST_TOKENS + 1)}
+    wordy = {"messages": [{"role": "user", "content": "a b c " * MOST_TOKENS}]}
+    for path, body in ((TEXT, long), (CHAT, wordy)):
+        status, answer = asked(path, **body)
+        assert status == 400
+        assert_refused(answer, 400)
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert "--max-prompt-tokens" in answer["error"]["message"]
+        assert_serves(client, path)
 
 
 def said_to(port: int, said: bytes) -> tuple[HTTPResponse, bytes]:

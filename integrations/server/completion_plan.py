@@ -13,7 +13,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from paged_kv.integrations.server.api_errors import wrong_value
+from paged_kv.integrations.server.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.jobs import Channel, Job, Prompt
 from paged_kv.integrations.server.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.prompt_reader import read_chat, read_text
@@ -53,7 +53,7 @@ def jobs_of(
         Job(
             request_id=request_id,
             model=model,
-            read=partial(_read, arguments, reader),
+            read=partial(_read, arguments, options.max_prompt_tokens, reader),
             arguments=arguments,
             choices=choices,
             first_choice=number * choices,
@@ -113,9 +113,22 @@ def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
         raise wrong_value(f"top_logprobs={arguments.top_logprobs}, and {known}", "top_logprobs")
 
 
-def _read(arguments: GenerationArguments, reader: partial[Prompt], loaded: LoadedModel) -> Prompt:
+def _read(
+    arguments: GenerationArguments,
+    most_tokens: int | None,
+    reader: partial[Prompt],
+    loaded: LoadedModel,
+) -> Prompt:
     require_bounds(arguments, loaded.vocab_size)
-    return reader(loaded)
+    prompt = reader(loaded)
+    if most_tokens is not None and len(prompt.tokens) > most_tokens:
+        raise APIError(
+            400,
+            f"the prompt has {len(prompt.tokens)} tokens, and {most_tokens} are possible: shorten "
+            "it, or start the server with a larger --max-prompt-tokens",
+            code="context_length_exceeded",
+        )
+    return prompt
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:

@@ -108,6 +108,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="the longest body of a request; longer ones get 413 (default: 8MB)",
     )
     group.add_argument(
+        "--max-prompt-tokens",
+        type=positive,
+        help="the longest prompt; longer ones get 400 (default: as long as there is room for it in "
+        "--max-kv-bytes)",
+    )
+    group.add_argument(
         "--max-connections",
         type=positive,
         default=512,
