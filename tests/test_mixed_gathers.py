@@ -1,4 +1,4 @@
-"""A batch whose pages are not alike is gathered row by row, and each row where it belongs."""
+"""Batches are gathered row by row where their pages are not alike, and at once where they are."""
 
 import mlx.core as mx
 import pytest
@@ -34,3 +34,17 @@ def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, .
             assert mx.array_equal(part[row : row + 1, :, first : first + length], expected)
             assert not part[row, :, :first].any()
             assert not part[row, :, first + length :].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_one_length_begin_where_each_of_them_does(backend: str) -> None:
+    """Their windows have passed different numbers of tokens, and their pages are alike."""
+    pages = LayerPages(GEOMETRY, backend_named(backend, GEOMETRY), 64)
+    pages.map_slab(0, 4, page_format_named("fp16"))
+    tables, lengths, firsts = ((0, 1), (2, 3)), (300, 280), (40, 20)
+    written = [normal((1, 2, length, 32), mx.float32, length) for length in lengths]
+    for table, length, keys in zip(tables, lengths, written, strict=True):
+        pages.write(keys, keys + 1, PageRows((table,), (length,), (0,)))
+    found, _ = pages.gather(PageRows(tables, lengths, (0, 0), firsts))
+    for row, (keys, first) in enumerate(zip(written, firsts, strict=True)):
+        assert mx.array_equal(found[row], keys[0, :, first:])
