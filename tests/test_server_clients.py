@@ -121,12 +121,13 @@ def test_a_stream_that_is_cut_gives_its_blocks_back_at_once(running: PagedRunnin
     running.wait_until_idle()
 
 
+@pytest.mark.parametrize("body", [{"stream": True, "max_tokens": 1900}, {"max_tokens": 2}])
 def test_a_client_that_reads_nothing_is_let_go(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     """It is there, and what is sent to it never arrives."""
     monkeypatch.setattr(running.service.options, "write_timeout", 0.1)
-    content = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1900}).encode()
+    content = json.dumps({"prompt": "a", **body}).encode()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive() -> Any:

@@ -14,7 +14,7 @@ import pytest
 from paged_kv import extras
 from paged_kv.integrations.server import status_page
 from tests.conftest import MODEL_FOLDERS
-from tests.running_server import PagedRunningServer, paged_server, wait_until
+from tests.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 
@@ -23,7 +23,7 @@ ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 def running() -> Iterator[PagedRunningServer]:
     gc.collect()
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "8"]
-    with paged_server(*options, "--max-kv-bytes", "64MB") as server:
+    with in_float32(), paged_server(*options, "--max-kv-bytes", "64MB") as server:
         ask(server, "import os\n" * 200)
         yield server
 

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client leaves."""
+"""Work for a client ends when the client leaves, or reads nothing any more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import Message, Receive, Send
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -27,6 +27,20 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         left.cancel()
         working.cancel()
         await asyncio.gather(left, working, return_exceptions=True)
+
+
+def within(send: Send, timeout_s: float) -> Send:
+    """A `send` that raises ClientDisconnect where the client takes longer to read a part."""
+
+    async def timed(message: Message) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(message)
+        except TimeoutError:
+            # It is there, and reads nothing.
+            raise ClientDisconnect from None
+
+    return timed
 
 
 async def _disconnected(receive: Receive) -> None:

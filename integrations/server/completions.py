@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
@@ -18,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from paged_kv.integrations.server.access import salt_of
 from paged_kv.integrations.server.answer_bodies import Answers, ChatAnswers, TextAnswers
 from paged_kv.integrations.server.api_errors import APIError, wrong_value
-from paged_kv.integrations.server.client_presence import while_connected
+from paged_kv.integrations.server.client_presence import while_connected, within
 from paged_kv.integrations.server.completion_plan import jobs_of
 from paged_kv.integrations.server.conversation import Conversation
 from paged_kv.integrations.server.jobs import Job
@@ -60,6 +59,7 @@ class Completions:
         model = service.names.key_of(body)
         salt = salt_of(key, body.cache_salt)
         jobs = jobs_of(body, model, salt, request_id(), options)
+        send = within(send, options.write_timeout)
         await while_connected(request.receive, self._answer(body, jobs, len(content), send))
 
     async def _answer(self, body: Body, jobs: list[Job], nbytes: int, send: Send) -> None:
@@ -84,12 +84,7 @@ class Completions:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self._events(talk, answers, body):
-            try:
-                async with asyncio.timeout(self._service.options.write_timeout):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except TimeoutError:
-                # It is there, and reads nothing.
-                raise ClientDisconnect from None
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     async def _events(
