@@ -42,7 +42,7 @@ def test_a_prompt_gives_the_same_however_it_is_cut(model: Any, size: int) -> Non
     what they give does not depend on the steps."""
     factory = PagedCacheFactory(model, max_bytes=1 << 26)
     prompt = TOKENS[: size + 300]  # a ring of one page is gone around
-    runs = [greedy(model, prompt, factory.make_cache(size), 6, step) for step in (1, 7, 64, 2048)]
+    runs = [greedy(model, prompt, factory.make_cache(size), 6, step) for step in (1, 64, 2048)]
     for run in runs[1:]:
         assert_same_run(run, runs[0], TOLERANCE)
 

