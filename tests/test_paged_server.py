@@ -10,6 +10,7 @@ from mlx_lm import server
 from openai import APIStatusError, OpenAI
 
 from tests.conftest import MODEL_FOLDERS
+from tests.grids import plain_only
 from tests.running_server import (
     PagedRunningServer,
     RunningServer,
@@ -86,7 +87,7 @@ def conversations(running: RunningServer, system: str) -> list[Any]:
         return [talk.result() for talk in talks]
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA])
+@pytest.mark.parametrize("model", plain_only([GEMMA], [LLAMA, GEMMA]))
 def test_conversations_read_the_same_and_share_what_they_begin_with(
     model: str, system: str
 ) -> None:
