@@ -84,6 +84,16 @@ class BlockTable:
         """Look at the blocks again before the next write: some may be shared now."""
         self._reserved_end = 0
 
+    def owns(self, start: int, end: int) -> bool:
+        """Whether the tokens at [start, end) go to the last block, which nobody else holds, as a
+        step of decoding mostly does."""
+        size, blocks = self.allocator.page_size, self.blocks
+        return (
+            self.ring is None
+            and len(blocks) * size - size <= start < end <= len(blocks) * size
+            and self.allocator.refs.counts.get(blocks[-1]) == 1
+        )
+
     def reserve(self, start: int, end: int) -> dict[int, int]:
         """Own entries for the tokens at [start, end); all or nothing.
 
@@ -99,8 +109,11 @@ class BlockTable:
         assert self in allocator.tables, "this table was dropped"
         allocator.tokens_reserved += end - start
         self.last_reserved = allocator.tokens_reserved
-        shared = self._shared_entries(start, end)
-        missing = self._entries_for(end) - len(self.blocks)
+        shared: list[int] = []
+        missing = 0
+        if not self.owns(start, end):
+            shared = self._shared_entries(start, end)
+            missing = self._entries_for(end) - len(self.blocks)
         tokens = max(self.tokens, end)
         if not shared and missing <= 0:
             self._reserved_end = end
@@ -226,6 +239,8 @@ def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
     for write in writes:
         table = write.table
         table.allocator.drain()
+        if table.owns(write.start, write.end):
+            continue
         needs[table.page_format] += max(0, table._entries_for(write.end) - len(table.blocks))
         for entry in table._shared_entries(write.start, write.end):
             writers[table.blocks[entry]] += 1

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.paged_array import PagedKeys, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 
@@ -29,19 +29,15 @@ def paged_attention(
 ) -> mx.array:
     """What `scaled_dot_product_attention` computes, from pages where keys and values stand for
     some, and by mlx-lm's own function otherwise."""
-    read = _pages_of(keys, values)
-    if read is not None:
-        with read.lock:
-            if read.sees_as(mask, queries.shape[2]):
-                return read.attend(queries, mask, scale=scale, sinks=sinks)
-    return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
-
-
-def _pages_of(keys: Any, values: Any) -> PagedRead | None:
-    """The pages that keys and values both stand for, if they do."""
     if isinstance(keys, PagedKeys) and isinstance(values, PagedValues):
-        return keys.read if keys.read is values.read else None
-    return None
+        if keys.read is values.read:
+            output = keys.read.attend(queries, mask, scale=scale, sinks=sinks)
+            if output is not None:
+                return output
+            keys, values = keys.read.gather()
+        else:
+            keys, values = keys.read.gather()[0], values.read.gather()[1]
+    return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
 def install_attention_hook() -> None:

@@ -1,12 +1,8 @@
 """What mlx-lm's caches say of a model's layers."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache
 
-from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
 
 
@@ -29,14 +25,3 @@ def window_of(cache: RotatingKVCache, write_chunk: int | None) -> Window:
         )
     chunk = min(DEFAULT_WRITE_CHUNK, size) if write_chunk is None else write_chunk
     return Window(size, chunk, cache.keep)
-
-
-def pages_by_cache(
-    stock: Iterable[Any], paged: Iterable[Any]
-) -> Iterator[tuple[KVCache | RotatingKVCache, PagedKVCache]]:
-    """The caches of `stock` whose place in `paged` a `PagedKVCache` has."""
-    for theirs, ours in zip(stock, paged, strict=True):
-        if isinstance(ours, PagedKVCache):
-            yield theirs, ours
-        elif isinstance(ours, CacheList):
-            yield from pages_by_cache(theirs.caches, ours.caches)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
@@ -17,8 +16,9 @@ from paged_kv.allocator.pins import Pins
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
-from paged_kv.integrations.cache_layers import model_file, pages_by_cache, window_of
+from paged_kv.integrations.cache_layers import model_file, window_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model
+from paged_kv.integrations.model_trial import Trial, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import (
@@ -28,7 +28,6 @@ from paged_kv.integrations.prompt_cache_hook import (
 )
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.say_once import say_once
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
@@ -68,6 +67,9 @@ class PagedCacheFactory:
         store: a folder on disk for what `insert_cache` is given; `fetch_cache` finds it there, in
             this process or a later one. None keeps prompts in memory only.
         store_bytes: the most that the folder may take of the disk, a number or a text as well.
+        always_gather: let every layer have keys and values that can be computed. Needed only for a
+            model that does other things with them later than when the factory tries it out, which
+            then raises `PagesNotRead`, or a RuntimeError of MLX for an array without a primitive.
 
     Threads may share a factory, each with prompt caches of its own: one thread at a time writes a
     layer or attends to it. A write that would change a page which another thread has still to read
@@ -102,6 +104,7 @@ class PagedCacheFactory:
         trace: str | os.PathLike[str] | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: float | str = DEFAULT_STORE_BYTES,
+        always_gather: bool = False,
     ) -> None:
         require_model(model)
         if write_chunk is not None:
@@ -110,6 +113,8 @@ class PagedCacheFactory:
         most_stored = size_in_bytes("store_bytes", store_bytes)
         self._model = model
         self._pairs_with_indexer = model_file(model) in _INDEXER_MODELS
+        self._always_gather = always_gather
+        self._trial: Trial | None = None
         self._closed = False
         self._installed_on_entry: list[bool] = []
         self._write_chunk = write_chunk
@@ -141,7 +146,7 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        install_attention_hook()
+        self._try_out()
         bound = self._bound(max_kv_size)
         if self.pool.windows and not self.pool.is_open:
             # Pages that windows pass are kept only once it is known how large they all are.
@@ -335,6 +340,7 @@ class PagedCacheFactory:
         """The pool of the caches with that bound; all pools share one budget."""
         if max_kv_size not in self._pools:
             self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
+            self._tell(self._pools[max_kv_size], self._try_out())
         return self._pools[max_kv_size]
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
@@ -355,20 +361,31 @@ class PagedCacheFactory:
             **options,
         )
 
+    def _try_out(self) -> Trial:
+        """What the model does with keys and values; found out once."""
+        if self._trial is None:
+            install_attention_hook()
+            self._trial = try_out(self._model, self._stock_layers)
+            for pool in self._pools.values():
+                self._tell(pool, self._trial)
+        return self._trial
+
+    def _tell(self, pool: PagePool, trial: Trial) -> None:
+        if not self._always_gather:
+            pool.attending, pool.attends_in_order = trial.attending, trial.in_order
+
     def _learn_geometry(self) -> None:
-        """Tell the pool what the layers write, from a step with mlx-lm's own caches that is never
-        computed."""
-        stock, paged = stock_make_prompt_cache(self._model), self._layers()
-        self._model(mx.array([[0]]), cache=stock)
-        for written, cache in pages_by_cache(stock, paged):
-            keys, values = written.keys, written.values
-            if keys is not None and values is not None:
-                geometry = LayerGeometry.of(keys, values)
-                with self.pool.lock:
-                    self.pool.group_of(cache.layer).open_layer(cache.layer, geometry)
+        """Tell the pool what the layers write."""
+        trial = self._try_out()
         with self.pool.lock:
+            for layer, geometry in trial.geometries.items():
+                self.pool.group_of(layer).open_layer(layer, geometry)
             for group in self.pool.groups:
                 group.settle()
+
+    def _stock_layers(self, paged: Callable[[Any], Any]) -> list[Any]:
+        """mlx-lm's prompt cache, with `paged(...)` in the place of what can be paged."""
+        return [self._convert(cache, paged) for cache in stock_make_prompt_cache(self._model)]
 
     def _require_open(self) -> None:
         if self._closed:

@@ -52,7 +52,7 @@ class Backend(Protocol):
         ...
 
     def begin(self, *arrays: mx.array) -> None:
-        """Begin to compute what a write is about to wait for, if it does wait."""
+        """Begin to compute what a write will wait for, if it does wait: any thread can then."""
         ...
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
@@ -83,10 +83,6 @@ class Backend(Protocol):
         """Wait until all that was asked of the pages is done, so that others may look at them."""
         ...
 
-    def flush(self, pages: "LayerPages") -> None:
-        """Write what was deferred, as its slab is about to go. It cannot fail."""
-        ...
-
     def attend(
         self,
         pages: "LayerPages",
@@ -106,6 +102,21 @@ class Backend(Protocol):
         positions back.
         `sinks` [q_heads] are logits of one more key without a value.
         """
+        ...
+
+    def write_and_attend(
+        self,
+        pages: "LayerPages",
+        step: Tail,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """`write` a step, and `attend` to all tokens with its queries, at less than both cost."""
         ...
 
 

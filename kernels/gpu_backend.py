@@ -66,9 +66,6 @@ class GpuBackend:
     def settle(self, pages: "LayerPages") -> None:
         mx.eval(self.order.before(pages))
 
-    def flush(self, pages: "LayerPages") -> None:
-        """Kernels that are still to run hold the memory that they need."""
-
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         tables, slabs = self._bound(pages, rows)
         if not tables.slabs or not keys.shape[2]:

@@ -1,14 +1,22 @@
-"""The pages of one layer: its slabs, and the operations on them."""
+"""The pages of one layer: its slabs, and the operations on them.
+
+A step is mostly written by the attention that reads it: a write alone would wait for keys and
+values, or be a launch of its own. Until then the pages are owed it. Whatever else is asked of them
+writes it first, and arrays that stand for these rows, and are made before, get it as a tail.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from paged_kv.kernels.backend import Backend
+from paged_kv.kernels.errors import ThreadConflict
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.lazy_reads import LazyReads
+from paged_kv.kernels.number_format import Quantised
 from paged_kv.kernels.page_format import PageFormat, PageLayout
 from paged_kv.kernels.page_rows import PageRows, Tail
 
@@ -29,6 +37,13 @@ class Slab:
     layout: PageLayout
 
 
+class _OwedStep(NamedTuple):
+    """The keys and values of a step that ends these rows, and that no page holds yet."""
+
+    step: Tail
+    rows: PageRows
+
+
 class LayerPages:
     """Owns the slabs of one layer. A slab is one allocation, and growing adds one.
 
@@ -41,7 +56,6 @@ class LayerPages:
         lazy_reads: what was read from the pages and may not be computed yet. It is computed
             before a page changes.
         memo: what the backend has made of the slabs, until they change.
-        moves: how often pages were moved, so that earlier block tables mean nothing any more.
     """
 
     def __init__(
@@ -55,8 +69,10 @@ class LayerPages:
         self.slabs: dict[int, Slab] = {}
         self.lazy_reads = LazyReads()
         self.memo: dict[str, Any] = {}
-        self.moves = 0
         self._backend = backend
+        self._owed: _OwedStep | None = None
+        self._thread: int | None = None  # that came last with a step
+        self._is_shared = False
 
     @property
     def backend_name(self) -> str:
@@ -83,7 +99,7 @@ class LayerPages:
 
     def unmap_slab(self, slab: int) -> None:
         """Give a slab's memory back; one that was not mapped is ignored."""
-        self._backend.flush(self)
+        self._settle_before_unmapping(slab)
         self.slabs.pop(slab, None)
         self.memo.clear()
 
@@ -93,14 +109,54 @@ class LayerPages:
         A later write may show in it, or may have to copy the whole slab because of it: never
         keep it.
         """
+        self.settle()
         self._backend.settle(self)
         slab, page = divmod(entry, self.slab_stride)
         units = self.slabs[slab].layout.page_units
         return self.slabs[slab].memory[page * units : (page + 1) * units]
 
+    def owe(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        """Write a step when attention reads these rows, or when anything else is asked of the
+        pages. It is written at once where a read that is not computed yet would make a later write
+        copy the slab, and where several threads use the pages: what one of them leaves to be
+        computed later no other can compute.
+
+        Raises:
+            ThreadConflict: see `write`.
+        """
+        if self._owed is not None:
+            self.settle()
+        if self._thread != get_ident():
+            self._is_shared |= self._thread is not None
+            self._thread = get_ident()
+        if self._is_shared or not self._backend.writes_in_place:
+            self.write(keys, values, rows)
+            return
+        owed = _OwedStep((keys, values), rows)
+        # Not later: what is read until then of the same rows has the step as its tail.
+        if self.lazy_reads.noted:
+            self._compute_lazy_reads(owed)
+        self._backend.begin(keys, values)
+        self._owed = owed
+
+    def settle(self) -> None:
+        """Write the step that the pages are owed.
+
+        Raises:
+            ThreadConflict: another thread has not computed it yet.
+        """
+        owed = self._owed
+        if owed is not None:
+            if self._thread != get_ident():
+                _require_computed(owed.step)
+            self._backend.write(self, *owed.step, owed.rows)
+            self._owed = None
+
     def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
         """See `Backend.write`."""
-        self._before_change(lambda: rows.last_entries(keys.shape[2]))
+        self.settle()
+        if self.lazy_reads.noted:
+            self._compute_lazy_reads(_OwedStep((keys, values), rows))
         self._backend.write(self, keys, values, rows)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
@@ -113,21 +169,18 @@ class LayerPages:
         self._before_change(lambda: set(copies.values()))
         self._backend.copy(self, copies)
 
-    def note_moves(self) -> None:
-        """Note that pages were moved, and block tables of before mean nothing any more."""
-        self.moves += 1
-
     def convert(self, copies: Mapping[int, int]) -> None:
         """See `Backend.convert`."""
         self._before_change(lambda: set(copies.values()))
         self._backend.convert(self, copies)
 
-    def _before_change(self, entries: Callable[[], set[int]]) -> None:
-        """Let lazy reads see the pages of these entries as they are."""
-        self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
-
     def gather(self, rows: PageRows, tail: Tail | None = None) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""
+        owed = self._owed
+        if owed is not None and owed.rows is rows and self._holds_floats:
+            tail = owed.step
+        else:
+            self.settle()
         return self._backend.gather(self, rows, tail)
 
     def attend(
@@ -141,7 +194,58 @@ class LayerPages:
         sinks: mx.array | None = None,
         tail: Tail | None = None,
     ) -> mx.array:
-        """See `Backend.attend`."""
-        return self._backend.attend(
-            self, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks, tail=tail
+        """See `Backend.attend`, and `Backend.write_and_attend` where the step is not written."""
+        owed = self._owed
+        if owed is None or owed.rows is not rows:
+            self.settle()
+            return self._backend.attend(
+                self,
+                queries,
+                rows,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sinks=sinks,
+                tail=tail,
+            )
+        output = self._backend.write_and_attend(
+            self, owed.step, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks
         )
+        self._owed = None
+        return output
+
+    @property
+    def _holds_floats(self) -> bool:
+        """Whether a step is the same before and after it is written."""
+        formats = {slab.layout.page_format for slab in self.slabs.values()}
+        numbers = {number for each in formats for number in (each.keys, each.values)}
+        return not any(isinstance(each, Quantised) for each in numbers)
+
+    def _before_change(self, entries: Callable[[], set[int]]) -> None:
+        """Let lazy reads see the pages of these entries as they are, and the step in its page."""
+        self.settle()
+        self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
+
+    def _compute_lazy_reads(self, owed: _OwedStep) -> None:
+        count, in_place = owed.step[0].shape[2], self._backend.writes_in_place
+        self.lazy_reads.compute(lambda: owed.rows.last_entries(count) if in_place else set())
+
+    def _settle_before_unmapping(self, slab: int) -> None:
+        """Write what is owed to a slab that holds no block in use any more. It cannot fail: what
+        another thread has not computed is of no use without its page."""
+        owed = self._owed
+        if owed is None:
+            return
+        entries = owed.rows.last_entries(owed.step[0].shape[2])
+        if slab in {entry // self.slab_stride for entry in entries}:
+            try:
+                self.settle()
+            except ThreadConflict:
+                self._owed = None
+
+
+def _require_computed(step: Tail) -> None:
+    try:
+        mx.eval(step)
+    except RuntimeError as error:
+        raise ThreadConflict from error

@@ -33,26 +33,30 @@ class _Read(NamedTuple):
 
 
 class LazyReads:
-    """Arrays by the thread that made them. All methods may be called from any thread."""
+    """Arrays by the thread that made them. All methods may be called from any thread.
+
+    Attributes:
+        noted: what may not be computed yet.
+    """
 
     def __init__(self) -> None:
-        self._reads: list[_Read] = []
+        self.noted: list[_Read] = []
 
     def watch(self, arrays: Iterable[mx.array], rows: PageRows) -> None:
         """Note arrays of these rows that the caller holds."""
-        self._reads.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
+        self.noted.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
 
     def leave(self, arrays: tuple[mx.array, ...], rows: PageRows, thread: Thread) -> None:
         """Note arrays of these rows that a thread has made, and that only a graph may still hold.
 
         The collector may call this at any time: it only appends.
         """
-        self._reads.append(_Read(thread, rows, in_graph=arrays))
+        self.noted.append(_Read(thread, rows, in_graph=arrays))
 
     def waiting(self) -> list[mx.array]:
         """This thread's arrays that may not be computed yet."""
         me = current_thread()
-        return [array for read in self._reads if read.thread is me for array in read.waiting()]
+        return [array for read in self.noted if read.thread is me for array in read.waiting()]
 
     def compute(self, changing: Callable[[], set[int]]) -> None:
         """Compute this thread's arrays and forget them, before the entries that `changing` gives
@@ -62,20 +66,20 @@ class LazyReads:
             ThreadConflict: another thread's array reads one of them, and is not computed yet.
         """
         # What the collector appends meanwhile stays noted.
-        reads, self._reads = self._reads, []
+        reads, self.noted = self.noted, []
         if not reads:
             return
         me = current_thread()
         try:
             mx.eval([array for read in reads if read.thread is me for array in read.waiting()])
         except BaseException:
-            self._reads[:0] = reads
+            self.noted[:0] = reads
             raise
         # Nothing will be computed in a thread that has ended.
         others = [read for read in reads if read.thread is not me and read.thread.is_alive()]
         others = [read for read in others if read.waiting()]
         if others:
-            self._reads[:0] = others
+            self.noted[:0] = others
             _require_computed(others, changing())
 
 

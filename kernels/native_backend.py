@@ -1,7 +1,7 @@
 """Pages through the compiled CPU kernels, which write them in place.
 
-Nothing here is lazy but `gather`, and the writes of decoding (`owed_writes`): what a call needs is
-computed first, and when it returns the pages are written, or the output is there.
+Nothing here is lazy but `gather`: what a call needs is computed first, and when it returns the
+pages are written, or the output is there.
 """
 
 import ctypes
@@ -25,7 +25,6 @@ from paged_kv.kernels.native_library import (
     Tensor,
 )
 from paged_kv.kernels.number_format import WORD, NumberFormat, Quantised
-from paged_kv.kernels.owed_writes import OwedWrites
 from paged_kv.kernels.page_format import PageLayout
 from paged_kv.kernels.page_gather import gather
 from paged_kv.kernels.page_rows import PageRows, Tail
@@ -51,7 +50,6 @@ class NativeBackend:
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
-        self._owed = OwedWrites(self._write_now)
         self._zeros: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
     def supports(self, geometry: LayerGeometry) -> bool:
@@ -80,27 +78,16 @@ class NativeBackend:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
-        if keys.shape[2] == 1 and rows.ends_in_own:
-            self.begin(keys, values)
-            self._owed.owe(pages, (keys, values), rows)
-        else:
-            self.settle(pages)
-            self._write_now(pages, (keys, values), rows)
-
-    def _write_now(self, pages: "LayerPages", step: Tail, rows: PageRows) -> None:
-        keys, values = step
         mx.eval(keys, values)
-        self.library.write(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
+        self.library.write(_pages_struct(pages), _rows_struct(rows), keys, values)
 
     def load(self, pages: "LayerPages", contents: Mapping[int, mx.array]) -> None:
-        self.settle(pages)
         whole = {entry: mx.contiguous(content) for entry, content in contents.items()}
         mx.eval(whole)
         for entry, content in whole.items():
-            self.library.load(_pages_struct(pages), entry, Tensor(content))
+            self.library.load(_pages_struct(pages), entry, content)
 
     def copy(self, pages: "LayerPages", copies: Mapping[int, int]) -> None:
-        self.settle(pages)
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
 
     convert = copy
@@ -108,28 +95,19 @@ class NativeBackend:
     def gather(
         self, pages: "LayerPages", rows: PageRows, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
-        step = self._owed.step_of(pages, rows) if _holds_floats(pages) else None
-        gathered = gather(pages, rows, step or tail)
-        if step is None:
-            # After the arrays are made, while what is owed is still being computed: they read the
-            # slabs when they are computed.
-            self.settle(pages)
-        return gathered
+        return gather(pages, rows, tail)
 
     def gather_now(self, pages: "LayerPages", rows: PageRows) -> tuple[mx.array, mx.array]:
         """What `gather` gives, computed by the library."""
-        self.settle(pages)
         geometry, (batch, length) = pages.geometry, (len(rows.context_lens), max(rows.ends))
         keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
         values = mx.zeros((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype)
         mx.eval(keys, values)
-        self.library.gather(_pages_struct(pages), _rows_struct(rows), Tensor(keys), Tensor(values))
+        self.library.gather(_pages_struct(pages), _rows_struct(rows), keys, values)
         return keys, values
 
     def settle(self, pages: "LayerPages") -> None:
-        self._owed.pay(pages)
-
-    flush = settle
+        """All is done when a call returns."""
 
     def attend(
         self,
@@ -145,6 +123,21 @@ class NativeBackend:
     ) -> mx.array:
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
         return self._attend(pages, queries, rows, options, sinks, tail)
+
+    def write_and_attend(
+        self,
+        pages: "LayerPages",
+        step: Tail,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        return self._attend(pages, queries, rows, options, sinks, None, step)
 
     def attend_with_log_sum_exp(
         self,
@@ -179,23 +172,30 @@ class NativeBackend:
         options: OptionsStruct,
         sinks: mx.array | None,
         tail: Tail | None,
+        step: Tail | None = None,
     ) -> mx.array:
-        waited_for = [queries] if sinks is None else [queries, sinks]
-        step = [mx.contiguous(part) for part in tail or ()]
-        self.begin(*waited_for, *step)
-        batch, heads, count, _ = queries.shape
-        output = self._new_array((batch, heads, count, pages.geometry.v_dim), queries.dtype)
-        self.settle(pages)
+        """Attention over pages and a tail, once a step was written. Waits once."""
+        waited_for = (queries,) if step is None else (queries, *step)
+        others: list[mx.array] = []
+        if tail is not None:
+            others = [mx.contiguous(tail[0]), mx.contiguous(tail[1])]
+        if sinks is not None:
+            others.append(sinks)
+        mx.async_eval(*waited_for, *others)  # type: ignore[no-untyped-call]  # as in `begin`
+        # While that is being computed:
+        shape = (*queries.shape[:3], pages.geometry.v_dim)
+        output = self._new_array(shape, queries.dtype)
         page_structs, row_structs = _pages_struct(pages), _rows_struct(rows)
-        mx.eval(*waited_for, *step)
+        mx.eval(*waited_for, *others)
+        if step is not None:
+            self.library.write(page_structs, row_structs, *step)
         # The struct holds addresses only: what they point to must live until the call is over.
-        tail_tensors = [Tensor(part) for part in step]
-        if tail_tensors:
-            options.tail_k, options.tail_v = (tensor.address for tensor in tail_tensors)
-        sinks_tensor = None if sinks is None else Tensor(sinks)
-        if sinks_tensor is not None:
-            options.sinks = sinks_tensor.address
-        self.library.attend(page_structs, row_structs, Tensor(queries), Tensor(output), options)
+        tensors = [Tensor(each) for each in others] if others else []
+        if tail is not None:
+            options.tail_k, options.tail_v = tensors[0].address, tensors[1].address
+        if sinks is not None:
+            options.sinks = tensors[-1].address
+        self.library.attend(page_structs, row_structs, queries, output, options)
         return output
 
     def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -216,16 +216,6 @@ class NativeBackend:
 
 def _address(array: mx.array) -> int:
     return int(np.asarray(array).ctypes.data)
-
-
-def _holds_floats(pages: "LayerPages") -> bool:
-    """Whether a step is the same before and after it is written."""
-    if "holds_floats" not in pages.memo:
-        formats = {slab.layout.page_format for slab in pages.slabs.values()}
-        numbers = {number for each in formats for number in (each.keys, each.values)}
-        pages.memo["holds_floats"] = not any(isinstance(each, Quantised) for each in numbers)
-    holds_floats: bool = pages.memo["holds_floats"]
-    return holds_floats
 
 
 def _pages_struct(pages: "LayerPages") -> PagesStruct:

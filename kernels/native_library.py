@@ -9,6 +9,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import mlx.core as mx
 
@@ -82,9 +83,10 @@ class OptionsStruct(ctypes.Structure):
     )
 
 
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_NAME = b"dltensor"
+_address = ctypes.pythonapi.PyCapsule_GetPointer
+_address.restype = ctypes.c_void_p
+_address.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class Tensor:
@@ -94,7 +96,7 @@ class Tensor:
 
     def __init__(self, array: mx.array) -> None:
         self._capsule = array.__dlpack__()
-        self.address: int = _capsule_pointer(self._capsule, b"dltensor")
+        self.address: int = _address(self._capsule, _NAME)
 
 
 class NativeLibrary:
@@ -150,28 +152,46 @@ class NativeLibrary:
         """Have the system back `size` bytes with huge pages as they are written, if it can."""
         self._ask_for_huge_pages(address, size)
 
-    def write(self, pages: PagesStruct, rows: RowsStruct, keys: Tensor, values: Tensor) -> None:
-        _check(self._write(pages, rows, keys.address, values.address))
+    # Arrays are computed. What stands for one here must live until the call is over.
+
+    def write(self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array) -> None:
+        k, v = keys.__dlpack__(), values.__dlpack__()
+        status = self._write(pages, rows, _address(k, _NAME), _address(v, _NAME))
+        if status:
+            _fail(status)
 
     def attend(
         self,
         pages: PagesStruct,
         rows: RowsStruct,
-        queries: Tensor,
-        outputs: Tensor,
+        queries: mx.array,
+        outputs: mx.array,
         options: OptionsStruct,
     ) -> None:
-        _check(self._attend(pages, rows, queries.address, outputs.address, options))
+        q, o = queries.__dlpack__(), outputs.__dlpack__()
+        status = self._attend(pages, rows, _address(q, _NAME), _address(o, _NAME), options)
+        if status:
+            _fail(status)
 
-    def gather(self, pages: PagesStruct, rows: RowsStruct, keys: Tensor, values: Tensor) -> None:
-        _check(self._gather(pages, rows, keys.address, values.address))
+    def gather(
+        self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array
+    ) -> None:
+        k, v = keys.__dlpack__(), values.__dlpack__()
+        status = self._gather(pages, rows, _address(k, _NAME), _address(v, _NAME))
+        if status:
+            _fail(status)
 
     def copy(self, pages: PagesStruct, sources: list[int], targets: list[int]) -> None:
         array = ctypes.c_int32 * len(sources)
-        _check(self._copy(pages, array(*sources), array(*targets), len(sources)))
+        status = self._copy(pages, array(*sources), array(*targets), len(sources))
+        if status:
+            _fail(status)
 
-    def load(self, pages: PagesStruct, entry: int, content: Tensor) -> None:
-        _check(self._load(pages, entry, content.address))
+    def load(self, pages: PagesStruct, entry: int, content: mx.array) -> None:
+        tensor = content.__dlpack__()
+        status = self._load(pages, entry, _address(tensor, _NAME))
+        if status:
+            _fail(status)
 
     def _function(self, name: str, *types: type) -> "ctypes._NamedFuncPointer":
         function = self._library[f"paged_kv_{name}"]
@@ -180,13 +200,12 @@ class NativeLibrary:
         return function
 
 
-def _check(status: int) -> None:
+def _fail(status: int) -> NoReturn:
     if status == 1:
         raise MemoryError("the CPU kernels found no memory for their intermediate results")
-    if status:
-        raise ValueError(
-            "the CPU kernels were given arrays whose shapes or dtypes do not fit the pages"
-        )
+    raise ValueError(
+        "the CPU kernels were given arrays whose shapes or dtypes do not fit the pages"
+    )
 
 
 @cache

@@ -43,7 +43,7 @@ class PlainBackend:
         return untouched((pages * page_units, unit_words))
 
     def begin(self, *arrays: mx.array) -> None:
-        pass  # a write waits until the stream is idle in any case
+        """A write waits until the stream is idle in any case."""
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         mx.synchronize()
@@ -90,8 +90,6 @@ class PlainBackend:
     def settle(self, pages: "LayerPages") -> None:
         """Writes are computed at once."""
 
-    flush = settle
-
     def attend(
         self,
         pages: "LayerPages",
@@ -122,6 +120,23 @@ class PlainBackend:
             )
             outputs.append(_with_padding(output, own, count))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def write_and_attend(
+        self,
+        pages: "LayerPages",
+        step: Tail,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        self.write(pages, *step, rows)
+        return self.attend(
+            pages, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks, tail=None
+        )
 
 
 def _write_rows(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
-    from paged_kv.kernels.errors import ThreadConflict
+    from paged_kv.kernels.errors import PagesNotRead, ThreadConflict
     from paged_kv.page_pool import PagePool
     from paged_kv.paged_kv_cache import PagedKVCache
     from paged_kv.sequence import Sequence
@@ -44,6 +44,7 @@ __all__ = [
     "PagedCacheFactory",
     "PagedKVCache",
     "PagedKVError",
+    "PagesNotRead",
     "PoolExhausted",
     "PoolStats",
     "RollbackError",
@@ -68,6 +69,7 @@ _HOMES = {
     "PoolStats": "stats",
     "Sequence": "sequence",
     "StoreError": "store.errors",
+    "PagesNotRead": "kernels.errors",
     "ThreadConflict": "kernels.errors",
     "generate_samples": "integrations.samples",
 }

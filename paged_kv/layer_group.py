@@ -17,7 +17,6 @@ from paged_kv.kernels.backend import Backend, backend_for
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import MAX_SLAB_BYTES, LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
-from paged_kv.kernels.page_rows import PageRows
 from paged_kv.stats import GroupStats
 from paged_kv.window import Window
 
@@ -46,9 +45,8 @@ class LayerGroup:
         self.formats = {each.name: each for each in (page_format, *smaller_formats)}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
-        # The layers of a step read the same rows one after the other. What backends make of
-        # them, such as arrays of the tables, is then made once.
-        self.latest_rows = PageRows((), (), ())
+        # How often pages were moved, so that earlier block tables mean nothing any more.
+        self.moves = 0
         self._backend = backend
         self._budget = budget
         self._events = events
@@ -100,7 +98,8 @@ class LayerGroup:
         self.formats[page_format.name] = page_format
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
-        """The pages of a layer, made at its first write.
+        """The pages of a layer, made at its first write. Layers that write alike have the same
+        object for their geometry.
 
         Raises:
             ValueError: the layer wrote something else before, or the format cannot hold it.
@@ -108,6 +107,8 @@ class LayerGroup:
         """
         pages = self.pages.get(layer)
         if pages is None:
+            known = [each.geometry for each in self.pages.values()]
+            geometry = next((each for each in known if each == geometry), geometry)
             backend = backend_for(self._backend, geometry)
             pages = LayerPages(geometry, backend, MAX_SLAB_PAGES)
             for page_format in self.formats.values():
@@ -209,8 +210,7 @@ class LayerGroup:
         moves = self.allocator.compaction_plan()
         if moves:
             self.copy_pages(moves)
-            for pages in self.pages.values():
-                pages.note_moves()
+            self.moves += 1
             self.allocator.apply_moves(moves)
         self.allocator.unmap_empty_slabs()
         return len(moves)
@@ -228,7 +228,7 @@ class LayerGroup:
         """Copy whole blocks (from, to) into another format in every layer."""
         for pages in self.pages.values():
             pages.convert(copies)
-            pages.note_moves()
+        self.moves += 1
 
     def _in_last_slab(self, tables: list[BlockTable], page_format: PageFormat) -> list[int]:
         """Of the tables' blocks that are not of a format, those in the last slab that has any."""

@@ -27,6 +27,11 @@ class Padding:
     right: int = 0
     to_trim: int = 0
 
+    @property
+    def is_none(self) -> bool:
+        """Whether all steps to come are a row's own."""
+        return not self.left and self.tokens is None
+
     def own(self, count: int) -> int:
         """How many of the next `count` tokens are the row's own."""
         behind_left = max(0, count - self.left)
@@ -34,6 +39,8 @@ class Padding:
 
     def after(self, count: int) -> Padding:
         """What is left when `count` more tokens have come."""
+        if self.is_none:
+            return self
         own, left = self.own(count), min(self.left, count)
         return Padding(
             left=self.left - left,

@@ -6,8 +6,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Set
 from functools import partial
 
 import mlx.core as mx
@@ -23,21 +22,21 @@ from paged_kv.kernels.errors import ThreadConflict
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_format import PAGE_SIZE, PageFormat, page_format_named
-from paged_kv.kernels.page_rows import PageRows, Tail
 from paged_kv.layer_group import LayerGroup, new_groups
 from paged_kv.locked import locked
 from paged_kv.open_pools import note_open
-from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, paged_arrays
-from paged_kv.passed_pages import is_read_first, keep_unseen, write_pending
-from paged_kv.pending_step import keep_pending, pending_tail
+from paged_kv.paged_array import PagedKeys, PagedValues, gathered_arrays
+from paged_kv.passed_pages import write_pending
+from paged_kv.pending_step import pending_tail
 from paged_kv.pool_arguments import checked_windows, chosen_budget
 from paged_kv.pool_counts import PoolCounts
 from paged_kv.pool_room import PoolRoom
 from paged_kv.rehearsal import would_fit
-from paged_kv.row_views import rows_of
 from paged_kv.sequence import Sequence
 from paged_kv.stats import Compaction, PoolStats
-from paged_kv.step_blocks import begin_step, needs_of, own, own_by_page
+from paged_kv.step import Step
+from paged_kv.step_blocks import needs_of, own, own_by_page, unreserved
+from paged_kv.step_row import StepRow, layers_as_far
 from paged_kv.trace import events_of
 from paged_kv.window import Window
 
@@ -64,6 +63,8 @@ class PagePool:
 
     Attributes:
         counts: what has happened in it.
+        attending: layers of which only attention takes keys and values, as far as is known.
+        attends_in_order: whether it does before the next layer writes.
 
     Raises:
         TypeError, ValueError, OSError: an argument is wrong; the message says which.
@@ -100,9 +101,11 @@ class PagePool:
         )
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
         self.retired = RetiredBlocks()
-        self._room = PoolRoom(
+        self.room = PoolRoom(
             self.groups, self.budget, self.index, self.retired, self.demotion_policy, self.counts
         )
+        self.attending: frozenset[int] = frozenset()
+        self.attends_in_order = False
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         note_open(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
@@ -121,7 +124,7 @@ class PagePool:
     @property
     def slack(self) -> int:
         """Bytes of the budget that may lie idle, because memory is mapped in slabs."""
-        return self._room.slack()
+        return self.room.slack()
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
@@ -142,26 +145,21 @@ class PagePool:
             ThreadConflict: another thread still has to compute what it read from these pages.
                 After all three, what other layers wrote in the same step is undone too.
         """
-        geometry = LayerGeometry.of(keys, values)
-        count = keys.shape[2]
         if keys.shape[0] != len(sequences):
             raise ValueError(
                 f"layer {layer} holds {len(sequences)} sequences, got a batch of {keys.shape[0]}"
             )
-        if count == 0:
+        if keys.shape[2] == 0:
             return self.read(layer, sequences)
-        self.backend.begin(keys, values)
-        self.commit(sequences, layer)
-        try:
-            pages = self._prepare(layer, sequences, geometry, count)
-            for sequence in sequences:
-                sequence.advance(layer, count)
-            rows, tail = self._write(layer, pages, sequences, (keys, values))
-        except (PoolExhausted, ValueError, ThreadConflict):
-            for sequence in sequences:
-                sequence.undo_step()
-            raise
-        return self._read(layer, pages, sequences, rows, tail)
+        return self.begin_step(layer, sequences, keys.shape[2]).write(layer, keys, values)
+
+    @locked
+    def begin_step(self, layer: int, sequences: list[Sequence], count: int) -> Step:
+        """The next `count` tokens of each sequence, padding included, for one layer and all others
+        that are as far. Another step that one of them takes part in is closed."""
+        layers = layers_as_far(sequences, layer, self.num_layers)
+        rows = [StepRow.next(sequence, layer, count) for sequence in sequences]
+        return Step(self, rows, count, layers)
 
     @locked
     def reserve(self, layer: int, sequences: list[Sequence], count: int) -> None:
@@ -173,12 +171,12 @@ class PagePool:
         Raises:
             PoolExhausted: the budget does not hold the blocks; no sequence has changed.
         """
-        writes = begin_step(self.groups, self.retired, layer, sequences, count)
-        if self.demotion_policy is None or self._room.has(needs_of(writes)):
-            own(self._room, writes)
+        writes = unreserved(self.groups, self.retired, layer, sequences, count)
+        if self.demotion_policy is None or self.room.has(needs_of(writes)):
+            own(self.room, writes)
             return
         try:
-            own_by_page(self._room, writes)
+            own_by_page(self.room, writes)
         except (PoolExhausted, ThreadConflict):
             for sequence in sequences:
                 sequence.shrink()
@@ -191,33 +189,34 @@ class PagePool:
         Raises:
             ValueError: the layer was not written yet.
         """
-        pages = self.group_of(layer).pages.get(layer)
-        if pages is None:
+        if layer not in self.group_of(layer).pages:
             raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
-        tail = pending_tail(layer, sequences)
-        if tail is None:
-            self.commit(sequences, layer)
-        rows = self.rows(layer, sequences, in_tail=tail is not None)
-        return self._read(layer, pages, sequences, rows, tail)
+        step = sequences[0].step() if sequences else None
+        has_taken = step is not None and layer in step.layers - step.waiting
+        if step is None or not has_taken or step.sequences != sequences:
+            if pending_tail(layer, sequences) is None:
+                self.commit(sequences, {layer})
+            rows = [StepRow.latest(sequence, layer) for sequence in sequences]
+            step = Step(self, rows, 0, {layer})
+        return gathered_arrays(step.read(layer))
 
     @locked
-    def commit(self, sequences: list[Sequence], layer: int | None = None) -> None:
-        """Write what the sequences' layers, or one of them, have not written yet."""
+    def commit(self, sequences: list[Sequence], layers: Set[int] | None = None) -> None:
+        """Write what the sequences' layers, or some of them, have not written yet. No step that
+        these have taken can be attended to any more."""
+        for sequence in sequences:
+            if sequence.pending:
+                sequence.close_step()
+        self.write_pending(sequences, layers)
+
+    @locked
+    def write_pending(self, sequences: list[Sequence], layers: Set[int] | None) -> None:
+        """As `commit`, before a step that the layers are about to take."""
         for sequence in sequences:
             pending = sequence.pending
-            for each in [each for each in pending if layer in (None, each)]:
-                write_pending(self.group_of(each), each, sequence, pending.pop(each))
-                sequence.step_lens[each] = 0
-
-    @locked
-    def rows(self, layer: int, sequences: list[Sequence], *, in_tail: bool = False) -> PageRows:
-        """What the sequences' latest step sees in one layer; the same object for all layers of a
-        step. `in_tail` says that the step itself is in no page yet."""
-        group = self.group_of(layer)
-        rows = rows_of(group, layer, sequences, in_tail=in_tail)
-        if rows != group.latest_rows:
-            group.latest_rows = rows
-        return group.latest_rows
+            for layer in [each for each in pending if layers is None or each in layers]:
+                write_pending(self.group_of(layer), layer, sequence, pending.pop(layer))
+                sequence.step_lens[layer] = 0
 
     def geometry(self, layer: int) -> LayerGeometry | None:
         """What a layer holds, or None before its first write."""
@@ -236,7 +235,7 @@ class PagePool:
             return
         for name in formats:
             group.add_format(page_format_named(name))
-        self._room.make(lambda: {group: Counter(formats)})
+        self.room.make(lambda: {group: Counter(formats)})
         table.append(formats)
 
     @locked
@@ -281,14 +280,14 @@ class PagePool:
         tokens = whole_number("tokens", tokens, least=0)
         open_groups = [group for group in self.groups if group.is_open]
         needs = {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}
-        if self._room.fits(needs):
+        if self.room.fits(needs):
             return True
-        if self.demotion_policy is None or not self._room.may_fit(needs):
+        if self.demotion_policy is None or not self.room.may_fit(needs):
             return False
         return would_fit(
             open_groups,
             self.budget,
-            self._room.evictable,
+            self.room.evictable,
             self.demotion_policy,
             self.page_format,
             tokens,
@@ -301,7 +300,7 @@ class PagePool:
 
         Call it between steps: it waits for what is in flight, and copies each moved page once.
         """
-        return self._room.compact()
+        return self.room.compact()
 
     @locked
     def clear(self) -> int:
@@ -309,7 +308,7 @@ class PagePool:
         block; returns how many."""
         evicted = self.index.clear()
         self.counts.evictions["clear"] += evicted + self.retired.give_up(lambda: False)
-        return self._room.give_back()
+        return self.room.give_back()
 
     @locked
     def check(self) -> None:
@@ -321,7 +320,7 @@ class PagePool:
     @locked
     def stats(self) -> PoolStats:
         """A snapshot of what the pool holds. O(slabs)."""
-        self._room.drain()
+        self.room.drain()
         return self.snapshot()
 
     @locked
@@ -336,74 +335,17 @@ class PagePool:
             **self.counts.frozen(),
         )
 
-    def _read(
-        self,
-        layer: int,
-        pages: LayerPages,
-        sequences: list[Sequence],
-        rows: PageRows,
-        tail: Tail | None,
-    ) -> tuple[PagedKeys, PagedValues]:
-        read = PagedRead(
-            pages,
-            rows,
-            self.windows.get(layer),
-            tail,
-            self.lock,
-            partial(self._relocated, layer, list(sequences), rows, in_tail=tail is not None),
-            partial(self._note_gather, layer),
-        )
-        return paged_arrays(read, pages.gather(rows, tail))
-
-    def _write(
-        self, layer: int, pages: LayerPages, sequences: list[Sequence], step: Tail
-    ) -> tuple[PageRows, Tail | None]:
-        """Write a step that all sequences have taken, or keep it until it was attended to; returns
-        what the step sees, and the step itself if it was kept."""
-        keys, values = step
-        count = keys.shape[2]
-        if not is_read_first(self.windows.get(layer), layer, sequences, count):
-            rows = self.rows(layer, sequences)
-            pages.write(keys, values, rows)
-            return rows, None
-        rows = self.rows(layer, sequences, in_tail=True)
-        keep_pending(layer, sequences, step, rows)
-        return rows, step
-
-    def _relocated(
-        self, layer: int, sequences: list[Sequence], rows: PageRows, *, in_tail: bool
-    ) -> PageRows | None:
-        """The rows of an earlier read with the blocks where its tokens are now; None if the
-        sequences have changed since."""
-        now = self.rows(layer, sequences, in_tail=in_tail)
-        return now if replace(now, block_tables=rows.block_tables) == rows else None
-
-    @locked
-    def _prepare(
-        self, layer: int, sequences: list[Sequence], geometry: LayerGeometry, count: int
-    ) -> LayerPages:
-        """Everything that a write needs, so that the write itself cannot fail."""
-        group = self.group_of(layer)
-        begun = [sequence for sequence in sequences if sequence.begin_write(layer, count)]
-        pages = group.open_layer(layer, geometry)
-        if any(sequence.length for sequence in begun):
-            for each in self.groups:
-                each.settle()
-        self.reserve(layer, sequences, count)
-        for sequence in begun:
-            end = sequence.length + sequence.padding[layer].own(count)
-            keep_unseen(self._room, self.groups, sequence, end)
-        return pages
-
     def _make_room(self, group: LayerGroup, page_format: str, count: int) -> None:
-        self._room.make(lambda: {group: {page_format: count}})
+        self.room.make(lambda: {group: {page_format: count}})
 
-    def _note_gather(self, layer: int) -> None:
-        if not any(group.gather_fallbacks for group in self.groups):
+    def note_gather(self, group: LayerGroup, pages: LayerPages) -> None:
+        """Count that a layer's keys and values were gathered, for attention or anybody else."""
+        if not any(each.gather_fallbacks for each in self.groups):
+            (layer,) = [layer for layer, each in group.pages.items() if each is pages]
             logger.warning(
                 "%s: attention of layer %d does not read pages; keys and values are gathered "
                 "for it, which is right but slower (said once; stats() counts)",
                 self.name,
                 layer,
             )
-        self.group_of(layer).gather_fallbacks += 1
+        group.gather_fallbacks += 1

@@ -1,78 +1,51 @@
 """Arrays that stand for pages.
 
-mlx-lm's models take what a cache returns for arrays and pass it on to attention. These are
-arrays: lazily gathered keys and values, computed only if somebody looks at them. They also say
-which pages they stand for, so that attention can read the pages instead.
+mlx-lm's models take what a cache returns for arrays and pass it on to attention. These are arrays
+that say which pages they stand for, so that attention can read the pages instead. For layers of
+which only attention takes keys and values, nothing else is made: the arrays have a shape and a
+dtype, and computing one raises an error. For others they are keys and values that are gathered
+when they are computed.
 """
 
-from collections.abc import Callable
-from threading import RLock, current_thread
+from __future__ import annotations
+
+from functools import cache
+from threading import current_thread
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from paged_kv.kernels.attention_mask import batch_mask, causal_window_mask
+from paged_kv.kernels.errors import PagesNotRead
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.page_rows import PageRows, Tail
-from paged_kv.window import Window
+
+if TYPE_CHECKING:
+    from paged_kv.step import Step
+    from paged_kv.step_view import StepView
 
 
 class PagedRead:
-    """All keys and values of one layer at one moment, as pages.
+    """All keys and values of one layer at one step, as pages.
 
     Args:
+        step: the latest one in them.
+        view: what it sees in the layer's group.
         pages: the layer's pages.
-        rows: which of them, and how many tokens.
-        window: what the layer sees; None if all.
-        tail: the latest step, if no page holds it yet.
+        tail: the step's keys and values, if no page holds them until they were attended to.
+
+    Attributes:
         lock: keeps pages from being moved while it is held.
-        relocate: gives the rows with the blocks where their tokens are now, or None if the
-            sequences have changed since.
-        on_gather: called once, when this is dropped, if attention never read the pages.
     """
 
-    def __init__(
-        self,
-        pages: LayerPages,
-        rows: PageRows,
-        window: Window | None,
-        tail: Tail | None,
-        lock: RLock,
-        relocate: Callable[[], PageRows | None],
-        on_gather: Callable[[], None],
-    ) -> None:
+    __slots__ = ("lock", "pages", "step", "tail", "view")
+
+    def __init__(self, step: Step, view: StepView, pages: LayerPages, tail: Tail | None) -> None:
+        self.step = step
+        self.view = view
         self.pages = pages
-        self.rows = rows
-        self.gathered: tuple[mx.array, ...] = ()
-        self.lock = lock
-        self._window = window
-        self._tail = tail
-        self._relocate = relocate
-        self._on_gather = on_gather
-        self._attended = False
-        self._moves = pages.moves
-        self._thread = current_thread()
-
-    def __del__(self) -> None:
-        if not self._attended:
-            # A graph may still hold the gathered arrays, and be computed later.
-            self.pages.lazy_reads.leave(self.gathered, self.rows, self._thread)
-            self._on_gather()
-
-    def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
-        """Whether a kernel that knows only lengths and a window hides what the mask hides, and the
-        pages still hold these tokens. Hold the lock until `attend` is over: other threads may
-        move pages."""
-        if not self._follow_moves():
-            return False
-        if self._window is not None and self._window.keep:
-            return not self._hides_any and not isinstance(mask, mx.array)
-        if isinstance(mask, PagedMask):
-            return mask.hides_in(self.rows, queries) and self._is_narrower(mask.window)
-        if mask is None:
-            return self._window is None or queries == 1
-        if isinstance(mask, mx.array) or mask != "causal":
-            return False
-        return self._window is None or max(self.rows.visible_lens) <= self._window.size
+        self.lock = step.lock
+        self.tail = tail
 
     def attend(
         self,
@@ -81,53 +54,79 @@ class PagedRead:
         *,
         scale: float,
         sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Attention of a step of queries [B, q_heads, S, k_dim] under a mask that `sees_as` this;
-        see `Backend.attend`."""
-        self._attended = True
-        window = self._window.size if self._window and not self._window.keep else None
-        if isinstance(mask, PagedMask) and mask.window is not None:
-            window = mask.window
-        return self.pages.attend(
-            queries,
-            self.rows,
-            scale=scale,
-            causal=mask is not None,
-            window=window,
-            sinks=sinks,
-            tail=self._tail,
-        )
+    ) -> mx.array | None:
+        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`. None if a
+        kernel that knows only lengths and a window does not hide what the mask hides, or if the
+        sequences have changed since: the step then holds other tokens."""
+        with self.lock:
+            view, step = self.view, self.step
+            is_same_mask = mask is view.mask and queries.shape[2] == view.queries
+            if not step.is_open or not (is_same_mask or view.sees_as(mask, queries.shape[2])):
+                return None
+            if view.moves != view.group.moves:
+                view.follow_moves()
+            step.unread = None
+            return self.pages.attend(
+                queries,
+                view.page_rows,
+                scale=scale,
+                causal=view.causal,
+                window=view.window,
+                sinks=sinks,
+                tail=self.tail,
+            )
 
-    def _follow_moves(self) -> bool:
-        """Whether the rows name the blocks that hold the tokens now."""
-        if self.pages.moves != self._moves:
-            rows = self._relocate()
-            if rows is None:
-                return False
-            self.rows, self._moves = rows, self.pages.moves
-        return True
+    def gather(self) -> tuple[mx.array, mx.array]:
+        """The keys and values themselves, lazily.
 
-    @property
-    def _hides_any(self) -> bool:
-        """Whether a query behind a head does not see all tokens."""
-        assert self._window is not None
-        longest = self._window.size + self._window.keep
-        return any(self.rows.first_tokens) or max(self.rows.visible_lens) > longest
+        Raises:
+            PagesNotRead: the sequences have changed since, so the pages may hold others.
+        """
+        with self.lock:
+            if not self.step.is_open:
+                raise PagesNotRead(self.step.pool.name)
+            self.step.unread = None
+            self.view.follow_moves()
+            self.step.pool.note_gather(self.view.group, self.pages)
+            gathered = self.pages.gather(self.view.page_rows, self.tail)
+            self.pages.lazy_reads.leave(gathered, self.view.page_rows, current_thread())
+            return gathered
 
-    def _is_narrower(self, window: int | None) -> bool:
-        if self._window is None:
-            return True
-        return window is not None and window <= self._window.size
+
+class GatheredRead(PagedRead):
+    """A read of which the keys and values are there as well, as lazily gathered arrays."""
+
+    __slots__ = ("_is_attended", "_thread", "gathered")
+
+    def __init__(self, read: PagedRead) -> None:
+        super().__init__(read.step, read.view, read.pages, read.tail)
+        self.gathered = read.pages.gather(read.view.page_rows, read.tail)
+        self._is_attended = False
+        self._thread = current_thread()
+
+    def __del__(self) -> None:
+        if not self._is_attended:
+            # A graph may still hold the gathered arrays, and be computed later.
+            self.pages.lazy_reads.leave(self.gathered, self.view.page_rows, self._thread)
+            self.step.pool.note_gather(self.view.group, self.pages)
+
+    def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
+        output = super().attend(queries, mask, **options)
+        self._is_attended |= output is not None
+        return output
+
+    def gather(self) -> tuple[mx.array, mx.array]:
+        return self.gathered
 
 
 class PagedKeys(mx.array):
-    """Keys [B, k_heads, T, k_dim] of all tokens so far, gathered when looked at."""
+    """Keys [B, k_heads, T, k_dim] of all tokens so far."""
 
     read: PagedRead
 
 
 class PagedValues(mx.array):
-    """Values [B, v_heads, T, v_dim] of all tokens so far, gathered when looked at."""
+    """Values [B, v_heads, T, v_dim] of all tokens so far."""
 
     read: PagedRead
 
@@ -156,16 +155,35 @@ class PagedMask(mx.array):
         return ends_alike and self.shape[-2] == queries
 
 
-def paged_arrays(
-    read: PagedRead, gathered: tuple[mx.array, mx.array]
-) -> tuple[PagedKeys, PagedValues]:
-    """The keys and values that stand for the pages of a read; `gathered` is what they are when
-    looked at."""
-    read.gathered = gathered
-    keys, values = PagedKeys(gathered[0]), PagedValues(gathered[1])
-    keys.read = values.read = read
-    read.pages.lazy_reads.watch((keys, values), read.rows)
+def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
+    """Keys and values that stand for the pages of a read, and are gathered when looked at."""
+    gathered = GatheredRead(read)
+    keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
+    keys.read = values.read = gathered
+    read.pages.lazy_reads.watch((keys, values), read.view.page_rows)
     return keys, values
+
+
+_stand_ins = cache(lambda dtype: new_stand_in(dtype))
+
+
+def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An array of which nothing can be computed: MLX raises a RuntimeError that it has no
+    primitive."""
+    return mx.broadcast_to(_stand_ins(dtype), shape)
+
+
+def new_stand_in(dtype: mx.Dtype) -> mx.array:
+    """A number that cannot be computed, not the same as any other one: the argument of a function
+    that was traced."""
+    found: list[mx.array] = []
+
+    def note(number: mx.array) -> mx.array:
+        found.append(number)
+        return number + 1
+
+    mx.export_function(lambda _: None, note, mx.zeros((), dtype))
+    return found[0]
 
 
 def paged_mask(rows: PageRows, queries: int, window: int | None, keep: int = 0) -> PagedMask:

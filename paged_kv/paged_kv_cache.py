@@ -18,6 +18,7 @@ from paged_kv.paged_array import PagedKeys, PagedValues, paged_mask
 from paged_kv.pool_arguments import require_pool
 from paged_kv.saved_state import restore_layer, saved_state
 from paged_kv.sequence import Sequence
+from paged_kv.step import Step
 
 
 class PagedKVCache:
@@ -49,11 +50,17 @@ class PagedKVCache:
         self.layer = layer
         self.sequences = sequences
         self._depends_on: list[mx.array] = []
+        # Sequences do not hold the step that they take part in.
+        self._step: Step | None = None
 
     @property
     def offset(self) -> int | mx.array:
         """The position of the next token: a number for one sequence, int32 [B] for a batch."""
-        offsets = [sequence.offset(self.layer) for sequence in self.sequences]
+        sequences, layer = self.sequences, self.layer
+        step = sequences[0].step() if sequences else None
+        if step is not None and layer in step.layers and step.sequences == sequences:
+            return step.offset_before if layer in step.waiting else step.offset_after
+        offsets = [sequence.offset(layer) for sequence in sequences]
         return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
     def size(self) -> int:
@@ -75,15 +82,33 @@ class PagedKVCache:
             ValueError: shapes or dtypes are not what this layer holds.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
+        if self._depends_on:
+            keys = mx.depends(keys, self._depends_on)
+        sequences = self.sequences
+        step = sequences[0].step() if sequences else None
+        if (
+            step is not None
+            and self.layer in step.waiting
+            and step.shape == keys.shape[::2]
+            and step.sequences == sequences
+        ):
+            arrays = step.write(self.layer, keys, values)
+        else:
+            arrays = self._append(keys, values)
+        if self._depends_on:
+            self._depends_on = []
+        return arrays
+
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Begin a step with these tokens."""
         sequences = self.sequences
         if len(sequences) == 1 and self.empty() and keys.shape[0] > 1:
             # A new prompt cache takes a batch of any size.
             sequences = sequences[0].batch_of(keys.shape[0])
-        if self._depends_on:
-            keys = mx.depends(keys, self._depends_on)
         arrays = self.pool.append(self.layer, sequences, keys, values)
         # Not before: after a step that failed it still is a new one.
-        self.sequences, self._depends_on = sequences, []
+        self.sequences = sequences
+        self._step = sequences[0].step() if sequences else None
         return arrays
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
@@ -125,7 +150,7 @@ class PagedKVCache:
         Raises:
             PoolExhausted: the pool's budget does not hold the tokens.
         """
-        self.pool.reserve(self.layer, self.sequences, N)
+        self._begin_in_model(N)
         window = self.pool.windows.get(self.layer)
         if len(self.sequences) == 1 and not self._mask_is_array(N, return_array, window_size):
             return None if N == 1 else "causal"
@@ -230,7 +255,7 @@ class PagedKVCache:
             IndexError: there is no such sequence; nothing was changed.
         """
         kept = [self.sequences[index] for index in _integers(batch_indices)]
-        self.sequences = self._distinct(kept)
+        self.sequences, self._step = self._distinct(kept), None
 
     def extend(self, other: PagedKVCache) -> None:
         """Take over the other cache's sequences, as rows behind this one's.
@@ -326,6 +351,20 @@ class PagedKVCache:
     def __repr__(self) -> str:
         lengths = [sequence.context_lens[self.layer] for sequence in self.sequences]
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
+
+    def _begin_in_model(self, count: int) -> None:
+        """Begin a step of a model, unless another layer has."""
+        sequences = self.sequences
+        step = sequences[0].step() if sequences else None
+        if (
+            step is None
+            or self.layer not in step.waiting
+            or step.shape != (len(sequences), count)
+            or step.sequences != sequences
+        ):
+            step = self.pool.begin_step(self.layer, sequences, count)
+        step.begin_in_model(self.layer)
+        self._step = step
 
     def _mask_is_array(self, count: int, return_array: bool, window_size: int | None) -> bool:
         """Whether the mask of one sequence must be written out, by mlx-lm's rules."""

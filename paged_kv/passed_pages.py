@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paged_kv.layer_group import LayerGroup
     from paged_kv.pool_room import PoolRoom
     from paged_kv.sequence import Sequence
+    from paged_kv.step_row import StepRow
     from paged_kv.window import Window
 
 
@@ -41,15 +42,12 @@ def retire_leaving(blocks: RetiredBlocks, group: LayerGroup, sequence: Sequence,
             passed[page] = blocks.retire(group.allocator, block)
 
 
-def is_read_first(window: Window | None, layer: int, sequences: list[Sequence], count: int) -> bool:
-    """Whether a step that all sequences have taken is attended to before it is written: because
-    its queries see what it writes over, or because a page would be lost."""
+def is_read_first(window: Window | None, rows: list[StepRow], count: int) -> bool:
+    """Whether a step of `count` tokens is attended to before it is written: because its queries see
+    what it writes over, or because a page would be lost."""
     if window is None or count > window.write_chunk:
         return window is not None
-    steps = [
-        (each.context_lens[layer], each.step_lens[layer]) for each in sequences if each.retires
-    ]
-    return any(_unseen_pages(window, end - own, end) for end, own in steps)
+    return any(row.sequence.retires and _unseen_pages(window, row.before, row.end) for row in rows)
 
 
 def keep_unseen(room: PoolRoom, groups: list[LayerGroup], sequence: Sequence, end: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the kernels find what a layer's sequences see."""
+"""Where the kernels find what the rows of a step see."""
 
 from __future__ import annotations
 
@@ -9,38 +9,33 @@ from paged_kv.kernels.page_rows import PageRows
 
 if TYPE_CHECKING:
     from paged_kv.layer_group import LayerGroup
-    from paged_kv.sequence import Sequence
+    from paged_kv.step_row import StepRow
     from paged_kv.window import Window
 
 
-def rows_of(
-    group: LayerGroup, layer: int, sequences: list[Sequence], *, in_tail: bool = False
-) -> PageRows:
-    """What the sequences' latest step sees in one layer of a group.
+def page_rows(group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False) -> PageRows:
+    """What a step sees in the layers of a group.
 
     `in_tail` says that the step itself is in no page yet.
     """
-    padding = tuple([sequence.padding[layer].right for sequence in sequences])
+    padding = tuple([row.padding.right for row in rows])
     if group.window is not None:
-        return _ring_rows(group, group.window, layer, sequences, padding, in_tail)
-    tables = tuple([sequence.blocks(group) for sequence in sequences])
-    return PageRows(tables, tuple([s.context_lens[layer] for s in sequences]), padding)
+        return _ring_rows(group, group.window, rows, padding, in_tail)
+    tables = tuple([row.sequence.blocks(group) for row in rows])
+    return PageRows(tables, tuple([row.end for row in rows]), padding)
 
 
 def _ring_rows(
     group: LayerGroup,
     window: Window,
-    layer: int,
-    sequences: list[Sequence],
+    rows: list[StepRow],
     padding: tuple[int, ...],
     in_tail: bool,
 ) -> PageRows:
     """Tables that begin with the page of the first token that the step's first query sees, and
     before it the pages of a head that it does not reach."""
     tables, lengths, firsts, heads = [], [], [], []
-    for sequence in sequences:
-        end = sequence.context_lens[layer]
-        before = end - sequence.step_lens[layer]
+    for sequence, before, end, *_ in rows:
         first, keep = window.first_visible(before), window.keep
         if first <= keep:
             first = keep = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import Thread, current_thread
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,10 @@ from paged_kv.pool_arguments import require_pool
 if TYPE_CHECKING:
     from paged_kv.layer_group import LayerGroup
     from paged_kv.page_pool import PagePool
+    from paged_kv.step import Step
+    from paged_kv.step_row import StepRow
+
+_no_step = type(None)
 
 
 class Sequence:
@@ -39,6 +43,7 @@ class Sequence:
         context_lens: tokens, per layer.
         written_lens: the most tokens that there ever were, per layer: a ring has written over
             what lies too far behind those.
+        step: gives the step that it takes part in, None if there is none.
         step_lens: tokens of the latest step, per layer; 0 once its queries are over.
         padding: what of a batch's steps is padding in this row, per layer.
         pending: the latest step of layers that have not written it yet.
@@ -59,10 +64,11 @@ class Sequence:
         self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
-        self.context_lens = [0] * pool.num_layers
-        self.written_lens = [0] * pool.num_layers
-        self.step_lens = [0] * pool.num_layers
-        self.padding = [NO_PADDING] * pool.num_layers
+        self.step: Callable[[], Step | None] = _no_step
+        self._context_lens = [0] * pool.num_layers
+        self._written_lens = [0] * pool.num_layers
+        self._step_lens = [0] * pool.num_layers
+        self._padding = [NO_PADDING] * pool.num_layers
         self.pending: dict[int, PendingStep] = {}
         self.retires = False
         self.passed: dict[LayerGroup, dict[int, RetiredBlock]] = {}
@@ -74,14 +80,46 @@ class Sequence:
         weakref.finalize(self, _drop_tables, self._tables).atexit = False
 
     @property
+    def context_lens(self) -> list[int]:
+        self._hear()
+        return self._context_lens
+
+    @property
+    def written_lens(self) -> list[int]:
+        self._hear()
+        return self._written_lens
+
+    @property
+    def step_lens(self) -> list[int]:
+        self._hear()
+        return self._step_lens
+
+    @property
+    def padding(self) -> list[Padding]:
+        self._hear()
+        return self._padding
+
+    @property
     def length(self) -> int:
         """Tokens that at least one layer has written."""
         return max(self.context_lens)
 
     def offset(self, layer: int) -> int:
         """The position of the next step's first token; negative if that token is padding."""
-        padding = self.padding[layer]
-        return self.context_lens[layer] + padding.right - padding.left
+        tokens, padding = self.progress(layer)
+        return tokens + padding.right - padding.left
+
+    def progress(self, layer: int) -> tuple[int, Padding]:
+        """How many tokens a layer has, and what of its steps is padding."""
+        self._hear()
+        return self._context_lens[layer], self._padding[layer]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers are equally far."""
+        self._hear()
+        lens, padding = self._context_lens, self._padding
+        return lens.count(lens[0]) == len(lens) == padding.count(padding[0])
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
@@ -102,6 +140,7 @@ class Sequence:
 
     def begin_conversion(self, page_format: PageFormat) -> None:
         """Get new pages in that format from now on; the others are still to be converted."""
+        self.close_step()
         self.page_format, self.is_converting = page_format, True
         for table in self._tables.values():
             table.page_format = page_format.name
@@ -116,16 +155,37 @@ class Sequence:
         self._furthest = end
         return True
 
-    def advance(self, layer: int, count: int) -> None:
-        """Note that a layer has gone `count` tokens further, padding included."""
-        own = self.padding[layer].own(count)
-        self.context_lens[layer] += own
-        self.written_lens[layer] = max(self.written_lens[layer], self.context_lens[layer])
-        self.step_lens[layer] = own
-        self.padding[layer] = self.padding[layer].after(count)
+    def advance(self, layers: list[int], row: StepRow) -> None:
+        """Note that some layers have taken a step. Called by the step itself."""
+        if len(layers) == len(self._context_lens):
+            self._context_lens = [row.end] * len(layers)
+            if max(self._written_lens) > row.end:
+                self._written_lens = [max(row.end, most) for most in self._written_lens]
+            else:
+                self._written_lens = list(self._context_lens)
+            self._step_lens = [row.end - row.before] * len(layers)
+            self._padding = [row.padding] * len(layers)
+            return
+        for layer in layers:
+            self._context_lens[layer] = row.end
+            self._written_lens[layer] = max(row.end, self._written_lens[layer])
+            self._step_lens[layer] = row.end - row.before
+            self._padding[layer] = row.padding
+
+    def close_step(self) -> None:
+        """Something else than the step's next layer is about to change the sequence."""
+        step = self.step()
+        if step is not None:
+            step.close()
+
+    def leave_step(self, step: Step) -> None:
+        """Take no further part in a step."""
+        if self.step() is step:
+            self.step = _no_step
 
     def restore(self, layer: int, context_len: int, written_len: int) -> None:
         """Note that a layer was filled from a saved one."""
+        self.close_step()
         self.context_lens[layer], self.written_lens[layer] = context_len, written_len
 
     def undo_step(self) -> None:
@@ -160,6 +220,7 @@ class Sequence:
                 would need; nothing was changed.
         """
         self.require_rollback(layer, count)
+        self.close_step()
         self.pool.commit([self])
         count = min(count, self.context_lens[layer])
         self.context_lens[layer] -= count
@@ -179,12 +240,14 @@ class Sequence:
 
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set what of the coming steps is padding in one layer."""
+        self.close_step()
         self.padding[layer] = padding
         self.shrink()
 
     def finalize(self, layer: int) -> None:
         """End the steps that have padding in one layer."""
         to_trim = self.padding[layer].to_trim
+        self.close_step()
         self.padding[layer] = NO_PADDING
         self.trim(layer, to_trim)
 
@@ -219,6 +282,7 @@ class Sequence:
     def adopt(self, group: LayerGroup, blocks: list[int], num_tokens: int) -> None:
         """Share blocks that hold the first `num_tokens` tokens of a group, where there are none
         yet."""
+        self.close_step()
         table = self.table(group)
         assert not table.blocks, "the sequence has tokens"
         group.allocator.retain(blocks)
@@ -228,6 +292,7 @@ class Sequence:
     def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:
         """Note that so many tokens are there, in every layer that is ever written, and that the
         rings of some groups are as if so many had been written."""
+        self.close_step()
         for group in self.pool.groups:
             for layer in group.pages:
                 self.context_lens[layer] = num_tokens
@@ -241,11 +306,12 @@ class Sequence:
     @locked
     def _copy(self) -> Sequence:
         """A sequence that shares all blocks with this one, as it is now."""
+        self.close_step()
         self.pool.commit([self])
         copy = Sequence(self.pool, self.page_format)
         copy.model_version, copy.retires = self.model_version, self.retires
         copy.is_converting = self.is_converting
-        copy.context_lens, copy.written_lens, copy.padding = self._progress()
+        copy._context_lens, copy._written_lens, copy._padding = self._progress()
         copy.shrink()
         copy.passed = {group: dict(pages) for group, pages in self.passed.items()}
         for group, table in self._tables.items():
@@ -253,12 +319,20 @@ class Sequence:
             copy._tables[group].owner = copy.uid
         return copy
 
+    def _hear(self) -> None:
+        """Let the step tell how far its layers are."""
+        step = self.step()
+        if step is not None and step.untold:
+            step.tell()
+
     def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
-        return list(self.context_lens), list(self.written_lens), list(self.padding)
+        self._hear()
+        return list(self._context_lens), list(self._written_lens), list(self._padding)
 
     @locked
     def shrink(self) -> None:
         """Let tables follow layers that are not as far as they were, or as was reserved for."""
+        self.close_step()
         self._forks.clear()
         self._furthest = max(map(self.offset, range(self.pool.num_layers)))
         for group, table in self._tables.items():

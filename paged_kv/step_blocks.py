@@ -14,7 +14,7 @@ from paged_kv.sequence import Sequence
 Writes = Mapping[LayerGroup, list[Write]]
 
 
-def begin_step(
+def unreserved(
     groups: list[LayerGroup],
     retired: RetiredBlocks,
     layer: int,
@@ -26,8 +26,8 @@ def begin_step(
     writes: dict[LayerGroup, list[Write]] = {}
     open_groups = [group for group in groups if group.is_open]
     for sequence in sequences:
-        start = sequence.context_lens[layer]
-        end = start + sequence.padding[layer].own(count)
+        start, padding = sequence.progress(layer)
+        end = start + padding.own(count)
         for group in open_groups:
             table = sequence.table(group)
             if end > start and not table.is_reserved(end):

@@ -185,15 +185,14 @@ class _ComparedRead:
     """What the attention hook finds on a layer's keys and values, in the place of their read."""
 
     def __init__(self, read: PagedRead, followed: FollowedCache, steps: list[_Step]) -> None:
-        self.read, self.lock = read, read.lock
+        self.read = read
         self.window, self.distances = followed.window, followed.distances
         self.steps = steps
 
-    def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
-        return self.read.sees_as(mask, queries)
-
-    def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array:
+    def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
         found = self.read.attend(queries, mask, **options)
+        if found is None:
+            return None
         distances = [
             distance
             for row, step in enumerate(self.steps)
@@ -215,8 +214,9 @@ class _ComparedRead:
         if self.window is not None:
             visible -= max(0, before - self.window + 1)
         # Sequences end together but for the padding behind them.
-        end = self.read.gathered[0].shape[2] - (queries.shape[2] - step.stop)
-        paged = [each[row : row + 1, :, end - visible : end] for each in self.read.gathered]
+        gathered = self.read.pages.gather(self.read.view.page_rows, self.read.tail)
+        end = gathered[0].shape[2] - (queries.shape[2] - step.stop)
+        paged = [each[row : row + 1, :, end - visible : end] for each in gathered]
         for ours, oracles in zip(paged, step.held, strict=True):
             yield _rows_apart(ours, oracles[:, :, -visible:])
         part = slice(row, row + 1), slice(None), slice(step.start, step.stop)

@@ -120,7 +120,7 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
     if window:
         hides = hides | (at[None] <= at[-queries:, None] - window)
     pages = both.paged.pool.groups[0].pages[0]
-    rows = both.paged.pool.rows(0, [both.sequence])
+    rows = both.paged.keys_and_values()[0].read.view.page_rows
     found = pages.attend(step, rows, scale=0.2, causal=True, window=window)
     keys, values = both.oracle.keys_and_values()
     expected = scaled_dot_product_attention(step, keys, values, cache=None, scale=0.2, mask=~hides)

@@ -1,4 +1,4 @@
-"""Steps of one token, which native pages are owed until anything else is asked of them."""
+"""Steps that pages are owed until attention, or anything else, is asked of them."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -7,10 +7,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from paged_kv.kernels import native_backend
 from paged_kv.kernels.backend import Backend
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.native_library import NativeLibrary, RowsStruct
 from paged_kv.kernels.number_format import WORD
 from paged_kv.kernels.page_format import page_format_named
 from paged_kv.kernels.page_rows import PageRows
@@ -39,19 +41,26 @@ def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[PageRows]:
     """The rows of all steps that the library writes, as it does."""
-    write, noted = NativeBackend._write_now, []
+    write, struct, noted = NativeLibrary.write, native_backend._rows_struct, []
+    rows_of: dict[int, PageRows] = {}
 
-    def note(self: NativeBackend, pages: LayerPages, step: Any, rows: PageRows) -> None:
-        noted.append(rows)
-        write(self, pages, step, rows)
+    def note_rows(rows: PageRows) -> RowsStruct:
+        made = struct(rows)
+        rows_of[id(made)] = rows
+        return made
 
-    monkeypatch.setattr(NativeBackend, "_write_now", note)
+    def note(self: NativeLibrary, pages: Any, rows: RowsStruct, *step: mx.array) -> None:
+        noted.append(rows_of[id(rows)])
+        write(self, pages, rows, *step)
+
+    monkeypatch.setattr(native_backend, "_rows_struct", note_rows)
+    monkeypatch.setattr(NativeLibrary, "write", note)
     return noted
 
 
 def one_token(pages: LayerPages, seed: int, position: int = 300) -> PageRows:
     keys, rows = normal((1, 2, 1, 32), mx.float32, seed), unpadded((TABLE,), (position + 1,))
-    pages.write(keys, keys - 1, rows)
+    pages.owe(keys, keys - 1, rows)
     return rows
 
 
@@ -75,12 +84,20 @@ def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
     assert len(written) == 3
 
 
-def test_longer_steps_and_steps_with_padding_are_written_at_once(written: list[PageRows]) -> None:
-    pages = new_pages(NativeBackend(native_library()))
-    assert len(written) == 1
-    keys = normal((2, 2, 1, 32), mx.float32, 2)
-    pages.write(keys, keys, PADDED)
-    assert written[-1] is PADDED
+def test_a_step_with_padding_is_owed_too(written: list[PageRows]) -> None:
+    """Every row of a batch finds its own tokens, and none of the padding."""
+    found = []
+    for backend in (NativeBackend(native_library()), PlainBackend()):
+        pages = new_pages(backend)
+        before = len(written)
+        keys = normal((2, 2, 3, 32), mx.float32, 2)
+        rows = PageRows((TABLE, (0,)), (303, 2), (0, 1))
+        pages.owe(keys, keys - 1, rows)
+        assert len(written) == before
+        queries = normal((2, 4, 3, 32), mx.float32, 9)
+        found.append([pages.attend(queries, rows, scale=0.2), *pages.gather(rows)])
+    for ours, expected in zip(*found, strict=True):
+        assert mx.allclose(ours, expected, atol=1e-5)
 
 
 def whole_page(pages: LayerPages) -> mx.array:
@@ -136,7 +153,7 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
             keys = normal((2, 2, longest, 32), mx.float32, 3)
             pages.write(keys, keys + 2, before)
         keys = normal((2, 2, 1, 32), mx.float32, 4)
-        pages.write(keys, keys + 2, rows)
+        pages.owe(keys, keys + 2, rows)
         gathered = pages.gather(rows)
         attended(pages, rows)
         found.append([*gathered, *pages.gather(rows)])
@@ -170,7 +187,7 @@ def test_another_thread_finds_it_written(written: list[PageRows]) -> None:
         for _ in range(5):
             slow = slow @ slow / 700
         keys = keys + 0 * slow.sum()
-        pages.write(keys, keys - 1, unpadded((TABLE,), (301,)))
+        pages.owe(keys, keys - 1, unpadded((TABLE,), (301,)))
 
     thread = Thread(target=write_what_takes_long)
     thread.start()
@@ -180,22 +197,59 @@ def test_another_thread_finds_it_written(written: list[PageRows]) -> None:
         assert mx.array_equal(ours, theirs)
 
 
-def test_a_step_that_cannot_be_computed_stays_owed() -> None:
+@pytest.mark.parametrize("is_attended", [False, True])
+def test_a_step_that_cannot_be_computed_stays_owed(
+    is_attended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where an interrupt comes while it is waited for, nothing is lost."""
-    backend = NativeBackend(native_library())
-    pages = new_pages(backend)
+    pages = new_pages(NativeBackend(native_library()))
     rows = one_token(pages, 2)
-    write, failures = backend._owed._write, [KeyboardInterrupt()]
+    with monkeypatch.context() as patch:
 
-    def fail_once(pages: LayerPages, step: Any, rows: PageRows) -> None:
-        if failures:
-            raise failures.pop()
-        write(pages, step, rows)
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
 
-    backend._owed._write = fail_once
-    with pytest.raises(KeyboardInterrupt):
-        pages.page(0)
+        patch.setattr(NativeLibrary, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = attended(pages, rows) if is_attended else pages.page(0)
     expected = new_pages(PlainBackend())
     one_token(expected, 2)
     for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
         assert mx.array_equal(ours, theirs)
+    assert mx.allclose(attended(pages, rows), attended(expected, rows), atol=1e-5)
+
+
+def test_once_two_threads_have_come_steps_are_written_at_once(written: list[PageRows]) -> None:
+    """What one thread leaves to be computed later no other can compute."""
+    pages = new_pages(NativeBackend(native_library()))
+    thread = Thread(target=one_token, args=(pages, 2))
+    thread.start()
+    thread.join()
+    assert len(written) == 1
+    rows = one_token(pages, 3, 301)
+    assert len(written) == 3
+    assert written[-1] is rows
+
+
+def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[PageRows]) -> None:
+    pages = new_pages(NativeBackend(native_library()))
+    rows = one_token(pages, 2)
+    pages.unmap_slab(0)
+    assert rows not in written
+    pages.unmap_slab(1)
+    assert written[-1] is rows
+
+
+def test_a_slab_can_go_while_another_threads_step_is_not_computed() -> None:
+    """A GPU's steps are not begun. The block is nobody's any more, and neither is the step."""
+
+    class Lazy(NativeBackend):
+        def begin(self, *arrays: mx.array) -> None:
+            pass
+
+    pages = new_pages(Lazy(native_library()))
+    thread = Thread(target=one_token, args=(pages, 2))
+    thread.start()
+    thread.join()
+    pages.unmap_slab(1)
+    assert 1 not in pages.slabs

@@ -93,7 +93,9 @@ def test_pages_of_another_threads_lazy_array_are_not_written_over(
 
     def gather() -> None:
         cache = new_cache(pool)
-        keys, _ = cache.update_and_fetch(*step(300, 1))
+        keys, values = step(300, 1)
+        cache.update_and_fetch(keys[:, :, :299], values[:, :, :299])
+        keys, _ = cache.update_and_fetch(keys[:, :, 299:], values[:, :, 299:])
         found.append(keys.sum(axis=2))
         del keys, _, cache
         gc.collect()

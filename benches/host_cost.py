@@ -1,0 +1,158 @@
+"""What Python spends on a step, with mlx-lm's caches and with pages: python -m benches.host_cost
+
+A decode step of a small llama of 24 layers is built, and not computed, in turns on both kinds of
+caches: what a GPU would wait for. Kernels only make arrays here ("metal", "cuda"), and calls of
+the CPU library return at once ("native", where what a step waits for is computed besides). Figures
+are microseconds of the calling thread's time a layer, medians, and medians of the ratios within a
+turn.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from benches.results_file import write_result
+from benches.timing import ratio, spread
+from paged_kv import PagedCacheFactory, PagedKVCache
+from paged_kv.kernels import backend as backends
+from paged_kv.kernels.gpu_backend import GpuBackend
+from paged_kv.kernels.native_library import NativeLibrary
+
+LAYERS, KV_HEADS, HEAD_DIM = 24, 2, 64
+CONTEXTS, BATCHES, STEPS = (300, 8192), (1, 8), 120
+
+Step = Callable[[], float]
+
+
+def small_llama() -> Any:
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        intermediate_size=64,
+        num_attention_heads=14,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        rms_norm_eps=1e-6,
+        vocab_size=64,
+        tie_word_embeddings=True,
+    )
+    model = llama.Model(args)
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    return model
+
+
+class ArrayMaker:
+    """As `mx.fast.metal_kernel` and `cuda_kernel`; a call makes arrays of the asked shapes.
+
+    Attributes:
+        launches: how many calls there were.
+        characters: of text in the latest kernels, by name.
+    """
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.characters: dict[str, int] = {}
+
+    def __call__(self, *, name: str, source: str, header: str, **_: Any) -> Callable[..., Any]:
+        self.characters[name] = len(source) + len(header)
+
+        def kernel(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+            self.launches += 1
+            return list(map(mx.zeros, output_shapes, output_dtypes))
+
+        return kernel
+
+
+@contextmanager
+def backend(name: str, maker: ArrayMaker) -> Iterator[None]:
+    """Let pools made within use a backend whose kernels do nothing."""
+    if name == "native":
+        with (
+            patch.dict(os.environ, PAGED_KV_BACKEND=name),
+            patch.object(NativeLibrary, "write", lambda *_: None),
+            patch.object(NativeLibrary, "attend", lambda *_: None),
+        ):
+            yield
+    else:
+        with patch.object(backends, "_best", lambda: GpuBackend(name, maker)):
+            yield
+
+
+def filled(caches: list[Any], batch: int, context: int) -> list[Any]:
+    """Caches that hold `context` tokens a row, all zeros."""
+    if batch > 1:
+        caches = [cache.merge([cache] * batch) for cache in caches]
+    zeros = mx.zeros((batch, KV_HEADS, context, HEAD_DIM), mx.float16)
+    for cache in caches:
+        cache.update_and_fetch(zeros, zeros)
+        mx.eval(cache.state)
+    return caches
+
+
+def step(model: Any, caches: list[Any], batch: int) -> Step:
+    """A step of a token a row. Caches of mlx-lm's are then put back: nothing of it is computed."""
+    tokens = mx.ones((batch, 1), mx.int32)
+    stock = [] if isinstance(caches[0], PagedKVCache) else caches
+
+    def seconds() -> float:
+        before = [dict(vars(cache)) for cache in stock]
+        began = time.thread_time()
+        model(tokens, cache=caches)
+        took = time.thread_time() - began
+        for cache, attributes in zip(stock, before, strict=True):
+            vars(cache).update(attributes)
+        return took
+
+    return seconds
+
+
+def measured(name: str, batch: int, context: int) -> dict[str, Any]:
+    """One backend beside mlx-lm's caches."""
+    model, maker = small_llama(), ArrayMaker()
+    with backend(name, maker):
+        factory = PagedCacheFactory(model, max_bytes=1 << 30)
+        paged = step(model, filled(factory.make_cache(), batch, context), batch)
+        stock = step(model, filled(make_prompt_cache(model), batch, context), batch)
+        stock(), paged()
+        launches = maker.launches
+        paged()
+        launches = maker.launches - launches
+        gc.collect()
+        turns = [(stock(), paged()) for _ in range(STEPS)]
+    ours, theirs = [turn[1] for turn in turns], [turn[0] for turn in turns]
+    return {
+        "backend": name,
+        "batch": batch,
+        "context": context,
+        "mlx_lm_microseconds": median(theirs) / LAYERS * 1e6,
+        "paged_microseconds": median(ours) / LAYERS * 1e6,
+        "paged_over_mlx_lm": ratio(ours, theirs),
+        "spread_of_mlx_lm": spread(theirs),
+        "launches_a_layer": launches / LAYERS,
+        "characters": maker.characters,
+    }
+
+
+def main() -> None:
+    rows = []
+    for name in ("metal", "cuda", "native"):
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                rows.append(measured(name, batch, context))
+                print(rows[-1], flush=True)
+    print("written to", write_result("host_cost", {"layers": LAYERS, "rows": rows}).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What a model does with keys and values, found out by running it symbolically.
+
+Most layers hand the arrays of `update_and_fetch` to attention and to nothing else, and then nobody
+needs to be able to compute them. Which layers these are is not listed but tried: a prompt, a token
+behind it, and both in a batch with padding, on mlx-lm's own caches. The graph then tells whose keys
+and values a result depends on. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList
+
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.paged_array import PagedKeys, PagedValues, new_stand_in
+
+logger = logging.getLogger("paged_kv")
+
+PROMPT, SHORTER = 5, 3
+
+
+@dataclass
+class Trial:
+    """What was found.
+
+    Attributes:
+        geometries: what each layer writes.
+        attending: the layers of which only attention takes keys and values.
+        in_order: whether it does before the next layer writes.
+    """
+
+    geometries: dict[int, LayerGeometry] = field(default_factory=dict)
+    attending: frozenset[int] = frozenset()
+    in_order: bool = False
+
+
+class _Arrays:
+    """The arrays of all layers.
+
+    Attributes:
+        written_and_read: the layers in that order, each again when attention reads it.
+    """
+
+    def __init__(self) -> None:
+        self.trial = Trial()
+        self.written_and_read: list[int] = []
+        self._numbers: dict[tuple[int, mx.Dtype], mx.array] = {}
+
+    def of(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Arrays like these, of which nothing can be computed."""
+        stands = [mx.broadcast_to(self._number(layer, each), each.shape) for each in (keys, values)]
+        found = PagedKeys(stands[0]), PagedValues(stands[1])
+        read: Any = _TriedRead(lambda: self.written_and_read.append(layer), keys, values)
+        found[0].read = found[1].read = read
+        self.written_and_read.append(layer)
+        return found
+
+    def reaching(self, results: Iterable[mx.array]) -> set[int]:
+        """The layers on whose arrays results depend."""
+        names = {f"of_{at}": layer for at, (layer, _) in enumerate(self._numbers)}
+        graph = io.StringIO()
+        arrays = dict(zip(names, self._numbers.values(), strict=True))
+        mx.export_to_dot(graph, *results, **arrays)
+        return {layer for name, layer in names.items() if f'"{name}" ->' in graph.getvalue()}
+
+    def _number(self, layer: int, like: mx.array) -> mx.array:
+        key = layer, like.dtype
+        if key not in self._numbers:
+            self._numbers[key] = new_stand_in(like.dtype)
+        return self._numbers[key]
+
+
+class _TriedRead:
+    """What the attention hook finds on a layer's keys and values, as on those of pages."""
+
+    def __init__(self, note: Callable[[], None], keys: mx.array, values: mx.array) -> None:
+        self._note, self._gathered = note, (keys, values)
+
+    def attend(self, queries: mx.array, mask: Any, **_: Any) -> mx.array:
+        self._note()
+        return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], self._gathered[1].shape[3]))
+
+    def gather(self) -> tuple[mx.array, mx.array]:
+        return self._gathered
+
+
+class _TriedCache:
+    """A cache of mlx-lm in the place of which pages will be."""
+
+    def __init__(self, stock: Any, layer: int, arrays: _Arrays) -> None:
+        self._stock, self._layer, self._arrays = stock, layer, arrays
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        self._arrays.trial.geometries[self._layer] = LayerGeometry.of(keys, values)
+        return self._arrays.of(self._layer, *self._stock.update_and_fetch(keys, values))
+
+    def merge(self, caches: list[_TriedCache]) -> _TriedCache:
+        stock = self._stock.merge([cache._stock for cache in caches])
+        return _TriedCache(stock, self._layer, self._arrays)
+
+
+def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]]) -> Trial:
+    """What a model does with keys and values.
+
+    `new_cache` makes a prompt cache of mlx-lm, with what a function gives for them in the place of
+    the caches that will be paged.
+    """
+    arrays = _Arrays()
+    trial = arrays.trial
+
+    def tried_cache() -> list[Any]:
+        layers = count()
+        return new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
+
+    try:
+        results = [*_alone(model, tried_cache())]
+    except Exception as error:
+        logger.warning("%s cannot be tried out, so keys and values are gathered: %r", model, error)
+        return trial
+    try:
+        results += _in_a_batch(model, tried_cache(), tried_cache())
+    except Exception as error:
+        logger.info("a batch cannot be tried out: %r", error)
+    trial.attending = frozenset(trial.geometries) - arrays.reaching(results)
+    order = [layer for layer in arrays.written_and_read if layer in trial.attending]
+    trial.in_order = order[::2] == order[1::2]
+    return trial
+
+
+def _alone(model: Any, cache: list[Any]) -> Iterator[mx.array]:
+    for tokens in (PROMPT, 1):
+        yield from _results(model(mx.zeros((1, tokens), mx.int32), cache=cache), cache)
+
+
+def _in_a_batch(model: Any, first: list[Any], second: list[Any]) -> list[mx.array]:
+    cache = [mine.merge([mine, other]) for mine, other in zip(first, second, strict=True)]
+    for each in cache:
+        each.prepare(lengths=[PROMPT, SHORTER], right_padding=[0, PROMPT - SHORTER])
+    results = [*_results(model(mx.zeros((2, PROMPT), mx.int32), cache=cache), cache)]
+    for each in cache:
+        each.finalize()
+    return [*results, *_results(model(mx.zeros((2, 1), mx.int32), cache=cache), cache)]
+
+
+def _results(output: Any, cache: Iterable[Any]) -> Iterator[mx.array]:
+    """What a step has given, and what it has left in caches that are not paged."""
+    yield from _arrays_in(output)
+    for each in cache:
+        if isinstance(each, CacheList):
+            yield from _results([], each.caches)
+        elif not isinstance(each, _TriedCache):
+            yield from _arrays_in(each.state)
+
+
+def _arrays_in(tree: Any) -> list[mx.array]:
+    flat: Any = tree_flatten([tree])
+    return [leaf for _, leaf in flat if isinstance(leaf, mx.array)]

@@ -1,0 +1,193 @@
+"""A step: the next tokens of some sequences, decided once for all their layers.
+
+Layers write one after the other, and the step is the same for each: which tokens are whose, which
+blocks they go to, what is visible. So the first layer that asks, or the model when it asks for a
+mask, begins a step, and the other layers find it at their sequences. How far each layer has come is
+noted here, and told to the sequences when anybody asks them. Whatever else happens to one of the
+sequences closes the step.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import mlx.core as mx
+
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.kernels.errors import PagesNotRead, ThreadConflict
+from paged_kv.kernels.layer_geometry import LayerGeometry
+from paged_kv.kernels.layer_pages import LayerPages
+from paged_kv.locked import locked
+from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
+from paged_kv.passed_pages import is_read_first, keep_unseen
+from paged_kv.pending_step import keep_pending, pending_tail
+from paged_kv.step_row import StepRow
+from paged_kv.step_view import StepView
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+    from paged_kv.page_pool import PagePool
+
+
+class Step:
+    """S tokens of some sequences. Made by `PagePool.begin_step`, and for what was read by
+    `PagePool.read`.
+
+    Args:
+        pool: of the sequences.
+        rows: what the step is in each sequence.
+        count: S, padding included.
+        layers: the layers that take it, all as far as each other.
+
+    Attributes:
+        sequences: one for each row.
+        shape: rows and tokens.
+        waiting: the layers that have not taken it yet.
+        is_open: whether nothing else has happened to the sequences.
+        attending: the layers that get arrays which only attention can read, as long as a model
+            takes the step.
+        untold: layers that have taken it since the sequences were told.
+        unread: what the latest of those has written, until attention has read it.
+    """
+
+    def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
+        self.pool = pool
+        self.lock = pool.lock
+        self.rows = rows
+        self.sequences = [row.sequence for row in rows]
+        self.shape = (len(rows), count)
+        self.layers = layers
+        self.waiting: set[int] = set(layers) if count else set()
+        self.is_open = True
+        self._reserved_groups = 0
+        self.attending: frozenset[int] = frozenset()
+        self.unread: PagedRead | None = None
+        self.untold: list[int] = []
+        self._views: dict[int, StepView] = {}
+        me = ref(self)
+        for sequence in self.sequences:
+            sequence.close_step()
+            sequence.step = me
+
+    def __del__(self) -> None:
+        self.tell()
+
+    @cached_property
+    def offset_before(self) -> int | mx.array:
+        """The position of the first token: a number for one sequence, int32 [B] for a batch."""
+        return _offsets([row.offset for row in self.rows])
+
+    @cached_property
+    def offset_after(self) -> int | mx.array:
+        """The position behind the last token."""
+        return _offsets([row.offset_after for row in self.rows])
+
+    def begin_in_model(self, layer: int) -> None:
+        """Note that a model takes the step, and own blocks for it.
+
+        Raises:
+            PoolExhausted: the budget does not hold them; nothing was changed.
+        """
+        self._reserve(layer)
+        self.attending = self.pool.attending
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Take the step in one layer; see `PagePool.append`."""
+        with self.lock:
+            try:
+                if self.unread is not None:
+                    raise PagesNotRead(self.pool.name)
+                view = self._views.get(layer)
+                pages = None if view is None else view.group.pages.get(layer)
+                if view is None or pages is None:
+                    view, pages = self._prepare(layer, LayerGeometry.of(keys, values))
+                given = keys.shape, values.shape, keys.dtype, values.dtype
+                expected = view.expected.get(id(pages.geometry))
+                if expected is None or expected.given != given:
+                    expected = view.expect(layer, keys, values)
+                if view.moves != view.group.moves:
+                    view.follow_moves()
+                if view.in_tail:
+                    keep_pending(layer, self.sequences, (keys, values), view.page_rows)
+                else:
+                    pages.owe(keys, values, view.page_rows)
+            except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
+                self._undo()
+                raise
+            self.waiting.discard(layer)
+            self.untold.append(layer)
+            read = PagedRead(self, view, pages, (keys, values) if view.in_tail else None)
+            if layer not in self.attending:
+                return gathered_arrays(read)
+            if self.pool.attends_in_order:
+                self.unread = read
+            paged_keys, paged_values = PagedKeys(expected.keys), PagedValues(expected.values)
+            paged_keys.read = paged_values.read = read
+            return paged_keys, paged_values
+
+    def read(self, layer: int) -> PagedRead:
+        """All tokens so far in a layer that has taken the step."""
+        group, tail = self.pool.group_of(layer), pending_tail(layer, self.sequences)
+        view = self._views.get(layer)
+        if view is None:
+            view = self._views[layer] = StepView(group, self.rows, in_tail=tail is not None)
+        view.follow_moves()
+        return PagedRead(self, view, group.pages[layer], tail)
+
+    @locked
+    def tell(self) -> None:
+        """Tell the sequences how far layers have come."""
+        layers, self.untold = self.untold, []
+        if layers:
+            for row in self.rows:
+                row.sequence.advance(layers, row)
+
+    @locked
+    def close(self) -> None:
+        """Something else happens to one of the sequences."""
+        self.tell()
+        self.is_open = False
+        for sequence in self.sequences:
+            sequence.leave_step(self)
+
+    def _prepare(self, layer: int, geometry: LayerGeometry) -> tuple[StepView, LayerPages]:
+        """Everything that writes need, so that they cannot fail: for the first layer that takes the
+        step, and for layers that were never written."""
+        pool, count = self.pool, self.shape[1]
+        begun = [each for each in self.sequences if each.begin_write(layer, count)]
+        pool.write_pending(self.sequences, self.waiting)
+        group = pool.group_of(layer)
+        pages = group.open_layer(layer, geometry)
+        if any(sequence.length for sequence in begun):
+            for each in pool.groups:
+                each.settle()
+        self._reserve(layer)
+        for row in self.rows:
+            if row.sequence in begun:
+                keep_unseen(pool.room, pool.groups, row.sequence, row.end)
+        for each in pool.groups:
+            if each.is_open:
+                in_tail = is_read_first(each.window, self.rows, count)
+                view = StepView(each, self.rows, in_tail=in_tail)
+                self._views.update(dict.fromkeys(each.layers, view))
+        return self._views[layer], pages
+
+    def _reserve(self, layer: int) -> None:
+        """Own blocks in all groups that are open; before the first write of a group nobody knows
+        how large its blocks are."""
+        groups = sum(group.is_open for group in self.pool.groups)
+        if groups != self._reserved_groups:
+            self.pool.reserve(layer, self.sequences, self.shape[1])
+            self._reserved_groups = groups
+
+    def _undo(self) -> None:
+        self.close()
+        for sequence in self.sequences:
+            sequence.undo_step()
+
+
+def _offsets(offsets: list[int]) -> int | mx.array:
+    return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)

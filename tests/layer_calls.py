@@ -1,0 +1,36 @@
+"""The Python calls of the project's own that a layer makes in a step, counted."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+import paged_kv
+
+HOME = str(Path(paged_kv.__file__).parent)
+
+
+def calls_of_layers(model: Any, cache: list[Any], batch: int) -> list[Counter[str]]:
+    """For each layer of a step of one token, how often it called which function, named by its file
+    and name."""
+    layers: list[Counter[str]] = []
+    own = set(map(id, model.layers))
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call":
+            return
+        if code.co_name == "__call__" and id(frame.f_locals.get("self")) in own:
+            layers.append(Counter())
+        elif layers and code.co_filename.startswith(HOME):
+            layers[-1][f"{Path(code.co_filename).name}:{code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        logits = model(mx.ones((batch, 1), mx.int32), cache=cache)
+    finally:
+        sys.setprofile(None)
+    mx.eval(logits)
+    return layers

@@ -1,0 +1,224 @@
+"""A step is decided once for all layers, and a model's leaves nothing lazy behind."""
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PagesNotRead, Sequence
+from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.window import Window
+from tests.arrays import normal
+from tests.generation import assert_same_run, greedy
+from tests.layer_calls import calls_of_layers
+from tests.zoo import small_model
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+# Of the project's own, in each layer but a step's first.
+MOST_CALLS = 17
+
+
+def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
+    model = small_model(name)
+    return model, PagedCacheFactory(model, max_bytes=64 << 20, **options)
+
+
+def step(count: int, seed: int, batch: int = 1) -> tuple[mx.array, mx.array]:
+    keys = normal((batch, 2, count, 16), mx.float32, seed)
+    return keys, keys + 1
+
+
+def layers_of(pool: PagePool, sequences: int = 1) -> list[PagedKVCache]:
+    rows = [Sequence(pool) for _ in range(sequences)]
+    return [PagedKVCache(pool, layer, list(rows)) for layer in range(pool.num_layers)]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_models_arrays_are_never_made_and_others_are() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    pool.attending = frozenset({0})
+    attending, other = layers_of(pool)
+    attending.make_mask(5)
+    given = step(5, 1)
+    keys, values = attending.update_and_fetch(*given)
+    assert (keys.shape, values.dtype) == ((1, 2, 5, 16), mx.float32)
+    for look in (np.array, mx.eval, lambda array: mx.eval(array @ array.swapaxes(2, 3))):
+        with pytest.raises(RuntimeError, match="without a primitive"):
+            look(keys)
+    found, _ = other.update_and_fetch(*given)
+    assert mx.array_equal(found, given[0])
+    assert mx.array_equal(attending.keys, given[0])
+    # Without a mask before it, nothing tells that a model takes the step.
+    found, _ = attending.update_and_fetch(*step(1, 2))
+    assert found.shape == (1, 2, 6, 16)
+    mx.eval(found)
+
+
+@pytest.mark.usefixtures("backend")
+def test_attention_gathers_where_a_mask_is_not_one_of_a_kernel() -> None:
+    pool = PagePool(1, max_bytes=1 << 24)
+    pool.attending = frozenset({0})
+    (cache,) = layers_of(pool)
+    cache.make_mask(5)
+    given = step(5, 1)
+    keys, values = cache.update_and_fetch(*given)
+    hidden = mx.tril(mx.ones((5, 5), mx.bool_))
+    queries = normal((1, 4, 5, 16), mx.float32, 3)
+    found = paged_attention(queries, keys, values, cache, 0.2, hidden)
+    expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2, mask=hidden)
+    assert mx.allclose(found, expected, atol=1e-5)
+    assert pool.stats().gather_fallbacks == 1
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_was_not_read_in_its_step_is_refused_later() -> None:
+    """A ring may have been written over by then."""
+    pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=1 << 24)
+    pool.attending = frozenset({0})
+    (cache,) = layers_of(pool)
+    cache.make_mask(5)
+    keys, values = cache.update_and_fetch(*step(5, 1))
+    cache.update_and_fetch(*step(1, 2))
+    queries = normal((1, 4, 5, 16), mx.float32, 3)
+    with pytest.raises(PagesNotRead, match="always_gather=True"):
+        paged_attention(queries, keys, values, cache, 0.2, "causal")
+    assert cache.size() == 6
+
+
+def test_a_model_that_changes_its_ways_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, factory = model_and_factory()
+    expected = greedy(model, PROMPT, make_prompt_cache(model), 5)
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:3]]), cache=cache)
+
+    def of_its_own(queries: Any, keys: Any, values: Any, *_: Any, **options: Any) -> mx.array:
+        options.pop("cache", None)
+        output: mx.array = mx.fast.scaled_dot_product_attention(queries, keys, values, **options)
+        return output
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", of_its_own)
+    with pytest.raises(PagesNotRead, match=r"llama got keys.*always_gather=True"):
+        model(mx.array([PROMPT[3:]]), cache=cache)
+    assert {layer.size() for layer in cache} == {3}
+    gathering = PagedCacheFactory(model, max_bytes=64 << 20, always_gather=True)
+    assert_same_run(greedy(model, PROMPT, gathering.make_cache(), 5), expected, 1e-4)
+    assert gathering.stats().gather_fallbacks > 0
+    # One that is tried out with its own attention gets arrays without being asked for them.
+    later = PagedCacheFactory(model, max_bytes=64 << 20)
+    assert_same_run(greedy(model, PROMPT, later.make_cache(), 5), expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "attending"),
+    [("llama", {0, 1, 2}), ("stablelm", set()), ("phi3small", {1}), ("deepseek_v3", set())],
+)
+def test_the_layers_of_which_only_attention_reads(name: str, attending: set[int]) -> None:
+    _, factory = model_and_factory(name)
+    factory.make_cache()
+    assert factory.pool.attending == attending
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_layer_makes_few_calls(batch: int) -> None:
+    model, factory = model_and_factory()
+    cache = factory.make_cache()
+    if batch > 1:
+        cache = [layer.merge([layer] * batch) for layer in cache]
+    model(mx.zeros((batch, 5), mx.int32), cache=cache)
+    _, *others = calls_of_layers(model, cache, batch)
+    for calls in others[1:]:
+        assert calls.total() <= MOST_CALLS, calls
+
+
+@pytest.mark.usefixtures("backend")
+def test_layers_that_fork_within_a_step_go_on_in_their_own_pages() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    before = step(5, 1)
+    for layer in (first, second):
+        layer.update_and_fetch(*before)
+    first.make_mask(1)
+    first.update_and_fetch(*step(1, 2))
+    fork = second.extract(0)
+    taken = step(1, 3)
+    found, _ = second.update_and_fetch(*taken)
+    assert mx.array_equal(found, mx.concatenate([before[0], taken[0]], axis=2))
+    assert mx.array_equal(fork.keys, before[0])
+    assert (first.size(), second.size(), fork.size()) == (6, 6, 5)
+
+
+def test_a_step_tells_its_sequences_also_when_all_caches_are_gone() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    sequence = Sequence(pool)
+    cache = PagedKVCache(pool, 1, [sequence])
+    cache.make_mask(7)
+    cache.update_and_fetch(*step(7, 1))
+    del cache
+    assert sequence.step() is None
+    assert sequence.context_lens == [0, 7]
+
+
+def test_rows_that_leave_a_batch_give_their_blocks_back_at_once() -> None:
+    """Without waiting for the collector."""
+    pool = PagePool(2, max_bytes=1 << 24)
+    pool.attending = frozenset({0, 1})
+    layers = layers_of(pool, 2)
+    gc.disable()
+    try:
+        for _ in range(2):
+            layers[0].make_mask(3)
+            for layer in layers:
+                layer.update_and_fetch(*step(3, 1, batch=2))
+        assert pool.stats().blocks_used == 2
+        for layer in layers:
+            layer.filter([1])
+        assert pool.stats().blocks_used == 1
+        del layer, layers
+        assert pool.stats().blocks_used == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("backend")
+def test_offsets_of_layers_on_both_sides_of_a_step() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    layers = layers_of(pool, 2)
+    for layer in layers:
+        layer.prepare(left_padding=[0, 2])
+    layers[0].make_mask(3)
+    layers[0].update_and_fetch(*step(3, 1, batch=2))
+    offsets = [layer.offset for layer in layers]
+    assert [each.tolist() for each in offsets if isinstance(each, mx.array)] == [[3, 1], [0, -2]]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
+    """Its queries come first: it is written when something else asks for its pages."""
+    pool = PagePool(2, windows={0: Window(32, 32), 1: Window(300, 256)}, max_bytes=1 << 24)
+    layers = layers_of(pool)
+    given = step(600, 1)
+    for count, end in ((512, 512), (88, 600)):
+        for layer in layers:
+            layer.update_and_fetch(*[each[:, :, end - count : end] for each in given])
+    for _ in range(2):
+        for layer in layers:
+            assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
+        pool.commit(layers[0].sequences)
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_another_step_left_is_written_before_a_step_that_was_interrupted_goes_on() -> None:
+    pool = PagePool(2, windows={0: Window(32, 32), 1: Window(32, 32)}, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    given = step(90, 1)
+    for layer in (first, second):
+        layer.update_and_fetch(*[each[:, :, :80] for each in given])
+    first.update_and_fetch(*[each[:, :, 80:] for each in given])
+    first.sequences[0].close_step()
+    second.update_and_fetch(*[each[:, :, 80:] for each in given])
+    for layer in (first, second):
+        assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
