@@ -98,7 +98,7 @@ class _Test:
         rows = PageRows(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
         queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
         step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
-        pages.owe(*step, rows)
+        pages.owe(step[0], step[1], rows)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
         found = pages.attend(queries, rows, scale=DIM**-0.5, sinks=sinks)
         return self._error(pages, rows, queries, found, None)

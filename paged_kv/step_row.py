@@ -51,10 +51,7 @@ def layers_as_far(sequences: Iterable[Sequence], layer: int, num_layers: int) ->
     """The layers whose next step is the same as that of one of them, in all sequences."""
     layers: Set[int] = frozenset(range(num_layers))
     for sequence in sequences:
-        lens, padding = sequence.context_lens, sequence.padding
-        mine = lens[layer], padding[layer]
-        if (lens.count(mine[0]), padding.count(mine[1])) != (num_layers, num_layers):
-            layers &= {
-                at for at, each in enumerate(zip(lens, padding, strict=True)) if each == mine
-            }
+        if not sequence.is_even:
+            mine = sequence.progress(layer)
+            layers = {other for other in layers if sequence.progress(other) == mine}
     return layers

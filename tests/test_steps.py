@@ -222,3 +222,39 @@ def test_what_another_step_left_is_written_before_a_step_that_was_interrupted_go
     second.update_and_fetch(*[each[:, :, 80:] for each in given])
     for layer in (first, second):
         assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
+
+
+@pytest.mark.usefixtures("backend")
+def test_layers_that_are_not_as_far_take_steps_of_their_own() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    given = step(9, 1)
+    first.update_and_fetch(*[each[:, :, :4] for each in given])
+    second.make_mask(9)
+    first.update_and_fetch(*[each[:, :, 4:] for each in given])
+    second.update_and_fetch(*given)
+    for layer in (first, second):
+        assert mx.array_equal(layer.keys, given[0])
+    # Padding that one layer has still to come makes it another step, too.
+    first.prepare(left_padding=[0])
+    second.trim(9)
+    first.trim(9)
+    second.prepare(left_padding=[2])
+    first.make_mask(9)
+    for layer in (first, second):
+        layer.update_and_fetch(*given)
+    assert (first.size(), second.size()) == (9, 7)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_group_that_another_sequence_opens_between_mask_and_step() -> None:
+    """Only what is open has blocks that can be owned when a mask is asked for."""
+    pool = PagePool(2, windows={1: Window(300, 256)}, max_bytes=1 << 24)
+    other, layers = layers_of(pool), layers_of(pool)
+    other[0].update_and_fetch(*step(3, 1))
+    layers[0].make_mask(256)
+    other[1].update_and_fetch(*step(3, 1))
+    given = step(256, 2)
+    for layer in layers:
+        found, _ = layer.update_and_fetch(*given)
+        assert mx.array_equal(found, given[0])
