@@ -17,6 +17,7 @@ from benches.quality_tables import quantised_quality
 from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
+    host_cost,
     prefix_reuse,
     publishing,
     quantised_kernels,
@@ -278,6 +279,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "serving": serving,
     "serving_http": serving_http,
     "cpu_kernels": cpu_kernels,
+    "host_cost": host_cost,
     "whole_model": whole_model,
     "rings": rings,
     "prefix_reuse": prefix_reuse,

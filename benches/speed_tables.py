@@ -145,6 +145,23 @@ def whole_model(figures: Figures) -> str:
     return table((f"tokens a second, {figures['backend']} backend", *head), rows)
 
 
+def host_cost(figures: Figures) -> str:
+    """What Python spends on a decode step of a layer."""
+    rows = [
+        (
+            f"{row['backend']}, batch {row['batch']}, context {row['context']:,}",
+            micros(1e3 * row["mlx_lm_microseconds"]),
+            micros(1e3 * row["paged_microseconds"]),
+            ratio(row["paged_over_mlx_lm"]),
+            count(row["launches_a_layer"]) if row["launches_a_layer"] else "",
+            count(row["decode_characters"]) if row["decode_characters"] else "",
+        )
+        for row in figures["rows"]
+    ]
+    head = ("mlx-lm", "pages", "pages / mlx-lm", "launches", "characters of text")
+    return table(("a layer's step", *head), rows)
+
+
 def rings(figures: Figures) -> str:
     """What a sliding window takes: bytes of a sequence, time of a step, and of a long prompt."""
     rows = [

@@ -138,6 +138,22 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "mlx_lm_of_1_at_32k": {"times_mlx_lm": 1446.9},
     },
+    "host_cost": {
+        "layers": 24,
+        "rows": [
+            {
+                "backend": "metal",
+                "batch": 8,
+                "context": 300,
+                "mlx_lm_microseconds": 80.0,
+                "paged_microseconds": 100.0,
+                "paged_over_mlx_lm": 1.25,
+                "spread_of_mlx_lm": 1.01,
+                "launches_a_layer": 1.0,
+                "decode_characters": 7349,
+            }
+        ],
+    },
     "whole_model": {
         "backend": "native",
         "rows": [

@@ -24,6 +24,7 @@ ROWS = {
     "serving_http": "| generated tokens a second, all clients | 50 | 123 |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",
+    "host_cost": "| metal, batch 8, context 300 | 80.0 µs | 100.0 µs | 1.25 | 1 | 7,349 |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
     "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
     "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
