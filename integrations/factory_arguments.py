@@ -6,9 +6,11 @@ from typing import Any
 
 from mlx.nn.layers.base import Module
 
-from paged_kv.checks import described
+from paged_kv.checks import described, whole_number
+from paged_kv.integrations.cache_layers import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.unpaged_caches import paged_caches
+from paged_kv.kernels.say_once import say_once
 from paged_kv.page_pool import PagePool
 from paged_kv.sequence import Sequence
 
@@ -22,6 +24,25 @@ def require_model(model: object) -> None:
         "model must be a model of mlx-lm, such as mlx_lm.load(path_or_repo)[0], got "
         f"{described(model)}{advice}"
     )
+
+
+def used_bound(model: Module, max_kv_size: int | None) -> int | None:
+    """`max_kv_size`, where mlx-lm's `make_prompt_cache` looks at it: only for models that leave
+    their caches to it.
+
+    Raises:
+        TypeError, ValueError: it is no integer, or negative.
+    """
+    if max_kv_size is None:
+        return None
+    bound = whole_number("max_kv_size", max_kv_size, least=0)
+    if not hasattr(model, "make_cache"):
+        return bound
+    say_once(
+        f"max_kv_size is ignored for {model_file(model)}, which makes caches of its own, as mlx-lm "
+        "ignores it: max_bytes bounds the memory of all caches"
+    )
+    return None
 
 
 def caches_of(model: Module, prompt_cache: object) -> list[Any]:

@@ -17,7 +17,11 @@ from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, wh
 from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.cache_layers import model_file, window_of
-from paged_kv.integrations.factory_arguments import only_sequence, require_model
+from paged_kv.integrations.factory_arguments import (
+    only_sequence,
+    require_model,
+    used_bound,
+)
 from paged_kv.integrations.model_trial import Trial, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
@@ -28,7 +32,6 @@ from paged_kv.integrations.prompt_cache_hook import (
 )
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.kernels.say_once import say_once
 from paged_kv.page_pool import PagePool
 from paged_kv.paged_kv_cache import PagedKVCache
 from paged_kv.prefix_cache import PrefixCache
@@ -147,7 +150,7 @@ class PagedCacheFactory:
         """
         self._require_open()
         self._try_out()
-        bound = self._bound(max_kv_size)
+        bound = used_bound(self._model, max_kv_size)
         if self.pool.windows and not self.pool.is_open:
             # Pages that windows pass are kept only once it is known how large they all are.
             self._learn_geometry()
@@ -311,20 +314,6 @@ class PagedCacheFactory:
         present one unless it is known."""
         require_hashable("salt", salt)
         return self._version.count if version is None else version, page_format, salt
-
-    def _bound(self, max_kv_size: int | None) -> int | None:
-        """`max_kv_size`, where mlx-lm's `make_prompt_cache` looks at it: only for models that leave
-        their caches to it."""
-        if max_kv_size is None:
-            return None
-        bound = whole_number("max_kv_size", max_kv_size, least=0)
-        if not hasattr(self._model, "make_cache"):
-            return bound
-        say_once(
-            f"max_kv_size is ignored for {model_file(self._model)}, which makes caches of its own, "
-            "as mlx-lm ignores it: max_bytes bounds the memory of all caches"
-        )
-        return None
 
     def _layers(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""

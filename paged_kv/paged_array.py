@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from paged_kv.kernels.attention_mask import batch_mask, causal_window_mask
 from paged_kv.kernels.errors import PagesNotRead
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_rows import PageRows, Tail
+from paged_kv.kernels.page_rows import Tail
 
 if TYPE_CHECKING:
     from paged_kv.step import Step
@@ -131,30 +130,6 @@ class PagedValues(mx.array):
     read: PagedRead
 
 
-class PagedMask(mx.array):
-    """A causal mask that a cache made, computed when looked at.
-
-    Boolean [S, T] for one sequence, [B, 1, S, T] for a batch.
-
-    Attributes:
-        visible_lens: tokens of each row, those of this step included.
-        right_padding: tokens of padding behind those, as in `PageRows`.
-        window: how many tokens a query sees, itself included; None for all.
-    """
-
-    visible_lens: tuple[int, ...]
-    right_padding: tuple[int, ...]
-    window: int | None
-
-    def hides_in(self, rows: PageRows, queries: int) -> bool:
-        """Whether this is the mask of a step of `queries` tokens that ends as `rows` do."""
-        ends_alike = (self.visible_lens, self.right_padding) == (
-            rows.visible_lens,
-            rows.right_padding,
-        )
-        return ends_alike and self.shape[-2] == queries
-
-
 def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
     """Keys and values that stand for the pages of a read, and are gathered when looked at."""
     gathered = GatheredRead(read)
@@ -184,15 +159,3 @@ def new_stand_in(dtype: mx.Dtype) -> mx.array:
 
     mx.export_function(lambda _: None, note, mx.zeros((), dtype))
     return found[0]
-
-
-def paged_mask(rows: PageRows, queries: int, window: int | None, keep: int = 0) -> PagedMask:
-    """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
-    if len(rows.ends) == 1:
-        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, keep))
-    else:
-        mask = PagedMask(batch_mask(rows, queries, window, keep))
-    mask.visible_lens = rows.visible_lens
-    mask.right_padding = rows.right_padding
-    mask.window = window
-    return mask

@@ -11,10 +11,10 @@ import mlx.core as mx
 from paged_kv.checks import described
 from paged_kv.kernels.number_format import GROUP
 from paged_kv.kernels.page_format import page_format_named
-from paged_kv.kernels.page_rows import PageRows
 from paged_kv.kernels.say_once import say_once
+from paged_kv.masks import step_mask
 from paged_kv.page_pool import PagePool
-from paged_kv.paged_array import PagedKeys, PagedValues, paged_mask
+from paged_kv.paged_array import PagedKeys, PagedValues
 from paged_kv.pool_arguments import require_pool
 from paged_kv.saved_state import restore_layer, saved_state
 from paged_kv.sequence import Sequence
@@ -150,14 +150,9 @@ class PagedKVCache:
         Raises:
             PoolExhausted: the pool's budget does not hold the tokens.
         """
-        self._begin_in_model(N)
+        step = self._step_of_model(N)
         window = self.pool.windows.get(self.layer)
-        if len(self.sequences) == 1 and not self._mask_is_array(N, return_array, window_size):
-            return None if N == 1 else "causal"
-        if window is None:
-            return paged_mask(self._rows_after(N), N, window_size)
-        asked = window.size if window_size is None else window_size - window.keep
-        return paged_mask(self._rows_after(N), N, asked, window.keep)
+        return step_mask(step.rows, N, window, return_array=return_array, window_size=window_size)
 
     def is_trimmable(self) -> bool:
         """Whether tokens can be taken off the end: always without a window, and with one as far
@@ -352,8 +347,8 @@ class PagedKVCache:
         lengths = [sequence.context_lens[self.layer] for sequence in self.sequences]
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
 
-    def _begin_in_model(self, count: int) -> None:
-        """Begin a step of a model, unless another layer has."""
+    def _step_of_model(self, count: int) -> Step:
+        """The next step, which a model takes; begun here unless another layer has."""
         sequences = self.sequences
         step = sequences[0].step() if sequences else None
         if (
@@ -365,27 +360,7 @@ class PagedKVCache:
             step = self.pool.begin_step(self.layer, sequences, count)
         step.begin_in_model(self.layer)
         self._step = step
-
-    def _mask_is_array(self, count: int, return_array: bool, window_size: int | None) -> bool:
-        """Whether the mask of one sequence must be written out, by mlx-lm's rules."""
-        window = self.pool.windows.get(self.layer)
-        if window is None:
-            return window_size is not None or (return_array and count > 1)
-        before, longest = self.size(), window.size + window.keep
-        if count == 1:
-            return window_size is not None and window_size <= min(before, longest - 1)
-        return return_array or min(longest - 1, before) + count > (window_size or longest)
-
-    def _rows_after(self, count: int) -> PageRows:
-        """How rows end after a step of `count` tokens; without their tables."""
-        window = self.pool.windows.get(self.layer)
-        lengths, right_padding = [], []
-        for sequence in self.sequences:
-            before, padding = sequence.context_lens[self.layer], sequence.padding[self.layer]
-            passed = 0 if window is None else max(0, window.first_visible(before) - window.keep)
-            lengths.append(before + padding.own(count) - passed)
-            right_padding.append(padding.after(count).right)
-        return PageRows((), tuple(lengths), tuple(right_padding))
+        return step
 
     def _require_empty(self, left_padding: list[int]) -> None:
         """As mlx-lm's caches do: a step's padding would lie between tokens."""

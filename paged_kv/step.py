@@ -19,7 +19,6 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.kernels.errors import PagesNotRead, ThreadConflict
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.locked import locked
 from paged_kv.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.passed_pages import is_read_first, keep_unseen
 from paged_kv.pending_step import keep_pending, pending_tail
@@ -137,15 +136,14 @@ class Step:
         view.follow_moves()
         return PagedRead(self, view, group.pages[layer], tail)
 
-    @locked
     def tell(self) -> None:
-        """Tell the sequences how far layers have come."""
+        """Tell the sequences how far layers have come. The collector may call this at any time: it
+        takes no lock, and touches nothing but them."""
         layers, self.untold = self.untold, []
         if layers:
             for row in self.rows:
                 row.sequence.advance(layers, row)
 
-    @locked
     def close(self) -> None:
         """Something else happens to one of the sequences."""
         self.tell()

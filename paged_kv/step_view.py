@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.paged_array import PagedMask, stand_in
+from paged_kv.masks import PagedMask
+from paged_kv.paged_array import stand_in
 from paged_kv.row_views import page_rows
 from paged_kv.step_row import StepRow
 
