@@ -93,15 +93,18 @@ class _Test:
         return self._error(pages, self.rows, queries, found, window)
 
     def write_and_decode(self) -> float:
-        """The same of one more token, which the kernel that attends writes."""
-        pages, batch = self._written(self.backend), len(LENGTHS)
+        """The same of one more token, which the kernel that attends writes, over pages that plain
+        operations have written."""
+        pages, expected = self._written(self.backend), self._written(PlainBackend())
+        batch = len(LENGTHS)
         rows = PageRows(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
         queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
         step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
+        expected.write(step[0], step[1], rows)
         pages.owe(step[0], step[1], rows)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
         found = pages.attend(queries, rows, scale=DIM**-0.5, sinks=sinks)
-        return self._error(pages, rows, queries, found, None)
+        return self._error(expected, rows, queries, found, None)
 
     def _error(
         self,

@@ -147,7 +147,7 @@ class Step:
     def close(self) -> None:
         """Something else happens to one of the sequences."""
         self.tell()
-        self.is_open = False
+        self.is_open, self.unread = False, None
         for sequence in self.sequences:
             sequence.leave_step(self)
 
