@@ -69,11 +69,15 @@ class Tables:
     plans: dict[Any, Any] = field(default_factory=dict)
 
 
+# Where rows keep theirs.
+TABLES = "gpu"
+
+
 def tables_of(rows: PageRows, slab_stride: int) -> Tables:
     """Made once for all layers that read the same rows."""
-    if "gpu" not in rows.memo:
-        rows.memo["gpu"] = _new_tables(rows, slab_stride)
-    tables: Tables = rows.memo["gpu"]
+    if TABLES not in rows.memo:
+        rows.memo[TABLES] = _new_tables(rows, slab_stride)
+    tables: Tables = rows.memo[TABLES]
     return tables
 
 
@@ -136,11 +140,12 @@ class BoundSlabs:
 
 def bound_slabs(pages: "LayerPages", numbers: tuple[int, ...]) -> BoundSlabs:
     """At most 16 slabs of a layer, any one if none is named. Made once, until its slabs change."""
-    made: dict[tuple[int, ...], BoundSlabs] = pages.memo.setdefault("gpu", {})
-    if numbers not in made:
+    if numbers not in pages.memo:
         slabs = [pages.slabs[number] for number in numbers or tuple(pages.slabs)[:1]]
-        made[numbers] = bind([(slab.memory, slab.layout) for slab in slabs], pages.slab_stride)
-    return made[numbers]
+        memory = [(slab.memory, slab.layout) for slab in slabs]
+        pages.memo[numbers] = bind(memory, pages.slab_stride)
+    bound: BoundSlabs = pages.memo[numbers]
+    return bound
 
 
 def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> BoundSlabs:

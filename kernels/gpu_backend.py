@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu_arrays import BoundSlabs, Tables, bind, bound_slabs, tables_of
+from paged_kv.kernels.gpu_arrays import TABLES, BoundSlabs, Tables, bind, bound_slabs, tables_of
 from paged_kv.kernels.gpu_decode import Decode
 from paged_kv.kernels.gpu_kernels import LEAST_ELEMENTS, SLABS, GpuKernels, Maker
 from paged_kv.kernels.gpu_order import Order
@@ -64,7 +64,7 @@ class GpuBackend:
         return self._plain.new_slab(pages, page_units, unit_words)
 
     def settle(self, pages: "LayerPages") -> None:
-        mx.eval(self.order.before(pages))
+        mx.eval(self.order.latest(pages))
 
     def write(self, pages: "LayerPages", keys: mx.array, values: mx.array, rows: PageRows) -> None:
         tables, slabs = self._bound(pages, rows)
@@ -155,7 +155,8 @@ class GpuBackend:
             return output
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        sinks, base = _padded(sinks), scale * LOG2_E
+        base = scale * LOG2_E
+        sinks = None if sinks is None else _padded(sinks)
         if queries.shape[2] == 1 and tail is None:
             output = self._decode(
                 pages, slabs, tables, queries, rows, base, window or 0, sinks, None
@@ -205,17 +206,17 @@ class GpuBackend:
             rows,
             scale * LOG2_E,
             window or 0,
-            _padded(sinks),
+            None if sinks is None else _padded(sinks),
             step,
         )
         return output if dtype == own else output.astype(dtype)
 
     def _bound(self, pages: "LayerPages", rows: PageRows) -> tuple[Tables, BoundSlabs | None]:
         """What kernels are told of rows and of their pages; None where no kernel takes them."""
-        tables = tables_of(rows, pages.slab_stride)
+        tables: Tables = rows.memo.get(TABLES) or tables_of(rows, pages.slab_stride)
         if len(tables.slabs) > SLABS or not pages.slabs:
             return tables, None
-        return tables, bound_slabs(pages, tables.slabs)
+        return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
     def _in_dtype(self, pages: "LayerPages", tail: Tail | None) -> Tail | None:
         if tail is None:
@@ -233,8 +234,8 @@ class GpuBackend:
         self.settle(pages)
 
 
-def _padded(sinks: mx.array | None) -> mx.array | None:
+def _padded(sinks: mx.array) -> mx.array:
     """As many as an input must have; kernels read them in any dtype."""
-    if sinks is None or sinks.size >= LEAST_ELEMENTS:
+    if sinks.size >= LEAST_ELEMENTS:
         return sinks
     return mx.pad(sinks, (0, LEAST_ELEMENTS - sinks.size))

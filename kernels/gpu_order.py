@@ -11,11 +11,9 @@ what the first has asked for must have been computed, as it is when a step has e
 on every kernel of the layer is handed to the GPU at once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -34,44 +32,36 @@ class _Chain:
 
 
 class Order:
-    """The latest token of each layer."""
-
-    def __init__(self) -> None:
-        self._chains: WeakKeyDictionary[LayerPages, _Chain] = WeakKeyDictionary()
+    """The latest token of each layer, which its pages keep."""
 
     def run(self, pages: "LayerPages", launch: Launch, inputs: list[mx.array]) -> list[mx.array]:
         """What a kernel that touches pages gives, its token last, after all kernels before it."""
-        outputs = launch([*inputs, self.before(pages)])
-        self.after(pages, outputs[-1])
+        chain: _Chain | None = pages.kept
+        if chain is None or chain.thread != get_ident():
+            chain = self._chain(pages)
+        outputs = launch([*inputs, chain.latest])
+        chain.latest = outputs[-1]
+        if chain.is_shared:
+            mx.async_eval(chain.latest)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         return outputs
 
-    def before(self, pages: "LayerPages") -> mx.array:
+    def latest(self, pages: "LayerPages") -> mx.array:
         """What the next kernel takes.
 
         Raises:
             ThreadConflict: another thread has asked for something that it has not computed yet.
         """
-        chain = self._chain(pages)
-        if chain.thread != get_ident():
+        return self._chain(pages).latest
+
+    def _chain(self, pages: "LayerPages") -> _Chain:
+        """The chain of a layer, for this thread."""
+        chain: _Chain | None = pages.kept
+        if chain is None:
+            chain = pages.kept = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
+        elif chain.thread != get_ident():
             try:
                 mx.eval(chain.latest)
             except RuntimeError as error:
                 raise ThreadConflict from error
             chain.thread, chain.is_shared = get_ident(), True
-        return chain.latest
-
-    def after(self, pages: "LayerPages", done: mx.array) -> None:
-        """What the kernel has given."""
-        chain = self._chain(pages)
-        chain.latest = done
-        if chain.is_shared:
-            start: Callable[[mx.array], None] = mx.async_eval
-            start(done)
-
-    def _chain(self, pages: "LayerPages") -> _Chain:
-        """Found again in the layer's memo, which is quicker, until its slabs change."""
-        found: _Chain | None = pages.memo.get("order")
-        if found is None:
-            new = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
-            found = pages.memo["order"] = self._chains.setdefault(pages, new)
-        return found
+        return chain

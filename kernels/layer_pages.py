@@ -56,6 +56,7 @@ class LayerPages:
         lazy_reads: what was read from the pages and may not be computed yet. It is computed
             before a page changes.
         memo: what the backend has made of the slabs, until they change.
+        kept: what the backend keeps of the layer for life.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class LayerPages:
         self.slab_stride = slab_stride
         self.slabs: dict[int, Slab] = {}
         self.lazy_reads = LazyReads()
-        self.memo: dict[str, Any] = {}
+        self.memo: dict[Any, Any] = {}
+        self.kept: Any = None
         self._backend = backend
         self._owed: _OwedStep | None = None
         self._thread: int | None = None  # that came last with a step

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
 
+# Where pages and rows keep what the library is told of them.
+STRUCT = "native"
+
 # Bytes up to which copying zeros into a new array takes less than computing zeros, which goes
 # through MLX's scheduler: 2 microseconds against 23 for 8 KiB, and as long at 64 KiB.
 COPIED_BYTES = 1 << 16
@@ -185,7 +188,8 @@ class NativeBackend:
         # While that is being computed:
         shape = (*queries.shape[:3], pages.geometry.v_dim)
         output = self._new_array(shape, queries.dtype)
-        page_structs, row_structs = _pages_struct(pages), _rows_struct(rows)
+        page_structs = pages.memo.get(STRUCT) or _pages_struct(pages)
+        row_structs = rows.memo[STRUCT][0] if STRUCT in rows.memo else _rows_struct(rows)
         mx.eval(*waited_for, *others)
         if step is not None:
             self.library.write(page_structs, row_structs, *step)
@@ -220,9 +224,9 @@ def _address(array: mx.array) -> int:
 
 def _pages_struct(pages: "LayerPages") -> PagesStruct:
     """Made when the layer's slabs have changed."""
-    if "native" not in pages.memo:
-        pages.memo["native"] = _new_pages_struct(pages)
-    struct: PagesStruct = pages.memo["native"]
+    if STRUCT not in pages.memo:
+        pages.memo[STRUCT] = _new_pages_struct(pages)
+    struct: PagesStruct = pages.memo[STRUCT]
     return struct
 
 
@@ -269,7 +273,7 @@ def _format_number(number_format: NumberFormat, dtype: mx.Dtype) -> int:
 
 def _rows_struct(rows: PageRows) -> RowsStruct:
     """Made once for all layers that read the same rows."""
-    if "native" not in rows.memo:
+    if STRUCT not in rows.memo:
         tables = rows.block_table_array
         context_lens = np.array(rows.context_lens, np.int32)
         right_padding = np.array(rows.right_padding, np.int32)
@@ -281,6 +285,6 @@ def _rows_struct(rows: PageRows) -> RowsStruct:
             table_stride=tables.shape[1],
         )
         # The struct points to the arrays.
-        rows.memo["native"] = struct, context_lens, right_padding
-    result: RowsStruct = rows.memo["native"][0]
+        rows.memo[STRUCT] = struct, context_lens, right_padding
+    result: RowsStruct = rows.memo[STRUCT][0]
     return result

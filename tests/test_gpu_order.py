@@ -25,6 +25,20 @@ from tests.gpu_pages import (
 pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", DIALECTS)]
 
 
+class Forgetful(Order):
+    """Leaves some tokens out of the chain."""
+
+    def keeps(self) -> bool:
+        return True
+
+    def run(self, pages: Any, launch: Any, inputs: list[mx.array]) -> list[mx.array]:
+        before = self.latest(pages)
+        outputs = super().run(pages, launch, inputs)
+        if not self.keeps():
+            pages.kept.latest = before
+        return outputs
+
+
 def _use(dialect: str) -> list[str]:
     """Two rows in two slabs; one ends, and its page is written again, by a step and by a copy."""
     device = device_of(dialect)
@@ -54,15 +68,14 @@ def test_all_that_touches_the_same_pages_is_in_order(dialect: str) -> None:
 def test_a_read_that_does_not_take_the_writes_token_is_noticed(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class WithoutWrites(Order):
+    class WithoutWrites(Forgetful):
         """Only reads leave a token."""
 
         writes = False
 
-        def after(self, pages: Any, done: mx.array) -> None:
+        def keeps(self) -> bool:
             self.writes = not self.writes
-            if not self.writes:
-                super().after(pages, done)
+            return not self.writes
 
     monkeypatch.setattr(gpu_backend, "Order", WithoutWrites)
     faults = _use(dialect)
@@ -72,16 +85,15 @@ def test_a_read_that_does_not_take_the_writes_token_is_noticed(
 def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class WithoutReads(Order):
+    class WithoutReads(Forgetful):
         """The first two of three tokens, those of a write and of a read, are left out in turn."""
 
         count = 0
 
-        def after(self, pages: Any, done: mx.array) -> None:
+        def keeps(self) -> bool:
             # write, decode, decode, write, decode, decode, prefill, copy
-            if self.count in (0, 3, 7):
-                super().after(pages, done)
             self.count += 1
+            return self.count in (1, 4, 8)
 
     monkeypatch.setattr(gpu_backend, "Order", WithoutReads)
     faults = _use(dialect)
@@ -92,15 +104,14 @@ def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(
 def test_a_step_that_does_not_take_the_token_of_the_one_before_is_noticed(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class WithoutTheLast(Order):
+    class WithoutTheLast(Forgetful):
         """The first of the two that write a step and attend, behind nine others, leaves none."""
 
         count = 0
 
-        def after(self, pages: Any, done: mx.array) -> None:
+        def keeps(self) -> bool:
             self.count += 1
-            if self.count != 10:
-                super().after(pages, done)
+            return self.count != 10
 
     monkeypatch.setattr(gpu_backend, "Order", WithoutTheLast)
     faults = _use(dialect)
@@ -110,13 +121,20 @@ def test_a_step_that_does_not_take_the_token_of_the_one_before_is_noticed(
 
 def test_a_second_thread_comes_when_the_first_has_computed(dialect: str) -> None:
     order, pages = Order(), new_pages(PlainBackend(), same(64), ["fp16"])
-    order.before(pages)
     token = mx.arange(8) + 1
-    order.after(pages, token)
+
+    def first(_: Any) -> list[mx.array]:
+        return [token]
+
+    def second(_: Any) -> list[mx.array]:
+        return [mx.arange(8) + 2]
+
+    launches: list[Any] = [first, second]
+    order.run(pages, launches[0], [])
     with ThreadPoolExecutor(1) as executor:
         with pytest.raises(RuntimeError):
-            executor.submit(order.before, pages).result()
+            executor.submit(order.latest, pages).result()
         mx.eval(token)
-        assert executor.submit(order.before, pages).result() is token
-        executor.submit(lambda: order.after(pages, mx.arange(8) + 2)).result()
-    assert order.before(pages).tolist() == list(range(2, 10))
+        assert executor.submit(order.latest, pages).result() is token
+        executor.submit(order.run, pages, launches[1], []).result()
+    assert order.latest(pages).tolist() == list(range(2, 10))
