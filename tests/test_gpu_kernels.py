@@ -186,7 +186,7 @@ def test_a_write_gives_the_plain_backends_bytes_and_changes_nothing_else(
     assert differing <= (0 if name in ("fp16", "q4-unrotated") else OTHER_BYTES)
 
 
-@pytest.mark.parametrize("name", plain_only(["fp16", "q4"], FORMATS))
+@pytest.mark.parametrize("name", plain_only(["fp16", "q8", "q4"], FORMATS))
 def test_gather(dialect: str, name: FormatName) -> None:
     """With tokens at the head, others that a window has passed, padding and a tail."""
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
