@@ -184,8 +184,6 @@ class NativeBackend:
             others = [mx.contiguous(tail[0]), mx.contiguous(tail[1])]
         if sinks is not None:
             others.append(sinks)
-        mx.async_eval(*waited_for, *others)  # type: ignore[no-untyped-call]  # as in `begin`
-        # While that is being computed:
         shape = (*queries.shape[:3], pages.geometry.v_dim)
         output = self._new_array(shape, queries.dtype)
         page_structs = pages.memo.get(STRUCT) or _pages_struct(pages)
