@@ -99,9 +99,10 @@ class GatheredRead(PagedRead):
 
     def __init__(self, read: PagedRead) -> None:
         super().__init__(read.step, read.view, read.pages, read.tail)
+        self._is_attended = True  # nothing to leave behind if it cannot be gathered
+        self._thread = current_thread()
         self.gathered = read.pages.gather(read.view.page_rows, read.tail)
         self._is_attended = False
-        self._thread = current_thread()
 
     def __del__(self) -> None:
         if not self._is_attended:

@@ -113,14 +113,14 @@ class Step:
                     keep_pending(layer, self.sequences, (keys, values), view.page_rows)
                 else:
                     pages.owe(keys, values, view.page_rows)
+                self.waiting.discard(layer)
+                self.untold.append(layer)
+                read = PagedRead(self, view, pages, (keys, values) if view.in_tail else None)
+                if layer not in self.attending:
+                    return gathered_arrays(read)
             except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
                 self._undo()
                 raise
-            self.waiting.discard(layer)
-            self.untold.append(layer)
-            read = PagedRead(self, view, pages, (keys, values) if view.in_tail else None)
-            if layer not in self.attending:
-                return gathered_arrays(read)
             if self.pool.attends_in_order:
                 self.unread = read
             paged_keys, paged_values = PagedKeys(expected.keys), PagedValues(expected.values)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.kernels.errors import ThreadConflict
 from paged_kv.layer_group import LayerGroup
 from paged_kv.passed_pages import retire_leaving
 from paged_kv.pool_room import PoolRoom
@@ -46,11 +47,18 @@ def own(room: PoolRoom, writes: Writes) -> None:
 
     Raises:
         PoolExhausted: the budget does not hold them; no table has changed.
+        ThreadConflict: another thread still has to read a page that a shared one is copied to; that
+            one stays shared.
     """
     room.make(lambda: needs_of(writes))
     for group, group_writes in writes.items():
         for write in group_writes:
-            group.copy_pages(write.table.reserve(write.start, write.end))
+            copies = write.table.reserve(write.start, write.end)
+            try:
+                group.copy_pages(copies)
+            except ThreadConflict:
+                write.table.exchange({copy: source for source, copy in copies.items()})
+                raise
 
 
 def own_by_page(room: PoolRoom, writes: Writes) -> None:

@@ -10,8 +10,16 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from benches.host_cost import ArrayMaker, backend, filled, small_llama
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PagesNotRead, Sequence
+from paged_kv import (
+    PagedCacheFactory,
+    PagedKVCache,
+    PagePool,
+    PagesNotRead,
+    Sequence,
+    ThreadConflict,
+)
 from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.layer_pages import LayerPages
 from paged_kv.window import Window
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
@@ -262,3 +270,48 @@ def test_a_group_that_another_sequence_opens_between_mask_and_step() -> None:
     for layer in layers:
         found, _ = layer.update_and_fetch(*given)
         assert mx.array_equal(found, given[0])
+
+
+def test_a_step_that_cannot_be_gathered_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may not have computed what it was about to write."""
+    pool = PagePool(1, windows={0: Window(32, 32)}, max_bytes=1 << 24)
+    (cache,) = layers_of(pool)
+    given = step(50, 1)
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "gather", conflict)
+        for count in (40, 3):
+            with pytest.raises(ThreadConflict):
+                cache.update_and_fetch(*[each[:, :, :count] for each in given])
+            assert cache.size() == 0
+    cache.update_and_fetch(*given)
+    assert mx.array_equal(cache.keys[:, :, -31:], given[0][:, :, -31:])
+
+
+def test_a_shared_page_that_cannot_be_copied_yet_stays_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may still have to read what was in the page that it is copied to."""
+    pool = PagePool(1, max_bytes=1 << 24)
+    (cache,) = layers_of(pool)
+    given = step(9, 1)
+    cache.update_and_fetch(*[each[:, :, :8] for each in given])
+    fork = cache.extract(0)
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "copy", conflict)
+        with pytest.raises(ThreadConflict):
+            fork.make_mask(1)
+        with pytest.raises(ThreadConflict):
+            fork.update_and_fetch(*[each[:, :, 8:] for each in given])
+    pool.check()
+    assert pool.stats().blocks_used == 1
+    found, _ = fork.update_and_fetch(*[each[:, :, 8:] for each in given])
+    assert mx.array_equal(found, given[0])
+    assert mx.array_equal(cache.keys, given[0][:, :, :8])
