@@ -1,9 +1,8 @@
 """Keys and values of a whole batch, collected from pages of one format in few operations.
 
-What attention reads page by page is never collected, but the operations that would do it are made
-in every layer and step. So where all pages are alike, as they mostly are, they are collected for
-all rows at once: made row by row, a step of 8 rows at 256 tokens of a 6-layer model takes 1.1 times
-as long. For a single row there are fewer operations the other way.
+For attention of a model's own, in a batch. Where all pages are alike, as they mostly are, they are
+collected for all rows at once: made row by row, a step of 8 rows at 256 tokens of a 6-layer model
+takes 1.1 times as long. For a single row there are fewer operations the other way.
 """
 
 from dataclasses import dataclass
