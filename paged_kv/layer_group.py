@@ -159,10 +159,12 @@ class LayerGroup:
             sources = self._in_last_slab(tables, page_format)[: len(sources)]
             targets = self.allocator.allocate(len(sources), page_format.name)
             copies = dict(zip(sources, targets, strict=True))
-            self._convert_pages(copies)
-            for table in tables:
-                table.exchange(copies)
-            self.allocator.release(targets)
+            try:
+                self._convert_pages(copies)
+                for table in tables:
+                    table.exchange(copies)
+            finally:
+                self.allocator.release(targets)
             self.allocator.unmap_empty_slabs()
 
     def demote(self, policy: DemotionPolicy, pressure: float) -> dict[str, int]:

@@ -215,7 +215,8 @@ class PagePool:
         for sequence in sequences:
             pending = sequence.pending
             for layer in [each for each in pending if layers is None or each in layers]:
-                write_pending(self.group_of(layer), layer, sequence, pending.pop(layer))
+                write_pending(self.group_of(layer), layer, sequence, pending[layer])
+                del pending[layer]
                 sequence.step_lens[layer] = 0
 
     def geometry(self, layer: int) -> LayerGeometry | None:

@@ -315,3 +315,40 @@ def test_a_shared_page_that_cannot_be_copied_yet_stays_shared(
     found, _ = fork.update_and_fetch(*[each[:, :, 8:] for each in given])
     assert mx.array_equal(found, given[0])
     assert mx.array_equal(cache.keys, given[0][:, :, :8])
+
+
+def test_what_is_pending_stays_so_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(1, windows={0: Window(32, 32)}, max_bytes=1 << 24)
+    (cache,) = layers_of(pool)
+    given = step(51, 1)
+    cache.update_and_fetch(*[each[:, :, :50] for each in given])
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "write", conflict)
+        with pytest.raises(ThreadConflict):
+            cache.update_and_fetch(*[each[:, :, 50:] for each in given])
+    assert cache.size() == 50
+    found, _ = cache.update_and_fetch(*[each[:, :, 50:] for each in given])
+    assert mx.array_equal(found[:, :, -32:], given[0][:, :, -32:])
+
+
+def test_a_conversion_that_is_interrupted_takes_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(1, max_bytes=1 << 24)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    keys = normal((1, 2, 9, 32), mx.float32, 1)
+    cache.update_and_fetch(keys, keys)
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "convert", conflict)
+        with pytest.raises(ThreadConflict):
+            cache.to_quantized(bits=8)
+    assert pool.stats().blocks_used == 1
+    pool.check()
+    cache.to_quantized(bits=8)
+    assert pool.stats().blocks_by_format["q8"] == 1
