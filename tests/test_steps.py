@@ -352,3 +352,24 @@ def test_a_conversion_that_is_interrupted_takes_no_blocks(monkeypatch: pytest.Mo
     pool.check()
     cache.to_quantized(bits=8)
     assert pool.stats().blocks_by_format["q8"] == 1
+
+
+@pytest.mark.usefixtures("backend")
+def test_attention_follows_pages_that_became_smaller_within_the_step() -> None:
+    """As where another thread's step makes room between a layer's write and its attention."""
+    pool = PagePool(1, page_format="auto", max_bytes=1 << 22)
+    pool.attending = frozenset({0})
+    (cache,), (other,) = layers_of(pool), layers_of(pool)
+    given = normal((1, 1, 1001, 32), mx.float32, 1), normal((1, 1, 1001, 32), mx.float32, 2)
+    cache.update_and_fetch(*[each[:, :, :1000] for each in given])
+    cache.make_mask(1)
+    keys, values = cache.update_and_fetch(*[each[:, :, 1000:] for each in given])
+    assert pool.demotion_policy is not None
+    assert pool.groups[0].demote(pool.demotion_policy, 10.0)
+    other.update_and_fetch(mx.zeros((1, 1, 600, 32)), mx.zeros((1, 1, 600, 32)))
+    gathers = pool.stats().gather_fallbacks
+    queries = normal((1, 2, 1, 32), mx.float32, 3)
+    found = paged_attention(queries, keys, values, cache, 0.2, None)
+    expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2)
+    assert mx.allclose(found, expected, atol=0.1)
+    assert pool.stats().gather_fallbacks == gathers
