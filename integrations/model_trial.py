@@ -20,6 +20,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList
 
+from paged_kv.integrations.cache_layers import model_file
 from paged_kv.kernels.layer_geometry import LayerGeometry
 from paged_kv.paged_array import PagedKeys, PagedValues, new_stand_in
 
@@ -126,12 +127,13 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
 
     try:
         results = [*_alone(model, tried_cache())]
-    except Exception as error:
-        logger.warning("%s cannot be tried out, so keys and values are gathered: %r", model, error)
+    except Exception as error:  # whatever a model raises: gathered arrays are right for any
+        name = model_file(model)
+        logger.warning("%s cannot be tried out, so keys and values are gathered: %r", name, error)
         return trial
     try:
         results += _in_a_batch(model, tried_cache(), tried_cache())
-    except Exception as error:
+    except Exception as error:  # some models cannot be batched, with mlx-lm's caches neither
         logger.info("a batch cannot be tried out: %r", error)
     trial.attending = frozenset(trial.geometries) - arrays.reaching(results)
     order = [layer for layer in arrays.written_and_read if layer in trial.attending]

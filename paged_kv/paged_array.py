@@ -140,15 +140,6 @@ def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
     return keys, values
 
 
-_stand_ins = cache(lambda dtype: new_stand_in(dtype))
-
-
-def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """An array of which nothing can be computed: MLX raises a RuntimeError that it has no
-    primitive."""
-    return mx.broadcast_to(_stand_ins(dtype), shape)
-
-
 def new_stand_in(dtype: mx.Dtype) -> mx.array:
     """A number that cannot be computed, not the same as any other one: the argument of a function
     that was traced."""
@@ -160,3 +151,12 @@ def new_stand_in(dtype: mx.Dtype) -> mx.array:
 
     mx.export_function(lambda _: None, note, mx.zeros((), dtype))
     return found[0]
+
+
+_known_stand_in = cache(new_stand_in)
+
+
+def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An array of which nothing can be computed: MLX raises a RuntimeError that it has no
+    primitive."""
+    return mx.broadcast_to(_known_stand_in(dtype), shape)
