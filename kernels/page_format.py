@@ -149,3 +149,24 @@ class PageLayout:
         """The first word of each plane within a page."""
         ends = list(accumulate(plane.words for plane in self.planes))
         return (0, *ends[:-1])
+
+    def page(self, rows: Sequence[mx.array]) -> mx.array:
+        """A whole page, uint16 [page_units, unit_words], of the rows of each plane
+        [1, heads, 256, row_words]."""
+        whole = mx.concatenate([plane.reshape(-1) for plane in rows])
+        return whole.reshape(-1, self.unit_words)
+
+    def numbers(self, page: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, 256, dim] of a whole page, uint16 [page_units, unit_words]."""
+        words = page.reshape(-1)
+        rows = [
+            words[first : first + plane.words].reshape(1, plane.heads, PAGE_SIZE, plane.row_words)
+            for first, plane in zip(self.offsets, self.planes, strict=True)
+        ]
+        return self.page_format.decode(self.geometry, rows)
+
+    def recoded(self, page: mx.array, other: "PageLayout") -> mx.array:
+        """A whole page of this layout in another format."""
+        if self.page_format == other.page_format:
+            return page
+        return other.page(other.page_format.encode(*self.numbers(page)))

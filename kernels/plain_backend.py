@@ -76,9 +76,7 @@ class PlainBackend:
         for source, target in copies.items():
             keys, values = gather(pages, PageRows(((source,),), (PAGE_SIZE,), (0,)), None)
             layout = pages.layout_of(target)
-            planes = layout.page_format.encode(keys, values)
-            whole = mx.concatenate([plane.reshape(-1) for plane in planes])
-            contents[target] = whole.reshape(-1, layout.unit_words)
+            contents[target] = layout.page(layout.page_format.encode(keys, values))
             mx.eval(contents[target])
         self.load(pages, contents)
 

@@ -40,7 +40,8 @@ def load_pages(
     contents: list[mx.array],
 ) -> None:
     """Fill a layer of a sequence that is empty there, with pages as `page_views` gave them, of the
-    formats that `page_formats` gave.
+    formats that `page_formats` gave. Where memory ran short since the first layer of the group was
+    filled, its blocks may have become smaller, and the pages of this one become so too.
 
     Raises:
         ValueError: the pages are not what the layer holds, or not as many as the tokens need.
@@ -49,20 +50,24 @@ def load_pages(
     group = pool.group_of(layer)
     with pool.lock:
         pages = group.open_layer(layer, geometry)
-    layouts = [PageLayout(page_format_named(name), geometry) for name in formats]
-    shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
-    needed = _pages_held(pool, layer, context_len, written_len)
-    found = [tuple(content.shape) for content in contents]
-    if len(formats) != needed or found != shapes:
-        raise ValueError(
-            f"layer {layer} needs {needed} pages for {context_len} tokens, and its formats "
-            f"pages of {shapes} words, got {found}"
+        layouts = [PageLayout(page_format_named(name), geometry) for name in formats]
+        shapes = [(layout.page_units, layout.unit_words) for layout in layouts]
+        needed = _pages_held(pool, layer, context_len, written_len)
+        found = [tuple(content.shape) for content in contents]
+        if len(formats) != needed or found != shapes:
+            raise ValueError(
+                f"layer {layer} needs {needed} pages for {context_len} tokens, and its formats "
+                f"pages of {shapes} words, got {found}"
+            )
+        table = sequence.table(group)
+        pool.append_blocks(group, table, formats[len(table.blocks) :])
+        pages.load(
+            {
+                block: layout.recoded(content, pages.layout_of(block))
+                for block, layout, content in zip(table.blocks, layouts, contents, strict=False)
+            }
         )
-    table = sequence.table(group)
-    pool.append_blocks(group, table, formats[len(table.blocks) :])
-    pages.load(dict(zip(table.blocks, contents, strict=False)))
-    sequence.restore(layer, context_len, written_len)
-    with pool.lock:
+        sequence.restore(layer, context_len, written_len)
         table.rewind(context_len)
 
 

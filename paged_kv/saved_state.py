@@ -35,8 +35,10 @@ VERSION = 3
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-# The latest sequence restored from each saved uid, while anybody holds it.
+# The latest sequence restored from each saved uid, while anybody holds it, and its layers that
+# were restored.
 _restored: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDictionary()
+_layers: weakref.WeakKeyDictionary[Sequence, set[int]] = weakref.WeakKeyDictionary()
 
 
 def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def _require_version(state: dict[str, Any]) -> None:
 
 def _pool_for(state: dict[str, Any], uid: str, layer: int) -> PagePool:
     sequence = _restored.get(uid)
-    if sequence is not None and not sequence.context_lens[layer]:
+    if sequence is not None and layer not in _layers[sequence]:
         return sequence.pool
     num_layers, page_format = int(state["num_layers"]), state["page_format"]
     # An empty list does not survive the file.
@@ -114,9 +116,10 @@ def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:
     """The sequence that other layers of this uid were restored into, or a new one: a layer that
     was restored already belongs to an earlier load of the same file."""
     sequence = _restored.get(uid)
-    if sequence is None or sequence.pool is not pool or sequence.context_lens[layer]:
+    if sequence is None or sequence.pool is not pool or layer in _layers[sequence]:
         sequence = Sequence(pool)
-        _restored[uid] = sequence
+        _restored[uid], _layers[sequence] = sequence, set()
+    _layers[sequence].add(layer)
     return sequence
 
 
