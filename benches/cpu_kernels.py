@@ -29,11 +29,11 @@ import numpy as np
 
 from benches.results_file import write_result
 from benches.timing import in_turns, ratio, spread
-from paged_kv.kernels.backend import choose_backend
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import FP16, PAGE_SIZE
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.page_rows import PageRows
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5

@@ -15,7 +15,7 @@ typedef unsigned short uint16_t;
 typedef int int32_t;
 typedef const long long* Strides;  // MLX has an array of its own for them
 """
-# As kernels/gpu_kernels.py has them.
+# As kernels/gpu/kernels.py has them.
 OF_PAGES = [("const uint16_t*", f"slab{i}") for i in range(SLABS)]
 OF_PAGES += [("const int32_t*", name) for name in ("layouts", "tables", "params", "before")]
 Argument = tuple[str, str]

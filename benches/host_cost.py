@@ -23,9 +23,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from benches.results_file import write_result
 from benches.timing import ratio, spread
 from paged_kv import PagedCacheFactory, PagedKVCache
-from paged_kv.kernels import backend as backends
-from paged_kv.kernels.gpu_backend import GpuBackend
-from paged_kv.kernels.native_library import NativeLibrary
+from paged_kv.kernels import backends as backends
+from paged_kv.kernels.cpu.native_library import NativeLibrary
+from paged_kv.kernels.gpu.backend import GpuBackend
 
 LAYERS, KV_HEADS, HEAD_DIM = 24, 2, 64
 CONTEXTS, BATCHES, STEPS = (300, 8192), (1, 8), 120

@@ -35,7 +35,7 @@ from benches.results_file import write_result
 from benches.timing import ratio, seconds
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.generate_command import embedded_model
-from paged_kv.kernels.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.background import READERS
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place

@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.process_view import ProcessView, view_process
-from paged_kv.stats_history import History
-from paged_kv.stats_plot import draw
-from paged_kv.stats_watch import screen
-from paged_kv.trace_replay import Parameters, Replay, read_trace
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.monitor.pool_views import view_process
+from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.stats_plot import draw
+from paged_kv.monitor.stats_watch import screen
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.sequences.steps import append
+from paged_kv.trace.replay import Parameters, Replay, read_trace
 
 PICTURES = Path(__file__).with_name("pictures")
 MAX_BYTES = 12 << 20
@@ -53,7 +54,7 @@ def main() -> None:
         events.flush()
         replay = Replay(read_trace(trace), Parameters())
         replay.run()
-        draw(History.of_replay(replay, "a trace"), PICTURES / "plot.svg")
+        draw(replay.history("a trace"), PICTURES / "plot.svg")
 
 
 class Conversations:
@@ -97,7 +98,7 @@ class Conversations:
     def _write(self, caches: list[PagedKVCache], count: int) -> None:
         numbers = mx.zeros((1, 1, count, 32), dtype=mx.float16)
         for cache in caches:
-            self._pool.append(cache.layer, cache.sequences, numbers, numbers)
+            append(self._pool, cache.layer, cache.sequences, numbers, numbers)
 
 
 def write_watch(view: ProcessView) -> None:

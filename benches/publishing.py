@@ -30,10 +30,10 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS
-from paged_kv.open_pools import open_pools
-from paged_kv.process_view import view_process
-from paged_kv.publisher import INTERVAL_S, SLEEPS, Publisher
-from paged_kv.trace import TracedPool, TraceFile
+from paged_kv.monitor.pool_views import view_process
+from paged_kv.monitor.publisher import INTERVAL_S, SLEEPS, Publisher
+from paged_kv.pool.page_pool import open_pools
+from paged_kv.pool.trace import TracedPool, TraceFile
 
 BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 20, 61
 BLOCKS, RESERVATIONS = 10_000, 200
@@ -53,7 +53,7 @@ def main() -> None:
         os.environ["XDG_RUNTIME_DIR"] = folder
 
         def decode_looked_at() -> None:
-            publisher = Publisher(lambda: view_process(open_pools()))
+            publisher = Publisher(lambda: view_process(open_pools.items()))
             os.environ["PAGED_KV_PUBLISH"] = str(INTERVAL_S)
             publisher.start()
             decode()
@@ -62,7 +62,7 @@ def main() -> None:
 
         sides = decode, decode_looked_at, decode
         alone, looked_at, again = in_turns(*sides, repetitions=REPETITIONS)
-        publisher = Publisher(lambda: view_process(open_pools()))
+        publisher = Publisher(lambda: view_process(open_pools.items()))
         looks = [look(publisher) for _ in range(200)]
         publisher.stop()
         figures = {

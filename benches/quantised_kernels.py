@@ -18,11 +18,11 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benches.results_file import write_result
 from benches.timing import in_turns, ratio
-from paged_kv.kernels.backend import choose_backend
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5

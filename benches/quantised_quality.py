@@ -55,9 +55,9 @@ from benches.cache_kinds import KINDS, MLX_GROUP, Caches, Maker, paged
 from benches.heldout_text import MODELS, contexts, files, model_in_float32
 from benches.results_file import write_result
 from paged_kv import OldestFirst, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv.cache.page_transfer import page_formats
 from paged_kv.integrations.attention_hook import install_attention_hook
-from paged_kv.kernels.page_format import PAGE_SIZE
-from paged_kv.page_transfer import page_formats
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 TOKENS, CONTEXTS, OUTLIER_CONTEXTS, STEP = 2048, 10, 4, 128
 AUTO_PERCENT = range(40, 101, 5)

@@ -35,7 +35,8 @@ from benches.results_file import write_result
 from benches.timing import in_turns, ratio, seconds, spread
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
+from paged_kv.sequences.steps import append
 
 WINDOW, WINDOW_LAYERS, FULL_LAYERS = 1024, 22, 4
 CHUNKS, CONTEXTS = (256, 1024), (4096, 32768)
@@ -189,7 +190,7 @@ def allocations() -> dict[str, int]:
         for _ in range(DECODED):
             for cache in caches:
                 cache.make_mask(1)
-                pool.append(cache.layer, cache.sequences, keys, keys)
+                append(pool, cache.layer, cache.sequences, keys, keys)
     after = pool.stats()
     row = {
         "decoded": DECODED,

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.paged_array import PagedKeys, PagedValues
+from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 

@@ -3,7 +3,7 @@
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import RotatingKVCache
 
-from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
+from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 
 def model_file(model: Module) -> str:

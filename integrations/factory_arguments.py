@@ -10,9 +10,9 @@ from paged_kv.checks import described, whole_number
 from paged_kv.integrations.cache_layers import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.unpaged_caches import paged_caches
-from paged_kv.kernels.say_once import say_once
-from paged_kv.page_pool import PagePool
-from paged_kv.sequence import Sequence
+from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.sequence import Sequence
 
 
 def require_model(model: object) -> None:

@@ -7,9 +7,9 @@ from importlib.resources import files
 from tqdm import tqdm
 
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
-from paged_kv.arguments import name, page_format, positive, seed, temperature
+from paged_kv.commands.arguments import name, page_format, positive, seed, temperature
+from paged_kv.commands.store_command import add_store_options
 from paged_kv.sizes import parse_size
-from paged_kv.store_command import add_store_options
 
 # Shorter prompts are read before anyone would look at a progress bar.
 _LONG_PROMPT = 512

@@ -21,8 +21,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList
 
 from paged_kv.integrations.cache_layers import model_file
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.paged_array import PagedKeys, PagedValues, new_stand_in
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.sequences.paged_array import PagedKeys, PagedValues
+from paged_kv.sequences.stand_in import new_stand_in
 
 logger = logging.getLogger("paged_kv")
 

@@ -18,8 +18,8 @@ from mlx.nn.layers.base import Module
 from xxhash import xxh3_128
 
 from paged_kv.integrations.model_version import ModelVersion
-from paged_kv.kernels.page_format import PAGE_SIZE, page_format_named
-from paged_kv.page_pool import PagePool
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.store.keys import Identity, Salt, salt_bytes
 
 # What a module remembers that changes no number.

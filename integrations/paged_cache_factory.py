@@ -13,8 +13,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from paged_kv.allocator.pins import Pins
+from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
-from paged_kv.chosen_formats import FormatChoice
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.cache_layers import model_file, window_of
 from paged_kv.integrations.factory_arguments import (
@@ -32,15 +32,15 @@ from paged_kv.integrations.prompt_cache_hook import (
 )
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.page_pool import PagePool
-from paged_kv.paged_kv_cache import PagedKVCache
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.sequence import Sequence
+from paged_kv.pool.formats import FormatChoice
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.pool.stats import PoolStats
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.prefix.stored_prefixes import StoredPrefixes
+from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
-from paged_kv.stats import PoolStats
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.page_store import DEFAULT_STORE_BYTES, PageStore
-from paged_kv.stored_prefixes import StoredPrefixes
 
 # mlx-lm's load_prompt_cache looks classes up by name among its own.
 setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList
 
-from paged_kv.paged_kv_cache import PagedKVCache
+from paged_kv.cache.paged_kv_cache import PagedKVCache
 
 
 def paged_caches(prompt_cache: list[Any]) -> list[PagedKVCache]:

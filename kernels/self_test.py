@@ -11,13 +11,14 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.backend import Backend, backend_for
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.kernels.backends import backend_for
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 FORMATS = ("fp16", "q8", "q4")
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -10,6 +10,7 @@ mlx. A process that loads saved prompt caches must have used one of them before,
 knows their class.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
         PoolExhausted,
         RollbackError,
     )
+    from paged_kv.cache.paged_kv_cache import PagedKVCache
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
-    from paged_kv.kernels.errors import PagesNotRead, ThreadConflict
-    from paged_kv.page_pool import PagePool
-    from paged_kv.paged_kv_cache import PagedKVCache
-    from paged_kv.sequence import Sequence
-    from paged_kv.stats import PoolStats
+    from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
+    from paged_kv.pool.page_pool import PagePool
+    from paged_kv.pool.stats import PoolStats
+    from paged_kv.sequences.sequence import Sequence
     from paged_kv.store.errors import StoreError
 
 __version__ = "0.1.0"
@@ -64,10 +65,10 @@ _HOMES = {
     "PoolExhausted": "allocator.errors",
     "RollbackError": "allocator.errors",
     "PagedCacheFactory": "integrations.paged_cache_factory",
-    "PagePool": "page_pool",
-    "PagedKVCache": "paged_kv_cache",
-    "PoolStats": "stats",
-    "Sequence": "sequence",
+    "PagePool": "pool.page_pool",
+    "PagedKVCache": "cache.paged_kv_cache",
+    "PoolStats": "pool.stats",
+    "Sequence": "sequences.sequence",
     "StoreError": "store.errors",
     "PagesNotRead": "kernels.errors",
     "ThreadConflict": "kernels.errors",
@@ -79,4 +80,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")
     with backend_named():
-        return getattr(import_module(f"paged_kv.{_HOMES[name]}"), name)
+        home = import_module(f"paged_kv.{_HOMES[name]}")
+        if "paged_kv.pool.page_pool" in sys.modules:
+            # What has pools shows them to `paged-kv stats`.
+            import_module("paged_kv.monitor.publishing")
+    return getattr(home, name)

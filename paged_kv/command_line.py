@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
-from paged_kv.doctor_command import add_doctor_parser
+from paged_kv.commands.doctor_command import add_doctor_parser
+from paged_kv.commands.stats_command import add_stats_parser
+from paged_kv.commands.store_command import add_store_parser
+from paged_kv.commands.trace_command import add_trace_parser
 from paged_kv.extras import MissingBackend, backend_named
-from paged_kv.stats_command import add_stats_parser
-from paged_kv.store_command import add_store_parser
-from paged_kv.trace_command import add_trace_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_integrations(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from paged_kv.integrations.generate_command import add_generate_parser
-    from paged_kv.integrations.server_command import add_server_parser
+    from paged_kv.integrations.server.server_command import add_server_parser
 
     add_generate_parser(commands)
     add_server_parser(commands)

@@ -1,10 +1,11 @@
 """The backends that tests run on: the plain one, and the native one on each instruction set."""
 
-from paged_kv.kernels.backend import Backend, backend_for
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.native_backend import NativeBackend
-from paged_kv.kernels.native_library import NativeLibrary, load_native_library
-from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.kernels.backends import backend_for
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_library import NativeLibrary, load_native_library
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 
 def native_library() -> NativeLibrary:

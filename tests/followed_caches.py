@@ -20,8 +20,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
-from paged_kv.kernels.page_format import FormatName
-from paged_kv.paged_array import PagedRead
+from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.sequences.paged_array import PagedRead
 from tests.quantised_oracle import QuantisedOracle, oracle_caches
 
 # Measured with every instruction set: tests/test_followed_caches.py shows that a distance stays

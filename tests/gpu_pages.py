@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv.kernels.gpu_backend import GpuBackend
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
-from paged_kv.kernels.page_rows import PageRows, Tail
+from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from tests.arrays import normal, numbers
 from tests.dense_attention import Numbers, dense_attention
 from tests.gpu_on_cpu.emulated import Device

@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.number_format import NumberFormat, Quantised
-from paged_kv.kernels.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import NumberFormat, Quantised
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from tests.arrays import numbers
 from tests.dense_attention import Numbers
 

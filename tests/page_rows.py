@@ -1,6 +1,6 @@
 """Batches of pages, as tests write them."""
 
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.pages.page_rows import PageRows
 
 
 def unpadded(block_tables: tuple[tuple[int, ...], ...], context_lens: tuple[int, ...]) -> PageRows:

@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from paged_kv.kernels.page_format import FormatName, PageFormat, page_format_named
+from paged_kv.kernels.pages.page_format import FormatName, PageFormat, page_format_named
 
 # mlx-lm says that it is typed, and its caches are not: a class of theirs is Any to mypy.
 _Cache: Any = KVCache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.admission import (
+from paged_kv.integrations.server.generation.admission import (
     Admission,
     Demand,
     GroupSize,

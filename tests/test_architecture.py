@@ -1,8 +1,9 @@
-"""The imports between the rooms point down only, and are spelled from the top."""
+"""The rooms of paged_kv: what each may import, that nothing goes in a circle, and their size."""
 
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,47 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Installed as sub-packages of paged_kv, although they stand beside it.
 INNER_ROOMS = ("allocator", "kernels", "integrations")
-ROOMS = (*INNER_ROOMS, "paged_kv")
-# The modules of paged_kv that may name the room above them.
-DOOR = ("__init__.py", "__main__.py", "command_line.py")
-# What knows files and bytes, and neither arrays nor pools: its threads must never touch those.
-BYTES_ONLY = "store/"
+# Beside its sub-rooms, and but for texts of kernels that no Python imports.
+MOST_FILES = 20
+
+# Whom each room may import, besides its own files; "" is paged_kv itself. The order is from the
+# bottom up.
+ARROWS: dict[str, set[str]] = {
+    "allocator": set(),
+    "store": {"allocator"},
+    "kernels.pages": set(),
+    "kernels.plain": {"kernels.pages"},
+    "kernels.cpu": {"kernels.pages", "kernels.plain"},
+    "kernels.gpu": {"kernels.pages", "kernels.plain"},
+    "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
+    "pool": {"allocator", "kernels", "kernels.pages"},
+    "sequences": {"allocator", "kernels.pages", "kernels.plain", "pool"},
+    "cache": {"kernels.pages", "pool", "sequences"},
+    "prefix": {"allocator", "kernels.pages", "pool", "sequences", "store"},
+    "monitor": {"allocator", "pool"},
+    "trace": {"allocator", "monitor", "pool"},
+    "commands": {"kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"},
+    "integrations": {
+        *("allocator", "cache", "commands", "kernels.pages"),
+        *("pool", "prefix", "sequences", "store"),
+    },
+    "integrations.server.http": set(),
+    "integrations.server.generation": {
+        *("allocator", "integrations", "integrations.server.http", "kernels.pages", "pool"),
+    },
+    "integrations.server.completions": {
+        *("integrations", "integrations.server.generation", "integrations.server.http"),
+    },
+    "integrations.server": {
+        *("commands", "integrations.server.completions", "integrations.server.generation"),
+        *("integrations.server.http", "monitor", "pool"),
+    },
+}
+# The files of paged_kv that every room but those of arrays and integers may import.
+SMALL = {"paged_kv.checks", "paged_kv.extras", "paged_kv.sizes", "paged_kv.__version__"}
+KNOWS_NOTHING = ("allocator", "store", "kernels")
+# The files of paged_kv that name the rooms above them.
+DOOR = ("__init__", "__main__", "command_line")
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -38,69 +75,115 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def is_within(name: str, *packages: str) -> bool:
-    """Whether the module is one of the packages or lies in one: paged_kv.x lies in paged_kv."""
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+def modules() -> dict[str, Path]:
+    """Every module of the project by its name without `paged_kv.`, through the linked rooms."""
+    found = {}
+    for path in sorted(ROOT.glob("*/**/*.py")):
+        parts = list(path.relative_to(ROOT).with_suffix("").parts)
+        if parts[0] == "paged_kv" and parts[1] not in INNER_ROOMS:
+            found[".".join(parts[1:])] = path
+        elif parts[0] in INNER_ROOMS:
+            found[".".join(parts)] = path
+    return found
 
 
-def may_import(room: str, file_name: str, name: str) -> bool:
+MODULES = modules()
+
+
+def room_of(module: str) -> str:
+    """The room in which a module stands: of "kernels.gpu.order" that is "kernels.gpu"."""
+    return module.rpartition(".")[0]
+
+
+def target_of(name: str) -> str | None:
+    """The module of the project that an imported name is, or is in; None for others."""
+    parts = name.removeprefix("paged_kv.").split(".")
+    heads = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((head for head in heads if head in MODULES), None)
+
+
+def may_import(room: str, name: str) -> bool:
     """Whether a file of this room may import what has this absolute name."""
-    if is_within(name, *INNER_ROOMS):  # reached only where Python starts in the checkout
+    first = name.partition(".")[0]
+    if first in INNER_ROOMS:  # reached only where Python starts in the checkout
         return False
-    if is_within(name, "mlx_lm"):
-        return room == "integrations"
-    if room == "allocator":
-        standard = name.partition(".")[0] in sys.stdlib_module_names
-        return standard or is_within(name, "sortedcontainers", "paged_kv.allocator")
-    if room == "kernels":
-        return not is_within(name, "paged_kv") or is_within(name, "paged_kv.kernels")
-    if room == "paged_kv" and file_name.startswith(BYTES_ONLY):
-        ours = is_within(name, "paged_kv.store", "paged_kv.allocator")
-        return ours or not is_within(name, "paged_kv", "mlx")
-    if room == "paged_kv":
-        return file_name in DOOR or not is_within(name, "paged_kv.integrations")
-    return True
+    if first == "mlx_lm":
+        return room.startswith("integrations")
+    if first == "mlx" and room == "store":
+        return False
+    if first != "paged_kv":
+        standard = first in sys.stdlib_module_names
+        return room != "allocator" or standard or first == "sortedcontainers"
+    if any(name == small or name.startswith(f"{small}.") for small in SMALL):
+        return room.split(".")[0] not in KNOWS_NOTHING
+    target = target_of(name)
+    return target is not None and room_of(target) in ARROWS[room] | {room}
 
 
-def violations(room: str, source: str, file_name: str = "module.py") -> list[str]:
-    """Returns the names that a file with this path inside this room may not import."""
+def violations(room: str, source: str) -> list[str]:
+    """Returns the names that a file of this room with this source may not import."""
     return [
         name
         for name in imported_names(ast.parse(source))
-        if name.startswith(".") or not may_import(room, file_name, name)
+        if name.startswith(".") or not may_import(room, name)
     ]
 
 
-def room_files(room: str) -> list[Path]:
-    """Returns the Python files of a room; those of paged_kv without the rooms linked into it."""
-    links = [ROOT / "paged_kv" / inner for inner in INNER_ROOMS]
-    return [
-        path
-        for path in sorted((ROOT / room).rglob("*.py"))
-        if not any(path.is_relative_to(link) for link in links)
-    ]
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_down(room: str) -> None:
-    found = {}
-    for path in room_files(room):
-        file_name = path.relative_to(ROOT / room).as_posix()
-        if names := violations(room, path.read_text(encoding="utf-8"), file_name):
-            found[str(path.relative_to(ROOT))] = names
+def test_imports_follow_the_arrows() -> None:
+    found = {
+        module: names
+        for module, path in MODULES.items()
+        if room_of(module) and (names := violations(room_of(module), path.read_text("utf-8")))
+    }
     assert not found
 
 
+def test_small_files_import_nothing_of_the_rooms_and_only_the_door_names_mlx_lms() -> None:
+    for module, path in MODULES.items():
+        if room_of(module):
+            continue
+        names = list(imported_names(ast.parse(path.read_text("utf-8"))))
+        assert not [name for name in names if name.split(".")[0] in ("mlx_lm", *INNER_ROOMS)]
+        if module not in DOOR:
+            rooms = {room_of(target) for name in names if (target := target_of(name))}
+            assert rooms <= {"", "kernels.pages"}, module
+
+
+def test_arrows_do_not_go_in_a_circle_and_every_room_has_its_own() -> None:
+    assert list(TopologicalSorter(ARROWS).static_order())
+    assert {room_of(module) for module in MODULES} == {*ARROWS, ""}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Also not where a name is needed for types alone, but for those of one allocator."""
+    graph = {}
+    for module, path in MODULES.items():
+        targets = {target_of(name) for name in imported_names(_without_local_types(module, path))}
+        graph[module] = targets - {None, module}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def _without_local_types(module: str, path: Path) -> ast.Module:
+    """The file; of an allocator, whose parts know each other, without what only types need."""
+    tree = ast.parse(path.read_text("utf-8"))
+    if module == "__init__" or room_of(module) == "allocator":
+        tree.body = [node for node in tree.body if not _is_for_types(node)]
+    return tree
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_no_room_is_crowded() -> None:
+    rooms = [room_of(module) for module in MODULES]
+    assert {room: rooms.count(room) for room in rooms if rooms.count(room) > MOST_FILES} == {}
+
+
 @pytest.mark.parametrize("room", INNER_ROOMS)
-def test_inner_rooms_have_no_init(room: str) -> None:
+def test_linked_rooms_have_no_init(room: str) -> None:
     # With one, the folder hides an installed package of that name from a Python started here.
     assert not (ROOT / room / "__init__.py").exists()
-
-
-def test_every_room_is_looked_at() -> None:
-    # A renamed folder would otherwise pass by having no files.
-    assert all((ROOT / room).is_dir() for room in ROOMS)
-    assert ROOT / "paged_kv" / "__init__.py" in room_files("paged_kv")
 
 
 @pytest.mark.parametrize(
@@ -109,48 +192,35 @@ def test_every_room_is_looked_at() -> None:
         ("allocator", "import mlx.core as mx", "mlx.core"),
         ("allocator", "import numpy", "numpy"),
         ("allocator", "def f():\n    from mlx_lm import load", "mlx_lm.load"),
-        ("allocator", "from paged_kv.kernels import page", "paged_kv.kernels.page"),
+        ("allocator", "from paged_kv.pool.window import Window", "paged_kv.pool.window.Window"),
         ("allocator", "from paged_kv import kernels", "paged_kv.kernels"),
         ("allocator", "import paged_kv", "paged_kv"),
         ("allocator", "from paged_kv import *", "paged_kv.*"),
-        ("allocator", "import paged_kv.allocator_tools", "paged_kv.allocator_tools"),
-        ("kernels", "from paged_kv.allocator.slabs import Slabs", "paged_kv.allocator.slabs.Slabs"),
-        ("kernels", "import paged_kv.pool", "paged_kv.pool"),
+        ("kernels.pages", "import paged_kv.allocator.slabs", "paged_kv.allocator.slabs"),
+        ("kernels.pages", "import paged_kv.kernels.backends", "paged_kv.kernels.backends"),
         ("kernels", "if True:\n    import mlx_lm.models.base", "mlx_lm.models.base"),
         ("kernels", "from .page import Page", ".page.Page"),
         ("kernels", "from . import page", ".page"),
-        ("paged_kv", "from mlx_lm.models import cache", "mlx_lm.models.cache"),
-        ("paged_kv", "from paged_kv.integrations import hook", "paged_kv.integrations.hook"),
-        ("paged_kv", "from paged_kv import integrations", "paged_kv.integrations"),
-        ("paged_kv", "import allocator.slabs", "allocator.slabs"),
-        ("paged_kv", "from kernels import page", "kernels.page"),
-        ("paged_kv", "import importlib\nimportlib.import_module('mlx_lm')", "mlx_lm"),
-        ("paged_kv", "__import__('mlx_lm.utils')", "mlx_lm.utils"),
+        ("kernels", "import paged_kv.sizes", "paged_kv.sizes"),
+        ("store", "import mlx.core", "mlx.core"),
+        ("store", "import paged_kv.pool.page_pool", "paged_kv.pool.page_pool"),
+        ("pool", "import paged_kv.sequences.sequence", "paged_kv.sequences.sequence"),
+        ("pool", "from mlx_lm.models import cache", "mlx_lm.models.cache"),
+        ("cache", "import paged_kv.integrations.samples", "paged_kv.integrations.samples"),
+        ("cache", "import allocator.slabs", "allocator.slabs"),
+        ("cache", "from kernels import page", "kernels.page"),
+        ("cache", "import importlib\nimportlib.import_module('mlx_lm')", "mlx_lm"),
+        ("cache", "__import__('mlx_lm.utils')", "mlx_lm.utils"),
         ("integrations", "from ..allocator import slabs", "..allocator.slabs"),
-        ("integrations", "import integrations.hook", "integrations.hook"),
+        (
+            "integrations",
+            "import paged_kv.integrations.server.app",
+            "paged_kv.integrations.server.app",
+        ),
     ],
 )
 def test_planted_violation_is_found(room: str, source: str, name: str) -> None:
     assert violations(room, f"import sys\n{source}\n") == [name]
-
-
-def test_the_store_knows_bytes_only() -> None:
-    source = (
-        "import numpy\nfrom paged_kv.store.keys import Link\n"
-        "from paged_kv.allocator.errors import PagedKVError\n"
-        "import mlx.core\nfrom paged_kv.page_pool import PagePool\n"
-    )
-    found = violations("paged_kv", source, f"{BYTES_ONLY}folder.py")
-    assert found == ["mlx.core", "paged_kv.page_pool.PagePool"]
-    assert any(path.parent.name == "store" for path in room_files("paged_kv"))
-
-
-@pytest.mark.parametrize("file_name", DOOR)
-def test_the_door_may_name_integrations_but_not_mlx_lm(file_name: str) -> None:
-    source = "from paged_kv.integrations.factory import PagedCacheFactory\nimport mlx_lm\n"
-    assert violations("paged_kv", source, file_name) == ["mlx_lm"]
-    # A file of the same name further in is not the door.
-    assert len(violations("paged_kv", source, f"sub/{file_name}")) == 2
 
 
 @pytest.mark.parametrize(
@@ -159,10 +229,10 @@ def test_the_door_may_name_integrations_but_not_mlx_lm(file_name: str) -> None:
         ("allocator", "import heapq\nfrom collections.abc import Iterable"),
         ("allocator", "from sortedcontainers import SortedSet"),
         ("allocator", "from paged_kv.allocator.errors import PoolExhausted"),
-        ("allocator", "from paged_kv import allocator"),
-        ("kernels", "import mlx.core as mx\nimport numpy as np\nimport paged_kv.kernels.page"),
-        ("paged_kv", "from paged_kv.allocator import slabs\nfrom paged_kv.kernels import page"),
-        ("integrations", "import mlx_lm\nfrom paged_kv.pool import PagePool"),
+        ("store", "import numpy\nfrom paged_kv.store.keys import Link"),
+        ("kernels", "import mlx.core as mx\nfrom paged_kv.kernels.gpu import order"),
+        ("pool", "from paged_kv.allocator import slabs\nfrom paged_kv.sizes import size_in_bytes"),
+        ("integrations", "import mlx_lm\nfrom paged_kv.pool.page_pool import PagePool"),
     ],
 )
 def test_allowed_import_passes(room: str, source: str) -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 
-from paged_kv.kernels.attention_mask import batch_mask, causal_window_mask
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.attention_mask import batch_mask, causal_window_mask
 from tests.examples import examples
 
 Grid = npt.NDArray[np.bool_]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.number_format import GROUP, WORD
-from paged_kv.kernels.page_format import PAGE_SIZE, FormatName, page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import GROUP, WORD
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import dense_attention

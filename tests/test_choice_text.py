@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from mlx_lm.generate import make_text_state_machine
 
-from paged_kv.integrations.server.choice_text import ChoiceText, Delta
-from paged_kv.integrations.server.jobs import Token
+from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.generation.jobs import Token
 
 WORDS = [
     "a",

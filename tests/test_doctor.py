@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.kernels.native_library import load_native_library
+from paged_kv.kernels.cpu.native_library import load_native_library
 from tests.backends import instruction_sets
 
 
@@ -23,7 +23,7 @@ def test_it_names_the_instruction_set_in_use(
     instruction_set: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
-    monkeypatch.setattr("paged_kv.doctor.checks", lambda backend: [])
+    monkeypatch.setattr("paged_kv.commands.doctor.checks", lambda backend: [])
     assert main(["doctor"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"backend: native ({instruction_set}), because MLX computes on a CPU")

@@ -153,7 +153,7 @@ def test_no_slab_is_larger_than_a_buffer_may_be(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = 2 * 2 * 256 * 32 * 4
-    monkeypatch.setattr("paged_kv.layer_group.MAX_SLAB_BYTES", 3 * page_bytes)
+    monkeypatch.setattr("paged_kv.pool.layer_group.MAX_SLAB_BYTES", 3 * page_bytes)
     factory = PagedCacheFactory(model, max_bytes=1 << 28)
     cache = factory.make_cache()
     greedy(model, PROMPT * 9, cache, 1)

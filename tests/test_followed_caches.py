@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.page_format import FormatName
+from paged_kv.kernels.pages.page_format import FormatName
 from tests.followed_caches import FollowedCache, Held, farthest, followed_caches
 from tests.generation import greedy
 from tests.grids import plain_cases

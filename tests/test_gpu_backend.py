@@ -7,19 +7,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv import PagedCacheFactory, doctor
+from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
-from paged_kv.kernels import backend as backend_module
-from paged_kv.kernels import gpu_arrays, gpu_tuning
-from paged_kv.kernels.backend import choose_backend
-from paged_kv.kernels.gpu_arrays import PARAMETERS
-from paged_kv.kernels.gpu_backend import GpuBackend
-from paged_kv.kernels.gpu_kernels import SLABS
-from paged_kv.kernels.gpu_text import header_path
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.page_format import FP16, PAGE_SIZE
-from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.commands import doctor
+from paged_kv.kernels import backends as backend_module
+from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.gpu import arrays as gpu_arrays
+from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.gpu.arrays import PARAMETERS
+from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.gpu.kernels import SLABS
+from paged_kv.kernels.gpu.text import header_path
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy

@@ -7,7 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels import gpu_arrays, gpu_kernels, gpu_text, gpu_tuning
+from paged_kv.kernels.gpu import arrays as gpu_arrays
+from paged_kv.kernels.gpu import kernels as gpu_kernels
+from paged_kv.kernels.gpu import text as gpu_text
+from paged_kv.kernels.gpu import tuning as gpu_tuning
 from tests.gpu_on_cpu.toolchain import KernelError
 from tests.gpu_pages import (
     TOLERANCES,

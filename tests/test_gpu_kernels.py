@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.kernels.gpu_backend import HEAD_SIZES
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import FormatName
-from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.kernels.gpu.backend import HEAD_SIZES
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal, numbers
 from tests.examples import examples
 from tests.gpu_pages import (

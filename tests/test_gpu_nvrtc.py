@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
-from paged_kv.kernels.page_format import FormatName
+from paged_kv.kernels.pages.page_format import FormatName
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.nvrtc import compiled, why_not
 from tests.gpu_on_cpu.toolchain import why_not as why_not_on_cpu

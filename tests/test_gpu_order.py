@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels import gpu_backend
-from paged_kv.kernels.gpu_order import Order
-from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.kernels.gpu import backend as gpu_backend
+from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal
 from tests.gpu_on_cpu.launch_order import unordered
 from tests.gpu_pages import (

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.kernels import gpu_tuning
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.page_format import FormatName
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.examples import examples
 from tests.gpu_on_cpu.emulated import Device

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.gpu_kernels import GpuKernels
-from paged_kv.kernels.gpu_short_text import shortened
+from paged_kv.kernels.gpu.kernels import GpuKernels
+from paged_kv.kernels.gpu.short_text import shortened
 from tests.gpu_pages import DIALECTS
 
 MOST_OF_DECODE = 10_000

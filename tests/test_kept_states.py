@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv import PagePool, Sequence
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.snapshots import Snapshots
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.prefix.snapshots import Snapshots
+from paged_kv.sequences.steps import append
 
 TEXT = list(range(1000))
 
@@ -30,7 +31,7 @@ class Hybrid:
     def sequence(self, tokens: list[int]) -> Sequence:
         sequence = Sequence(self.pool)
         numbers = mx.array(tokens, mx.float32)[None, None, :, None]
-        self.pool.append(0, [sequence], numbers, numbers)
+        append(self.pool, 0, [sequence], numbers, numbers)
         return sequence
 
     def insert(self, tokens: list[int], sequence: Sequence) -> None:

@@ -6,9 +6,9 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefix_node import Node, WindowRows
 from paged_kv.allocator.retired_blocks import RetiredBlocks
-from paged_kv.kernels.page_format import PAGE_SIZE
-from paged_kv.known_rings import known_ring
-from paged_kv.window import Window
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.window import Window
+from paged_kv.prefix.known_rings import known_ring
 
 # A ring of three pages.
 WINDOW = Window(512, 256)

@@ -13,9 +13,9 @@ from mlx_lm.generate import generate_step
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.say_once import say_once
-from paged_kv.page_transfer import page_formats
+from paged_kv.cache.page_transfer import page_formats
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.say_once import say_once
 from tests.followed_caches import FollowedCache, farthest, followed_caches
 from tests.generation import assert_written_and_free, greedy
 from tests.state_machine.table_model import TableModel

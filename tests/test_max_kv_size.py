@@ -8,7 +8,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.say_once import say_once
+from paged_kv.kernels.pages.say_once import say_once
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.zoo import small_model

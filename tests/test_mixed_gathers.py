@@ -3,10 +3,10 @@
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal
 from tests.backends import BACKENDS, backend_named
 

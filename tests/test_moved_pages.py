@@ -7,7 +7,8 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.kernels.page_format import page_format_named
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.sequences.steps import convert
 from tests.arrays import normal
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -22,7 +23,7 @@ def test_attention_follows_pages_that_were_converted_since(queries: int) -> None
     given = normal(SHAPE, mx.float32, 1), normal(SHAPE, mx.float32, 2)
     cache.update_and_fetch(*given)
     keys, values = cache.keys_and_values()
-    pool.convert(cache.sequences, page_format_named("q8"))
+    convert(pool, cache.sequences, page_format_named("q8"))
     # Another one takes the pages that have become free.
     other = PagedKVCache(pool, 0, [Sequence(pool)])
     other.update_and_fetch(mx.zeros(SHAPE), mx.zeros(SHAPE))

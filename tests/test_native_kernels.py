@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.native_backend import ALIGNMENT, NativeBackend
-from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import FP16, PageFormat, page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.cpu.native_backend import ALIGNMENT, NativeBackend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import FP16, PageFormat, page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
@@ -276,7 +276,7 @@ def test_threads_of_python_may_call_at_once(backend: NativeBackend) -> None:
 FORKED = """
 import os, sys
 import mlx.core as mx
-from paged_kv.kernels.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_backend import NativeBackend
 import tests.test_native_kernels as kernels
 backend = NativeBackend(kernels.native_library())
 backend.library.use_threads(3)

@@ -12,8 +12,9 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.kernels import cpu_threads, native_library
-from paged_kv.kernels.say_once import say_once
+from paged_kv.kernels.cpu import native_library
+from paged_kv.kernels.cpu import threads as cpu_threads
+from paged_kv.kernels.pages.say_once import say_once
 from tests.backends import instruction_sets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +89,7 @@ def test_a_layer_that_native_cannot_hold_is_plain() -> None:
 
 @pytest.mark.parametrize("name", instruction_sets())
 def test_an_instruction_set_can_be_forced(name: str) -> None:
-    code = "from paged_kv.kernels.native_library import load_native_library as f; print(f()[1])"
+    code = "from paged_kv.kernels.cpu.native_library import load_native_library as f; print(f()[1])"
     assert run(code, PAGED_KV_ISA=name) == ""
 
 

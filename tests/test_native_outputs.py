@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv.kernels.cpu_threads import thread_count
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.native_backend import COPIED_BYTES, NativeBackend
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.cpu.native_backend import COPIED_BYTES, NativeBackend
+from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.number_format import NumberFormat
-from paged_kv.kernels.page_format import NUMBER_FORMATS, PageLayout, page_format_named
-from paged_kv.kernels.rotation import rotate
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.number_format import NumberFormat
+from paged_kv.kernels.pages.page_format import NUMBER_FORMATS, PageLayout, page_format_named
+from paged_kv.kernels.pages.rotation import rotate
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -7,16 +7,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels import native_backend
-from paged_kv.kernels.backend import Backend
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.native_backend import NativeBackend
-from paged_kv.kernels.native_library import NativeLibrary, RowsStruct
-from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.kernels.page_rows import PageRows
-from paged_kv.kernels.plain_backend import PlainBackend
+from paged_kv.kernels.cpu import native_backend
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_library import NativeLibrary, RowsStruct
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal
 from tests.backends import native_library
 from tests.page_rows import unpadded

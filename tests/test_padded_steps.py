@@ -3,12 +3,12 @@
 import mlx.core as mx
 import pytest
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import FP16
-from paged_kv.kernels.page_rows import PageRows
-from paged_kv.padding import NO_PADDING, Padding
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import FP16
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.sequences.padding import NO_PADDING, Padding
 from tests.backends import BACKENDS, backend_named
 from tests.page_rows import unpadded
 

@@ -8,11 +8,12 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
-from paged_kv.integrations.server.admission import Admission, Demand
-from paged_kv.integrations.server.paged_model_provider import pool_size
-from paged_kv.page_transfer import page_views
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.window import Window
+from paged_kv.cache.page_transfer import page_views
+from paged_kv.integrations.server.generation.admission import Admission, Demand
+from paged_kv.integrations.server.generation.paged_model_provider import pool_size
+from paged_kv.pool.window import Window
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.sequences.steps import append
 
 # Quantised pages need heads of whole groups of 32.
 DIMS = (32, 64)
@@ -32,7 +33,7 @@ def write(pool: PagePool, sequence: Sequence, count: int) -> None:
     """A step of one sequence, through layers of different size."""
     for layer in range(pool.num_layers):
         numbers = mx.zeros((1, 1, count, DIMS[layer % 2]), mx.float16)
-        pool.append(layer, [sequence], numbers, numbers)
+        append(pool, layer, [sequence], numbers, numbers)
         mx.eval(page_views(pool, layer, sequence))
 
 

@@ -13,7 +13,7 @@ from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.page_format import FormatName
+from paged_kv.kernels.pages.page_format import FormatName
 from tests.followed_caches import FollowedCache, farthest, followed_caches
 from tests.generation import (
     assert_nothing_is_used,

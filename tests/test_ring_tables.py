@@ -13,7 +13,8 @@ from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted, RollbackError
 from paged_kv.allocator.ring import Ring
-from paged_kv.window import DEFAULT_WRITE_CHUNK, Window
+from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
+from paged_kv.sequences import steps
 from tests.examples import examples
 from tests.ring_batches import (
     DIM,
@@ -347,7 +348,7 @@ def test_a_thousand_tokens_in_full_rings_allocate_nothing() -> None:
     for _ in range(1000):
         for cache in batch.layers:
             cache.make_mask(1)
-            found, _ = cache.pool.append(cache.layer, cache.sequences, keys, keys)
+            found, _ = steps.append(cache.pool, cache.layer, cache.sequences, keys, keys)
             found.read.attend(keys, None, scale=1.0)
     assert pool.stats() == before
     for row in batch.rows:

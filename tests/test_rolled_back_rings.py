@@ -7,7 +7,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
 from tests.arrays import normal
 from tests.ring_batches import PAGE_BYTES, append, assert_holds, new_batch
 

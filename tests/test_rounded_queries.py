@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.number_format import GROUP
-from paged_kv.kernels.page_format import FormatName, page_format_named
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import GROUP
+from paged_kv.kernels.pages.page_format import FormatName, page_format_named
 from tests.arrays import normal, numbers
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import Numbers, dense_attention

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 
-from paged_kv.integrations.server.access import APIKeys, KnownHosts, read_api_keys, salt_of
-from paged_kv.integrations.server.api_errors import APIError
+from paged_kv.integrations.server.http.access import APIKeys, KnownHosts, read_api_keys, salt_of
+from paged_kv.integrations.server.http.api_errors import APIError
 
 
 def request(**headers: str) -> Request:

@@ -12,8 +12,8 @@ import pytest
 from openai import APIStatusError, AuthenticationError
 
 from paged_kv.integrations.server.app import make_app
-from paged_kv.integrations.server.jobs import Stage
-from paged_kv.integrations.server.rows import Rows
+from paged_kv.integrations.server.generation.jobs import Stage
+from paged_kv.integrations.server.generation.rows import Rows
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,

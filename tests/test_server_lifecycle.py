@@ -16,8 +16,8 @@ import pytest
 from openai import APIStatusError
 
 from paged_kv.integrations.server import lifecycle
-from paged_kv.integrations.server.batched_rows import BatchedRows
-from paged_kv.integrations.server.generation_thread import GenerationThread
+from paged_kv.integrations.server.generation.batched_rows import BatchedRows
+from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PATIENCE_S, PagedRunningServer, wait_until
 

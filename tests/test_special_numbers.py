@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from paged_kv.kernels.layer_geometry import LayerGeometry
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.kernels.native_backend import NativeBackend
-from paged_kv.kernels.number_format import WORD
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.kernels.page_rows import PageRows
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 

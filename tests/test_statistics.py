@@ -17,10 +17,10 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_map import block_map, packed, unpacked
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.ring import Ring
-from paged_kv.kernels.native_backend import NativeBackend
-from paged_kv.kernels.native_library import load_native_library
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.window import Window
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_library import load_native_library
+from paged_kv.pool.window import Window
+from paged_kv.prefix.prefix_cache import PrefixCache
 from tests.books import assert_books_balance, used_rows
 
 LAYERS = 3

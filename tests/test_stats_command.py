@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from paged_kv import stats_watch
 from paged_kv.command_line import main
-from paged_kv.process_view import ProcessView
-from paged_kv.runtime_folder import make_runtime_folder, process_start, runtime_folder
-from paged_kv.shared_file import SharedFile, read_shared
+from paged_kv.monitor import stats_watch
+from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start, runtime_folder
+from paged_kv.monitor.shared_file import SharedFile, read_shared
 from tests.patience import wait_until
 from tests.shown_process import SCRIPT, shown_process
 

@@ -4,9 +4,9 @@ import pytest
 
 from paged_kv.allocator.allocator_stats import FormatStats
 from paged_kv.allocator.events import NO_EVENTS
-from paged_kv.pool_counts import PoolCounts
-from paged_kv.process_view import PoolView, ProcessView
-from paged_kv.stats import GroupStats, PoolStats
+from paged_kv.monitor.process_view import PoolView, ProcessView
+from paged_kv.pool.counts import PoolCounts
+from paged_kv.pool.stats import GroupStats, PoolStats
 
 
 def stats(first: int) -> PoolStats:
@@ -43,7 +43,7 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
 
 def test_metrics_say_what_the_numbers_are() -> None:
     pytest.importorskip("prometheus_client")
-    from paged_kv.prometheus_metrics import metrics_text
+    from paged_kv.monitor.prometheus_metrics import metrics_text
 
     view = ProcessView(1, "command", 0.0, (PoolView("llama", 3, stats(100)),))
     found = dict(

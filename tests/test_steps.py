@@ -19,8 +19,9 @@ from paged_kv import (
     ThreadConflict,
 )
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.kernels.layer_pages import LayerPages
-from paged_kv.window import Window
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.pool.window import Window
+from paged_kv.sequences.steps import commit
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
 from tests.layer_calls import calls_of_layers
@@ -219,7 +220,7 @@ def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
     for _ in range(2):
         for layer in layers:
             assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
-        pool.commit(layers[0].sequences)
+        commit(layers[0].sequences)
 
 
 @pytest.mark.usefixtures("backend")

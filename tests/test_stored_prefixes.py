@@ -323,7 +323,7 @@ def test_what_cannot_be_stored_is_refused(folder: Path) -> None:
 def test_the_core_of_the_store_loads_no_mlx() -> None:
     code = """
 import sys
-import paged_kv.store.background, paged_kv.store.maintenance, paged_kv.store_command
+import paged_kv.store.background, paged_kv.store.maintenance, paged_kv.commands.store_command
 print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "mlx_lm")])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

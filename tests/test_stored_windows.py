@@ -18,12 +18,13 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefix_node import Node
 from paged_kv.integrations.shared_prefill import begin_together
 from paged_kv.integrations.stored_states import StoredStates
-from paged_kv.prefix_cache import PrefixCache
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.prefix.stored_prefixes import StoredPrefixes
+from paged_kv.sequences.steps import append
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import decode
 from paged_kv.store.keys import Identity
 from paged_kv.store.page_store import PageStore
-from paged_kv.stored_prefixes import StoredPrefixes
 from tests.generation import Run, assert_same_run, greedy
 from tests.grids import plain_cases, plain_only
 from tests.store_entries import identity, open_store
@@ -332,7 +333,7 @@ def test_what_goes_while_the_tier_below_is_asked_is_not_used() -> None:
     sequence = Sequence(pool)
     for start in range(0, 700, 350):
         part = numbers(TEXT[start : start + 350], 0)
-        pool.append(0, [sequence], part, part)
+        append(pool, 0, [sequence], part, part)
     prefixes.insert("", TEXT[:700], sequence, None)
     del sequence
     assert prefixes.known("", TEXT[:701]) == 700

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
 
 LAYERS, HEAD = 3, 32
 BLOCK_BYTES = LAYERS * 2 * 256 * HEAD * 2

@@ -137,7 +137,7 @@ def test_a_slab_can_be_made_while_another_thread_clears_mlxs_cache() -> None:
 import os
 import threading
 import mlx.core as mx
-from paged_kv.kernels.untouched_memory import untouched
+from paged_kv.kernels.pages.untouched_memory import untouched
 
 made = threading.Event()
 

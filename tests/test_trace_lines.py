@@ -7,12 +7,13 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
-from paged_kv.prefix_cache import PrefixCache
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.sequences.steps import append
 
 
 def write(sequence: Sequence, count: int) -> None:
     numbers = mx.zeros((1, 1, count, 4))
-    sequence.pool.append(0, [sequence], numbers, numbers)
+    append(sequence.pool, 0, [sequence], numbers, numbers)
 
 
 def lines(pool: PagePool, path: Path) -> list[str]:

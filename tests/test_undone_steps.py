@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv import PagePool
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
 from tests.examples import examples
 from tests.layer_caches import ragged_step
 from tests.ring_batches import (

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.sequences import steps
 from tests import ring_batches
 from tests.ring_batches import PAGE_BYTES, append, new_batch
 
@@ -20,7 +21,7 @@ def write(sequence: Sequence, tokens: list[int]) -> None:
     """What layers write are the tokens themselves."""
     for layer in range(sequence.pool.num_layers):
         part = mx.array(tokens, mx.float32)[None, None, :, None] + 10_000 * layer
-        sequence.pool.append(layer, [sequence], part, part)
+        steps.append(sequence.pool, layer, [sequence], part, part)
 
 
 def assert_holds(sequence: Sequence, tokens: list[int]) -> None:

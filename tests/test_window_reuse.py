@@ -12,8 +12,9 @@ from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.prefix_cache import PrefixCache
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.sequences.steps import append
 from tests.books import assert_books_balance
 from tests.generation import Run, assert_same_run, greedy
 from tests.grids import plain_only
@@ -150,7 +151,7 @@ class Told:
         for layer in self.layers:
             PagedKVCache(self.pool, layer, [sequence]).make_mask(len(tokens))
             part = numbers(tokens, layer)
-            self.pool.append(layer, [sequence], part, part)
+            append(self.pool, layer, [sequence], part, part)
 
     def assert_holds(self, sequence: Sequence, tokens: list[int]) -> None:
         """All that the next query sees is there, in every layer."""

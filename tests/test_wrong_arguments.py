@@ -19,7 +19,7 @@ from paged_kv import (
     generate_samples,
 )
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
 from tests.generation import greedy
 from tests.zoo import small_model
 

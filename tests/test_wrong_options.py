@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.synthetic_load import Load, synthesize
+from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.store_entries import open_store
 
 GENERATE = ["generate", "--prompt", "import os"]
@@ -162,7 +162,9 @@ def test_a_reader_that_goes_away_is_no_failure(
         output = os.fdopen(os.dup(writer), "w")
         monkeypatch.setattr(sys, "stdout", output)
         if argv[0] == "trace":
-            monkeypatch.setattr("paged_kv.trace_command.run_replay", lambda _: print("{}") or 0)
+            monkeypatch.setattr(
+                "paged_kv.commands.trace_command.run_replay", lambda _: print("{}") or 0
+            )
         assert main(argv) == 141
         # What is left goes to nowhere, as it will when Python ends.
         output.close()

@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from paged_kv.integrations.server import status_page
-from paged_kv.integrations.server.api_errors import APIError, error_response
-from paged_kv.integrations.server.completions import Completions
-from paged_kv.integrations.server.request_log import HEADER, RequestLog
-from paged_kv.integrations.server.schema import ChatBody, TextBody
-from paged_kv.integrations.server.service import Service
+from paged_kv.integrations.server.completions.completions import Completions
+from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.http.api_errors import APIError, error_response
+from paged_kv.integrations.server.http.request_log import HEADER, RequestLog
+from paged_kv.integrations.server.http.schema import ChatBody, TextBody
 
 
 def make_app(service: Service) -> Starlette:

@@ -17,17 +17,17 @@ from typing import Any
 
 import uvicorn
 
-from paged_kv.integrations.server.access import APIKeys, KnownHosts, read_api_keys
-from paged_kv.integrations.server.api_errors import busy
 from paged_kv.integrations.server.app import make_app
-from paged_kv.integrations.server.connection import limited
-from paged_kv.integrations.server.gate import Gate
-from paged_kv.integrations.server.generation_thread import GenerationThread
-from paged_kv.integrations.server.model_names import ModelNames
-from paged_kv.integrations.server.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.prompt_reader import ReaderThreads
-from paged_kv.integrations.server.server_metrics import ServerMetrics
-from paged_kv.integrations.server.service import Service
+from paged_kv.integrations.server.completions.model_names import ModelNames
+from paged_kv.integrations.server.completions.prompt_reader import ReaderThreads
+from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.generation.generation_thread import GenerationThread
+from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.http.access import APIKeys, KnownHosts, read_api_keys
+from paged_kv.integrations.server.http.api_errors import busy
+from paged_kv.integrations.server.http.connection import limited
+from paged_kv.integrations.server.http.gate import Gate
 
 log = logging.getLogger(__name__)
 

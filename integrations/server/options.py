@@ -6,9 +6,9 @@ import argparse
 from contextlib import suppress
 from typing import Any
 
-from paged_kv.arguments import MOST_SECONDS, page_format, positive
+from paged_kv.commands.arguments import MOST_SECONDS, page_format, positive
+from paged_kv.commands.store_command import add_store_options
 from paged_kv.sizes import parse_size
-from paged_kv.store_command import add_store_options
 
 
 def server_parser() -> argparse.ArgumentParser:

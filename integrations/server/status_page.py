@@ -16,10 +16,11 @@ from typing import Any
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from paged_kv.extras import extra_module
-from paged_kv.integrations.server.jobs import Job, Stage
-from paged_kv.integrations.server.service import Service
-from paged_kv.open_pools import open_pools
-from paged_kv.process_view import ProcessView, view_process
+from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.generation.jobs import Job, Stage
+from paged_kv.monitor.pool_views import view_process
+from paged_kv.monitor.process_view import ProcessView
+from paged_kv.pool.page_pool import open_pools
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
 _POLICY += "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
@@ -83,4 +84,4 @@ def _described(job: Job) -> list[Any]:
 
 def _view() -> ProcessView:
     # A command line may hold what is not for everybody who can reach the port.
-    return replace(view_process(open_pools()), command="")
+    return replace(view_process(open_pools.items()), command="")

@@ -1,4 +1,4 @@
-// Codes of groups of 32 numbers, as kernels/number_format.py defines them.
+// Codes of groups of 32 numbers, as kernels/pages/number_format.py defines them.
 //
 // A row goes through in passes over its groups: what one group needs is known late, after sums and
 // divisions, and a machine that waits for it has the other groups to go on with.

@@ -1,4 +1,4 @@
-  // Of every kernel; the arguments are those of kernels/gpu_kernels.py.
+  // Of every kernel; the arguments are those of kernels/gpu/kernels.py.
   const paged_kv::Place place = {blockIdx.x,       blockIdx.y,       blockIdx.z,
                                  threadIdx.x / 32, threadIdx.x % 32, threadIdx.x};
   const paged_kv::Pages pages = {{{slab0, slab1, slab2, slab3, slab4, slab5, slab6, slab7, slab8,

@@ -1,6 +1,6 @@
-// Where the rows of tokens are: kernels/page_format.py in the words of a kernel.
+// Where the rows of tokens are: kernels/pages/page_format.py in the words of a kernel.
 //
-// Everything that says so comes as 32-bit integers, made by kernels/gpu_arrays.py.
+// Everything that says so comes as 32-bit integers, made by kernels/gpu/arrays.py.
 
 CONSTANT uint PAGE_SIZE = 256;
 CONSTANT uint LANES = 32;

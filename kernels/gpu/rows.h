@@ -14,7 +14,7 @@ void store_row(const THREAD float* x, float factor, uint lane, DEVICE To* to) {
 // The largest power of 2 that divides `dim`.
 constexpr uint rotated_block(uint dim) { return dim & (~dim + 1); }
 
-// Turns a row into the other basis: kernels/rotation.py. Only rows whose size divides by 32 have one.
+// Turns a row into the other basis: kernels/pages/rotation.py. Only rows whose size divides by 32 have one.
 template <uint DIM>
 void rotate(THREAD float* x, uint lane) {
   constexpr uint COUNT = DIM / LANES, BLOCK = rotated_block(DIM) / LANES;
@@ -76,7 +76,7 @@ ushort scale_bits(float scale) {
   return half_of_float(smaller(larger(scale, -65504.0f), 65504.0f));
 }
 
-// Encode a group, kernels/number_format.py, of which each lane has a number: gives the lane's code, the
+// Encode a group, kernels/pages/number_format.py, of which each lane has a number: gives the lane's code, the
 // word of codes that it is to write if it writes one, and the bits of the scale.
 float encode_q8(float x, THREAD uint& word, THREAD ushort& scale) {
   float step = largest_of_lanes(magnitude(x)) / 127.0f;

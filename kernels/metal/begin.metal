@@ -1,4 +1,4 @@
-  // Of every kernel; the arguments are those of kernels/gpu_kernels.py.
+  // Of every kernel; the arguments are those of kernels/gpu/kernels.py.
   const paged_kv::Place place = {threadgroup_position_in_grid.x,   threadgroup_position_in_grid.y,
                                  threadgroup_position_in_grid.z,   simdgroup_index_in_threadgroup,
                                  thread_index_in_simdgroup,        thread_index_in_threadgroup};

@@ -17,7 +17,7 @@ from tests.mutation.verdicts import Judge
 
 ROOT = Path(__file__).resolve().parents[2]
 ISAS = (
-    "from paged_kv.kernels.native_library import load_native_library as load; "
+    "from paged_kv.kernels.cpu.native_library import load_native_library as load; "
     "library, _ = load(); print(*(library.instruction_sets if library else ()))"
 )
 

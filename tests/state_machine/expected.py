@@ -11,9 +11,9 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedKVCache
-from paged_kv.kernels.page_format import page_format_named
-from paged_kv.page_transfer import page_formats
-from paged_kv.window import Window
+from paged_kv.cache.page_transfer import page_formats
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.pool.window import Window
 from tests.state_machine.rows import Chain, Row
 from tests.state_machine.table_model import (
     DECAY,

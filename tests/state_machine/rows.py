@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from paged_kv.window import Window
+from paged_kv.pool.window import Window
 
 Chain = tuple[str, ...]
 """The page formats that held a token, one after the other."""

@@ -1,0 +1,144 @@
+"""From the body of a request to the jobs that answer it."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TypeVar
+
+from mlx_lm.server import (
+    GenerationArguments,
+    LogitsProcessorArguments,
+    ModelDescription,
+    SamplingArguments,
+)
+
+from paged_kv.integrations.server.completions.prompt_reader import read_chat, read_text
+from paged_kv.integrations.server.generation.jobs import Channel, Job, Prompt
+from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
+from paged_kv.integrations.server.http.schema import (
+    LEAST_TEMPERATURE,
+    MOST_CHOICES,
+    Body,
+    ChatBody,
+    TextBody,
+)
+
+Number = TypeVar("Number", int, float)
+
+
+def jobs_of(
+    body: Body, model: ModelKey, salt: str | None, request_id: str, options: argparse.Namespace
+) -> list[Job]:
+    """One for each prompt. None is read yet. Events go to the running event loop.
+
+    Raises:
+        APIError: 400, as too many choices are asked.
+    """
+    arguments, channel = generation_arguments(body, options), Channel()
+    choices = body.n or 1
+    if isinstance(body, TextBody):
+        readers = [partial(read_text, prompt=prompt) for prompt in body.prompts]
+    else:
+        assert isinstance(body, ChatBody)
+        readers = [partial(read_chat, body=body, options=options)]
+    if len(readers) * choices > MOST_CHOICES:
+        raise wrong_value(
+            f"{len(readers)} prompts of n={choices} choices were asked, and {MOST_CHOICES} choices "
+            "are possible in one request",
+            "n",
+        )
+    return [
+        Job(
+            request_id=request_id,
+            model=model,
+            read=partial(_read, arguments, options.max_prompt_tokens, reader),
+            arguments=arguments,
+            choices=choices,
+            first_choice=number * choices,
+            salt=salt,
+            channel=channel,
+        )
+        for number, reader in enumerate(readers)
+    ]
+
+
+def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationArguments:
+    """What mlx-lm generates with, from a body and the defaults of the server."""
+    logprobs, top_logprobs = _logprobs(body)
+    temperature = _either(body.temperature, options.temp)
+    return GenerationArguments(
+        # Names are resolved before: nothing looks at this.
+        model=ModelDescription("", "", ""),
+        sampling=SamplingArguments(
+            temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
+            top_p=_either(body.top_p, options.top_p),
+            top_k=_either(body.top_k, options.top_k),
+            min_p=_either(body.min_p, options.min_p),
+            xtc_probability=_either(body.xtc_probability, 0.0),
+            xtc_threshold=_either(body.xtc_threshold, 0.1),
+        ),
+        logits=LogitsProcessorArguments(
+            logit_bias=body.biases,
+            repetition_penalty=_either(body.repetition_penalty, 0.0),
+            repetition_context_size=_either(body.repetition_context_size, 20),
+            presence_penalty=_either(body.presence_penalty, 0.0),
+            presence_context_size=_either(body.presence_context_size, 20),
+            frequency_penalty=_either(body.frequency_penalty, 0.0),
+            frequency_context_size=_either(body.frequency_context_size, 20),
+        ),
+        stop_words=body.stop_words,
+        max_tokens=body.max_completion_tokens or body.max_tokens or options.max_tokens,
+        num_draft_tokens=_either(body.num_draft_tokens, options.num_draft_tokens),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        seed=body.seed,
+        chat_template_kwargs=None,
+    )
+
+
+def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
+    """Raise an APIError if a token id or a count is beyond the vocabulary of the model."""
+    known = f"the model knows token ids from 0 to {vocab_size - 1}"
+    for token in arguments.logits.logit_bias or ():
+        if token >= vocab_size:
+            raise wrong_value(f"logit_bias has token {token}, and {known}", "logit_bias")
+    if arguments.sampling.top_k >= vocab_size:
+        raise wrong_value(
+            f"top_k={arguments.sampling.top_k} leaves no token out: {known}, and 0 means no limit",
+            "top_k",
+        )
+    if arguments.top_logprobs > vocab_size:
+        raise wrong_value(f"top_logprobs={arguments.top_logprobs}, and {known}", "top_logprobs")
+
+
+def _read(
+    arguments: GenerationArguments,
+    most_tokens: int | None,
+    reader: partial[Prompt],
+    loaded: LoadedModel,
+) -> Prompt:
+    require_bounds(arguments, loaded.vocab_size)
+    prompt = reader(loaded)
+    if most_tokens is not None and len(prompt.tokens) > most_tokens:
+        raise APIError(
+            400,
+            f"the prompt has {len(prompt.tokens)} tokens, and {most_tokens} are possible: shorten "
+            "it, or start the server with a larger --max-prompt-tokens",
+            code="context_length_exceeded",
+        )
+    return prompt
+
+
+def _logprobs(body: Body) -> tuple[bool, int]:
+    """Whether log probabilities are asked, and for how many tokens beside."""
+    asked = body.logprobs if isinstance(body, (TextBody, ChatBody)) else None
+    if asked is not None and not isinstance(asked, bool):
+        return True, asked
+    top = max(0, body.top_logprobs or 0)
+    return bool(asked) or top > 0, top
+
+
+def _either(given: Number | None, default: Number) -> Number:
+    return default if given is None else given

@@ -1,0 +1,156 @@
+"""One request and the generation thread: jobs go there, and what comes back becomes choices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+from typing import Any
+
+from paged_kv.integrations.server.completions.answer_bodies import Choice, Usage
+from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.generation.jobs import Begun, Event, Failed, Job, Progress, Token
+from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.http.schema import Body, ChatBody
+
+
+class Conversation:
+    """What is known of the choices of a request.
+
+    Args:
+        service: generates for them.
+        jobs: of the request; they were submitted.
+        body: of the request.
+
+    Attributes:
+        choices: all of them, in their order.
+    """
+
+    def __init__(self, service: Service, jobs: Sequence[Job], body: Body) -> None:
+        self.choices = [Choice(index) for job in jobs for index in _numbers(job)]
+        self._service = service
+        self._jobs = jobs
+        self._body = body
+        self._events = jobs[0].channel.events
+        self._began = monotonic()
+        # Of each choice that has begun: its text, and when its first token came.
+        self._texts: dict[int, ChoiceText] = {}
+        self._first_token: dict[int, float] = {}
+        self._open = {choice.index for choice in self.choices}
+        self._tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model that generates; known once `begin` has returned."""
+        return self._tokenizer
+
+    @property
+    def usage(self) -> Usage:
+        """What was computed so far."""
+        prompts = [job.prompt for job in self._jobs if job.prompt is not None]
+        return Usage(
+            sum(len(prompt.tokens) for prompt in prompts),
+            sum(job.cached_tokens for job in self._jobs),
+            sum(choice.count for choice in self.choices),
+        )
+
+    async def begin(self) -> None:
+        """Wait until one of the jobs runs.
+
+        Raises:
+            APIError: one of them was refused.
+        """
+        while not self._texts:
+            self._take(await self._events.get())
+
+    async def finish(self) -> None:
+        """Wait until all choices are complete.
+
+        Raises:
+            APIError: something went wrong.
+        """
+        async for new in self.news():
+            if isinstance(new, Choice):
+                whole = self.choices[new.index]
+                whole.text += new.text
+                whole.reasoning += new.reasoning
+                whole.tool_calls += new.tool_calls
+                whole.tokens += new.tokens
+                whole.finish_reason = new.finish_reason
+
+    async def news(self) -> AsyncIterator[Choice | str]:
+        """What is new of a choice, as it comes, and now and then how far prompts are read.
+
+        Raises:
+            APIError: something went wrong.
+        """
+        held: dict[int, list[Token]] = {}
+        while self._open:
+            event = await self._events.get()
+            delta = self._take(event)
+            if isinstance(event, Progress):
+                yield f"keepalive {event.done}/{event.total}"
+            elif isinstance(event, Token) and delta is not None:
+                if event.logprob is not None:
+                    held.setdefault(event.choice, []).append(event)
+                if delta or delta.finish_reason is not None:
+                    yield Choice(
+                        event.choice,
+                        delta.text,
+                        delta.reasoning,
+                        delta.tool_calls,
+                        delta.finish_reason,
+                        held.pop(event.choice, []),
+                    )
+        self._service.metrics.whole_request.note(monotonic() - self._began)
+
+    def _take(self, event: Event) -> Delta | None:
+        match event:
+            case Failed(error):
+                raise error
+            case Begun(job, loaded):
+                self._note_begun(job, loaded)
+            case Token() if event.choice in self._open:
+                return self._note_token(event)
+        # A choice that was cut off at a stop word may get a few more tokens.
+        return None
+
+    def _note_begun(self, job: Job, loaded: LoadedModel) -> None:
+        self._tokenizer = loaded.tokenizer
+        assert job.prompt is not None, "a job has begun"
+        tools = self._body.tools if isinstance(self._body, ChatBody) else None
+        for number in _numbers(job):
+            self._texts[number] = ChoiceText(
+                loaded,
+                job.prompt.initial_state,
+                self._body.stop_words,
+                tools,
+                bool(self._body.stream),
+            )
+
+    def _note_token(self, token: Token) -> Delta:
+        now, metrics = monotonic(), self._service.metrics
+        if not self._first_token:
+            metrics.first_token.note(now - self._began)
+        self._first_token.setdefault(token.choice, now)
+        choice = self.choices[token.choice]
+        choice.count += 1
+        delta = self._texts[token.choice].take(token)
+        if delta.finish_reason is not None:
+            self._open.remove(token.choice)
+            metrics.finished[delta.finish_reason] += 1
+            if choice.count > 1:
+                took = now - self._first_token[token.choice]
+                metrics.output_token.note(took / (choice.count - 1))
+            if token.finish_reason is None:
+                self._service.thread.cancel_choice(self._job_of(token.choice), token.choice)
+        return delta
+
+    def _job_of(self, choice: int) -> Job:
+        (job,) = [job for job in self._jobs if choice in _numbers(job)]
+        return job
+
+
+def _numbers(job: Job) -> range:
+    """Of its choices, in the request."""
+    return range(job.first_choice, job.first_choice + job.choices)

@@ -1,0 +1,105 @@
+"""Which model a request means by the names in its body."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+
+from paged_kv.integrations.server.generation.paged_model_provider import ModelKey
+from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body
+
+# What mlx-lm's server takes for a model that it could load.
+_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
+
+
+class ModelNames:
+    """Names that the server knows.
+
+    Args:
+        options: mlx-lm's, and `served_model_name`, `allow_model_switch`.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._default: ModelKey = (options.model, options.adapter_path, options.draft_model)
+        self._may_switch: bool = options.allow_model_switch
+        self._created = int(time.time())
+        self._listed = [*options.served_model_name]
+        if options.model is not None:
+            path = Path(options.model)
+            self._listed += [options.model, *([str(path.resolve())] if path.exists() else [])]
+        self._names = {DEFAULT_MODEL, *self._listed}
+
+    def key_of(self, body: Body) -> ModelKey:
+        """What a request asks.
+
+        Raises:
+            APIError: 404, as there is no such model here.
+        """
+        model, adapter, draft = self._default
+        if body.model is not None and body.model not in self._names:
+            model, adapter = self._other(body.model, "model"), None
+        if body.adapters not in (None, self._default[1]):
+            adapter = self._other(body.adapters, "adapters")
+        if body.draft_model not in (None, DEFAULT_MODEL, self._default[2]):
+            draft = self._other(body.draft_model, "draft_model")
+        if model is None:
+            raise _not_found("there is no default model: name one", "model")
+        return model, adapter, draft
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The models that a request may name, as OpenAI lists them."""
+        names = dict.fromkeys(self._listed)
+        if self._may_switch:
+            names |= dict.fromkeys(_downloaded())
+        return [self._as_dict(name) for name in names]
+
+    def described(self, name: str) -> dict[str, Any]:
+        """One of them.
+
+        Raises:
+            APIError: 404, as there is no such model here.
+        """
+        if name not in self._names and name not in (_downloaded() if self._may_switch else ()):
+            self._refuse(name, "model")
+        return self._as_dict(name)
+
+    def _as_dict(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "paged-kv"}
+
+    def _other(self, name: str | None, param: str) -> str | None:
+        if not self._may_switch:
+            self._refuse(name, param)
+        return name
+
+    def _refuse(self, name: str | None, param: str) -> None:
+        raise _not_found(
+            f"{param}={name!r} is not served here: ask for "
+            f"{(self._listed or [DEFAULT_MODEL])[0]!r}, or start the server with "
+            "--allow-model-switch",
+            param,
+        )
+
+
+def _not_found(message: str, param: str) -> APIError:
+    return APIError(404, message, param=param, code="model_not_found")
+
+
+def _downloaded() -> list[str]:
+    """Repositories of models on this machine."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted(
+        repository.repo_id
+        for repository in repositories
+        if repository.repo_type == "model"
+        and "main" in repository.refs
+        and {file.file_path.name for file in repository.refs["main"].files} >= _FILES
+    )

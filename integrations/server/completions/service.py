@@ -1,0 +1,58 @@
+"""What the routes of a server share."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import dataclass
+
+from paged_kv.integrations.server.completions.model_names import ModelNames
+from paged_kv.integrations.server.completions.prompt_reader import ReaderThreads
+from paged_kv.integrations.server.generation.generation_thread import GenerationThread
+from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.http.access import APIKeys, KnownHosts
+from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.server.http.gate import Gate
+
+
+@dataclass(frozen=True)
+class Service:
+    """One server."""
+
+    options: argparse.Namespace
+    thread: GenerationThread
+    metrics: ServerMetrics
+    names: ModelNames
+    keys: APIKeys
+    hosts: KnownHosts
+    readers: ReaderThreads
+    gate: Gate
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are, or will be, generated for."""
+        return self.thread.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now would be answered."""
+        return self.is_healthy and self.gate.is_open and self.thread.loaded.done()
+
+    async def loaded(self) -> LoadedModel | None:
+        """What is loaded, once the first model is.
+
+        Raises:
+            APIError: 503, as it cannot be, or was and is no more.
+        """
+        try:
+            await asyncio.shield(asyncio.wrap_future(self.thread.loaded))
+        except Exception as error:
+            raise APIError(503, f"no model could be loaded: {error}", code="dead") from error
+        self.require_healthy()
+        return self.thread.provider.loaded
+
+    def require_healthy(self) -> None:
+        """Raise an APIError, 503, if nothing is generated any more."""
+        if not self.is_healthy:
+            raise APIError(503, "the generation thread has died", code="dead")

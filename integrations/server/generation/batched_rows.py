@@ -1,0 +1,197 @@
+"""The choices of jobs that are computed together: mlx-lm's BatchGenerator, by job."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, make_stop_sequences
+
+from paged_kv.integrations.server.generation.jobs import (
+    Event,
+    Job,
+    Progress,
+    Prompt,
+    Token,
+    TopToken,
+)
+from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.generation.sampling import Sampling
+from paged_kv.integrations.shared_prefill import without_first
+
+Happened = Iterator[tuple[Job, Event]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One sequence of the batch.
+
+    Attributes:
+        number: of the choice, in the request.
+        followers: how the other choices are made, if they wait for the prompt of this one.
+    """
+
+    job: Job
+    prompt: Prompt
+    number: int
+    followers: list[Sampling]
+
+
+class BatchedRows:
+    """The sequences of one model. All of this runs on the generation thread.
+
+    A job's prompt is computed for its first choice. The others fork it before its last token.
+
+    Args:
+        provider: has loaded the model.
+        options: mlx-lm's.
+        stream: of MLX.
+    """
+
+    def __init__(
+        self, provider: PagedModelProvider, options: argparse.Namespace, stream: mx.Stream
+    ) -> None:
+        self._reuse = provider.reuse
+        self._step_tokens = options.prefill_step_size
+        self._prompts_at_once = options.prompt_concurrency
+        self._stops = [make_stop_sequences(provider.tokenizer)]
+        self._rows: dict[int, _Row] = {}
+        self._reading: set[int] = set()
+        self._generator = BatchGenerator(
+            provider.model,
+            completion_batch_size=options.decode_concurrency,
+            prefill_batch_size=options.prompt_concurrency,
+            prefill_step_size=options.prefill_step_size,
+            stream=stream,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
+        """Compute a job with the next steps."""
+        cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
+        job.cached_tokens = cached
+        first, *others = samplings
+        row = _Row(job, prompt, job.first_choice, others)
+        rest = without_first(prompt.segments, cached)
+        uid = self._insert(row, cache, prompt.tokens[:cached], rest, first)
+        del cache
+        if cached == len(prompt.tokens) - 1:
+            self._fork(uid)
+
+    def step(self) -> Happened:
+        """Compute one token of every choice, and a part of the prompts that are not yet read.
+
+        A step reads as many tokens of prompts as one chunk has, of all together: no choice waits
+        longer for its next token, however many prompts there are.
+        """
+        prompts = min(self._prompts_at_once, len(self._reading))
+        self._generator.prefill_step_size = max(1, self._step_tokens // max(1, prompts))
+        read, sampled = self._generator.next()
+        for response in read:
+            yield from self._note_read(response)
+        for response in sampled:
+            yield from self._note_sampled(response)
+
+    def drop(self, job: Job, number: int | None = None) -> None:
+        """Compute a job no further, or one of its choices; what was is kept for others."""
+        uids = [
+            uid
+            for uid, row in self._rows.items()
+            if row.job is job and number in (None, row.number)
+        ]
+        caches = self._generator.remove(uids, return_prompt_caches=True)
+        for uid in uids:
+            row = self._rows.pop(uid)
+            self._reading.discard(uid)
+            cache, tokens = caches.pop(uid)
+            if tokens:
+                self._keep(row, tokens, cache)
+
+    def holds(self, job: Job) -> bool:
+        """Whether a choice of the job is not finished."""
+        return any(row.job is job for row in self._rows.values())
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._rows.clear()
+        self._generator.close()
+
+    def _insert(
+        self,
+        row: _Row,
+        cache: list[Any] | None,
+        known: list[int],
+        rest: Iterable[list[int]],
+        sampling: Sampling,
+    ) -> int:
+        (uid,) = self._generator.insert_segments(
+            segments=[list(rest)],
+            max_tokens=[row.job.arguments.max_tokens],
+            caches=[cache],  # type: ignore[list-item]  # mlx-lm makes one for None
+            all_tokens=[known],
+            samplers=[sampling.sampler],
+            logits_processors=[sampling.processors],
+            stop_sequences=self._stops,
+        )
+        self._rows[uid] = row
+        self._reading.add(uid)
+        return int(uid)
+
+    def _fork(self, uid: int) -> None:
+        """Begin the choices that wait for a prompt, of which all but the last token is read."""
+        row = self._rows[uid]
+        if not row.followers:
+            return
+        cache, known = self._generator.extract_cache([uid])[uid]
+        for number, sampling in enumerate(row.followers, row.number + 1):
+            other = _Row(row.job, row.prompt, number, [])
+            last = [row.prompt.tokens[-1:]]
+            self._insert(other, copy.deepcopy(cache), list(known), last, sampling)
+        row.followers.clear()
+
+    def _note_read(self, response: Any) -> Happened:
+        uid, row = response.uid, self._rows[response.uid]
+        if response.end_of_prompt:
+            self._reading.discard(uid)
+        elif response.end_of_segment:
+            cache, tokens = self._generator.extract_cache([uid])[uid]
+            self._keep(row, tokens[:], cache)
+        done, total = response.progress
+        if done == total - 1:
+            self._fork(uid)
+        if row.number == row.job.first_choice:
+            yield row.job, Progress(row.job.cached_tokens + done, row.job.cached_tokens + total)
+
+    def _note_sampled(self, response: Any) -> Happened:
+        row = self._rows[response.uid]
+        row.job.generated_tokens += 1
+        yield row.job, as_token(row.job, row.number, response)
+        if response.finish_reason is not None:
+            del self._rows[response.uid]
+            self._keep(row, response.all_tokens[:], response.prompt_cache)
+
+    def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
+        self._reuse.insert(tokens, cache, row.job.salt)
+
+
+def as_token(job: Job, number: int, response: Any) -> Token:
+    """What is told of a token that mlx-lm has generated for a choice."""
+    options = job.arguments
+    logprob = response.logprobs[response.token].item() if options.logprobs else None
+    top = _top(response.logprobs, options.top_logprobs)
+    return Token(number, response.token, logprob, top, response.finish_reason)
+
+
+def _top(logprobs: mx.array, count: int) -> tuple[TopToken, ...]:
+    if count <= 0:
+        return ()
+    best: Any = mx.argpartition(-logprobs, kth=count - 1)[:count]
+    values: Any = logprobs[best]
+    pairs = zip(best.tolist(), values.tolist(), strict=True)
+    return tuple(sorted([TopToken(*pair) for pair in pairs], key=lambda each: -each.logprob))

@@ -1,0 +1,311 @@
+"""The thread that generates: it alone touches models, caches and arrays.
+
+Between two steps it takes what other threads sent, lets go of those whose clients have left, begins
+whoever's turn it is, and refuses whoever has waited too long. What goes wrong with one job ends
+that job; what goes wrong in a step ends the jobs of that step. If the thread ends all the same,
+`ended` says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import mlx.core as mx
+
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.server.generation.admission import Admission, Demand, RequestImpossible
+from paged_kv.integrations.server.generation.jobs import Begun, Failed, Job, Outbox, Stage, Token
+from paged_kv.integrations.server.generation.mailbox import Command, Mailbox
+from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.generation.rows import Rows
+from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.http.api_errors import APIError, busy, wrong_value
+
+log = logging.getLogger(__name__)
+
+# A step may have met one bad moment. If every step fails, nothing is served by going on.
+MOST_FAILED_STEPS = 3
+
+
+class GenerationThread:
+    """Generates for the jobs that are submitted, from `start` to `stop`.
+
+    Args:
+        provider: loads models; it is this thread's from now on, but for what others may read.
+        metrics: counts what happens.
+
+    Attributes:
+        loaded: done when the first model is loaded, or when that has failed.
+        ended: done when the thread has ended; false if it has died.
+        jobs: that wait or run; other threads may look.
+    """
+
+    def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
+        self.provider = provider
+        self.metrics = metrics
+        self.loaded: Future[None] = Future()
+        self.ended: Future[bool] = Future()
+        self.jobs: dict[Job, None] = {}
+        self._options = provider.cli_args
+        self._admission: Admission[Job] = Admission(
+            self._demand, self._options.admission_timeout, self._options.decode_concurrency
+        )
+        self._rows: Rows | None = None
+        self._mailbox = Mailbox()
+        self._outbox = Outbox()
+        self._refusal: APIError | None = None
+        # Somebody has, since pools were told to take back what was theirs.
+        self._has_left = False
+        self._stopped = False
+        self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="paged-kv-generate")
+
+    def start(self) -> None:
+        """Load the model, and begin to serve."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether jobs that are submitted will be generated for."""
+        return self._thread.is_alive() and not self.ended.done()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Generate for these; events go to their channels."""
+        self._mailbox.put(*[lambda job=job: self._arrive(job) for job in jobs])
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Let go of jobs, wherever they are; those that have ended already may be among them."""
+        self._mailbox.put(*[lambda job=job: self._drop(job) for job in jobs])
+
+    def cancel_choice(self, job: Job, number: int) -> None:
+        """Generate no more for one choice of a job."""
+        self._mailbox.put(lambda: self._drop_choice(job, number))
+
+    def refuse(self, error: APIError) -> None:
+        """Answer those that wait, and all that come, with an error; finish those that run."""
+        self._mailbox.put(lambda: self._refuse(error))
+
+    def stop(self) -> None:
+        """End after the present step. What is known is stored, if there is a store."""
+        self._mailbox.put(self._note_stop)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    # All that follows runs on the thread.
+
+    def _run(self) -> None:
+        died = True
+        try:
+            self._serve()
+            died = False
+        except BaseException as error:
+            # Whoever waits for the model is told why there is none.
+            if self.loaded.exception() is not error:
+                log.exception("the generation thread has died")
+        try:
+            self._close(died)
+        except BaseException:
+            died = True
+            log.exception("the generation thread could not close its caches")
+        self.ended.set_result(not died)
+        # Whoever submits from now on sees that it has ended.
+        self._obey(self._mailbox.take(wait=False))
+        self._outbox.flush()
+
+    def _serve(self) -> None:
+        self._stream = mx.default_stream(mx.default_device())
+        try:
+            self.provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
+            self._use_loaded()
+        except BaseException as error:
+            self.loaded.set_exception(error)
+            raise
+        self.loaded.set_result(None)
+        while not self._stopped:
+            self._obey(self._mailbox.take(wait=not self.jobs))
+            self._begin()
+            self._step()
+            if self._has_left:
+                self.provider.settle()
+                self._has_left = False
+            self._outbox.flush()
+
+    def _use_loaded(self) -> None:
+        """Compute with what the provider has loaded, if anything."""
+        loaded = self.provider.loaded
+        if loaded is not None:
+            self._rows = Rows(self.provider, loaded, self._options, self._stream)
+
+    def _close(self, died: bool) -> None:
+        """Whatever has happened, nobody waits for ever, and the caches are stored."""
+        error = busy("the server is shutting down: ask again later")
+        if died:
+            error = APIError(503, "the generation thread has died", code="dead")
+        self._refusal = error
+        for job in list(self.jobs):
+            self._fail(job, error)
+        self._rows = None
+        self._obey(self._mailbox.take(wait=False))
+        self._outbox.flush()
+        self._release()
+
+    def _release(self) -> None:
+        self.provider.reset()
+        gc.collect()
+        # MLX ends the process with "terminate called" if a thread's streams outlive it.
+        mx.synchronize()
+        mx.clear_streams()
+
+    def _obey(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            try:
+                command()
+            except Exception as error:
+                self._note_failed_step(error)
+
+    def _note_stop(self) -> None:
+        self._stopped = True
+
+    def _refuse(self, error: APIError) -> None:
+        self._refusal = error
+        for job in [job for job in self.jobs if job.stage is Stage.WAITING]:
+            self._fail(job, error)
+
+    def _arrive(self, job: Job) -> None:
+        self.jobs[job] = None
+        if self._refusal is not None:
+            self._fail(job, self._refusal)
+            return
+        try:
+            self._admission.pools = self.provider.pool_sizes()
+            self._admission.arrive(job)
+        except Exception as error:
+            self._fail(job, _told(error))
+
+    def _demand(self, job: Job) -> Demand:
+        if job.prompt is None or self._rows is None or self._rows.loaded.key != job.model:
+            # Its model is loaded, and its prompt read, when nothing else runs.
+            return Demand(0, 0, is_alone=True)
+        return self._rows.demand(job, job.prompt)
+
+    def _begin(self) -> None:
+        if not len(self._admission):
+            return
+        self._admission.pools = self.provider.pool_sizes()
+        while (job := self._admission.next()) is not None:
+            try:
+                self._begin_job(job)
+            except Exception as error:
+                if self._rows is not None and self._rows.holds(job):
+                    self._rows.drop(job)
+                self._fail(job, _told(error))
+        for job in self._admission.late():
+            retry_after_s = max(1, round(self._options.admission_timeout))
+            self._fail(job, busy(self._admission.why_late(), retry_after_s))
+
+    def _begin_job(self, job: Job) -> None:
+        rows = self._rows_for(job)
+        if job.prompt is None:
+            job.prompt = job.read(rows.loaded)
+        self._admission.pools = self.provider.pool_sizes()
+        self._admission.renew(job)
+        rows.begin(job, job.prompt)
+        job.stage = Stage.RUNNING
+        tokens, cached = len(job.prompt.tokens), job.cached_tokens
+        self.metrics.note_prompt(tokens, cached)
+        log.info("%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, cached)
+        self._outbox.put(job, Begun(job, rows.loaded))
+
+    def _rows_for(self, job: Job) -> Rows:
+        """Those of the model of a job, which is loaded in the place of another one if need be."""
+        rows = self._rows
+        if rows is None or rows.loaded.key != job.model:
+            if rows is not None:
+                rows.close()
+            self._rows, job.prompt = None, None
+            try:
+                self.provider.switch_to(job.model)
+            finally:
+                self._use_loaded()
+            rows = self._rows
+        assert rows is not None, "switch_to raises if it loads nothing"
+        return rows
+
+    def _step(self) -> None:
+        if self._rows is None or not len(self._rows):
+            return
+        try:
+            for job, event in self._rows.step():
+                self.metrics.generation_tokens += isinstance(event, Token)
+                self._outbox.put(job, event)
+        except Exception as error:
+            self._note_failed_step(error)
+            return
+        self._failed_steps = 0
+        for job in self._running():
+            if not self._rows.holds(job):
+                self._leave(job)
+
+    def _note_failed_step(self, error: Exception) -> None:
+        """Nothing is known any more of what was computed: begin anew, with others."""
+        self._failed_steps += 1
+        if self._failed_steps >= MOST_FAILED_STEPS:
+            raise error
+        log.error("a step failed, and its requests with it", exc_info=error)
+        # Whoever keeps what was logged would keep the caches that its frames refer to.
+        traceback.clear_frames(error.__traceback__)
+        for job in self._running():
+            self._fail(job, APIError(500, "the server failed to compute this", code="internal"))
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+            self._use_loaded()
+
+    def _drop_choice(self, job: Job, number: int) -> None:
+        if self._rows is not None and job.stage is Stage.RUNNING:
+            self._rows.drop(job, number)
+            self._has_left = True
+            # What it was promised is for others, who may be of the same request.
+            if not self._rows.holds(job):
+                self._leave(job)
+
+    def _drop(self, job: Job) -> None:
+        """A client has left, or has all that it wanted."""
+        if self._rows is not None and job.stage is Stage.RUNNING:
+            self._rows.drop(job)
+        self._leave(job)
+
+    def _fail(self, job: Job, error: APIError) -> None:
+        self.metrics.refused += error.status == 503
+        log.warning("%s: refused with %d: %s", job.request_id, error.status, error)
+        self._outbox.put(job, Failed(error))
+        self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        job.stage = Stage.ENDED
+        self.jobs.pop(job, None)
+        self._admission.leave(job)
+        self._has_left = True
+
+    def _running(self) -> list[Job]:
+        return [job for job in self.jobs if job.stage is Stage.RUNNING]
+
+
+def _told(error: Exception) -> APIError:
+    """What a client is told of what went wrong with its job."""
+    match error:
+        case APIError():
+            return error
+        case RequestImpossible():
+            return wrong_value(str(error), "max_tokens")
+        case PoolExhausted():
+            return busy(str(error))
+    log.error("a request could not begin", exc_info=error)
+    return APIError(500, "the server failed to begin this: see its log", code="internal")

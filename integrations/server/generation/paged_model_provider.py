@@ -1,0 +1,199 @@
+"""mlx-lm's ModelProvider, which gives each model that it loads paged caches."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.server import ModelProvider
+from mlx_lm.utils import load
+
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.server.generation.admission import GroupSize, PoolSize
+from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
+from paged_kv.kernels.pages.memory import recommended_bytes
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.page_pool import PagePool
+
+# Path or repository of a model, of its adapter and of its draft model, as mlx-lm's `model_key`.
+ModelKey = tuple[str | None, str | None, str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """What other threads may know of a model that is loaded.
+
+    Attributes:
+        key: names it.
+        tokenizer: mlx-lm's.
+        processor: of images; None if the model sees none.
+        vocab_size: the token ids that it knows are less than that.
+        has_draft: whether a draft model is loaded with it.
+        is_batchable: whether several sequences can be computed together.
+        has_states: whether it has recurrent layers.
+        text_machine: tells reasoning and tool calls from text.
+    """
+
+    key: ModelKey
+    tokenizer: Any
+    processor: Any
+    vocab_size: int
+    has_draft: bool
+    is_batchable: bool
+    has_states: bool
+    text_machine: TextStateMachine
+
+
+class PagedModelProvider(ModelProvider):
+    """Loads one model, and maybe its draft model, at a time.
+
+    Args:
+        cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, `store`, `store_bytes`.
+
+    Attributes:
+        factories: of the loaded model and of its draft model. They are installed, and closed when
+            others are loaded.
+        loaded: what is loaded, if anything is; other threads may read this.
+        reuse: what prompts for it can begin with.
+    """
+
+    def __init__(self, cli_args: argparse.Namespace) -> None:
+        self.factories: list[PagedCacheFactory] = []
+        self.loaded: LoadedModel | None = None
+        self.reuse = PromptReuse([])
+        super().__init__(cli_args)
+        self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
+
+    def reset(self) -> None:
+        """Unload what is loaded."""
+        self.loaded = None
+        self.reuse = PromptReuse([])
+        for factory in self.factories:
+            factory.close()
+        self.factories = []
+        super().reset()
+
+    def check(self, key: ModelKey) -> None:
+        """Raise what loading a model would raise. It takes no memory for weights, and may be called
+        by any thread; what is not on this machine yet is downloaded."""
+        model, adapter, draft = key
+        assert model is not None, "there is a name to check"
+        load(
+            model,
+            adapter_path=adapter,
+            tokenizer_config=self._tokenizer_config,
+            trust_remote_code=self.cli_args.trust_remote_code,
+            lazy=True,
+        )
+        if draft is not None:
+            load(draft, lazy=True)
+
+    def switch_to(self, key: ModelKey) -> None:
+        """Load another model in the place of what is loaded; if that fails, what was there is
+        loaded again."""
+        before = self.loaded
+        try:
+            self._load(*key)
+        except Exception:
+            if before is not None:
+                logging.warning("going back to %s", before.key[0])
+                self._load(*before.key)
+            raise
+
+    def pool_sizes(self) -> list[PoolSize]:
+        """What the pools of the loaded models can promise."""
+        return [pool_size(factory.pool) for factory in self.factories]
+
+    def settle(self) -> None:
+        """Take back the blocks of caches that were dropped: pools do that when they are next asked
+        for something, which on an idle server may be much later."""
+        for factory in self.factories:
+            factory.stats()
+
+    def _load(self, *paths: Any) -> None:
+        super()._load(*paths)  # type: ignore[no-untyped-call]  # mlx-lm's
+        try:
+            self._make_factories()
+            self.loaded = self._describe()
+        except BaseException:
+            # With a key it would be taken for loaded the next time, and served without pages.
+            self.reset()
+            raise
+
+    def _describe(self) -> LoadedModel:
+        options = self.cli_args
+        self.reuse = PromptReuse(
+            self.factories, options.prompt_cache_size, options.prompt_cache_bytes
+        )
+        key: Any = self.model_key
+        tokenizer: Any = self.tokenizer
+        # Tokenizers change their settings at the first use only: later ones may be in any thread.
+        tokenizer.encode("")
+        return LoadedModel(
+            key=key,
+            tokenizer=tokenizer,
+            processor=self.processor,
+            vocab_size=_vocab_size(self.model),
+            has_draft=self.draft_model is not None,
+            is_batchable=self.is_batchable and options.kv_bits is None,
+            has_states=any(factory.prefixes.has_states for factory in self.factories),
+            text_machine=make_text_state_machine(tokenizer),
+        )
+
+    def _make_factories(self) -> None:
+        models = [model for model in (self.model, self.draft_model) if model is not None]
+        budget = self.cli_args.max_kv_bytes or recommended_bytes()
+        # Both models keep the same tokens, so memory is divided as a token of theirs takes it.
+        sizes = [self._token_bytes(model) if len(models) > 1 else 1 for model in models]
+        shares = [budget * size // max(1, sum(sizes)) for size in sizes]
+        self.factories = [
+            self._factory(model, max(1, share), self.cli_args.store)
+            for model, share in zip(models, shares, strict=True)
+        ]
+        for factory in self.factories:
+            factory.install()
+
+    def _token_bytes(self, model: Any) -> int:
+        """What a token takes in all layers, but for a common factor."""
+        pool = self._factory(model, recommended_bytes()).pool
+        return sum(group.block_bytes for group in pool_size(pool).groups)
+
+    def _factory(self, model: Any, max_bytes: int, store: str | None = None) -> PagedCacheFactory:
+        factory = PagedCacheFactory(
+            model,
+            page_format=self.cli_args.page_format,
+            max_bytes=max_bytes,
+            store=store,
+            store_bytes=self.cli_args.store_bytes,
+        )
+        # Learns how large a block is, which promises are made of.
+        factory.can_admit(0)
+        return factory
+
+
+def pool_size(pool: PagePool) -> PoolSize:
+    """What a pool can promise, once it is known what its layers write. With "auto" pages that is
+    what fits in 16 bits: pages become smaller for what is cached, never for a promise."""
+    groups = [group for group in pool.groups if group.is_open]
+    return PoolSize(
+        pool.budget.max_bytes,
+        pool.slack,
+        tuple(
+            [
+                GroupSize(group.block_bytes, group.blocks_for, is_ring=group.window is not None)
+                for group in groups
+            ]
+        ),
+        PAGE_SIZE,
+    )
+
+
+def _vocab_size(model: Any) -> int:
+    """How many logits a model has, from a step that is never computed."""
+    logits = model(mx.array([[0]]), cache=stock_make_prompt_cache(model))
+    return int(logits.shape[-1])

@@ -1,0 +1,88 @@
+"""What is computed on one loaded model: jobs in a batch, or one of them alone."""
+
+from __future__ import annotations
+
+import argparse
+
+import mlx.core as mx
+
+from paged_kv.integrations.server.generation.admission import Demand
+from paged_kv.integrations.server.generation.batched_rows import BatchedRows, Happened
+from paged_kv.integrations.server.generation.jobs import Job, Prompt
+from paged_kv.integrations.server.generation.paged_model_provider import (
+    LoadedModel,
+    PagedModelProvider,
+)
+from paged_kv.integrations.server.generation.sampling import Samplers
+from paged_kv.integrations.server.generation.single_row import SingleRow
+
+
+class Rows:
+    """The jobs that are computed. All of this runs on the generation thread.
+
+    Args:
+        provider: has loaded `loaded`.
+        loaded: the model.
+        options: mlx-lm's.
+        stream: of MLX.
+    """
+
+    def __init__(
+        self,
+        provider: PagedModelProvider,
+        loaded: LoadedModel,
+        options: argparse.Namespace,
+        stream: mx.Stream,
+    ) -> None:
+        self.loaded = loaded
+        self._batch = BatchedRows(provider, options, stream)
+        self._single = SingleRow(provider, options, stream)
+        self._samplers = Samplers(loaded)
+
+    def __len__(self) -> int:
+        return len(self._batch) + len(self._single)
+
+    def demand(self, job: Job, prompt: Prompt) -> Demand:
+        """What a job may grow to."""
+        is_alone = self._is_alone(prompt)
+        return Demand(
+            len(prompt.tokens),
+            job.arguments.max_tokens,
+            # Alone, one choice follows the other.
+            choices=1 if is_alone else job.choices,
+            drafted=job.arguments.num_draft_tokens + 1 if self.loaded.has_draft else 0,
+            is_alone=is_alone,
+        )
+
+    def begin(self, job: Job, prompt: Prompt) -> None:
+        """Compute a job with the next steps.
+
+        Raises:
+            APIError: 400, as its tokens cannot be chosen as it asks.
+        """
+        samplings = self._samplers.of(job.arguments, job.choices)
+        rows = self._single if self._is_alone(prompt) else self._batch
+        rows.begin(job, prompt, samplings)
+
+    def step(self) -> Happened:
+        """Compute a token of every choice, and a part of the prompts that are not yet read."""
+        for rows in (self._batch, self._single):
+            if len(rows):
+                yield from rows.step()
+
+    def drop(self, job: Job, number: int | None = None) -> None:
+        """Compute a job no further, or one of its choices."""
+        self._batch.drop(job, number)
+        self._single.drop(job, number)
+
+    def holds(self, job: Job) -> bool:
+        """Whether a choice of the job is not finished."""
+        return self._batch.holds(job) or self._single.holds(job)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._batch.close()
+        self._single.close()
+
+    def _is_alone(self, prompt: Prompt) -> bool:
+        return not self.loaded.is_batchable or prompt.vision is not None

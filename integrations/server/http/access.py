@@ -1,0 +1,113 @@
+"""Who may ask: keys of the API, and the Host header of pages."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from starlette.requests import Request
+
+from paged_kv.integrations.server.http.api_errors import APIError
+
+ENVIRONMENT = "env:"
+
+
+def read_api_keys(source: str | None) -> list[str]:
+    """The keys that an option names: the lines of a file, or of a variable of the environment.
+
+    Raises:
+        ValueError: there is none.
+        OSError: the file cannot be read.
+    """
+    if source is None:
+        return []
+    if source.startswith(ENVIRONMENT):
+        text = os.environ.get(source.removeprefix(ENVIRONMENT), "")
+    else:
+        text = Path(source).read_text(encoding="utf-8")
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(
+            f"--api-key {source} holds no key: give a file with one a line, or env:NAME of a "
+            "variable that is set"
+        )
+    return keys
+
+
+class APIKeys:
+    """The keys with one of which requests must come; any request may if there are none."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def require(self, request: Request) -> str | None:
+        """What keeps the prompts of this key apart from those of others; None without keys.
+
+        Raises:
+            APIError: 401, as the request brings none of them.
+        """
+        if not self._digests:
+            return None
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Headers are latin-1 text; keys were read as UTF-8. All digests are compared, so that it
+        # always takes the same time.
+        digest = _digest(given.strip().encode("latin-1"))
+        fits = [hmac.compare_digest(digest, each) for each in self._digests]
+        if scheme.lower() != "bearer" or not any(fits):
+            raise APIError(
+                401,
+                "this server needs an API key: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return digest.hex()
+
+
+def salt_of(key: str | None, cache_salt: str | None) -> str | None:
+    """What keeps the prompts of a request apart: its key, its salt, or both."""
+    return cache_salt if key is None else f"{key}:{cache_salt or ''}"
+
+
+class KnownHosts:
+    """The names under which browsers may reach pages.
+
+    A page of another site can make a browser send requests to this server under a name that leads
+    here (DNS rebinding), and would then read the answers.
+
+    Args:
+        host: what the server listens at.
+    """
+
+    def __init__(self, host: str) -> None:
+        own = socket.gethostname().lower()
+        self._names = {"localhost", host.lower(), own, f"{own.partition('.')[0]}.local"}
+
+    def require(self, request: Request) -> None:
+        """Raise an APIError unless the Host header is an address, or a name of this machine."""
+        # Of "[::1]:8080", "127.0.0.1:8080" and "localhost" without what follows.
+        host = request.headers.get("host", "")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name.lower() in self._names or _is_address(name):
+            return
+        raise APIError(
+            403,
+            f"this page is not served as {name!r}: use the address of the server, or localhost",
+            code="unknown_host",
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

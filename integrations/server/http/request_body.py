@@ -1,0 +1,80 @@
+"""Reading the body of a request: not too long, not too slowly, JSON, and of its schema."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from paged_kv.integrations.server.http.api_errors import APIError, from_validation, wrong_value
+from paged_kv.integrations.server.http.schema import Body
+
+Kind = TypeVar("Kind", bound=Body)
+
+# A client hears of it only when it has sent all; it may send so many times too much.
+MOST_DISCARDED = 8
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The body.
+
+    Raises:
+        APIError: 413 or 408, as it is too long or comes too slowly.
+        ClientDisconnect: the client has left.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, max_bytes)
+    except TimeoutError:
+        raise APIError(
+            408, f"the body did not come in {timeout_s:g} s", code="timeout", headers=_CLOSE
+        ) from None
+
+
+def parse_body(content: bytes, kind: type[Kind]) -> Kind:
+    """What a body says.
+
+    Raises:
+        APIError: 400, as it is not JSON, or does not fit the schema.
+    """
+    try:
+        said: Any = pydantic_core.from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise wrong_value(f"the body is not JSON in UTF-8: {error}") from None
+    if not isinstance(said, dict):
+        raise wrong_value("the body must be a JSON object")
+    try:
+        return kind.model_validate(said)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+_CLOSE = {"Connection": "close"}
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_long = APIError(
+        413,
+        f"the body has more than {max_bytes} bytes: send less, or start the server with a larger "
+        "--max-body-bytes",
+        code="too_large",
+        headers=_CLOSE,
+    )
+    content, length = bytearray(), 0
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length > MOST_DISCARDED * max_bytes:
+                break
+            if length <= max_bytes:
+                content += part
+    except ClientDisconnect:
+        if length > max_bytes:
+            raise too_long from None
+        raise
+    if length > max_bytes:
+        raise too_long
+    return bytes(content)

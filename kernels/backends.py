@@ -1,0 +1,89 @@
+"""The backends, and the choice of one."""
+
+import os
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_library import load_native_library
+from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.gpu.kernels import Maker
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+
+
+def _native() -> Backend:
+    library, reason = load_native_library()
+    if library is None:
+        raise ValueError(
+            f"PAGED_KV_BACKEND is 'native', and there is no native library: {reason}. Install a "
+            "C++ compiler and paged-kv again (pip install --force-reinstall --no-deps paged-kv)"
+        )
+    return NativeBackend(library)
+
+
+def _metal() -> Backend:
+    return GpuBackend("metal", _on_gpu("metal", mx.metal.is_available(), mx.fast.metal_kernel))
+
+
+def _cuda() -> Backend:
+    return GpuBackend("cuda", _on_gpu("cuda", mx.cuda.is_available(), mx.fast.cuda_kernel))
+
+
+def _on_gpu(name: str, is_there: bool, maker: Maker) -> Maker:
+    """The maker of kernels, where MLX computes on such a GPU."""
+    if not is_there or mx.default_device().type != mx.gpu:
+        device = f"computes on {mx.default_device()}" if is_there else f"has no {name} here"
+        raise ValueError(
+            f"PAGED_KV_BACKEND is {name!r}, and MLX {device}. Unset it, or let MLX compute on such "
+            "a GPU (mx.set_default_device(mx.gpu))"
+        )
+    return maker
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "plain": PlainBackend,
+    "native": _native,
+    "metal": _metal,
+    "cuda": _cuda,
+}
+
+
+def choose_backend() -> Backend:
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names.
+
+    Raises:
+        ValueError: PAGED_KV_BACKEND names none, or one that is not there; or another variable
+            that a backend reads is wrong.
+    """
+    name = os.environ.get("PAGED_KV_BACKEND")
+    if name is None:
+        return _best()
+    if name not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"PAGED_KV_BACKEND must be one of {known}, got {name!r}")
+    return BACKENDS[name]()
+
+
+def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
+    """The backend for one layer's pages: the given one, or the plain one where that cannot."""
+    if backend.supports(geometry):
+        return backend
+    say_once(
+        f"no {backend.name} kernel takes layers of {geometry}: MLX's own operations serve them, "
+        "which is right but slower (stats() counts such layers)"
+    )
+    return PlainBackend()
+
+
+def _best() -> Backend:
+    if mx.default_device().type == mx.gpu:
+        return _metal() if mx.metal.is_available() else _cuda()
+    library, reason = load_native_library()
+    if library is None:
+        say_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
+        return PlainBackend()
+    return NativeBackend(library)

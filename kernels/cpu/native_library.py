@@ -1,0 +1,228 @@
+"""The compiled CPU kernels, as Python calls them.
+
+kernels/cpu/paged_kv_cpu.h is the interface; the structures here are the ones of that file. Arrays
+are handed over as DLPack tensors, without a copy.
+"""
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import mlx.core as mx
+
+from paged_kv.kernels.cpu.threads import thread_count
+
+SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+LIBRARY = Path(__file__).parents[1] / f"libpaged_kv_cpu.{SUFFIX}"
+
+# How floats are held, and codes of so many bits.
+FLOATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+CODES = {8: 3, 4: 4}
+
+_int_pointer = ctypes.POINTER(ctypes.c_int32)
+
+
+class LayoutStruct(ctypes.Structure):
+    """PagedKvLayout."""
+
+    _fields_ = (
+        ("page_bytes", ctypes.c_int64),
+        ("key_scales", ctypes.c_int64),
+        ("values", ctypes.c_int64),
+        ("value_scales", ctypes.c_int64),
+        ("k_format", ctypes.c_int32),
+        ("v_format", ctypes.c_int32),
+        ("k_rotated", ctypes.c_int32),
+        ("v_rotated", ctypes.c_int32),
+    )
+
+
+class PagesStruct(ctypes.Structure):
+    """PagedKvPages."""
+
+    _fields_ = (
+        ("slabs", ctypes.POINTER(ctypes.c_void_p)),
+        ("slab_layouts", _int_pointer),
+        ("layouts", ctypes.POINTER(LayoutStruct)),
+        ("slab_stride", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("k_dim", ctypes.c_int32),
+        ("v_dim", ctypes.c_int32),
+        ("k_dtype", ctypes.c_int32),
+        ("v_dtype", ctypes.c_int32),
+    )
+
+
+class RowsStruct(ctypes.Structure):
+    """PagedKvRows."""
+
+    _fields_ = (
+        ("block_tables", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("right_padding", ctypes.c_void_p),
+        ("batch", ctypes.c_int32),
+        ("table_stride", ctypes.c_int32),
+    )
+
+
+class OptionsStruct(ctypes.Structure):
+    """PagedKvOptions."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("sinks", ctypes.c_void_p),
+        ("tail_k", ctypes.c_void_p),
+        ("tail_v", ctypes.c_void_p),
+        ("log_sum_exp", ctypes.c_void_p),
+    )
+
+
+_NAME = b"dltensor"
+_address = ctypes.pythonapi.PyCapsule_GetPointer
+_address.restype = ctypes.c_void_p
+_address.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+class Tensor:
+    """A DLPack tensor of a computed array, at `address` for as long as this lives."""
+
+    __slots__ = ("_capsule", "address")
+
+    def __init__(self, array: mx.array) -> None:
+        self._capsule = array.__dlpack__()
+        self.address: int = _address(self._capsule, _NAME)
+
+
+class NativeLibrary:
+    """The functions of the library; see the header for what they do.
+
+    Raises:
+        OSError: the file is missing, or is not a library of this machine.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Not PyDLL: the interpreter runs other threads meanwhile.
+        self._library = ctypes.CDLL(str(path))
+        self._library.paged_kv_instruction_sets.restype = ctypes.c_char_p
+        pages, rows = ctypes.POINTER(PagesStruct), ctypes.POINTER(RowsStruct)
+        tensor, options = ctypes.c_void_p, ctypes.POINTER(OptionsStruct)
+        self._write = self._function("write", pages, rows, tensor, tensor)
+        self._attend = self._function("attend", pages, rows, tensor, tensor, options)
+        self._gather = self._function("gather", pages, rows, tensor, tensor)
+        self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
+        self._load = self._function("load", pages, ctypes.c_int32, tensor)
+        self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
+        self._ask_for_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self._ask_for_huge_pages.restype = None
+        self._instruction_set = self.instruction_sets[0]
+
+    @property
+    def instruction_set(self) -> str:
+        """The one in use."""
+        return self._instruction_set
+
+    @property
+    def instruction_sets(self) -> tuple[str, ...]:
+        """Those that the library has and this machine supports, the best first."""
+        names: bytes = self._library.paged_kv_instruction_sets()
+        return tuple(names.decode().split(","))
+
+    def use_instruction_set(self, name: str) -> None:
+        """Use one from now on.
+
+        Raises:
+            ValueError: the library has none of that name that runs here.
+        """
+        if name not in self.instruction_sets:
+            known = ", ".join(self.instruction_sets)
+            raise ValueError(f"PAGED_KV_ISA must be one of {known} on this machine, got {name!r}")
+        self._library.paged_kv_use_instruction_set(name.encode())
+        self._instruction_set = name
+
+    def use_threads(self, count: int) -> None:
+        self._library.paged_kv_use_threads(count)
+
+    def ask_for_huge_pages(self, address: int, size: int) -> None:
+        """Have the system back `size` bytes with huge pages as they are written, if it can."""
+        self._ask_for_huge_pages(address, size)
+
+    # Arrays are computed. What stands for one here must live until the call is over.
+
+    def write(self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array) -> None:
+        k, v = keys.__dlpack__(), values.__dlpack__()
+        status = self._write(pages, rows, _address(k, _NAME), _address(v, _NAME))
+        if status:
+            _fail(status)
+
+    def attend(
+        self,
+        pages: PagesStruct,
+        rows: RowsStruct,
+        queries: mx.array,
+        outputs: mx.array,
+        options: OptionsStruct,
+    ) -> None:
+        q, o = queries.__dlpack__(), outputs.__dlpack__()
+        status = self._attend(pages, rows, _address(q, _NAME), _address(o, _NAME), options)
+        if status:
+            _fail(status)
+
+    def gather(
+        self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array
+    ) -> None:
+        k, v = keys.__dlpack__(), values.__dlpack__()
+        status = self._gather(pages, rows, _address(k, _NAME), _address(v, _NAME))
+        if status:
+            _fail(status)
+
+    def copy(self, pages: PagesStruct, sources: list[int], targets: list[int]) -> None:
+        array = ctypes.c_int32 * len(sources)
+        status = self._copy(pages, array(*sources), array(*targets), len(sources))
+        if status:
+            _fail(status)
+
+    def load(self, pages: PagesStruct, entry: int, content: mx.array) -> None:
+        tensor = content.__dlpack__()
+        status = self._load(pages, entry, _address(tensor, _NAME))
+        if status:
+            _fail(status)
+
+    def _function(self, name: str, *types: type) -> "ctypes._NamedFuncPointer":
+        function = self._library[f"paged_kv_{name}"]
+        function.argtypes = types
+        function.restype = ctypes.c_int
+        return function
+
+
+def _fail(status: int) -> NoReturn:
+    if status == 1:
+        raise MemoryError("the CPU kernels found no memory for their intermediate results")
+    raise ValueError(
+        "the CPU kernels were given arrays whose shapes or dtypes do not fit the pages"
+    )
+
+
+@cache
+def load_native_library() -> tuple[NativeLibrary | None, str]:
+    """The library, ready for use; or None, and why there is none.
+
+    PAGED_KV_ISA names the instruction set to use, PAGED_KV_THREADS the number of threads.
+
+    Raises:
+        ValueError: one of the two is set to what cannot be.
+    """
+    if not LIBRARY.exists():
+        return None, "it was not built: there was no C++ compiler when paged_kv was installed"
+    try:
+        library = NativeLibrary(LIBRARY)
+    except (OSError, AttributeError) as error:
+        return None, f"it does not load: {error}"
+    library.use_threads(thread_count())
+    if name := os.environ.get("PAGED_KV_ISA"):
+        library.use_instruction_set(name)
+    return library, ""

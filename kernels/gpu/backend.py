@@ -1,0 +1,238 @@
+"""Pages through kernels on a GPU, which write them in place.
+
+Everything here is lazy. `gpu_order` says what makes reads wait for writes and writes for reads.
+"""
+
+import math
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from paged_kv.kernels.gpu.arrays import TABLES, BoundSlabs, Tables, bind, bound_slabs, tables_of
+from paged_kv.kernels.gpu.decode import Decode
+from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS, SLABS, GpuKernels, Maker
+from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.prefill import Prefill
+from paged_kv.kernels.gpu.rows import RowKernels
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+
+HEAD_SIZES = {64, 80, 96, 128, 192, 256}
+DTYPES = {mx.float16, mx.bfloat16}
+LOG2_E = math.log2(math.e)
+
+
+class GpuBackend:
+    """See `Backend` for the operations.
+
+    Args:
+        dialect: "metal" or "cuda".
+        maker: compiles a kernel of that dialect.
+
+    Attributes:
+        fallbacks: how often plain MLX operations had to do it, because a batch has pages in more
+            slabs than a kernel takes.
+    """
+
+    writes_in_place = True
+
+    def __init__(self, dialect: str, maker: Maker) -> None:
+        self.name = dialect
+        self.order = Order()
+        self.fallbacks = 0
+        kernels = GpuKernels(dialect, maker)
+        self._decode = Decode(kernels, self.order)
+        self._prefill = Prefill(kernels, self.order)
+        self._rows = RowKernels(kernels, self.order)
+        self._plain = PlainBackend()
+
+    def supports(self, geometry: LayerGeometry) -> bool:
+        return (
+            geometry.k_heads == geometry.v_heads
+            and {geometry.k_dim, geometry.v_dim} <= HEAD_SIZES
+            and geometry.k_dtype == geometry.v_dtype
+            and geometry.k_dtype in DTYPES
+        )
+
+    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
+        return self._plain.new_slab(pages, page_units, unit_words)
+
+    def settle(self, pages: LayerMemory) -> None:
+        mx.eval(self.order.latest(pages))
+
+    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        tables, slabs = self._bound(pages, rows)
+        if not tables.slabs or not keys.shape[2]:
+            return
+        if slabs is None:
+            self._fall_back(pages)
+            self._plain.write(pages, keys, values, rows)
+            return
+        self._rows.write(pages, slabs, tables, keys, values)
+
+    def begin(self, *arrays: mx.array) -> None:
+        """No write waits for anything: kernels are computed with all the rest of a step."""
+
+    def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
+        """By copying from an array that is laid out as a slab of only these pages."""
+        stride = pages.slab_stride
+        for layout in {pages.layout_of(entry) for entry in contents}:
+            entries = [entry for entry in contents if pages.layout_of(entry) == layout]
+            memory = mx.concatenate([mx.contiguous(contents[entry]) for entry in entries])
+            mx.eval(memory)
+            for slab in {entry // stride for entry in entries}:
+                mine = [each for each in enumerate(entries) if each[1] // stride == slab]
+                pairs = [(at, stride + entry % stride) for at, entry in mine]
+                target = pages.slabs[slab]
+                bound = bind([(memory, layout), (target.memory, target.layout)], stride)
+                self._rows.copy(pages, bound, pairs)
+
+    def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
+        stride = pages.slab_stride
+        slabs = sorted({entry // stride for pair in copies.items() for entry in pair})
+        if len(slabs) > SLABS:
+            self._fall_back(pages)
+            self._plain.convert(pages, copies)
+            return
+        pairs = [
+            tuple(slabs.index(entry // stride) * stride + entry % stride for entry in pair)
+            for pair in copies.items()
+        ]
+        if pairs:
+            self._rows.copy(pages, bound_slabs(pages, tuple(slabs)), pairs)
+
+    convert = copy
+
+    def gather(
+        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+    ) -> tuple[mx.array, mx.array]:
+        tables, slabs = self._bound(pages, rows)
+        if slabs is None:
+            self._fall_back(pages)
+            keys, values = self._plain.gather(pages, rows, tail)
+            mx.eval(keys, values)
+            return keys, values
+        geometry, length = pages.geometry, max(rows.ends)
+        if not length:
+            shape, dtype = (len(rows.context_lens), geometry.k_heads, 0), geometry.k_dtype
+            return mx.zeros((*shape, geometry.k_dim), dtype), mx.zeros(
+                (*shape, geometry.v_dim), dtype
+            )
+        return self._rows.gather(pages, slabs, tables, length, self._in_dtype(pages, tail))
+
+    def attend(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+        tail: Tail | None,
+    ) -> mx.array:
+        tables, slabs = self._bound(pages, rows)
+        if slabs is None:
+            self._fall_back(pages)
+            output = self._plain.attend(
+                pages,
+                queries,
+                rows,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sinks=sinks,
+                tail=tail,
+            )
+            mx.eval(output)
+            return output
+        dtype, own = queries.dtype, pages.geometry.k_dtype
+        queries = queries if dtype == own else queries.astype(own)
+        base = scale * LOG2_E
+        sinks = None if sinks is None else _padded(sinks)
+        if queries.shape[2] == 1 and tail is None:
+            output = self._decode(
+                pages, slabs, tables, queries, rows, base, window or 0, sinks, None
+            )
+        else:
+            sees_back = causal or window is not None
+            tail = self._in_dtype(pages, tail)
+            output = self._prefill(
+                pages, slabs, tables, queries, base, sees_back, window or 0, sinks, tail
+            )
+        return output if dtype == own else output.astype(dtype)
+
+    def write_and_attend(
+        self,
+        pages: LayerMemory,
+        step: Tail,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """What `write` and then `attend` give; a step of one token a row takes no launch more than
+        `attend` alone."""
+        tables, slabs = self._bound(pages, rows)
+        if queries.shape[2] != 1 or slabs is None or not tables.slabs:
+            self.write(pages, *step, rows)
+            return self.attend(
+                pages,
+                queries,
+                rows,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sinks=sinks,
+                tail=None,
+            )
+        dtype, own = queries.dtype, pages.geometry.k_dtype
+        queries = queries if dtype == own else queries.astype(own)
+        output = self._decode(
+            pages,
+            slabs,
+            tables,
+            queries,
+            rows,
+            scale * LOG2_E,
+            window or 0,
+            None if sinks is None else _padded(sinks),
+            step,
+        )
+        return output if dtype == own else output.astype(dtype)
+
+    def _bound(self, pages: LayerMemory, rows: PageRows) -> tuple[Tables, BoundSlabs | None]:
+        """What kernels are told of rows and of their pages; None where no kernel takes them."""
+        tables: Tables = rows.memo.get(TABLES) or tables_of(rows, pages.slab_stride)
+        if len(tables.slabs) > SLABS or not pages.slabs:
+            return tables, None
+        return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
+
+    def _in_dtype(self, pages: LayerMemory, tail: Tail | None) -> Tail | None:
+        if tail is None:
+            return None
+        keys, values = tail
+        return keys.astype(pages.geometry.k_dtype), values.astype(pages.geometry.k_dtype)
+
+    def _fall_back(self, pages: LayerMemory) -> None:
+        """Plain operations may follow: what kernels were asked for is done."""
+        self.fallbacks += 1
+        say_once(
+            f"a batch has pages in more than {SLABS} slabs, so plain MLX operations serve it, "
+            "which are slower. A smaller max_bytes makes fewer slabs, and compact() empties some"
+        )
+        self.settle(pages)
+
+
+def _padded(sinks: mx.array) -> mx.array:
+    """As many as an input must have; kernels read them in any dtype."""
+    if sinks.size >= LEAST_ELEMENTS:
+        return sinks
+    return mx.pad(sinks, (0, LEAST_ELEMENTS - sinks.size))

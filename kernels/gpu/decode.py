@@ -1,0 +1,137 @@
+"""Attention of a step of one token a row: one launch, or two where contexts are long.
+
+The kernel that attends also writes the step, if it is given one. What a launch needs beside a
+layer's own arrays is the same in all layers of a kind, and is made once a step.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import mlx.core as mx
+
+from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
+from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.tuning import LANES, TILE, DecodeShape, decode_shape
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the launches of several layers have in common.
+
+    Attributes:
+        scale: of logits in base 2.
+        window: 0 for none.
+        sinks: their dtype.
+        writes: whether the step is written too.
+    """
+
+    kind: PageKind
+    heads: int
+    scale: float
+    window: int
+    sinks: mx.Dtype | None
+    writes: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Launches, and what they take that no layer has of its own."""
+
+    attend: Launch
+    merge: Launch | None
+    params: mx.array
+    arrays: tuple[mx.array, ...] = ()
+
+
+class Decode:
+    """Attention of one query a row."""
+
+    def __init__(self, kernels: GpuKernels, order: Order) -> None:
+        self._kernels = kernels
+        self._order = order
+        self._new_plan = lru_cache(maxsize=256)(self._plan_of)
+
+    def __call__(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        queries: mx.array,
+        rows: PageRows,
+        scale: float,
+        window: int,
+        sinks: mx.array | None,
+        step: Tail | None,
+    ) -> mx.array:
+        """[B, q_heads, 1, v_dim], of queries [B, q_heads, 1, k_dim] of the pages' dtype."""
+        heads, dtype = queries.shape[1], None if sinks is None else sinks.dtype
+        key = (slabs.kind, heads, scale, window, dtype, step is None)
+        plan: _Plan | None = tables.plans.get(key)
+        if plan is None:
+            asked = Asked(slabs.kind, heads, scale, window, dtype, step is not None)
+            plan = tables.plans[key] = self._plan(asked, tables, rows)
+        inputs = [queries, *step] if step is not None else [queries]
+        of_sinks = [] if sinks is None else [sinks]
+        if plan.merge is None:
+            inputs += of_sinks
+        outputs = self._order.run(pages, plan.attend, [*inputs, *slabs.inputs, *plan.arrays])
+        if plan.merge is None:
+            return outputs[0]
+        partials, measures, _ = outputs
+        return plan.merge([partials, measures, *of_sinks, plan.params])[0]
+
+    def _plan(self, asked: Asked, tables: Tables, rows: PageRows) -> _Plan:
+        """Of lengths that make the same parts there is one."""
+        longest = max(rows.context_lens)
+        if asked.window:
+            longest = min(longest, asked.window) + TILE
+        batch, width = tables.array.shape
+        geometry = asked.kind.geometry
+        rotates = "HAS_CODES" in asked.kind.flags
+        shape = decode_shape(
+            batch, asked.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
+        )
+        plan = self._new_plan(asked, shape, batch, width)
+        return replace(plan, arrays=(tables.array, plan.params))
+
+    def _plan_of(self, asked: Asked, shape: DecodeShape, batch: int, width: int) -> _Plan:
+        kind, geometry = asked.kind, asked.kind.geometry
+        bases = len(kind.bases)
+        is_whole = shape.splits * bases == 1
+        params = parameters(
+            slab_stride=kind.slab_stride,
+            table_stride=width,
+            kv_heads=geometry.k_heads,
+            ratio=asked.heads // geometry.k_heads,
+            scale=asked.scale,
+            window=asked.window,
+            splits=shape.splits,
+            split_tiles=shape.tiles,
+            first_basis=kind.bases[0],
+            bases=bases,
+        )
+        dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
+        sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
+        sinks = ["SINKS"] if asked.sinks is not None else []
+        flags = [*kind.flags, "WHOLE", *sinks] if is_whole else [*kind.flags, "PARTIAL"]
+        if asked.writes:
+            flags.append("STEP")
+        output = Output((batch, asked.heads, 1, geometry.v_dim), geometry.k_dtype)
+        slots = batch * asked.heads * shape.splits * bases
+        partial = [Output((slots, geometry.v_dim), mx.float32), Output((slots, 2), mx.float32)]
+        attend = Launch(
+            self._kernels.kernel("decode", geometry.k_dtype, dims | sizes, flags),
+            (geometry.k_heads * shape.groups, shape.splits, batch * bases),
+            LANES * shape.parts * shape.blocks,
+            [output, DONE] if is_whole else [*partial, DONE],
+        )
+        if is_whole:
+            return _Plan(attend, None, params)
+        turns = ["HAS_CODES"] if 1 in kind.bases else []
+        kernel = self._kernels.kernel(
+            "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks]
+        )
+        return _Plan(attend, Launch(kernel, (asked.heads, batch, 1), LANES, [output]), params)

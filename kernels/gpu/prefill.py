@@ -1,0 +1,103 @@
+"""Attention of a step of several tokens a row, of which pages may hold all or only the earlier."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+
+from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
+from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.page_rows import Tail
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the launches of several layers have in common.
+
+    Attributes:
+        shape: of the queries.
+        table_stride: numbers of a row of the tables.
+        scale: of logits in base 2.
+        window: 0 for none.
+        sinks: their dtype.
+        tail: tokens of the step that no page holds.
+    """
+
+    kind: PageKind
+    shape: tuple[int, ...]
+    table_stride: int
+    scale: float
+    window: int
+    causal: bool
+    sinks: mx.Dtype | None
+    tail: int
+
+
+class Prefill:
+    """Attention of any number of queries a row."""
+
+    def __init__(self, kernels: GpuKernels, order: Order) -> None:
+        self._kernels = kernels
+        self._order = order
+        self._launch = lru_cache(maxsize=256)(self._launch_of)
+
+    def __call__(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        queries: mx.array,
+        scale: float,
+        causal: bool,
+        window: int,
+        sinks: mx.array | None,
+        tail: Tail | None,
+    ) -> mx.array:
+        """[B, q_heads, S, v_dim], of queries [B, q_heads, S, k_dim] of the pages' dtype."""
+        asked = Asked(
+            slabs.kind,
+            queries.shape,
+            tables.array.shape[1],
+            scale,
+            window,
+            causal,
+            None if sinks is None else sinks.dtype,
+            0 if tail is None else tail[0].shape[2],
+        )
+        launch, params = self._launch(asked)
+        inputs = [queries, *(tail or ())]
+        if sinks is not None:
+            inputs.append(sinks)
+        inputs += [*slabs.inputs, tables.array, params]
+        return self._order.run(pages, launch, inputs)[0]
+
+    def _launch_of(self, asked: Asked) -> tuple[Launch, mx.array]:
+        geometry, (batch, heads, steps, _) = asked.kind.geometry, asked.shape
+        ratio = heads // geometry.k_heads
+        params = parameters(
+            slab_stride=asked.kind.slab_stride,
+            table_stride=asked.table_stride,
+            kv_heads=geometry.k_heads,
+            steps=steps,
+            ratio=ratio,
+            q_heads=heads,
+            scale=asked.scale,
+            window=asked.window,
+            causal=int(asked.causal),
+            tail=asked.tail,
+        )
+        flags = [*asked.kind.flags]
+        flags += ["SINKS"] if asked.sinks is not None else []
+        flags += ["TAIL"] if asked.tail else []
+        dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
+        rows = PREFILL_ROWS[self._kernels.dialect]
+        launch = Launch(
+            self._kernels.kernel("prefill", geometry.k_dtype, dims, flags),
+            (-(-steps * ratio // rows), geometry.k_heads, batch),
+            PREFILL_THREADS,
+            [Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype), DONE],
+        )
+        return launch, params

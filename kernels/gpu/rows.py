@@ -1,0 +1,87 @@
+"""Kernels that move rows of pages: write, gather and copy."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from paged_kv.kernels.gpu.arrays import TABLE_WIDTH, BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
+from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.tuning import LANES, ROW_SIMDGROUPS
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_rows import Tail
+
+
+class RowKernels:
+    """A simdgroup of theirs takes a token's keys, or values, of one head."""
+
+    def __init__(self, kernels: GpuKernels, order: Order) -> None:
+        self._kernels = kernels
+        self._order = order
+        self._launch = lru_cache(maxsize=256)(self._launch_of)
+
+    def write(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        keys: mx.array,
+        values: mx.array,
+    ) -> None:
+        """Write a step [B, heads, S, dim]; see `Backend.write`."""
+        (batch, width), count = tables.array.shape, keys.shape[2]
+        launch, params = self._launch("write", slabs.kind, batch, count, width)
+        inputs = [keys, values, *slabs.inputs, tables.array, params]
+        self._order.run(pages, launch, inputs)
+
+    def gather(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        tokens: int,
+        tail: Tail | None,
+    ) -> tuple[mx.array, mx.array]:
+        """Keys and values [B, heads, tokens, dim]; see `Backend.gather`."""
+        (batch, width), count = tables.array.shape, tail[0].shape[2] if tail else 0
+        launch, params = self._launch("gather", slabs.kind, batch, tokens, width, count)
+        inputs = [*(tail or ()), *slabs.inputs, tables.array, params]
+        keys, values, _ = self._order.run(pages, launch, inputs)
+        return keys, values
+
+    def copy(self, pages: LayerMemory, slabs: BoundSlabs, pairs: Sequence[tuple[int, ...]]) -> None:
+        """Copy pages by their entries among these slabs."""
+        table = np.zeros((len(pairs), TABLE_WIDTH), np.int32)
+        table[:, :2] = pairs
+        launch, params = self._launch("copy", slabs.kind, len(pairs), PAGE_SIZE, TABLE_WIDTH)
+        self._order.run(pages, launch, [*slabs.inputs, mx.array(table), params])
+
+    def _launch_of(
+        self, operation: str, kind: PageKind, batch: int, tokens: int, width: int, tail: int = 0
+    ) -> tuple[Launch, mx.array]:
+        """For so many rows of the tables, and tokens of each."""
+        geometry = kind.geometry
+        dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
+        flags = [*kind.flags, *(["TAIL"] if tail else [])]
+        outputs = [
+            Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
+            for dim in dims.values()
+        ]
+        launch = Launch(
+            self._kernels.kernel(operation, geometry.k_dtype, dims, flags),
+            (-(-tokens // ROW_SIMDGROUPS), geometry.k_heads, 2 * batch),
+            LANES * ROW_SIMDGROUPS,
+            [*outputs, DONE] if operation == "gather" else [DONE],
+        )
+        params = parameters(
+            slab_stride=kind.slab_stride,
+            table_stride=width,
+            kv_heads=geometry.k_heads,
+            steps=tokens,
+            tokens=tokens,
+            tail=tail,
+        )
+        return launch, params

@@ -1,0 +1,172 @@
+"""The text of the GPU kernels, as MLX takes it.
+
+kernels/gpu holds what Metal and CUDA have in common, in words that kernels/metal/dialect.h and
+kernels/cuda/dialect.h define. A file kernels/metal/OPERATION.metal or kernels/cuda/OPERATION.cu is
+the body of a kernel, behind the file `begin` that all bodies share; MLX writes the signature.
+
+MLX joins and hashes the whole text at every call, so a text holds only what its kernel uses: no
+comments, no parts of other variants (`#ifdef` is decided here), and of the headers only what is
+reached from the body.
+
+This file imports nothing of MLX, so that benches/cuda_texts.py can load it alone.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+KERNELS = Path(__file__).parents[1]
+SUFFIXES = {"metal": "metal", "cuda": "cu"}
+
+# All headers, in an order in which none uses a later one; each is in the dialect's folder or in
+# kernels/gpu. Only CUDA has `mma`. Constants of a variant follow the first.
+HEADERS = ["dialect", "pages", "rows", "reading", "write", "copy", "gather", "decode", "merge"]
+HEADERS += ["mma", "matrices", "prefill_plan", "prefill"]
+
+# Operations whose arguments are not pages.
+WITHOUT_PAGES = {"merge"}
+
+# The model's dtype in each dialect.
+NUMBERS = {
+    "metal": {"float16": "half", "bfloat16": "bfloat"},
+    "cuda": {"float16": "__half", "bfloat16": "__nv_bfloat16"},
+}
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """What MLX takes: what stands before the kernel, and the kernel without its signature."""
+
+    header: str
+    body: str
+
+
+def kernel_text(
+    dialect: str,
+    operation: str,
+    dtype: str,
+    constants: Mapping[str, int],
+    flags: Collection[str],
+) -> KernelText:
+    """One variant of an operation.
+
+    Args:
+        dtype: the model's, "float16" or "bfloat16".
+        constants: numbers by the names that the text has for them.
+        flags: what `#ifdef` asks for.
+    """
+    flags = {*flags, dtype.upper()}
+    suffix = SUFFIXES[dialect]
+    names = [operation] if operation in WITHOUT_PAGES else ["begin", operation]
+    body = "\n".join(plain(source(KERNELS / dialect / f"{name}.{suffix}"), flags) for name in names)
+    items = [f"typedef {NUMBERS[dialect][dtype]} T;"]
+    for name in HEADERS:
+        path = header_path(dialect, name)
+        if path.exists():
+            items += _items(plain(source(path), flags))
+        if name == "dialect":
+            items += [f"CONSTANT uint {each} = {number};" for each, number in constants.items()]
+    return KernelText(_namespace(_reached(items, body)), f"\n{body}\n")
+
+
+def own_words(dialect: str) -> set[str]:
+    """The words that are ours, so that they may have other names: those of kernels/gpu, and what
+    the dialect declares for it."""
+    ours: set[str] = set()
+    for name in HEADERS:
+        path = header_path(dialect, name)
+        if path.parent.name == "gpu" and path.exists():
+            ours.update(_WORD.findall(_every_part(path)))
+        elif name == "dialect":
+            ours.update(*map(_names, _items(plain(source(path)))))
+    return ours
+
+
+def _every_part(path: Path) -> str:
+    lines = [line for line in source(path).splitlines() if not line.startswith("#")]
+    return plain("\n".join(lines))
+
+
+def header_path(dialect: str, name: str) -> Path:
+    """Where a header is."""
+    own = KERNELS / dialect / f"{name}.h"
+    return own if own.exists() else KERNELS / "gpu" / f"{name}.h"
+
+
+@cache
+def source(path: Path) -> str:
+    """A file as it is."""
+    return path.read_text()
+
+
+def plain(text: str, flags: Collection[str] = ()) -> str:
+    """A text without comments, indentation, blank lines, and parts for other flags."""
+    lines, holds = [], [True]
+    for line in text.splitlines():
+        line = line.partition("//")[0].strip()
+        word, _, flag = line.partition(" ")
+        if word in ("#ifdef", "#ifndef"):
+            holds.append((flag in flags) == (word == "#ifdef"))
+        elif word == "#else":
+            holds[-1] = not holds[-1]
+        elif word == "#endif":
+            holds.pop()
+        elif line and all(holds):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _items(text: str) -> list[str]:
+    """The declarations of a plain text: each ends where no brace is open, with a semicolon or a
+    brace."""
+    items: list[str] = []
+    lines: list[str] = []
+    depth = 0
+    for line in text.splitlines():
+        lines.append(line)
+        depth += line.count("{") - line.count("}")
+        if not depth and (line.endswith((";", "}")) or line.startswith("#define")):
+            items.append("\n".join(lines))
+            lines.clear()
+    assert not lines, f"no declaration ends here: {lines[0]!r}"
+    return items
+
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_NAMES = (
+    re.compile(r"#define (\w+)"),
+    re.compile(r"(?:struct|enum) (\w+)"),
+    re.compile(r"typedef .*?(\w+);", re.DOTALL),
+    re.compile(r"(\w+)(?:<\w+>)?\("),
+    re.compile(r"(\w+) ="),
+)
+
+
+def _names(item: str) -> set[str]:
+    """What a declaration declares."""
+    if item.startswith("CONSTANT"):
+        return set(re.findall(r"(\w+) =", item))
+    if item.startswith("enum"):
+        return set(_WORD.findall(item))
+    for pattern in _NAMES:
+        if (found := pattern.search(item)) is not None:
+            return {found[1]}
+    raise AssertionError(f"what does this declare? {item!r}")
+
+
+def _reached(items: Iterable[str], body: str) -> list[str]:
+    """Those declarations that the body uses, or what it uses does."""
+    used, kept = set(_WORD.findall(body)), []
+    for item in reversed([*items]):
+        if _names(item) & used:
+            used.update(_WORD.findall(item))
+            kept.append(item)
+    return kept[::-1]
+
+
+def _namespace(items: list[str]) -> str:
+    first = "\n".join(item for item in items if item.startswith("#define"))
+    rest = "\n".join(item for item in items if not item.startswith("#define"))
+    return f"{first}\nnamespace paged_kv {{\n{rest}\n}}\n"

@@ -1,0 +1,111 @@
+"""What a backend does with the pages of a layer.
+
+A backend alone decides how a write reaches a slab and what later reads must wait for, so no code
+outside the rooms of backends touches page memory.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+
+
+class Backend(Protocol):
+    """Operations on the pages of one layer. B rows, S new tokens, T tokens in all."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fallbacks(self) -> int:
+        """How often plain MLX operations had to do what a kernel could not."""
+        ...
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether an array that was read lazily, and is computed after a write, shows it."""
+        ...
+
+    def supports(self, geometry: LayerGeometry) -> bool:
+        """Whether the other operations work on the pages of such a layer, whatever their format."""
+        ...
+
+    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
+        """Memory for `pages` pages, uint16 [pages * page_units, unit_words].
+
+        Raises:
+            MemoryError: the machine has not that much.
+        """
+        ...
+
+    def begin(self, *arrays: mx.array) -> None:
+        """Begin to compute what a write will wait for, if it does wait: any thread can then."""
+        ...
+
+    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        """Write a step of keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim], without
+        its padding, as the last of each row's tokens."""
+        ...
+
+    def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
+        """Fill whole pages (entry: uint16 [page_units, unit_words])."""
+        ...
+
+    def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
+        """Copy whole pages (from entry, to entry) of one format. No entry is both."""
+        ...
+
+    def convert(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
+        """Copy whole pages (from entry, to entry) into pages of other formats."""
+        ...
+
+    def gather(
+        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+    ) -> tuple[mx.array, mx.array]:
+        """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context
+        with its right padding. Rows end at T, and padding is zeros. Lazy."""
+        ...
+
+    def settle(self, pages: LayerMemory) -> None:
+        """Wait until all that was asked of the pages is done, so that others may look at them."""
+        ...
+
+    def attend(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+        tail: Tail | None,
+    ) -> mx.array:
+        """Attention of a step of queries [B, q_heads, S, k_dim], over all tokens of their rows;
+        [B, q_heads, S, v_dim], finite where the step is padding.
+
+        `causal` hides later tokens; `window` hides them too, and those that are `window` or more
+        positions back.
+        `sinks` [q_heads] are logits of one more key without a value.
+        """
+        ...
+
+    def write_and_attend(
+        self,
+        pages: LayerMemory,
+        step: Tail,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """`write` a step, and `attend` to all tokens with its queries, at less than both cost."""
+        ...

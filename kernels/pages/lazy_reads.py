@@ -1,0 +1,92 @@
+"""What was read from a layer's pages and may not be computed yet.
+
+A gathered array reads the pages when it is computed, and a page that is written in place by then
+shows the new contents. So what may still be needed is computed before a page changes: arrays that
+somebody holds, and arrays that only a graph holds.
+
+MLX computes a lazy array only in the thread that made it. So each thread computes its own, and
+those of other threads must be computed already where they read a page that is about to change.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from threading import Thread, current_thread
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.kernels.pages.page_rows import PageRows
+
+
+class _Read(NamedTuple):
+    """Arrays that a thread gathered from some rows: held by its caller, or maybe by a graph."""
+
+    thread: Thread
+    rows: PageRows
+    held: tuple["weakref.ref[mx.array]", ...] = ()
+    in_graph: tuple[mx.array, ...] = ()
+
+    def waiting(self) -> list[mx.array]:
+        held = [reference() for reference in self.held]
+        return [*self.in_graph, *[array for array in held if array is not None]]
+
+
+class LazyReads:
+    """Arrays by the thread that made them. All methods may be called from any thread.
+
+    Attributes:
+        noted: what may not be computed yet.
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[_Read] = []
+
+    def watch(self, arrays: Iterable[mx.array], rows: PageRows) -> None:
+        """Note arrays of these rows that the caller holds."""
+        self.noted.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
+
+    def leave(self, arrays: tuple[mx.array, ...], rows: PageRows, thread: Thread) -> None:
+        """Note arrays of these rows that a thread has made, and that only a graph may still hold.
+
+        The collector may call this at any time: it only appends.
+        """
+        self.noted.append(_Read(thread, rows, in_graph=arrays))
+
+    def waiting(self) -> list[mx.array]:
+        """This thread's arrays that may not be computed yet."""
+        me = current_thread()
+        return [array for read in self.noted if read.thread is me for array in read.waiting()]
+
+    def compute(self, changing: Callable[[], set[int]]) -> None:
+        """Compute this thread's arrays and forget them, before the entries that `changing` gives
+        are written.
+
+        Raises:
+            ThreadConflict: another thread's array reads one of them, and is not computed yet.
+        """
+        # What the collector appends meanwhile stays noted.
+        reads, self.noted = self.noted, []
+        if not reads:
+            return
+        me = current_thread()
+        try:
+            mx.eval([array for read in reads if read.thread is me for array in read.waiting()])
+        except BaseException:
+            self.noted[:0] = reads
+            raise
+        # Nothing will be computed in a thread that has ended.
+        others = [read for read in reads if read.thread is not me and read.thread.is_alive()]
+        others = [read for read in others if read.waiting()]
+        if others:
+            self.noted[:0] = others
+            _require_computed(others, changing())
+
+
+def _require_computed(reads: list[_Read], entries: set[int]) -> None:
+    for read in reads:
+        if any(not entries.isdisjoint(table) for table in read.rows.block_tables):
+            try:
+                mx.eval(read.waiting())
+            except RuntimeError as error:
+                raise ThreadConflict from error

@@ -1,0 +1,172 @@
+"""What the bytes of a page are.
+
+A page holds 256 tokens of one layer as planes, one behind the other. A plane is an array
+[heads, 256, row_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
+token's row in one head is `row_words` words. Keys have one plane or more, by their number format,
+then values have theirs. Whoever moves rows or pages needs to know no more than that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import gcd
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.number_format import WORD, NumberFormat, Quantised, SixteenBit
+
+PAGE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One [heads, 256, row_words] part of a page."""
+
+    heads: int
+    row_words: int
+
+    @property
+    def words(self) -> int:
+        return self.heads * PAGE_SIZE * self.row_words
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """How a page holds keys, and how values."""
+
+    keys: NumberFormat
+    values: NumberFormat
+
+    @property
+    def name(self) -> str:
+        """Such as "q4", or "q8/q4" where keys and values differ."""
+        keys, values = self.keys.name, self.values.name
+        return keys if keys == values else f"{keys}/{values}"
+
+    def planes(self, geometry: LayerGeometry) -> tuple[Plane, ...]:
+        """The planes of a page, in order.
+
+        Raises:
+            ValueError: the format cannot hold this geometry.
+        """
+        k_words = self.keys.row_words(geometry.k_dim, geometry.k_dtype)
+        v_words = self.values.row_words(geometry.v_dim, geometry.v_dtype)
+        keys = [Plane(geometry.k_heads, words) for words in k_words]
+        values = [Plane(geometry.v_heads, words) for words in v_words]
+        return (*keys, *values)
+
+    def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
+        """Rows for each plane, uint16 [batch, heads, tokens, row_words], of keys and values
+        [batch, heads, tokens, dim]."""
+        return self.keys.encode(keys) + self.values.encode(values)
+
+    def decode(
+        self, geometry: LayerGeometry, rows: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """Keys and values [..., heads, tokens, dim] of the rows of each plane."""
+        first = len(self.keys.row_words(geometry.k_dim, geometry.k_dtype))
+        keys = self.keys.decode(rows[:first], geometry.k_dtype)
+        return keys, self.values.decode(rows[first:], geometry.v_dtype)
+
+
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    each.name: each
+    for each in (
+        SixteenBit(),
+        Quantised(8, is_rotated=True),
+        Quantised(4, is_rotated=True),
+        Quantised(8, is_rotated=False),
+        Quantised(4, is_rotated=False),
+    )
+}
+
+FormatName = str | tuple[str, str]
+"""A page format by its name, or by the names of the formats of its keys and values."""
+
+
+def page_format_named(name: FormatName) -> PageFormat:
+    """The format of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parts = tuple(name.split("/") if isinstance(name, str) else name)
+    is_known = all(isinstance(part, str) and part in NUMBER_FORMATS for part in parts)
+    if not is_known or len(parts) not in ((1, 2) if isinstance(name, str) else (2,)):
+        known = ", ".join(map(repr, NUMBER_FORMATS))
+        raise ValueError(
+            f"{name!r} is no page format: there are {known}, two of those for keys and values, "
+            "such as 'q8/q4', and 'auto'"
+        )
+    return PageFormat(NUMBER_FORMATS[parts[0]], NUMBER_FORMATS[parts[-1]])
+
+
+FP16 = page_format_named("fp16")
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where the planes of one layer's pages of one format lie, in units that divide every row.
+
+    A slab is an array [pages * page_units, unit_words], so that a row of any plane is a whole
+    number of the slab's rows and can be written by index.
+
+    Raises:
+        ValueError: the format cannot hold this geometry.
+    """
+
+    page_format: PageFormat
+    geometry: LayerGeometry
+
+    def __post_init__(self) -> None:
+        assert self.planes
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """The planes of a page, in order."""
+        return self.page_format.planes(self.geometry)
+
+    @cached_property
+    def unit_words(self) -> int:
+        return gcd(*(plane.row_words for plane in self.planes))
+
+    @cached_property
+    def page_words(self) -> int:
+        return sum(plane.words for plane in self.planes)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_words * WORD.size
+
+    @cached_property
+    def page_units(self) -> int:
+        return self.page_words // self.unit_words
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The first word of each plane within a page."""
+        ends = list(accumulate(plane.words for plane in self.planes))
+        return (0, *ends[:-1])
+
+    def page(self, rows: Sequence[mx.array]) -> mx.array:
+        """A whole page, uint16 [page_units, unit_words], of the rows of each plane
+        [1, heads, 256, row_words]."""
+        whole = mx.concatenate([plane.reshape(-1) for plane in rows])
+        return whole.reshape(-1, self.unit_words)
+
+    def numbers(self, page: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, 256, dim] of a whole page, uint16 [page_units, unit_words]."""
+        words = page.reshape(-1)
+        rows = [
+            words[first : first + plane.words].reshape(1, plane.heads, PAGE_SIZE, plane.row_words)
+            for first, plane in zip(self.offsets, self.planes, strict=True)
+        ]
+        return self.page_format.decode(self.geometry, rows)
+
+    def recoded(self, page: mx.array, other: "PageLayout") -> mx.array:
+        """A whole page of this layout in another format."""
+        if self.page_format == other.page_format:
+            return page
+        return other.page(other.page_format.encode(*self.numbers(page)))

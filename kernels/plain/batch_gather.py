@@ -1,0 +1,127 @@
+"""Keys and values of a whole batch, collected from pages of one format in few operations.
+
+For attention of a model's own, in a batch. Where all pages are alike, as they mostly are, they are
+collected for all rows at once: made row by row, a step of 8 rows at 256 tokens of a 6-layer model
+takes 1.1 times as long. For a single row there are fewer operations the other way.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_rows import PageRows
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How rows that differ come to end together. Token t of a row is token t + shift of its pages,
+    and its own from `begin` to `end`. Each is int32 [B, 1, 1, 1]."""
+
+    shift: mx.array
+    begin: mx.array
+    end: mx.array
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Where the tokens of a batch are, its pages behind each other row by row.
+
+    Attributes:
+        page_ids: which pages of each slab there are, int32 [pages of that slab].
+        order: of those of all slabs, the pages of each row, int32 [B, pages of the longest row].
+            None if there is one slab, whose `page_ids` then are in that order.
+        length: T, the tokens of the longest row with its padding.
+        first: which token of its pages is the first of a row.
+        alignment: where rows differ in that or in their length; `first` means nothing then.
+    """
+
+    page_ids: dict[int, mx.array]
+    order: mx.array | None
+    length: int
+    first: int
+    alignment: Alignment | None
+
+
+def token_places(rows: PageRows, slab_stride: int) -> TokenPlaces | None:
+    """Where the rows' tokens are; None if there are none, or if a row has a head. Made once for
+    all layers that read the same rows."""
+    if "token_places" not in rows.memo:
+        rows.memo["token_places"] = _new_token_places(rows, slab_stride)
+    places: TokenPlaces | None = rows.memo["token_places"]
+    return places
+
+
+def are_alike(pages: LayerMemory, places: TokenPlaces) -> bool:
+    """Whether all those pages have one format."""
+    layouts = [pages.slabs[slab].layout for slab in places.page_ids]
+    return all(layout == layouts[0] for layout in layouts[1:])
+
+
+def gather_alike(pages: LayerMemory, places: TokenPlaces) -> tuple[mx.array, mx.array]:
+    """See `Backend.gather`; all pages have one format."""
+    layout = pages.slabs[next(iter(places.page_ids))].layout
+    planes = []
+    for number, plane in enumerate(layout.planes):
+        parts = [_pages_of(pages.slabs[slab], number)[ids] for slab, ids in places.page_ids.items()]
+        chosen = parts[0] if places.order is None else mx.concatenate(parts)[places.order]
+        batch, count = chosen.shape[:2]
+        shape = (batch, plane.heads, count * PAGE_SIZE, plane.row_words)
+        planes.append(chosen.swapaxes(1, 2).reshape(shape))
+    keys, values = layout.page_format.decode(pages.geometry, planes)
+    return _aligned(keys, places), _aligned(values, places)
+
+
+def _new_token_places(rows: PageRows, slab_stride: int) -> TokenPlaces | None:
+    if rows.head_tokens or not any(rows.block_tables):
+        return None
+    length = max(rows.ends)
+    firsts = np.array(rows.first_tokens or [0] * len(rows.ends), np.int32)
+    begins = length - np.array(rows.ends, np.int32)
+    ends = length - np.array(rows.right_padding, np.int32)
+    alignment = None
+    if np.ptp(firsts) or begins.any() or (ends < length).any():
+        four = [mx.array(each[:, None, None, None]) for each in (firsts - begins, begins, ends)]
+        alignment = Alignment(*four)
+    page_ids, order = _by_slab(rows.block_table_array, slab_stride)
+    return TokenPlaces(page_ids, order, length, int(firsts[0]), alignment)
+
+
+def _by_slab(
+    tables: npt.NDArray[np.int32], slab_stride: int
+) -> tuple[dict[int, mx.array], mx.array | None]:
+    """The pages of each slab, and their order in the tables; see `TokenPlaces`."""
+    slabs, pages = np.divmod(tables, np.int32(slab_stride))
+    if (slabs == slabs[0, 0]).all():
+        return {int(slabs[0, 0]): mx.array(pages)}, None
+    by_slab = np.argsort(slabs, axis=None, kind="stable")
+    order = np.empty(tables.size, np.int32)
+    order[by_slab] = np.arange(tables.size)
+    page_ids = {int(slab): mx.array(pages[slabs == slab]) for slab in np.unique(slabs)}
+    return page_ids, mx.array(order.reshape(tables.shape))
+
+
+def _pages_of(slab: Slab, plane: int) -> mx.array:
+    """Words [pages, heads, 256 * row_words] of one plane of a slab."""
+    layout = slab.layout
+    plane_words = layout.planes[plane].row_words * PAGE_SIZE
+    return mx.as_strided(
+        slab.memory,
+        (slab.memory.shape[0] // layout.page_units, layout.planes[plane].heads, plane_words),
+        (layout.page_words, plane_words, 1),
+        layout.offsets[plane],
+    )
+
+
+def _aligned(tokens: mx.array, places: TokenPlaces) -> mx.array:
+    """Of [B, heads, tokens of all pages, dim] each row's own, zeros where it has none."""
+    alignment = places.alignment
+    if alignment is None:
+        return tokens[:, :, places.first : places.first + places.length]
+    at = mx.arange(places.length)[:, None]
+    is_own = (at >= alignment.begin) & (at < alignment.end)
+    indices = mx.where(is_own, at + alignment.shift, 0)
+    return mx.where(is_own, mx.take_along_axis(tokens, indices, axis=2), 0)

@@ -1,0 +1,182 @@
+"""Keys and values collected from pages, lazily.
+
+A slab may be written in place once what was read from it has been computed. So what `gather`
+gives never is a view of a slab: computed, it has memory of its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+from paged_kv.kernels.plain.batch_gather import are_alike, gather_alike, token_places
+
+
+def gather(pages: LayerMemory, rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
+    """See `Backend.gather`."""
+    is_batch = len(rows.context_lens) > 1
+    if is_batch and tail is not None and tail[0].shape[2] == 1 and rows.ends_in_own:
+        return _joined([gather(pages, rows.but_latest, None), tail])
+    if is_batch and tail is None:
+        places = token_places(rows, pages.slab_stride)
+        if places is not None and are_alike(pages, places):
+            return gather_alike(pages, places)
+    length = max(rows.ends)
+    per_row = [
+        read_row(pages, rows, row, tail, own_memory=True) for row in range(len(rows.context_lens))
+    ]
+    keys, values = zip(*per_row, strict=True)
+    return _stack(length, keys, rows.right_padding), _stack(length, values, rows.right_padding)
+
+
+def read_row(
+    pages: LayerMemory,
+    rows: PageRows,
+    row: int,
+    tail: Tail | None,
+    *,
+    own_memory: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, heads, tokens, dim] of a row's own tokens; views of its pages where that
+    is possible and no memory of their own is asked for."""
+    tokens = _tokens_of(rows, row, tail[0].shape[2] if tail else 0, pages.slab_stride)
+    own_memory = own_memory and len(tokens.in_pages) == 1 and not tail
+    parts = [_read_pages(pages, each, own_memory=own_memory) for each in tokens.in_pages]
+    if tail:
+        first, end = tokens.in_tail.start, tokens.in_tail.stop
+        keys, values = (part[row : row + 1, :, first:end] for part in tail)
+        parts.append((keys, values))
+    return _joined(parts) if parts else _no_tokens(pages)
+
+
+Run = tuple[int, int, int]
+"""Pages that lie side by side: their slab, the first of them, and how many they are."""
+
+
+@dataclass(frozen=True)
+class _InPages:
+    """The tokens from `first` to `end` of the pages of some runs, one behind the other."""
+
+    runs: list[Run]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _RowTokens:
+    """Where a row's own tokens are: in pages, and then in a step that no page holds."""
+
+    in_pages: list[_InPages]
+    in_tail: range
+
+
+def _tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
+    """Made once for all layers that read the same rows."""
+    memo: dict[tuple[int, int], _RowTokens] = rows.memo.setdefault("row_tokens", {})
+    if (row, tail_tokens) not in memo:
+        memo[row, tail_tokens] = _new_tokens_of(rows, row, tail_tokens, slab_stride)
+    return memo[row, tail_tokens]
+
+
+def _new_tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
+    in_tail = rows.own_tokens(tail_tokens)[row]
+    head, others = rows.own_ranges(row)
+    in_pages = []
+    for tokens in (head, range(others.start, others.stop - len(in_tail))):
+        if tokens:
+            base, last = tokens.start // PAGE_SIZE, -(-tokens.stop // PAGE_SIZE)
+            runs = list(_page_runs(rows.block_tables[row][base:last], slab_stride))
+            first = tokens.start - base * PAGE_SIZE
+            in_pages.append(_InPages(runs, first, first + len(tokens)))
+    return _RowTokens(in_pages, in_tail)
+
+
+def _page_runs(table: tuple[int, ...], slab_stride: int) -> Iterator[Run]:
+    """The longest runs of pages that lie side by side, in table order."""
+    start = 0
+    for end in range(1, len(table) + 1):
+        # The first page of a slab may have the number after the last one of the slab before.
+        side_by_side = end < len(table) and table[end] == table[end - 1] + 1
+        if side_by_side and table[end] % slab_stride:
+            continue
+        slab, page = divmod(table[start], slab_stride)
+        yield slab, page, end - start
+        start = end
+
+
+def _read_pages(
+    pages: LayerMemory, tokens: _InPages, *, own_memory: bool
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, heads, tokens, dim]."""
+    parts = [
+        _decoded(pages, layout, list(alike), own_memory=own_memory)
+        for layout, alike in groupby(tokens.runs, lambda run: pages.slabs[run[0]].layout)
+    ]
+    keys, values = _joined(parts)
+    return keys[:, :, tokens.first : tokens.end], values[:, :, tokens.first : tokens.end]
+
+
+def _decoded(
+    pages: LayerMemory, layout: PageLayout, runs: list[Run], *, own_memory: bool
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, heads, tokens, dim] of whole pages of one format."""
+    planes = []
+    for plane in range(len(layout.planes)):
+        parts = [_plane(pages.slabs[slab], plane, page, count) for slab, page, count in runs]
+        planes.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
+    if own_memory and len(runs) == 1 and _is_view(layout, runs[0][2]):
+        planes = [plane + 0 for plane in planes]
+    return layout.page_format.decode(pages.geometry, planes)
+
+
+def _plane(slab: Slab, plane: int, page: int, count: int) -> mx.array:
+    """Words [1, heads, tokens, row_words] of one plane of pages side by side: a view of a single
+    one, a copy of more."""
+    layout = slab.layout
+    heads, words = layout.planes[plane].heads, layout.planes[plane].row_words
+    head_words = PAGE_SIZE * words
+    view = mx.as_strided(
+        slab.memory,
+        (1, heads, count, head_words),
+        (0, head_words, layout.page_words, 1),
+        page * layout.page_words + layout.offsets[plane],
+    )
+    return view.reshape(1, heads, count * PAGE_SIZE, words)
+
+
+def _is_view(layout: PageLayout, count: int) -> bool:
+    """Whether a plane of pages side by side lies without gaps."""
+    return count == 1 or sum(plane.words > 0 for plane in layout.planes) == 1
+
+
+def _no_tokens(pages: LayerMemory) -> tuple[mx.array, mx.array]:
+    geometry = pages.geometry
+    return (
+        mx.zeros((1, geometry.k_heads, 0, geometry.k_dim), geometry.k_dtype),
+        mx.zeros((1, geometry.v_heads, 0, geometry.v_dim), geometry.v_dtype),
+    )
+
+
+def _joined(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
+    """Parts behind each other."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = map(list, zip(*parts, strict=True))
+    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+
+
+def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
+    """[B, heads, length, dim] of rows [1, heads, tokens, dim] that end where their padding
+    begins."""
+    if len(rows) == 1 and not right_padding[0]:
+        return rows[0]
+    return mx.concatenate(
+        [
+            mx.pad(row, [(0, 0), (0, 0), (length - padding - row.shape[2], padding), (0, 0)])
+            for row, padding in zip(rows, right_padding, strict=True)
+        ]
+    )

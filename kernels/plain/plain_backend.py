@@ -1,0 +1,199 @@
+"""Pages through plain MLX operations: correct on every device, and what faster backends are
+tested against.
+
+MLX arrays are values. A slab is written by replacing it with the result of a scatter, which MLX
+does in the slab's own memory when nobody else holds it. A read that is still in flight does hold
+it, and the write would copy the whole slab; so a write first waits for the stream to be idle.
+It is computed at once: what one thread leaves to be computed later no other thread can compute,
+and a slab is shared by the sequences of all.
+"""
+
+import math
+from collections.abc import Mapping
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+from paged_kv.kernels.pages.untouched_memory import untouched
+from paged_kv.kernels.plain.attention_mask import causal_window_mask
+from paged_kv.kernels.plain.page_gather import gather, read_row
+
+Indices = npt.NDArray[np.int64]
+
+
+class PlainBackend:
+    """See `Backend` for the operations."""
+
+    name = "plain"
+    fallbacks = 0
+    writes_in_place = False
+
+    def supports(self, geometry: LayerGeometry) -> bool:
+        return True
+
+    def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
+        return untouched((pages * page_units, unit_words))
+
+    def begin(self, *arrays: mx.array) -> None:
+        """A write waits until the stream is idle in any case."""
+
+    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        mx.synchronize()
+        step = rows.own_tokens(keys.shape[2])
+        slabs, page_ids, page_rows = _places(rows, step, pages.slab_stride)
+        tokens = _step_indices(step, keys.shape[2])
+        written = [pages.slabs[int(slab)] for slab in np.unique(slabs)]
+        for slab, number in zip(written, np.unique(slabs), strict=True):
+            mine = np.flatnonzero(slabs == number)
+            chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
+            _write_rows(slab, keys, values, chosen, page_ids[mine], page_rows[mine])
+        mx.eval([slab.memory for slab in written])
+
+    def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
+        mx.synchronize()
+        for entry, content in contents.items():
+            slab, page = divmod(entry, pages.slab_stride)
+            units = pages.slabs[slab].layout.page_units
+            pages.slabs[slab].memory[page * units : (page + 1) * units] = content
+        mx.eval([pages.slabs[entry // pages.slab_stride].memory for entry in contents])
+
+    def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
+        # A copy of its own, evaluated: a view of the slab would make the write copy all of it.
+        contents = {target: pages.view(source) + 0 for source, target in copies.items()}
+        mx.eval(contents)
+        self.load(pages, contents)
+
+    def convert(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
+        contents = {}
+        for source, target in copies.items():
+            keys, values = gather(pages, PageRows(((source,),), (PAGE_SIZE,), (0,)), None)
+            layout = pages.layout_of(target)
+            contents[target] = layout.page(layout.page_format.encode(keys, values))
+            mx.eval(contents[target])
+        self.load(pages, contents)
+
+    def gather(
+        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+    ) -> tuple[mx.array, mx.array]:
+        return gather(pages, rows, tail)
+
+    def settle(self, pages: LayerMemory) -> None:
+        """Writes are computed at once."""
+
+    def attend(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+        tail: Tail | None,
+    ) -> mx.array:
+        _, heads, count, _ = queries.shape
+        outputs = []
+        for row, own in enumerate(rows.own_tokens(count)):
+            if not own:
+                nothing = (1, heads, count, pages.geometry.v_dim)
+                outputs.append(mx.zeros(nothing, dtype=queries.dtype))
+                continue
+            keys, values = read_row(pages, rows, row, tail)
+            output = mx.fast.scaled_dot_product_attention(
+                queries[row : row + 1, :, own.start : own.stop],
+                keys,
+                values,
+                scale=scale,
+                mask=_row_mask(keys.shape[2], len(own), causal=causal, window=window),
+                sinks=sinks,
+            )
+            outputs.append(_with_padding(output, own, count))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def write_and_attend(
+        self,
+        pages: LayerMemory,
+        step: Tail,
+        queries: mx.array,
+        rows: PageRows,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        self.write(pages, *step, rows)
+        return self.attend(
+            pages, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks, tail=None
+        )
+
+
+def _write_rows(
+    slab: Slab,
+    keys: mx.array,
+    values: mx.array,
+    tokens: mx.array | None,
+    page_ids: Indices,
+    page_rows: Indices,
+) -> None:
+    """Put some tokens of a step, indices into [B * S] or all, at their pages and rows of a slab."""
+    layout = slab.layout
+    encoded = layout.page_format.encode(keys, values)
+    for plane, offset, plane_rows in zip(layout.planes, layout.offsets, encoded, strict=True):
+        if not plane.words:
+            continue
+        first = page_ids * layout.page_units + offset // layout.unit_words
+        indices = _row_indices(first, page_rows, plane, layout.unit_words)
+        rows = mx.flatten(plane_rows.transpose(0, 2, 1, 3), 0, 1)
+        chosen = rows if tokens is None else rows[tokens]
+        slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
+
+
+def _row_mask(
+    context_len: int, queries: int, *, causal: bool, window: int | None
+) -> mx.array | str | None:
+    """What hides the least that must be hidden from the last tokens of a row."""
+    if window is not None and context_len > window:
+        return causal_window_mask(context_len, queries, window)
+    hides_later = causal or window is not None
+    return "causal" if hides_later and queries > 1 else None
+
+
+def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
+    """Zeros for the step's tokens that are not the row's own."""
+    if len(own) == count:
+        return output
+    return mx.pad(output, [(0, 0), (0, 0), (own.start, count - own.stop), (0, 0)])
+
+
+def _places(
+    rows: PageRows, step: list[range], slab_stride: int
+) -> tuple[Indices, Indices, Indices]:
+    """Slab, page and row in the page of the tokens that a step writes, row by row."""
+    entries, positions = [], []
+    for table, context_len, own in zip(rows.block_tables, rows.context_lens, step, strict=True):
+        at = np.arange(context_len - len(own), context_len)
+        first = (context_len - len(own)) // PAGE_SIZE
+        entries.append(np.array(table[first:], dtype=np.int64)[at // PAGE_SIZE - first])
+        positions.append(at)
+    slabs, page_ids = np.divmod(np.concatenate(entries), slab_stride)
+    return slabs, page_ids, np.concatenate(positions) % PAGE_SIZE
+
+
+def _step_indices(step: list[range], count: int) -> Indices:
+    """The same tokens as indices into [B * S]."""
+    return np.concatenate([row * count + np.array(own, int) for row, own in enumerate(step)])
+
+
+def _row_indices(first: Indices, token_rows: Indices, plane: Plane, unit_words: int) -> Indices:
+    """Slab rows [tokens, heads, units] of tokens whose plane begins at slab row `first`."""
+    units = plane.row_words // unit_words
+    heads = np.arange(plane.heads)[None, :, None] * PAGE_SIZE
+    in_plane = (heads + token_rows[:, None, None]) * units + np.arange(units)
+    return first[:, None, None] + in_plane

@@ -1,0 +1,160 @@
+"""Sequences as trees of arrays, numbers and strings, and back.
+
+mlx-lm saves a prompt cache layer by layer, and restores each layer knowing nothing of the others.
+So every layer carries its sequences' uids, and layers with one uid become one sequence again.
+A saved layer:
+
+    version, layer, num_layers                  numbers
+    page_format                                 of the pool
+    windows                                     [layer, size, write_chunk, keep] of those that have
+    geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
+    rows                                        per sequence: uid, context_len, written_len,
+                                                page_format of tokens to come, formats, pages
+
+Pages are saved whole, each in its format; their rows behind the context length mean nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv.cache.page_transfer import load_pages, page_formats, page_views
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.pool.page_pool import PagePool, open_pools
+from paged_kv.pool.window import Window
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.steps import commit
+
+VERSION = 3
+
+_DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+# The latest sequence restored from each saved uid, while anybody holds it, and its layers that
+# were restored.
+_restored: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDictionary()
+_layers: weakref.WeakKeyDictionary[Sequence, set[int]] = weakref.WeakKeyDictionary()
+
+
+def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[str, Any]:
+    """One layer of the sequences as a tree. Its arrays are views of pages, which cost nothing."""
+    commit(sequences)
+    rows = [
+        {
+            "uid": sequence.uid,
+            "context_len": sequence.context_lens[layer],
+            "written_len": sequence.written_lens[layer],
+            "page_format": sequence.page_format.name,
+            "formats": page_formats(pool, layer, sequence),
+            "pages": page_views(pool, layer, sequence),
+        }
+        for sequence in sequences
+    ]
+    return {
+        "version": VERSION,
+        "layer": layer,
+        "num_layers": pool.num_layers,
+        "page_format": pool.page_format.name,
+        "windows": [[layer, *astuple(window)] for layer, window in sorted(pool.windows.items())],
+        "geometry": _geometry_state(pool.geometry(layer)),
+        "rows": rows,
+    }
+
+
+def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]:
+    """The pool, layer and sequences of a saved layer, its pages copied into the pool.
+
+    Raises:
+        ValueError: the state is not one that this version saves.
+        PoolExhausted: the pool's budget does not hold the pages.
+    """
+    _require_version(state)
+    layer, rows = int(state["layer"]), state["rows"]
+    pool = _pool_for(state, rows[0]["uid"], layer)
+    geometry = _geometry_from(state["geometry"])
+    sequences = [_sequence_for(pool, row["uid"], layer) for row in rows]
+    for sequence, row in zip(sequences, rows, strict=True):
+        sequence.page_format = page_format_named(row["page_format"])
+        if geometry is not None:
+            # Empty lists do not survive the file.
+            formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
+            lengths = int(row["context_len"]), int(row["written_len"])
+            load_pages(pool, layer, sequence, geometry, *lengths, formats, pages)
+            sequence.is_converting |= any(name != sequence.page_format.name for name in formats)
+    return pool, layer, sequences
+
+
+def _require_version(state: dict[str, Any]) -> None:
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"the saved cache has format version {version!r}, and this paged_kv reads {VERSION}: "
+            "compute the prompt again and save it with this version"
+        )
+
+
+def _pool_for(state: dict[str, Any], uid: str, layer: int) -> PagePool:
+    sequence = _restored.get(uid)
+    if sequence is not None and layer not in _layers[sequence]:
+        return sequence.pool
+    num_layers, page_format = int(state["num_layers"]), state["page_format"]
+    # An empty list does not survive the file.
+    numbers = [[int(number) for number in entry] for entry in state.get("windows") or []]
+    windows = {layer: Window(*fields) for layer, *fields in numbers}
+    return _open_pool(num_layers, page_format, windows) or PagePool(
+        num_layers, windows=windows, page_format=page_format, name="loaded prompt cache"
+    )
+
+
+def _open_pool(num_layers: int, page_format: str, windows: Mapping[int, Window]) -> PagePool | None:
+    """The latest pool still in use that has these layers and that format."""
+    wanted = num_layers, page_format, windows
+    fitting = [
+        pool
+        for pool in open_pools.items()
+        if (pool.num_layers, pool.page_format.name, pool.windows) == wanted
+    ]
+    return max(fitting, key=lambda pool: pool.serial, default=None)
+
+
+def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:
+    """The sequence that other layers of this uid were restored into, or a new one: a layer that
+    was restored already belongs to an earlier load of the same file."""
+    sequence = _restored.get(uid)
+    if sequence is None or sequence.pool is not pool or layer in _layers[sequence]:
+        sequence = Sequence(pool)
+        _restored[uid], _layers[sequence] = sequence, set()
+    _layers[sequence].add(layer)
+    return sequence
+
+
+def _geometry_state(geometry: LayerGeometry | None) -> dict[str, Any] | None:
+    if geometry is None:
+        return None
+    return {
+        "k_heads": geometry.k_heads,
+        "k_dim": geometry.k_dim,
+        "k_dtype": _NAMES[geometry.k_dtype],
+        "v_heads": geometry.v_heads,
+        "v_dim": geometry.v_dim,
+        "v_dtype": _NAMES[geometry.v_dtype],
+    }
+
+
+def _geometry_from(state: dict[str, Any] | None) -> LayerGeometry | None:
+    if state is None:
+        return None
+    return LayerGeometry(
+        k_heads=int(state["k_heads"]),
+        k_dim=int(state["k_dim"]),
+        k_dtype=_DTYPES[state["k_dtype"]],
+        v_heads=int(state["v_heads"]),
+        v_dim=int(state["v_dim"]),
+        v_dtype=_DTYPES[state["v_dtype"]],
+    )

@@ -1,0 +1,119 @@
+"""Values of command line options.
+
+What each function raises, argparse prints behind the name of the option.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+from paged_kv.sizes import parse_size
+
+# Longer than anybody waits, and short enough for what systems sleep.
+MOST_SECONDS = 1e6
+
+
+def positive(text: str) -> int:
+    """A positive integer."""
+    number = _integer(text)
+    if number is None or number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer, such as 8")
+    return number
+
+
+def seed(text: str) -> int:
+    """What a generator of random numbers begins with."""
+    number = _integer(text)
+    if number is None or number >= 1 << 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2^64 - 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """More than no seconds, and less than two weeks."""
+    number = _number(text)
+    if not 0 < number <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds above 0 and up to {MOST_SECONDS:,.0f}, such as 0.5"
+        )
+    return number
+
+
+def temperature(text: str) -> float:
+    """How random samples are: 0 for none."""
+    number = _number(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature, such as 0 or 0.7")
+    return number
+
+
+def length_range(text: str) -> tuple[int, int]:
+    """Two lengths in tokens, or twice the same."""
+    numbers = [_integer(part) for part in text.split(",")]
+    if len(numbers) > 2 or numbers[0] is None or numbers[-1] is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a range like 100,2000 nor a number")
+    shortest, longest = numbers[0], numbers[-1]
+    if not 1 <= shortest <= longest:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be two lengths, the shorter first, from 1 on, such as 100,2000"
+        )
+    return shortest, longest
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    number = _number(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.5")
+    return number
+
+
+def page_format(text: str) -> str:
+    """The name of a page format, two of them such as q8/q4, or auto."""
+    # Only here: options can be listed where mlx cannot be loaded.
+    from paged_kv.pool.formats import chosen_formats
+
+    try:
+        chosen_formats(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def store_size(text: str) -> int:
+    """The bytes that a page store may take."""
+    from paged_kv.store.page_store import MIN_BYTES
+
+    nbytes = parse_size(text)
+    if nbytes < MIN_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too small: the index alone takes some of it, so give at least "
+            f"{MIN_BYTES:,} bytes"
+        )
+    return nbytes
+
+
+def name(text: str) -> str:
+    """The name of something."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a name, or leave the option out")
+    return text
+
+
+def path(text: str) -> Path:
+    """The path of a file or folder; "~" is the user's home."""
+    return Path(name(text)).expanduser()
+
+
+def _integer(text: str) -> int | None:
+    """The integer from 0 on that digits make; None if they make none."""
+    # Python reads 4,300 digits at most; nobody means a number of so many.
+    return int(text) if text.isdecimal() and len(text) < 100 else None
+
+
+def _number(text: str) -> float:
+    """A number; NaN, which lies in no range, if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

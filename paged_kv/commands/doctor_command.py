@@ -1,0 +1,26 @@
+"""The command `paged-kv doctor`."""
+
+import argparse
+
+
+def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="run every kernel once on this device, and say whether it is right",
+        description=(
+            "Says which backend is active and why, compiles and runs every kernel once on this "
+            "device, and compares what it gives with attention in float64. PAGED_KV_BACKEND names "
+            "another backend, and PAGED_KV_ISA another instruction set of the CPU kernels. Exit "
+            "status 1 if a kernel is wrong."
+        ),
+    )
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(_: argparse.Namespace) -> int:
+    """Print the table; returns the exit status."""
+    # It needs mlx, and --help does not.
+    from paged_kv.commands.doctor import examine
+
+    return examine()

@@ -1,0 +1,198 @@
+"""The command `paged-kv stats`: what the pools of a process, a snapshot or a trace hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paged_kv.commands.arguments import path, positive, seconds
+from paged_kv.extras import extra_module
+from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.published import running_process, running_processes
+
+if TYPE_CHECKING:
+    from paged_kv.monitor.stats_history import History
+    from paged_kv.trace.replay import Replay
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DESCRIPTION = """\
+Where did my memory go? Shows what the pages of a running process hold, of a snapshot that `--json`
+wrote, or of a trace that PAGED_KV_TRACE recorded, as it is at its end. Every process of yours that
+uses this library can be looked at; it opens no port, and is not slowed down.
+"""
+
+
+def add_stats_parser(subparsers: Subparsers) -> None:
+    """Register the subcommand "stats"."""
+    parser = subparsers.add_parser(
+        "stats", help="show what the pages of a process hold", description=_DESCRIPTION
+    )
+    parser.set_defaults(run=run_stats)
+    parser.add_argument("file", nargs="?", type=path, help="a snapshot or a trace; else a process")
+    parser.add_argument("--pid", type=positive, help="the process, if there are several")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--list", action="store_true", help="list the processes, and nothing else")
+    forms.add_argument("--json", action="store_true", help="print JSON, which is a snapshot too")
+    forms.add_argument("--prom", action="store_true", help="print Prometheus' text format")
+    forms.add_argument("--watch", action="store_true", help="draw it anew as it changes")
+    forms.add_argument(
+        "--plot", type=path, metavar="OUT", help="draw it over time, into a .svg, .png or .html"
+    )
+    parser.add_argument(
+        "--interval", type=seconds, default=0.5, metavar="S", help="of --watch and --plot (0.5)"
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, default=10.0, metavar="S", help="how long --plot looks (10)"
+    )
+
+
+def run_stats(arguments: argparse.Namespace) -> int:
+    """Show what was asked for; returns the exit status.
+
+    Raises:
+        OSError, ValueError: there is nothing to show, and why.
+    """
+    if arguments.file is not None and (arguments.pid or arguments.watch or arguments.list):
+        raise ValueError("--pid, --watch and --list are of running processes: leave out the file")
+    if arguments.list:
+        if arguments.pid:
+            raise ValueError("--list is of all processes: leave out --pid")
+        return _print_list()
+    if arguments.plot:
+        plot = extra_module("paged_kv.monitor.stats_plot", "plot")
+        plot.require_drawable(arguments.plot)
+        plot.draw(_history(arguments), arguments.plot)
+    elif arguments.watch:
+        return _watch(arguments)
+    else:
+        _print(_view(arguments), arguments)
+    return 0
+
+
+def _print(view: ProcessView, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(view.as_dict(), indent=2))
+    elif arguments.prom:
+        metrics = extra_module("paged_kv.monitor.prometheus_metrics", "metrics")
+        sys.stdout.write(metrics.metrics_text(view).decode())
+    else:
+        from rich.console import Console
+
+        from paged_kv.monitor.stats_table import process_tables
+
+        Console(highlight=False).print(process_tables(view))
+
+
+def _print_list() -> int:
+    from rich.console import Console
+
+    from paged_kv.monitor.stats_table import process_list
+
+    views = running_processes()
+    if not views:
+        raise ProcessLookupError(_NOBODY)
+    Console(highlight=False).print(process_list(views))
+    return 0
+
+
+_NOBODY = (
+    "no process of yours has a pool of pages: start one that uses paged_kv, such as `paged-kv "
+    "generate` or `paged-kv server`, or name a snapshot or a trace"
+)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from paged_kv.monitor.stats_watch import watch
+
+    pid = _view(arguments).pid
+
+    def look() -> ProcessView:
+        try:
+            return running_process(pid)
+        except ProcessLookupError:
+            raise ProcessLookupError(f"process {pid} has ended") from None
+
+    watch(look, Console(highlight=False), arguments.interval)
+    return 0
+
+
+def _view(arguments: argparse.Namespace) -> ProcessView:
+    """The process, snapshot or trace that is meant.
+
+    Raises:
+        OSError, ValueError: there is none, or there are several.
+    """
+    if arguments.file is not None:
+        return _saved_view(arguments.file)
+    if arguments.pid is not None:
+        return running_process(arguments.pid)
+    views = running_processes()
+    if not views:
+        raise ProcessLookupError(_NOBODY)
+    if len(views) > 1:
+        known = "".join(f"\n  --pid {view.pid}  {view.command}" for view in views)
+        raise ValueError(f"{len(views)} processes can be looked at; choose one:{known}")
+    return views[0]
+
+
+def _saved_view(path: Path) -> ProcessView:
+    if _is_trace(path):
+        replay = _replayed(path)
+        return ProcessView(0, str(path), replay.samples[-1].seconds, replay.pools)
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        raise ValueError(
+            f"{path} is neither a snapshot, which `paged-kv stats --json` writes, nor a trace, "
+            "which PAGED_KV_TRACE records"
+        ) from None
+    return ProcessView.from_dict(content)
+
+
+def _is_trace(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b'"paged_kv_trace"' in file.readline(1000)
+
+
+def _history(arguments: argparse.Namespace) -> History:
+    from paged_kv.monitor.stats_history import History
+
+    if arguments.file is None:
+        pid = _view(arguments).pid
+        return History.of_views(_looks(pid, arguments.seconds, arguments.interval))
+    if _is_trace(arguments.file):
+        return _replayed(arguments.file).history(str(arguments.file))
+    return History.of_views(iter([_saved_view(arguments.file)]))
+
+
+def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessView]:
+    """What a process publishes, until it ends or the time is over."""
+    end = time.monotonic() + duration_s
+    view = running_process(pid)
+    while True:
+        # A process that did nothing publishes what it did before; it is so now.
+        yield replace(view, time=time.time())
+        if time.monotonic() + interval_s > end:
+            return
+        time.sleep(interval_s)
+        try:
+            view = running_process(pid)
+        except ProcessLookupError:
+            return
+
+
+def _replayed(path: Path) -> Replay:
+    from paged_kv.trace.replay import Parameters, Replay, read_trace
+
+    replay = Replay(read_trace(path), Parameters())
+    replay.run()
+    return replay

@@ -1,0 +1,238 @@
+"""The command `paged-kv store`: what is in a folder of pages, whether it is sound, and what to do
+about it. It needs no model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sqlite3
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.commands.arguments import path, store_size
+from paged_kv.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from paged_kv.store.finding import Finding
+    from paged_kv.store.index import Row
+    from paged_kv.store.maintenance import Transfer
+    from paged_kv.store.page_store import PageStore
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+NO_LIMIT = (1 << 63) - 1
+
+
+def add_store_parser(subparsers: Subparsers) -> None:
+    """Register the subcommand "store"."""
+    parser = subparsers.add_parser(
+        "store",
+        help="look at pages on disk, verify them and tidy up",
+        description="What is in a folder of pages, as --store of other commands names it.",
+    )
+    commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
+    _add(commands, "ls", "list what is stored, the latest used first", run_ls)
+    _add(commands, "verify", "read everything; exit with 1 and name what is wrong", run_verify)
+    gc = _add(commands, "gc", "remove what is damaged, or more than a cap", run_gc)
+    _add_cap(gc, None, "remove what was used least recently, until the folder takes at most this")
+    clear = _add(commands, "clear", "remove all pages; other files stay", run_clear)
+    clear.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    export = _add(commands, "export", "write all pages into a tar file", run_export)
+    export.add_argument("file", type=path, help="the tar file, which must not be there yet")
+    import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
+    import_.add_argument("file", type=path, help="what export wrote")
+    _add_cap(import_, "50GB", "the most that the folder may take (default: 50GB)")
+
+
+def add_store_options(parser: argparse._ActionsContainer) -> None:
+    """The options of commands that use a store."""
+    parser.add_argument(
+        "--store",
+        type=path,
+        nargs="?",
+        const=Path(_default()),
+        metavar="FOLDER",
+        help="keep pages of prompts on disk too, and begin with what is there; if no folder is "
+        f"named, in {_default()}",
+    )
+    _add_cap(parser, "50GB", "the most that the folder may take of the disk (default: 50GB)")
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    """List what is stored."""
+    with _opened(arguments) as store:
+        rows = store.rows()
+    if arguments.json:
+        return _print_json([asdict(row) for row in rows])
+    print(f"{arguments.store}: {_summary(rows)}")
+    for (model, page_format, part), theirs in _grouped(rows).items():
+        print(f"  {model}, {page_format}, {part}: {_summary(theirs)}")
+    return 0
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Read everything; 1 if anything is wrong."""
+    from paged_kv.store.maintenance import verify
+
+    with _opened(arguments) as store:
+        findings, entries = verify(store), len(store.stored_keys())
+    if arguments.json:
+        _print_json({"entries": entries, "findings": [asdict(each) for each in findings]})
+    else:
+        _print_findings(findings)
+        print(f"{entries} entries were read, {len(findings)} things are wrong")
+    return 1 if findings else 0
+
+
+def run_gc(arguments: argparse.Namespace) -> int:
+    """Remove what is of no use."""
+    from paged_kv.store.maintenance import gc
+
+    with _opened(arguments) as store:
+        removed = gc(store)
+    if arguments.json:
+        return _print_json([asdict(each) for each in removed])
+    _print_findings(removed)
+    print(f"{len(removed)} files removed, {format_size(sum(each.nbytes for each in removed))}")
+    return 0
+
+
+def run_clear(arguments: argparse.Namespace) -> int:
+    """Remove all pages."""
+    from paged_kv.store.maintenance import clear
+
+    with _opened(arguments) as store:
+        files, nbytes = clear(store, dry_run=arguments.dry_run)
+    if arguments.json:
+        return _print_json({"files": files, "nbytes": nbytes, "dry_run": arguments.dry_run})
+    verb = "would be removed" if arguments.dry_run else "removed"
+    print(f"{files} files {verb}, {format_size(nbytes)}")
+    return 0
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Write all pages into one file; 1 if some could not be read."""
+    from paged_kv.store.maintenance import export
+
+    if arguments.file.exists():
+        raise FileExistsError(
+            f"{arguments.file} is there already, and export writes over nothing: remove it, or "
+            "name another file"
+        )
+    with _opened(arguments) as store:
+        done = export(store, arguments.file)
+    return _print_transfer(arguments, "exported", done)
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    """Add the pages of such a file; 1 if some were not taken."""
+    from paged_kv.store.maintenance import import_
+
+    _require_archive(arguments.file)
+    with _opened(arguments, must_exist=False) as store:
+        done = import_(store, arguments.file)
+    return _print_transfer(arguments, "imported", done)
+
+
+def _add(
+    commands: Subparsers, name: str, meaning: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=meaning, description=f"{meaning.capitalize()}.")
+    parser.add_argument(
+        "--store",
+        type=path,
+        default=Path(_default()),
+        metavar="FOLDER",
+        help=f"the folder of pages (default: {_default()})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON to standard output")
+    parser.set_defaults(run=lambda arguments: _run(run, arguments), store_bytes=NO_LIMIT)
+    return parser
+
+
+def _add_cap(parser: argparse._ActionsContainer, default: str | None, meaning: str) -> None:
+    parser.add_argument(
+        "--store-bytes",
+        type=store_size,
+        default=NO_LIMIT if default is None else parse_size(default),
+        metavar="SIZE",
+        help=f"{meaning}, such as 50GB",
+    )
+
+
+def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    try:
+        return run(arguments)
+    except sqlite3.Error as error:
+        raise OSError(f"the index of {arguments.store} cannot be used: {error}") from None
+
+
+def _opened(arguments: argparse.Namespace, *, must_exist: bool = True) -> PageStore:
+    from paged_kv.store.folder import TAG
+    from paged_kv.store.page_store import MIN_FREE_BYTES, PageStore
+
+    folder = arguments.store
+    if must_exist and not (folder / TAG).exists():
+        raise FileNotFoundError(
+            f"there is no page store in {folder}: name the folder with --store, as it was named "
+            "where it was made"
+        )
+    # Who only looks or tidies up needs no room.
+    free = 0 if must_exist else MIN_FREE_BYTES
+    return PageStore(folder, arguments.store_bytes, min_free_bytes=free)
+
+
+def _default() -> str:
+    from paged_kv.store.folder import default_folder
+
+    return str(default_folder())
+
+
+def _require_archive(file: Path) -> None:
+    """Check what is to be imported before a store is made for it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no tar file.
+    """
+    try:
+        tarfile.open(file).close()
+    except tarfile.TarError as error:
+        raise ValueError(f"{file} is no export of a page store: {error}") from None
+
+
+def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.page_format, row.part), []).append(row)
+    return groups
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    tokens = sum(row.num_tokens for row in rows)
+    return f"{len(rows)} entries, {tokens} tokens, {format_size(sum(row.nbytes for row in rows))}"
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        print(f"{finding.name}: {finding.problem} ({format_size(finding.nbytes)})")
+
+
+def _print_transfer(arguments: argparse.Namespace, verb: str, done: Transfer) -> int:
+    if arguments.json:
+        _print_json(asdict(done))
+    else:
+        print(f"{done.entries} entries {verb}, {format_size(done.nbytes)}")
+        for reason, count in Counter(done.skipped.values()).items():
+            print(f"{count} skipped: {reason}", file=sys.stderr)
+    return 1 if done.skipped else 0
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value, indent=2))
+    return 0

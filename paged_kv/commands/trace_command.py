@@ -1,0 +1,180 @@
+"""The command `paged-kv trace`: replays what was recorded, or makes a load up."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.commands.arguments import length_range, path, positive, share
+from paged_kv.sizes import format_size, parse_size
+from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DESCRIPTION = """\
+Traces of what happens to blocks. Any process that uses this library records one where
+PAGED_KV_TRACE names a file; `replay` runs it through the allocator again, with another budget, page
+size or without prefix reuse, and `synthesize` makes one up. Neither needs a model or memory: only
+the bookkeeping runs.
+"""
+_DEFAULT_MAX_BYTES = "16GB"
+
+
+def add_trace_parser(subparsers: "Subparsers") -> None:
+    """Register the subcommand "trace"."""
+    parser = subparsers.add_parser(
+        "trace", help="replay a recorded load with other parameters", description=_DESCRIPTION
+    )
+    commands = parser.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
+    _add_replay_parser(commands)
+    _add_synthesize_parser(commands)
+
+
+def _add_replay_parser(commands: "Subparsers") -> None:
+    parser = commands.add_parser("replay", help="run a trace with other parameters, and compare")
+    parser.set_defaults(run=run_replay)
+    parser.add_argument("file", type=path, help="a trace")
+    parser.add_argument(
+        "--max-bytes", type=parse_size, metavar="SIZE", help="the budget of each pool, such as 4GB"
+    )
+    parser.add_argument(
+        "--page-size",
+        type=positive,
+        default=256,
+        metavar="TOKENS",
+        help="tokens a page; sizes other than 256 exist only here (default: 256)",
+    )
+    parser.add_argument(
+        "--eviction",
+        choices=["lru", "always"],
+        default="lru",
+        help="which cached prefixes are let go: the least recently used when there is need, or all "
+        "at once (default: lru)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON to standard output")
+
+
+def _add_synthesize_parser(commands: "Subparsers") -> None:
+    parser = commands.add_parser(
+        "synthesize",
+        help="make up a load of sequences of random lengths",
+        description="The defaults for the model's geometry are those of Llama 3.1 8B.",
+    )
+    parser.set_defaults(run=run_synthesize)
+    parser.add_argument("file", type=path, help="the trace to write, which must not be there yet")
+    for flag, default, meaning in (
+        ("--sequences", 64, "sequences at once"),
+        ("--layers", 32, "layers that keep keys and values"),
+        ("--kv-heads", 8, "key and value heads of a layer"),
+        ("--head-dim", 128, "numbers of a head"),
+        ("--bytes-per-number", 2, "bytes of a number"),
+    ):
+        parser.add_argument(
+            flag,
+            type=positive,
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: {default})",
+        )
+    parser.add_argument(
+        "--lengths",
+        type=length_range,
+        default=(100, 2000),
+        metavar="MIN,MAX",
+        help="tokens of a sequence, uniformly random, or one number (default: 100,2000)",
+    )
+    parser.add_argument(
+        "--churn",
+        type=share,
+        default=0.5,
+        metavar="R",
+        help="share of the sequences that end and are replaced by new ones (default: 0.5)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="chooses the lengths and who ends (default: 0)"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=parse_size,
+        default=parse_size(_DEFAULT_MAX_BYTES),
+        metavar="SIZE",
+        help=f"the pool's budget, such as 512MB or 4GB (default: {_DEFAULT_MAX_BYTES})",
+    )
+
+
+def run_synthesize(arguments: argparse.Namespace) -> int:
+    """Write a trace; returns the exit status, 0."""
+    from paged_kv.trace.synthetic_load import Load, synthesize
+
+    shortest, longest = arguments.lengths
+    load = Load(arguments.sequences, shortest, longest, arguments.churn, arguments.seed)
+    numbers: int = 2 * arguments.layers * arguments.kv_heads * arguments.head_dim
+    synthesize(load, numbers * arguments.bytes_per_number, arguments.max_bytes, arguments.file)
+    return 0
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Replay as recorded and with the other parameters, and print both; returns 0."""
+    events = read_trace(arguments.file)
+    other = Parameters(arguments.page_size, arguments.max_bytes, arguments.eviction == "lru")
+    recorded = Replay(events, Parameters()).run()
+    changed = recorded if other == Parameters() else Replay(events, other).run()
+    if arguments.json:
+        content = {"recorded": as_dict(recorded), "replayed": as_dict(changed)}
+        print(json.dumps(content, indent=2))
+    else:
+        _print_table(recorded, changed, _in_words(arguments))
+    return 0
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """An outcome, ready for JSON."""
+    names = [name for name in asdict(outcome) if name != "stats"]
+    own = {name: getattr(outcome, name) for name in names}
+    return {**own, "stats": outcome.stats.as_dict()}
+
+
+def _in_words(arguments: argparse.Namespace) -> str:
+    words = []
+    if arguments.max_bytes:
+        words.append(format_size(arguments.max_bytes))
+    if arguments.page_size != 256:
+        words.append(f"{arguments.page_size} tokens a page")
+    if arguments.eviction != "lru":
+        words.append("no prefix reuse")
+    return ", ".join(words)
+
+
+def _print_table(recorded: Outcome, changed: Outcome, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", box=None, pad_edge=False)
+    table.add_column("as recorded", justify="right")
+    if title:
+        table.add_column(title, justify="right")
+    for name, cell in _rows(recorded):
+        others = [dict(_rows(changed))[name]] if title else []
+        table.add_row(name, cell, *others)
+    Console(highlight=False).print(table)
+
+
+def _rows(outcome: Outcome) -> list[tuple[str, str]]:
+    stats = outcome.stats
+    found = outcome.tokens_found / outcome.tokens_asked if outcome.tokens_asked else 0.0
+    return [
+        ("budget", format_size(stats.bytes_budget)),
+        ("block tables", f"{outcome.sequences:,}"),
+        ("  of them refused for want of memory", f"{outcome.refused:,}"),
+        ("tokens of prompts looked up", f"{outcome.tokens_asked:,}"),
+        ("  of them found", f"{outcome.tokens_found:,} ({found:.1%})"),
+        ("cached blocks evicted", f"{outcome.evicted:,}"),
+        ("blocks copied on write", f"{outcome.cow_copies:,}"),
+        ("most bytes of live tokens", format_size(outcome.peak_allocated)),
+        ("most bytes of pages in use", format_size(outcome.peak_active)),
+        ("most bytes mapped", format_size(outcome.peak_mapped)),
+        ("rows without a live token, then", f"{outcome.waste_at_peak:.1%}"),
+        ("mapped at the end", format_size(stats.bytes_mapped)),
+        ("  of it neither used nor cached", f"{stats.external_fragmentation:.1%}"),
+    ]

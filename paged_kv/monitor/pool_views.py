@@ -1,0 +1,65 @@
+"""Looks at pools, and writes down what they hold."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import sys
+import time
+from collections.abc import Iterable
+
+from paged_kv.allocator.block_map import block_map
+from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
+from paged_kv.pool.page_pool import PagePool
+
+LARGEST_SEQUENCES = 10
+LONGEST_COMMAND = 200
+
+
+def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessView:
+    """What the pools of this process hold. Those that are busy for so long are left out."""
+    views = [view_pool(pool, patience_s) for pool in sorted(pools, key=lambda pool: pool.serial)]
+    there = tuple([view for view in views if view is not None])
+    command = " ".join(" ".join(sys.orig_argv).split())[:LONGEST_COMMAND]
+    return ProcessView(os.getpid(), command, time.time(), there)
+
+
+def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:
+    """What a pool holds; None if it is busy for so long. The pool stands still while references are
+    copied, and not while they are looked at."""
+    if not pool.lock.acquire(timeout=patience_s):
+        return None
+    try:
+        stats = pool.snapshot()
+        allocators = [group.allocator for group in pool.groups if group.is_open]
+        maps = [block_map(allocator) for allocator in allocators]
+        sequences = _largest_sequences(pool)
+    finally:
+        pool.lock.release()
+    slabs = tuple([(group, slab) for group, states in enumerate(maps) for slab in states()])
+    return PoolView(pool.name, pool.serial, stats, slabs, sequences)
+
+
+def _largest_sequences(pool: PagePool) -> tuple[SequenceView, ...]:
+    views: dict[str, SequenceView] = {}
+    for group in pool.groups:
+        tables = group.allocator.tables if group.is_open else ()
+        for table in heapq.nlargest(LARGEST_SEQUENCES, tables, key=lambda each: len(each.blocks)):
+            allocator = table.allocator
+            shared = sum(allocator.ref_count(block) > 1 for block in table.blocks)
+            nbytes = sum(allocator.format_of(block).block_bytes for block in table.blocks)
+            view = SequenceView(table.owner[:8], table.tokens, len(table.blocks), shared, nbytes)
+            before = views.get(table.owner)
+            views[table.owner] = view if before is None else _sum(before, view)
+    largest = heapq.nlargest(LARGEST_SEQUENCES, views.values(), key=lambda each: each.nbytes)
+    return tuple(largest)
+
+
+def _sum(one: SequenceView, other: SequenceView) -> SequenceView:
+    return SequenceView(
+        one.name,
+        max(one.tokens, other.tokens),
+        one.blocks + other.blocks,
+        one.shared + other.shared,
+        one.nbytes + other.nbytes,
+    )

@@ -1,0 +1,128 @@
+"""What all pools of a process hold at one moment, in the form in which it is shown, published and
+saved.
+
+As JSON:
+
+    {"paged_kv": 1, "pid": 71, "command": "...", "time": 1760000000.0, "pools": [
+      {"name": "llama", "number": 0, "stats": {...},
+       "slabs": [[group, slab, "fp16", "u3.c12"], ...],
+       "sequences": [["3f2a9c01", tokens, blocks, shared, bytes], ...]}]}
+
+"stats" is what `PoolStats.as_dict` gives; the states of blocks are written as `block_map` says.
+Sequences are the largest ones. There is nothing of what tokens say, and nothing made of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from paged_kv.allocator.block_map import SlabMap, packed, unpacked
+from paged_kv.pool.stats import PoolStats
+
+VERSION = 1
+
+
+class SequenceView(NamedTuple):
+    """A sequence of a pool.
+
+    Attributes:
+        name: tells it from others.
+        tokens: its context length.
+        blocks: entries of its block tables, in all groups.
+        shared: those of them that others hold too.
+        nbytes: bytes of the pages of all of them.
+    """
+
+    name: str
+    tokens: int
+    blocks: int
+    shared: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """One pool.
+
+    Attributes:
+        name: what the pool calls itself.
+        number: tells it from others of the process.
+        stats: its numbers.
+        slabs: group and map of each slab.
+        sequences: the largest ones, the largest first.
+    """
+
+    name: str
+    number: int
+    stats: PoolStats
+    slabs: tuple[tuple[int, SlabMap], ...] = ()
+    sequences: tuple[SequenceView, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """All pools of one process.
+
+    Attributes:
+        pid: the process.
+        command: how it was started.
+        time: seconds since 1970.
+        pools: those that were written to, in the order in which they were made.
+    """
+
+    pid: int
+    command: str
+    time: float
+    pools: tuple[PoolView, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON that the module describes."""
+        return {
+            "paged_kv": VERSION,
+            "pid": self.pid,
+            "command": self.command,
+            "time": self.time,
+            "pools": [_pool_as_dict(pool) for pool in self.pools],
+        }
+
+    @classmethod
+    def from_dict(cls, content: Any) -> ProcessView:
+        """The view that `as_dict` was made of.
+
+        Raises:
+            ValueError: it is none, or of another version.
+        """
+        version = content.get("paged_kv") if isinstance(content, dict) else None
+        if version != VERSION:
+            raise ValueError(
+                f"this is no snapshot of this paged_kv: it has version {version!r}, and {VERSION} "
+                "is read. `paged-kv stats --json` of the version that is installed makes one"
+            )
+        try:
+            pools = tuple([_pool_from_dict(each) for each in content["pools"]])
+            return cls(int(content["pid"]), content["command"], float(content["time"]), pools)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this snapshot is broken: {error!r}") from None
+
+
+def _pool_as_dict(pool: PoolView) -> dict[str, Any]:
+    return {
+        "name": pool.name,
+        "number": pool.number,
+        "stats": pool.stats.as_dict(),
+        "slabs": [
+            [group, each.slab, each.page_format, packed(each.states)] for group, each in pool.slabs
+        ],
+        "sequences": [list(each) for each in pool.sequences],
+    }
+
+
+def _pool_from_dict(content: Any) -> PoolView:
+    return PoolView(
+        content["name"],
+        content["number"],
+        PoolStats.from_dict(content["stats"]),
+        tuple([(g, SlabMap(slab, name, unpacked(m))) for g, slab, name, m in content["slabs"]]),
+        tuple([SequenceView(*each) for each in content["sequences"]]),
+    )

@@ -1,0 +1,102 @@
+"""Reads what processes of the same user publish."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.runtime_folder import process_start, require_private, runtime_folder
+from paged_kv.monitor.shared_file import read_shared
+
+
+def running_processes() -> list[ProcessView]:
+    """What each process that runs has published last, in the order of their numbers. Files that
+    dead processes left are removed. Processes with another version of this package are left out.
+
+    Raises:
+        OSError: the folder cannot be read, or is not the user's alone.
+    """
+    views = []
+    for pid, file in _published():
+        with suppress(ValueError):
+            views.append(_read(pid, file))
+    return [view for view in views if view is not None]
+
+
+def remove_stale() -> None:
+    """Remove the files that dead processes left.
+
+    Raises:
+        OSError: the folder cannot be read, or is not the user's alone.
+    """
+    for pid, file in _published():
+        if process_start(pid) is None:
+            file.unlink(missing_ok=True)
+
+
+def running_process(pid: int) -> ProcessView:
+    """What one process has published last.
+
+    Raises:
+        ProcessLookupError: there is no such process, or it publishes nothing.
+        PermissionError: it is another user's.
+        OSError: the folder cannot be read, or is not the user's alone.
+    """
+    folder = runtime_folder()
+    if folder.exists():
+        require_private(folder)
+        view = _read(pid, folder / f"{pid}.json")
+        if view is not None:
+            return view
+    _require_own(pid)
+    raise ProcessLookupError(
+        f"process {pid} runs, and publishes nothing in {folder}: it has no pool of pages yet, was "
+        "started with PAGED_KV_PUBLISH=0 or another XDG_RUNTIME_DIR, or cannot write there"
+    )
+
+
+def _require_own(pid: int) -> None:
+    try:
+        if process_start(pid) is None:
+            raise ProcessLookupError
+        os.kill(pid, 0)
+    except PermissionError:
+        raise PermissionError(
+            f"process {pid} is another user's, and shows its pools to that user only: run this "
+            "command as that user"
+        ) from None
+    except (ProcessLookupError, OverflowError):
+        raise ProcessLookupError(
+            f"there is no process {pid}; `paged-kv stats --list` names those that can be looked at"
+        ) from None
+
+
+def _published() -> list[tuple[int, Path]]:
+    """The processes that have published something, dead ones too, and their files."""
+    folder = runtime_folder()
+    if not folder.exists():
+        return []
+    require_private(folder)
+    files = [each for each in folder.iterdir() if re.fullmatch(r"[1-9][0-9]*\.json", each.name)]
+    return sorted((int(file.stem), file) for file in files)
+
+
+def _read(pid: int, file: Path) -> ProcessView | None:
+    """What a process has published; None if it is dead, or publishes nothing (any more)."""
+    started = process_start(pid)
+    if started is None:
+        file.unlink(missing_ok=True)
+        return None
+    try:
+        content = json.loads(read_shared(file))
+    except FileNotFoundError:
+        return None
+    if content.get("started") != started:
+        # An earlier process of the same number.
+        file.unlink(missing_ok=True)
+        return None
+    return ProcessView.from_dict(content)

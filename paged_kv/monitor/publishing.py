@@ -1,0 +1,10 @@
+"""Publishes the pools of this process from the first one on. To import this is enough."""
+
+from __future__ import annotations
+
+from paged_kv.monitor.pool_views import view_process
+from paged_kv.monitor.publisher import Publisher
+from paged_kv.pool.page_pool import open_pools
+
+_publisher = Publisher(lambda: view_process(open_pools.items()))
+open_pools.subscribe(_publisher.start)

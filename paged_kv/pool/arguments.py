@@ -1,0 +1,43 @@
+"""What a `PagePool` is made of, checked and with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.checks import described
+from paged_kv.kernels.pages.memory import recommended_bytes
+from paged_kv.pool.window import Window
+from paged_kv.sizes import size_in_bytes
+
+
+def chosen_budget(max_bytes: float | str | None, beside: ByteBudget | None) -> ByteBudget:
+    """A budget of so many bytes, of what the machine recommends, or the one `beside`.
+
+    Raises:
+        TypeError, ValueError: `max_bytes` is no size, or both are given.
+    """
+    if beside is None:
+        own = None if max_bytes is None else size_in_bytes("max_bytes", max_bytes)
+        return ByteBudget(recommended_bytes() if own is None else own)
+    if max_bytes is not None:
+        raise ValueError("max_bytes is that of the pool `beside`: give one of the two")
+    return beside
+
+
+def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> dict[int, Window]:
+    """The windows of the layers that have one.
+
+    Raises:
+        TypeError: it is no mapping of layers to windows.
+        ValueError: the pool has no such layer.
+    """
+    if not isinstance(windows, Mapping | None):
+        raise TypeError(f"windows must map layers to Windows, got {described(windows)}")
+    for layer, window in (windows or {}).items():
+        if not isinstance(window, Window):
+            raise TypeError(f"windows must map layers to Windows, got {described(window)}")
+        if layer not in range(num_layers):
+            known = f"a pool of {num_layers} layers, which count from 0"
+            raise ValueError(f"windows must be of the layers of {known}, got {described(layer)}")
+    return dict(windows or {})

@@ -1,0 +1,50 @@
+"""Whether a sequence would fit, tried out in copies of the allocators.
+
+Where pages become smaller while a sequence is read, what fits depends on how slabs of several
+formats fill the budget. No formula says that exactly, so the very steps are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paged_kv.allocator.allocator_copy import copy_of
+from paged_kv.allocator.block_table import Write
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.demotion import DemotionPolicy
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
+from paged_kv.pool.counts import PoolCounts
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.reservation import own_by_page
+from paged_kv.pool.room import PoolRoom
+
+
+def would_fit(
+    groups: list[LayerGroup],
+    budget: ByteBudget,
+    evictable: Callable[[LayerGroup], set[int]],
+    policy: DemotionPolicy,
+    page_format: PageFormat,
+    tokens: int,
+) -> bool:
+    """Whether a new sequence of `tokens` tokens could be written now, in steps of any size.
+
+    O(pages of the sequence * table entries).
+    """
+    mapped = sum(each.capacity * each.block_bytes for g in groups for each in g.allocator.formats)
+    free = ByteBudget(budget.max_bytes, budget.mapped - mapped)
+    copies = [
+        group.rehearsing(copy_of(group.allocator, free, evictable(group))) for group in groups
+    ]
+    index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts(NO_EVENTS)
+    room = PoolRoom(copies, free, index, RetiredBlocks(), policy, counts)
+    writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
+    try:
+        own_by_page(room, writes)
+    except PoolExhausted:
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""The blocks of writes, which are owned before any layer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paged_kv.allocator.block_table import Write, blocks_needed
+from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.room import PoolRoom
+
+Writes = Mapping[LayerGroup, list[Write]]
+
+
+def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
+    """Blocks to allocate in each group, by page format."""
+    return {group: blocks_needed(theirs) for group, theirs in writes.items()}
+
+
+def own(room: PoolRoom, writes: Writes) -> None:
+    """Own blocks for all writes, or none.
+
+    Raises:
+        PoolExhausted: the budget does not hold them; no table has changed.
+        ThreadConflict: another thread still has to read a page that a shared one is copied to; that
+            one stays shared.
+    """
+    room.make(lambda: needs_of(writes))
+    for group, group_writes in writes.items():
+        for write in group_writes:
+            copies = write.table.reserve(write.start, write.end)
+            try:
+                group.copy_pages(copies)
+            except ThreadConflict:
+                write.table.exchange({copy: source for source, copy in copies.items()})
+                raise
+
+
+def own_by_page(room: PoolRoom, writes: Writes) -> None:
+    """Own blocks for all writes a page at a time, so that the first pages of a step can become
+    smaller to make room for its last.
+
+    Raises:
+        PoolExhausted: the budget does not hold them all; tables may own the first.
+    """
+    by_page = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
+    rounds = max([len(pages) for theirs in by_page.values() for pages in theirs], default=0)
+    for at in range(rounds):
+        own(
+            room,
+            {
+                group: [pages[at] for pages in theirs if at < len(pages)]
+                for group, theirs in by_page.items()
+            },
+        )

@@ -1,0 +1,223 @@
+"""What a pool holds, as numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from paged_kv.allocator.allocator_stats import AllocatorStats, BlockTotals, FormatStats
+
+# What `PoolStats.as_dict` names beside the groups: the sums over them.
+TOTALS = (
+    "blocks_used",
+    "blocks_cached",
+    "blocks_free",
+    "blocks_shared",
+    "blocks_by_format",
+    "cached_by_format",
+    "free_by_format",
+    "table_entries",
+    "tables",
+    "tables_dropped",
+    "sharing_factor",
+    "slabs",
+    "bytes_allocated",
+    "bytes_tail",
+    "bytes_ring_slack",
+    "bytes_active",
+    "bytes_retained",
+    "bytes_spare",
+    "bytes_stranded",
+    "bytes_mapped",
+    "bytes_metadata",
+    "bytes_compactable",
+    "usage",
+    "internal_waste",
+    "external_fragmentation",
+    "cow_copies",
+    "allocation_failures",
+    "gather_fallbacks",
+    "plain_layers",
+)
+
+
+@dataclass(frozen=True)
+class GroupStats(AllocatorStats):
+    """A snapshot of the layers that share one block table.
+
+    Attributes:
+        layers: how many there are.
+        window: tokens that they see; None if all.
+        gather_fallbacks: times keys and values were gathered for attention that does not
+            read pages.
+        plain_layers: layers that no kernel of the pool's backend takes, so that MLX's own
+            operations serve them.
+    """
+
+    layers: int = 0
+    window: int | None = None
+    gather_fallbacks: int = 0
+    plain_layers: int = 0
+
+
+@dataclass(frozen=True)
+class PoolStats(BlockTotals):
+    """A snapshot of a pool. What every byte of `bytes_mapped` is, is told in
+    `paged_kv.allocator.allocator_stats`; all sums over groups are properties.
+
+    Attributes:
+        page_format: how pages hold numbers.
+        backend: which kernels write and read them.
+        bytes_budget: the most that may be mapped.
+        groups: the layers without a window, and those of each window, once they were written.
+        evictions: blocks' worth of cached tokens that were let go, by reason: "retired", room was
+            needed, and pages that rings had passed go first; "room" was needed; "exhausted", room
+            was needed and nothing else was left to try; "limit", there were more prompts or bytes
+            than were to be kept; "clear" was called.
+        demotions: blocks that became smaller because memory was short, by their new format.
+        prefix_queries: tokens of all prompts that were looked up.
+        prefix_hits: those of them that did not have to be computed again.
+        kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
+            not, besides those of `plain_layers`.
+    """
+
+    page_format: str
+    backend: str
+    bytes_budget: int
+    groups: tuple[GroupStats, ...] = ()
+    evictions: Mapping[str, int] = field(default_factory=dict)
+    demotions: Mapping[str, int] = field(default_factory=dict)
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    kernel_fallbacks: int = 0
+    formats: tuple[FormatStats, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        of_all_groups = tuple([each for group in self.groups for each in group.formats])
+        object.__setattr__(self, "formats", of_all_groups)
+
+    @property
+    def blocks_shared(self) -> int:
+        """Blocks that more than one sequence holds."""
+        return sum(group.blocks_shared for group in self.groups)
+
+    @property
+    def table_entries(self) -> int:
+        """Entries of all block tables."""
+        return sum(group.table_entries for group in self.groups)
+
+    @property
+    def tables(self) -> int:
+        """Block tables, one a sequence and group."""
+        return sum(group.tables for group in self.groups)
+
+    @property
+    def tables_dropped(self) -> int:
+        """Those of them that were dropped, and whose blocks the next call frees."""
+        return sum(group.tables_dropped for group in self.groups)
+
+    @property
+    def sharing_factor(self) -> float:
+        """Table entries for each used block; 1.0 if nothing is shared."""
+        return self.table_entries / self.blocks_used if self.blocks_used else 1.0
+
+    @property
+    def bytes_metadata(self) -> int:
+        """About what the bookkeeping takes in Python's memory."""
+        return sum(group.bytes_metadata for group in self.groups)
+
+    @property
+    def cow_copies(self) -> int:
+        """Blocks copied because a shared one was written."""
+        return sum(group.cow_copies for group in self.groups)
+
+    @property
+    def allocation_failures(self) -> int:
+        """Times the pool was exhausted."""
+        return sum(group.allocation_failures for group in self.groups)
+
+    @property
+    def gather_fallbacks(self) -> int:
+        """Times keys and values were gathered for attention that does not read pages."""
+        return sum(group.gather_fallbacks for group in self.groups)
+
+    @property
+    def plain_layers(self) -> int:
+        """Layers that MLX's own operations serve because no kernel takes them."""
+        return sum(group.plain_layers for group in self.groups)
+
+    @property
+    def usage(self) -> float:
+        """The share of the budget that pages of used blocks take."""
+        return self.bytes_active / self.bytes_budget
+
+    def __add__(self, other: PoolStats) -> PoolStats:
+        """The sum of two pools under one budget."""
+        return replace(
+            self,
+            groups=self.groups + other.groups,
+            evictions=sum_counts([self.evictions, other.evictions]),
+            demotions=sum_counts([self.demotions, other.demotions]),
+            prefix_queries=self.prefix_queries + other.prefix_queries,
+            prefix_hits=self.prefix_hits + other.prefix_hits,
+            kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as a plain dictionary with the sums of all groups, ready for JSON."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        groups = [
+            {**asdict(group), "formats": [each._asdict() for each in group.formats]}
+            for group in self.groups
+        ]
+        totals = {name: getattr(self, name) for name in TOTALS}
+        counts = {name: dict(own[name]) for name in ("evictions", "demotions")}
+        return {**own, **counts, **totals, "groups": groups}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> PoolStats:
+        """The snapshot that `as_dict` was made of.
+
+        Raises:
+            ValueError: it is none; the message says what is missing or too much.
+        """
+        own = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        try:
+            groups = [
+                {**group, "formats": tuple([FormatStats(**each) for each in group["formats"]])}
+                for group in content.get("groups", [])
+            ]
+            own["groups"] = tuple([GroupStats(**group) for group in groups])
+            return cls(**own)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is not a snapshot of this version: {error}") from None
+
+
+def no_stats() -> PoolStats:
+    """What there is where there is no pool."""
+    return PoolStats(page_format="fp16", backend="replay", bytes_budget=1)
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What `PagePool.compact()` did.
+
+    Attributes:
+        blocks_moved: blocks whose pages were copied.
+        slabs_freed: slabs that were given back.
+        bytes_freed: their bytes.
+    """
+
+    blocks_moved: int
+    slabs_freed: int
+    bytes_freed: int
+
+
+def sum_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of counts of the same things."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)

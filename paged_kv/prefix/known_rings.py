@@ -1,0 +1,123 @@
+"""What a prefix index knows of rings: which rows a sequence leaves there, and from which of them a
+ring for another sequence can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefix_node import Node, WindowRows
+from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.window import Window
+
+if TYPE_CHECKING:
+    from paged_kv.pool.layer_group import LayerGroup
+    from paged_kv.sequences.sequence import Sequence as PagedSequence
+
+
+@dataclass(frozen=True)
+class KnownRing:
+    """Pages that a sequence can go on with in a group with a window.
+
+    Attributes:
+        pages: in the order of its table.
+        written: how many tokens such a ring has seen at most.
+    """
+
+    pages: tuple[RetiredBlock, ...]
+    written: int
+
+
+def held_rows(
+    sequence: PagedSequence, group: LayerGroup, num_tokens: int
+) -> Iterator[tuple[int, WindowRows]]:
+    """The first `num_tokens` tokens of a sequence, as far as they are still in pages of a group
+    with a window, with the number of each page. All in its ring are retired by this.
+
+    A page of the ring that was written over in part gives two of these: rows of the page that it
+    is, and rows of the one that it was.
+    """
+    window = group.window
+    assert window is not None
+    for page, retired in sequence.passed.get(group, {}).items():
+        if (page + 1) * PAGE_SIZE <= num_tokens and retired.block is not None:
+            yield page, WindowRows(retired, 0, PAGE_SIZE, is_end=False)
+    ring, blocks = window.ring, sequence.blocks(group)
+    first_held = window.first_held(sequence.written(group))
+    for page in range(-(-num_tokens // PAGE_SIZE)):
+        first = 0 if page < ring.head else max(0, first_held - page * PAGE_SIZE)
+        last = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
+        if first < last:
+            retired = sequence.pool.retired.retire(group.allocator, blocks[ring.entry(page)])
+            yield page, WindowRows(retired, first, last, is_end=True)
+
+
+def known_ring(
+    nodes: Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
+) -> KnownRing | None:
+    """The ring with which a sequence can go on behind the first tokens of a prefix, if all of it is
+    known."""
+    last = -(-num_tokens // PAGE_SIZE) - 1
+    rows = num_tokens - last * PAGE_SIZE
+    rings = (
+        _ring_with(tail, nodes, num_tokens, window, allocator)
+        for tail in nodes[last].rows_of(allocator)
+        if tail.last >= rows
+    )
+    return next((ring for ring in rings if ring is not None), None)
+
+
+def _ring_with(
+    tail: WindowRows,
+    nodes: Sequence[Node],
+    num_tokens: int,
+    window: Window,
+    allocator: BlockAllocator,
+) -> KnownRing | None:
+    """A ring whose latest page is known."""
+    ring, last = window.ring, -(-num_tokens // PAGE_SIZE) - 1
+    oldest = max(ring.head, last - ring.entries + 1)
+    pages = {}
+    for page in ring.held(last):
+        rows = tail if page == last else _rows_to_the_end(nodes[page], allocator)
+        if rows is None:
+            return None
+        pages[page] = rows
+    if any(rows.first and page != oldest for page, rows in pages.items()):
+        return None
+    first = _first_held(pages, oldest, last, nodes, window, allocator)
+    is_full = len(pages) == ring.size
+    if first > window.head_end and not (is_full and first <= window.first_visible(num_tokens)):
+        return None
+    lost = first > window.head_end
+    written = max(num_tokens, first + window.capacity) if lost else num_tokens
+    return KnownRing(tuple([rows.retired for rows in pages.values()]), written)
+
+
+def _first_held(
+    pages: dict[int, WindowRows],
+    oldest: int,
+    last: int,
+    nodes: Sequence[Node],
+    window: Window,
+    allocator: BlockAllocator,
+) -> int:
+    """The first position behind the head that such a ring holds."""
+    if last < oldest:
+        return window.head_end
+    before = last - window.ring.entries
+    if before >= window.ring.head and not pages[oldest].first:
+        # What the latest page has not written over yet of the one that was in its place.
+        for rows in nodes[before].rows_of(allocator):
+            if rows.retired is pages[last].retired and rows.last == PAGE_SIZE:
+                return before * PAGE_SIZE + rows.first
+    return oldest * PAGE_SIZE + pages[oldest].first
+
+
+def _rows_to_the_end(node: Node, allocator: BlockAllocator) -> WindowRows | None:
+    """Most rows of a full block, up to the last."""
+    to_the_end = [rows for rows in node.rows_of(allocator) if rows.last == PAGE_SIZE]
+    return min(to_the_end, key=lambda rows: rows.first, default=None)

@@ -1,0 +1,74 @@
+"""What a node of the prefix index holds of the pages of a group, for whoever keeps pages
+elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paged_kv.allocator.prefix_node import Node
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.prefix.known_rings import known_ring
+
+if TYPE_CHECKING:
+    from paged_kv.pool.layer_group import LayerGroup
+    from paged_kv.pool.window import Window
+
+
+@dataclass(frozen=True)
+class NodePage:
+    """A node's page.
+
+    Attributes:
+        block: its id.
+        unused: rows that hold nothing of this prefix.
+        written: how many tokens a ring has seen of which this is the last page.
+    """
+
+    block: int
+    unused: slice
+    written: int
+
+
+def node_page(group: LayerGroup, path: Sequence[Node], at: int, end: int) -> NodePage | None:
+    """The page of the first `end` tokens of the node at a place of a path from the first block, if
+    it is known and of use.
+
+    In a group with a window that is a full page, which may be part of many rings, or the last page
+    of a ring that is known as a whole. Of a ring that was used again such a page holds rows of an
+    earlier one too.
+    """
+    node, num_tokens = path[at], at * PAGE_SIZE + end
+    if group.window is None:
+        block = node.blocks.get(group.allocator)
+        return None if block is None else NodePage(block, slice(end, PAGE_SIZE), num_tokens)
+    if end < PAGE_SIZE:
+        return _last_of_ring(group, group.window, path, num_tokens)
+    for rows in node.rows_of(group.allocator):
+        if rows.retired.block is not None and (rows.first, rows.last) == (0, PAGE_SIZE):
+            return NodePage(rows.retired.block, slice(0), num_tokens)
+    return None
+
+
+def path_to(node: Node) -> list[Node]:
+    """The nodes from the first block of a prefix to one of its blocks."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _last_of_ring(
+    group: LayerGroup, window: Window, path: Sequence[Node], num_tokens: int
+) -> NodePage | None:
+    known = known_ring(path, num_tokens, window, group.allocator)
+    if known is None:
+        return None
+    page, end = divmod(num_tokens, PAGE_SIZE)
+    block = known.pages[window.ring.entry(page)].block
+    assert block is not None
+    was_used_again = window.first_held(known.written) > 0
+    used_again = known.written - page * PAGE_SIZE if was_used_again else PAGE_SIZE
+    return NodePage(block, slice(end, used_again), known.written)

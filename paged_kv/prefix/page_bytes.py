@@ -1,0 +1,73 @@
+"""Pages as bytes, for whoever keeps them elsewhere, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
+from paged_kv.sequences.sequence import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from paged_kv.pool.layer_group import LayerGroup
+    from paged_kv.pool.page_pool import PagePool
+
+Words = npt.NDArray[np.uint16]
+
+
+def block_bytes(group: LayerGroup, block: int, unused: slice) -> dict[str, Words]:
+    """A block's page of every layer, uint16 [page_units, unit_words]; rows that are unused are
+    zeros, and not what was there before."""
+    views = {layer: pages.page(block) for layer, pages in group.pages.items()}
+    mx.eval(list(views.values()))
+    contents = {}
+    for layer, view in views.items():
+        content = np.array(view)
+        _clear_rows(content, group.pages[layer].layout_of(block), unused)
+        contents[f"layer.{layer}"] = content
+    return contents
+
+
+def load_blocks(
+    pool: PagePool,
+    group: LayerGroup,
+    sequence: TokenSequence,
+    formats: Sequence[str],
+    contents: Sequence[Mapping[str, Words]],
+) -> None:
+    """Append blocks to a sequence, with pages as `block_bytes` gave them.
+
+    Raises:
+        ValueError: they are not what the layers hold.
+        PoolExhausted: the budget does not hold them.
+    """
+    for name, content in zip(formats, contents, strict=True):
+        _require_pages(group, name, content)
+    table = sequence.table(group)
+    first = len(table.blocks)
+    pool.append_blocks(group, table, list(formats))
+    for layer, pages in group.pages.items():
+        arrays = [mx.array(content[f"layer.{layer}"]) for content in contents]
+        pages.load(dict(zip(table.blocks[first:], arrays, strict=True)))
+
+
+def _clear_rows(content: Words, layout: PageLayout, unused: slice) -> None:
+    flat = content.reshape(-1)
+    for plane, offset in zip(layout.planes, layout.offsets, strict=True):
+        rows = flat[offset : offset + plane.words]
+        rows.reshape(plane.heads, PAGE_SIZE, plane.row_words)[:, unused] = 0
+
+
+def _require_pages(group: LayerGroup, page_format: str, content: Mapping[str, Words]) -> None:
+    known = page_format_named(page_format)
+    layouts = {
+        f"layer.{layer}": PageLayout(known, pages.geometry) for layer, pages in group.pages.items()
+    }
+    shapes = {name: (layout.page_units, layout.unit_words) for name, layout in layouts.items()}
+    found = {name: array.shape for name, array in content.items()}
+    if found != shapes:
+        raise ValueError(f"pages of shapes {shapes} are needed, got {found}")

@@ -1,0 +1,222 @@
+"""Sequences that begin with what was computed before.
+
+Full-attention layers can begin at any token of a prefix: they share its blocks, and of a block that
+matches in part they copy the page at their first write. So can layers with a window where the pages
+of a whole ring are known: those that it passed while there was room for them, and those with which
+somebody stopped. Recurrent layers have one state, and begin where a snapshot of it was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefix_index import Match
+from paged_kv.allocator.prefix_node import WindowRows
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
+from paged_kv.pool.locked import locked
+from paged_kv.prefix.known_rings import KnownRing, held_rows, known_ring
+from paged_kv.prefix.lower_tier import LowerTier
+from paged_kv.prefix.snapshots import Snapshot, Snapshots
+from paged_kv.sequences.sequence import Sequence
+
+if TYPE_CHECKING:
+    from paged_kv.pool.layer_group import LayerGroup
+    from paged_kv.pool.page_pool import PagePool
+
+# Snapshots of recurrent layers may take so much of the budget again.
+SNAPSHOT_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt's beginning that was computed before.
+
+    Attributes:
+        sequence: holds it.
+        num_tokens: how much that is.
+        states: what layers hold that are not paged; None if nothing is known of them.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    states: Any
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where all layers can begin, and with what."""
+
+    num_tokens: int
+    rings: Mapping[LayerGroup, KnownRing]
+    snapshot: Snapshot | None = None
+
+
+class PrefixCache:
+    """Prefixes of one pool.
+
+    Args:
+        pool: where the pages are.
+        has_states: whether the model has layers whose caches are not paged.
+
+    Attributes:
+        has_states: that.
+        snapshots: what is known of those.
+    """
+
+    def __init__(self, pool: PagePool, *, has_states: bool) -> None:
+        self.pool = pool
+        self.lock = pool.lock
+        self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE)
+        self.has_states = has_states
+        self._lower: LowerTier | None = None
+
+    def __len__(self) -> int:
+        """Known prompts that are not the beginning of another."""
+        return self.pool.index.num_prompts
+
+    @property
+    @locked
+    def nbytes(self) -> int:
+        """Bytes of the pages that nobody else holds, and of snapshots. O(slabs)."""
+        return self.pool.stats().bytes_retained + self.snapshots.nbytes
+
+    @locked
+    def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
+        """Evict what was least recently used, and nobody else holds, until there are at most so
+        many prompts and `nbytes`; returns how many blocks' worth that was."""
+        # Counting releases what was dropped, so that nothing stays for the sake of it.
+        most = self._bytes_held()
+        if max_bytes is not None:
+            most -= max(0, self.nbytes - max_bytes)
+
+        def is_small_enough() -> bool:
+            return self._bytes_held() <= most
+
+        def is_enough() -> bool:
+            return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
+
+        evicted = self.pool.retired.give_up(is_small_enough) + self.pool.index.evict(is_enough)
+        self.pool.counts.evictions["limit"] += evicted
+        return evicted
+
+    @locked
+    def fetch(self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat) -> Prefix:
+        """A new sequence that holds as much of a prompt as is known, without its last token.
+        O(tokens). The pages that it gets later are of `page_format`."""
+        if self._lower is not None:
+            self._lower.bring_up(namespace, tokens)
+        match = self.pool.index.match(namespace, tokens)
+        start = self._start(match)
+        self.pool.counts.look_up(len(tokens), start.num_tokens)
+        sequence = Sequence(self.pool, page_format)
+        sequence.retires = True
+        if start.num_tokens:
+            self._share(sequence, match, start)
+        return Prefix(sequence, start.num_tokens, start.snapshot and start.snapshot.states)
+
+    @locked
+    def insert(
+        self, namespace: Hashable, tokens: Tokens[int], sequence: Sequence, states: Any
+    ) -> int:
+        """Let others find what a sequence holds of these tokens; returns with how many of them a
+        longer prompt can begin now. No page is copied. `states` is what the layers hold that are
+        not paged, when all tokens that the sequence holds are known; it must not change any more.
+        """
+        sequence.commit()
+        num_tokens = min(len(tokens), sequence.length)
+        num_pages = -(-num_tokens // PAGE_SIZE)
+        tables = [(group.allocator, sequence.blocks(group)) for group in self._shared_groups()]
+        blocks = [
+            {allocator: table[page] for allocator, table in tables} for page in range(num_pages)
+        ]
+        windows: list[dict[BlockAllocator, list[WindowRows]]] = [{} for _ in range(num_pages)]
+        for group in self._window_groups():
+            for page, rows in held_rows(sequence, group, num_tokens):
+                windows[page].setdefault(group.allocator, []).append(rows)
+        is_at_end = sequence.length == num_tokens > 0
+        snapshot = self._snapshot(states) if is_at_end else None
+        known = tokens[:num_tokens]
+        nodes = self.pool.index.insert(namespace, known, blocks, windows, snapshot)
+        for group in self._shared_groups():
+            group.allocator.events.inserted(sequence.table(group), num_tokens)
+        if self._lower is not None:
+            self._lower.keep(namespace, nodes)
+        return self._start(Match(nodes, num_tokens)).num_tokens
+
+    @locked
+    def known(self, namespace: Hashable, tokens: Tokens[int]) -> int:
+        """How much of a prompt all layers can begin with, without its last token. O(tokens)."""
+        return self._start(self.pool.index.match(namespace, tokens)).num_tokens
+
+    @locked
+    def put_below(self, lower: LowerTier) -> None:
+        """Keep in `lower` what is known from now on, and look there for what is not."""
+        self._lower = lower
+        self.pool.index.leaving = lower.leaving
+
+    def _snapshot(self, states: Any) -> Snapshot | None:
+        if not self.has_states:
+            return None
+        nbytes = sum(cache.nbytes for cache in states)
+        return self.snapshots.take(states, nbytes)
+
+    def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
+        """Let a new sequence hold the beginning of a match."""
+        held = match.nodes[: -(-start.num_tokens // PAGE_SIZE)]
+        for group in self._shared_groups():
+            blocks = [node.blocks[group.allocator] for node in held]
+            sequence.adopt(group, blocks, start.num_tokens)
+        for group, ring in start.rings.items():
+            blocks = [page.block for page in ring.pages if page.block is not None]
+            assert len(blocks) == len(ring.pages), "a page was given up while it was looked for"
+            sequence.adopt(group, blocks, start.num_tokens)
+            for page in ring.pages:
+                self.pool.retired.touch(page)
+        if start.snapshot is not None:
+            self.snapshots.touch(start.snapshot)
+        written = {group: ring.written for group, ring in start.rings.items()}
+        sequence.begin_at(start.num_tokens, written)
+
+    def _start(self, match: Match) -> _Start:
+        """The end of the longest part of a match with which all layers can begin."""
+        for num_tokens, snapshot in self._candidates(match):
+            rings = {
+                group: known_ring(match.nodes, num_tokens, group.window, group.allocator)
+                for group in self._window_groups()
+                if group.window is not None
+            }
+            known = {group: ring for group, ring in rings.items() if ring is not None}
+            if len(known) == len(rings):
+                return _Start(num_tokens, known, snapshot)
+        return _Start(0, {})
+
+    def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:
+        """Ends of parts of a match, the longest first: where snapshots were taken if there must be
+        one, else its own end and those of its blocks."""
+        for page in reversed(range(len(match.nodes))):
+            end = min(match.num_tokens, (page + 1) * PAGE_SIZE)
+            if not self.has_states:
+                yield end, None
+                continue
+            known = match.nodes[page].checkpoints
+            for rows in sorted(known, reverse=True):
+                snapshot = known[rows]
+                assert isinstance(snapshot, Snapshot)
+                if page * PAGE_SIZE + rows <= end and snapshot.states is not None:
+                    yield page * PAGE_SIZE + rows, snapshot
+
+    def _shared_groups(self) -> list[LayerGroup]:
+        """The groups whose sequences hold all their tokens."""
+        return [group for group in self.pool.groups if group.is_open and group.window is None]
+
+    def _window_groups(self) -> list[LayerGroup]:
+        return [group for group in self.pool.groups if group.is_open and group.window is not None]
+
+    def _bytes_held(self) -> int:
+        """Bytes of all blocks that are not free, and of snapshots. O(slabs)."""
+        stats = self.pool.stats()
+        return stats.bytes_active + stats.bytes_retained + self.snapshots.nbytes

@@ -1,0 +1,308 @@
+"""The tier below memory: what the prefix index knows, kept in a page store.
+
+Blocks are written when they are inserted and not when they are evicted: a process that ends, or is
+ended, has then stored what it computed, and eviction happens when memory is short, which is no time
+for copies. Of layers that can begin anywhere only full blocks are written then, as the last block
+will be written again when a conversation goes on; it is stored when it is evicted, or at the end.
+
+Layers with a window can begin behind a block if the blocks of a whole ring are stored; so blocks
+that left a ring are written like others. The last block of a ring is written at once where somebody
+stopped, with the rows that it still holds of the block before it. So are the states of layers
+without pages, with the block that they are the end of.
+
+What is stored is inserted like what was computed, when all of it is there and verified; with tokens
+that a prompt does not have, if its last block holds some. The index finds the part that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefix_node import Node
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.prefix.node_pages import NodePage, node_page, path_to
+from paged_kv.prefix.page_bytes import block_bytes, load_blocks
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.prefix.snapshots import Snapshot
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.store.background import READ_AHEAD, BackgroundStore
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.keys import Identity, Link, Place
+from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted
+
+if TYPE_CHECKING:
+    from paged_kv.pool.layer_group import LayerGroup
+    from paged_kv.pool.window import Window
+
+
+class StateCodec(Protocol):
+    """Turns what layers hold that are not paged into bytes, and back."""
+
+    def pack(self, states: Any) -> tuple[Any, dict[str, Any]]:
+        """What JSON can say of them, and their arrays as uint8, by name."""
+        ...
+
+    def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> Any:
+        """States again.
+
+        Raises:
+            ValueError: that is not what `pack` gave.
+        """
+        ...
+
+
+class StoredPrefixes:
+    """See `LowerTier` for the operations.
+
+    Args:
+        prefixes: whose blocks these are. All its layers must be known.
+        store: is not closed with this.
+        identify: what the content of pages of a namespace depends on; None if they are not to be
+            stored.
+        codec: for states.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        store: BackgroundStore,
+        identify: Callable[[Hashable], Identity | None],
+        codec: StateCodec,
+    ) -> None:
+        self._prefixes = prefixes
+        self._pool = prefixes.pool
+        self._store = store
+        self._identify = identify
+        self._codec = codec
+        # What each known block is stored as; of roots, what begins behind them.
+        self._links: weakref.WeakKeyDictionary[Node, Link] = weakref.WeakKeyDictionary()
+
+    def bring_up(self, namespace: Hashable, tokens: Tokens[int]) -> None:
+        """See `LowerTier`."""
+        known = self._prefixes.known(namespace, tokens)
+        identity = self._identify(namespace)
+        if identity is None or known >= len(tokens) - 1:
+            return
+        failed: list[str] = []
+        while True:
+            # What was loaded in vain may have taken the place of some.
+            held = self._held(namespace, tokens)
+            wanted = self._wanted(Link.root(identity), tokens, len(held), known)
+            stored = self._store.find(wanted, failed)
+            if stored is None or not self._pool.can_admit(stored.num_tokens):
+                return
+            try:
+                unusable = self._load(namespace, stored, held)
+            except (PoolExhausted, MemoryError):
+                return
+            found = self._prefixes.known(namespace, tokens)
+            if unusable is None and found > known:
+                self._store.note_found(found - known)
+                self._store.touch(stored.keys)
+                return
+            failed.append(unusable or stored.end_key)
+
+    def keep(self, namespace: Hashable, nodes: Tokens[Node]) -> None:
+        """See `LowerTier`."""
+        identity = self._identify(namespace)
+        if identity is not None:
+            self._name(Link.root(identity), nodes)
+            parts = [
+                part
+                for at in range(len(nodes))
+                for end in sorted(self._ends(nodes[at]))
+                for part in self._parts(nodes, at, end)
+            ]
+            self._store.touch(self._save(parts))
+
+    def leaving(self, node: Node) -> None:
+        """See `LowerTier`."""
+        if node in self._links:
+            path = path_to(node)
+            ends = self._ends(node) | {len(node.tokens)}
+            self._save([part for end in ends for part in self._parts(path, len(path) - 1, end)])
+
+    def keep_all(self) -> None:
+        """Store what is known and is not stored yet; nothing is dropped for want of room in a
+        queue."""
+        for node in self._pool.index.nodes():
+            self.leaving(node)
+            if not self._store.flush():
+                return
+
+    @property
+    def _groups(self) -> list[LayerGroup]:
+        return [group for group in self._pool.groups if group.is_open]
+
+    @property
+    def _shared_groups(self) -> list[LayerGroup]:
+        """The groups whose sequences hold all their tokens."""
+        return [group for group in self._groups if group.window is None]
+
+    def _part(self, group: LayerGroup) -> str:
+        return f"pages {self._pool.groups.index(group)}"
+
+    def _held(self, namespace: Hashable, tokens: Tokens[int]) -> list[Node]:
+        """The blocks of a prompt that need not be read: all their tokens are known, and all groups
+        have their block."""
+        match = self._pool.index.match(namespace, tokens)
+        held = []
+        for node in match.nodes[: match.num_tokens // PAGE_SIZE]:
+            if not all(group.allocator in node.blocks for group in self._shared_groups):
+                break
+            held.append(node)
+        return held
+
+    def _wanted(self, root: Link, tokens: Tokens[int], held: int, known: int) -> Wanted:
+        has_states = self._prefixes.has_states
+        windows = [(group, group.window) for group in self._groups]
+        return Wanted(
+            root=root,
+            # A state is never rolled back, so one that ends with the prompt is of no use.
+            tokens=tokens[: len(tokens) - 1] if has_states else tokens,
+            held=held * PAGE_SIZE,
+            beyond=known,
+            parts=tuple([self._part(group) for group in self._shared_groups]),
+            needs_checkpoint=has_states,
+            page_size=PAGE_SIZE,
+            rings=tuple([(self._part(group), window.ring) for group, window in windows if window]),
+        )
+
+    def _ends(self, node: Node) -> set[int]:
+        """Behind how many of a node's tokens something is stored as soon as it is known."""
+        full = {PAGE_SIZE} if len(node.tokens) == PAGE_SIZE else set()
+        if self._prefixes.has_states:
+            return full | {end for end, each in node.checkpoints.items() if _is_there(each)}
+        rows = [rows for allocator in node.windows for rows in node.rows_of(allocator)]
+        return full | {each.last for each in rows if each.is_end and not each.first}
+
+    def _name(self, root: Link, nodes: Tokens[Node]) -> None:
+        """Note what nodes, one behind the other, are stored as."""
+        link = root
+        for node in nodes:
+            assert node.parent is not None
+            self._links[node.parent] = link
+            link = self._links.setdefault(node, link.then(node.tokens))
+
+    def _save(self, parts: Tokens[_Part]) -> list[str]:
+        """Store what is not stored yet; returns what all of it is found by."""
+        path = [part.place.key for part in parts]
+        for part in parts:
+            if not self._store.knows(part.place.key) and self._store.has_room(part.nbytes):
+                try:
+                    entry = part.entry()
+                except (MemoryError, TypeError) as error:
+                    # In the middle of a step, maybe: no reason to end it.
+                    self._store.drop(f"no bytes could be made of them: {error}")
+                else:
+                    self._store.save(entry, path)
+        return path
+
+    def _parts(self, path: Tokens[Node], at: int, end: int) -> Iterator[_Part]:
+        """What is to be stored of the first tokens of a node, of which the path is known."""
+        node = path[at]
+        link = self._links[node]
+        if end < len(node.tokens):
+            assert node.parent is not None
+            link = self._links[node.parent].then(node.tokens[:end])
+        for group in self._groups:
+            page = node_page(group, path, at, end)
+            if page is not None:
+                place = Place(link, self._part(group))
+                nbytes = group.allocator.format_of(page.block).block_bytes
+                yield _Part(place, nbytes, partial(_page_entry, place, group, page))
+        snapshot = node.checkpoints.get(end)
+        if snapshot is not None and _is_there(snapshot):
+            place = Place(link, CHECKPOINT)
+            yield _Part(place, snapshot.nbytes, partial(self._state_entry, place, snapshot.states))
+
+    def _state_entry(self, place: Place, states: Any) -> Entry:
+        about, arrays = self._codec.pack(states)
+        return Entry(place, arrays, json.dumps(about))
+
+    def _load(self, namespace: Hashable, stored: Stored, held: list[Node]) -> str | None:
+        """Bring stored blocks into the index; the key of what cannot be had, if anything cannot."""
+        sequence = Sequence(self._pool)
+        num_held = sum(len(node.tokens) for node in held)
+        for group in self._shared_groups:
+            sequence.adopt(group, [node.blocks[group.allocator] for node in held], num_held)
+        states: Any = None
+        written: dict[LayerGroup, int] = {}
+        waiting: list[Entry] = []
+        for place, entry in zip(stored.places, self._store.read(stored.places), strict=False):
+            if entry is None:
+                return place.key
+            try:
+                if place.part == CHECKPOINT:
+                    states = self._codec.unpack(json.loads(entry.notes), entry.arrays)
+                else:
+                    waiting.append(entry)
+                if len(waiting) >= READ_AHEAD or place is stored.places[-1]:
+                    written |= self._append(sequence, stored.num_tokens, waiting)
+                    waiting.clear()
+            except (ValueError, KeyError, TypeError):
+                # A sound file that does not hold what it says, by another's or our own fault.
+                return place.key
+        sequence.begin_at(stored.num_tokens, written)
+        tokens = [token for link in stored.links for token in link.tokens]
+        self._prefixes.insert(namespace, tokens, sequence, states)
+        return None
+
+    def _append(
+        self, sequence: Sequence, num_tokens: int, entries: list[Entry]
+    ) -> dict[LayerGroup, int]:
+        """Load pages into fresh blocks of a sequence; how many tokens the rings have seen of which
+        the last page is among them."""
+        written = {}
+        for group in self._groups:
+            mine = [entry for entry in entries if entry.place.part == self._part(group)]
+            notes = [json.loads(entry.notes) for entry in mine]
+            formats = [each["page_format"] for each in notes]
+            load_blocks(self._pool, group, sequence, formats, [entry.arrays for entry in mine])
+            for entry, each in zip(mine, notes, strict=True):
+                if group.window is not None and entry.place.link.end == num_tokens:
+                    written[group] = _seen(each["written"], num_tokens, group.window)
+        return written
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Something that is to be stored.
+
+    Attributes:
+        place: what it is found by.
+        nbytes: about how large it is.
+        entry: makes it.
+    """
+
+    place: Place
+    nbytes: int
+    entry: Callable[[], Entry]
+
+
+def _page_entry(place: Place, group: LayerGroup, page: NodePage) -> Entry:
+    page_format = group.allocator.format_of(page.block).name
+    notes = {"page_format": page_format, "written": page.written}
+    return Entry(place, block_bytes(group, page.block, page.unused), json.dumps(notes))
+
+
+def _seen(written: int, num_tokens: int, window: Window) -> int:
+    """How many tokens a ring has seen.
+
+    Raises:
+        ValueError: then it does not hold the window behind the last.
+    """
+    if not window.shortest_rollback(written) <= num_tokens <= written:
+        raise ValueError(f"a ring that has seen {written} tokens does not end with {num_tokens}")
+    return written
+
+
+def _is_there(checkpoint: Any) -> TypeGuard[Snapshot]:
+    return isinstance(checkpoint, Snapshot) and checkpoint.states is not None

@@ -1,0 +1,88 @@
+"""The masks that a cache makes, by mlx-lm's rules."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.plain.attention_mask import batch_mask, causal_window_mask
+from paged_kv.pool.window import Window
+from paged_kv.sequences.step_row import StepRow
+
+
+class PagedMask(mx.array):
+    """A causal mask that a cache made, computed when looked at.
+
+    Boolean [S, T] for one sequence, [B, 1, S, T] for a batch.
+
+    Attributes:
+        visible_lens: tokens of each row, those of this step included.
+        right_padding: tokens of padding behind those, as in `PageRows`.
+        window: how many tokens a query sees, itself included; None for all.
+    """
+
+    visible_lens: tuple[int, ...]
+    right_padding: tuple[int, ...]
+    window: int | None
+
+    def hides_in(self, rows: PageRows, queries: int) -> bool:
+        """Whether this is the mask of a step of `queries` tokens that ends as `rows` do."""
+        ends_alike = (self.visible_lens, self.right_padding) == (
+            rows.visible_lens,
+            rows.right_padding,
+        )
+        return ends_alike and self.shape[-2] == queries
+
+
+def step_mask(
+    rows: list[StepRow],
+    count: int,
+    window: Window | None,
+    *,
+    return_array: bool,
+    window_size: int | None,
+) -> mx.array | str | None:
+    """The mask of a step of `count` tokens in layers with that window.
+
+    For one row None, "causal", or boolean [S, T]; for a batch always boolean [B, 1, S, T].
+    """
+    if len(rows) == 1 and not _is_array(rows[0].before, count, window, return_array, window_size):
+        return None if count == 1 else "causal"
+    ends = _ends(rows, window)
+    if window is None:
+        return paged_mask(ends, count, window_size)
+    asked = window.size if window_size is None else window_size - window.keep
+    return paged_mask(ends, count, asked, window.keep)
+
+
+def paged_mask(rows: PageRows, queries: int, window: int | None, keep: int = 0) -> PagedMask:
+    """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
+    if len(rows.ends) == 1:
+        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, keep))
+    else:
+        mask = PagedMask(batch_mask(rows, queries, window, keep))
+    mask.visible_lens = rows.visible_lens
+    mask.right_padding = rows.right_padding
+    mask.window = window
+    return mask
+
+
+def _is_array(
+    before: int, count: int, window: Window | None, return_array: bool, window_size: int | None
+) -> bool:
+    """Whether the mask of one sequence must be written out."""
+    if window is None:
+        return window_size is not None or (return_array and count > 1)
+    longest = window.size + window.keep
+    if count == 1:
+        return window_size is not None and window_size <= min(before, longest - 1)
+    return return_array or min(longest - 1, before) + count > (window_size or longest)
+
+
+def _ends(rows: list[StepRow], window: Window | None) -> PageRows:
+    """How rows end after their step; without their tables."""
+    lengths = []
+    for row in rows:
+        passed = 0 if window is None else max(0, window.first_visible(row.before) - window.keep)
+        lengths.append(row.end - passed)
+    return PageRows((), tuple(lengths), tuple([row.padding.right for row in rows]))

@@ -1,0 +1,80 @@
+"""A step that was not written yet, because it is longer than what a ring takes before it is read.
+
+Its queries come later, from this layer or from others that read the same keys, and some of them
+still see tokens that writing it would write over. So they attend to the ring as it was and to the
+step, and the step is written when the next one comes, or when anything else needs it in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+from paged_kv.pool.window import Window
+
+
+@dataclass(frozen=True, eq=False)
+class PendingStep:
+    """One row's part of a step.
+
+    Attributes:
+        step: the keys [B, heads, S, k_dim] and values [B, heads, S, v_dim] of all rows.
+        row: which of the rows this is.
+        own: which of the step's S tokens are the row's own.
+    """
+
+    step: Tail
+    row: int
+    own: range
+
+    def between(self, first: int, last: int) -> Tail:
+        """Keys and values [1, heads, last - first, dim] of these of the row's own tokens."""
+        begin, end = self.own.start + first, self.own.start + last
+        keys, values = (part[self.row : self.row + 1, :, begin:end] for part in self.step)
+        return keys, values
+
+
+def write_pending(
+    pages: LayerPages,
+    window: Window,
+    table: BlockTable,
+    passed: Mapping[int, RetiredBlock],
+    pending: PendingStep,
+    end: int,
+) -> None:
+    """Write a step of one layer that ends at `end`: what of it passes unseen first, then its end
+    into the ring."""
+    start = end - len(pending.own)
+    _write_unseen(pages, table, passed, pending, start, end)
+    for first, last in window.kept_parts(start, end):
+        base = first - first % PAGE_SIZE
+        blocks = table.blocks_of(base, last)
+        keys, values = pending.between(first - start, last - start)
+        pages.write(keys, values, PageRows((blocks,), (last - base,), (0,)))
+
+
+def _write_unseen(
+    pages: LayerPages,
+    table: BlockTable,
+    passed: Mapping[int, RetiredBlock],
+    pending: PendingStep,
+    start: int,
+    end: int,
+) -> None:
+    """Fill the blocks of pages that were never in the ring, and of those that were retired while
+    the step was in no page yet."""
+    for page, retired in passed.items():
+        base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
+        if retired.block is None or last <= start or base >= end:
+            continue
+        first = max(base, start)
+        if first > base:
+            (in_ring,) = table.blocks_of(base, first)
+            pages.copy({in_ring: retired.block})
+        keys, values = pending.between(first - start, last - start)
+        pages.write(keys, values, PageRows(((retired.block,),), (last - base,), (0,)))

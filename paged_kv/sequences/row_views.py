@@ -1,0 +1,48 @@
+"""Where the kernels find what the rows of a step see."""
+
+from __future__ import annotations
+
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.window import Window
+from paged_kv.sequences.step_row import StepRow
+
+
+def page_rows(group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False) -> PageRows:
+    """What a step sees in the layers of a group.
+
+    `in_tail` says that the step itself is in no page yet.
+    """
+    padding = tuple([row.padding.right for row in rows])
+    if group.window is not None:
+        return _ring_rows(group, group.window, rows, padding, in_tail)
+    tables = tuple([row.sequence.blocks(group) for row in rows])
+    return PageRows(tables, tuple([row.end for row in rows]), padding)
+
+
+def _ring_rows(
+    group: LayerGroup,
+    window: Window,
+    rows: list[StepRow],
+    padding: tuple[int, ...],
+    in_tail: bool,
+) -> PageRows:
+    """Tables that begin with the page of the first token that the step's first query sees, and
+    before it the pages of a head that it does not reach."""
+    tables, lengths, firsts, heads = [], [], [], []
+    for sequence, before, end, *_ in rows:
+        first, keep = window.first_visible(before), window.keep
+        if first <= keep:
+            first = keep = 0
+        apart = first >= window.head_end > 0
+        base = 0 if first < window.head_end else first - first % PAGE_SIZE
+        table = sequence.table(group)
+        head = table.blocks_of(0, window.head_end) if apart else ()
+        tables.append(head + table.blocks_of(base, before if in_tail else end))
+        shift = len(head) * PAGE_SIZE - base
+        lengths.append(end + shift)
+        firsts.append(first + shift if first else 0)
+        heads.append(keep)
+    head_tokens = tuple(heads) if window.keep else ()
+    return PageRows(tuple(tables), tuple(lengths), padding, tuple(firsts), head_tokens)

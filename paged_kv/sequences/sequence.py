@@ -1,0 +1,389 @@
+"""A sequence: its blocks in every group, and how far each layer has written."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Set
+from threading import Thread, current_thread
+from typing import Protocol
+
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.errors import RollbackError
+from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.checks import described
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.locked import locked
+from paged_kv.pool.page_pool import PagePool, require_pool
+from paged_kv.sequences.padding import NO_PADDING, Padding
+from paged_kv.sequences.pending_step import PendingStep, write_pending
+
+
+class CurrentStep(Protocol):
+    """A step that a sequence takes part in: see `Step`."""
+
+    untold: list[int]
+
+    def tell(self) -> None:
+        """Tell the sequences how far their layers have come."""
+        ...
+
+    def close(self) -> None:
+        """Something else happens to one of the sequences."""
+        ...
+
+
+_no_step = type(None)
+
+
+class Sequence:
+    """Owns blocks, and frees them when the last layer lets go of it.
+
+    Layers write one after the other, so within a step their context lengths differ. Everything
+    mlx-lm asks of a cache it asks layer by layer: a fork made by one layer is the fork that the
+    other layers get when they ask too.
+
+    Attributes:
+        uid: names the sequence, the same for all its layers.
+        page_format: the format of the pages that it will get.
+        is_converting: whether some of its pages may still be of another format, because a
+            conversion ran out of memory.
+        model_version: under which version of the model's weights it began, if anybody counts.
+        context_lens: tokens, per layer.
+        written_lens: the most tokens that there ever were, per layer: a ring has written over
+            what lies too far behind those.
+        step: gives the step that it takes part in, None if there is none.
+        step_lens: tokens of the latest step, per layer; 0 once its queries are over.
+        padding: what of a batch's steps is padding in this row, per layer.
+        pending: the latest step of layers that have not written it yet.
+        retires: whether pages that leave a ring are kept, for prompts that begin alike.
+        passed: of groups with a window, the pages of tokens that were kept so, by their number.
+
+    Raises:
+        TypeError: `pool` is no pool, or `page_format` not what `pool.page_format` is.
+    """
+
+    def __init__(self, pool: PagePool, page_format: PageFormat | None = None) -> None:
+        require_pool("pool", pool)
+        if not isinstance(page_format, PageFormat | None):
+            raise TypeError(f"page_format must be a PageFormat, got {described(page_format)}")
+        self.pool = pool
+        self.lock = pool.lock
+        self.page_format = page_format or pool.page_format
+        self.is_converting = False
+        self.model_version: int | None = None
+        self.uid = uuid.uuid4().hex
+        self.step: Callable[[], CurrentStep | None] = _no_step
+        self._context_lens = [0] * pool.num_layers
+        self._written_lens = [0] * pool.num_layers
+        self._step_lens = [0] * pool.num_layers
+        self._padding = [NO_PADDING] * pool.num_layers
+        self.pending: dict[int, PendingStep] = {}
+        self.retires = False
+        self.passed: dict[LayerGroup, dict[int, RetiredBlock]] = {}
+        self._before_step = self._progress()
+        self._furthest = 0
+        self._tables: dict[LayerGroup, BlockTable] = {}
+        self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
+        self._others: list[weakref.ref[Sequence]] = []
+        weakref.finalize(self, _drop_tables, self._tables).atexit = False
+
+    @property
+    def context_lens(self) -> list[int]:
+        self._hear()
+        return self._context_lens
+
+    @property
+    def written_lens(self) -> list[int]:
+        self._hear()
+        return self._written_lens
+
+    @property
+    def step_lens(self) -> list[int]:
+        self._hear()
+        return self._step_lens
+
+    @property
+    def padding(self) -> list[Padding]:
+        self._hear()
+        return self._padding
+
+    @property
+    def length(self) -> int:
+        """Tokens that at least one layer has written."""
+        return max(self.context_lens)
+
+    def offset(self, layer: int) -> int:
+        """The position of the next step's first token; negative if that token is padding."""
+        tokens, padding = self.progress(layer)
+        return tokens + padding.right - padding.left
+
+    def progress(self, layer: int) -> tuple[int, Padding]:
+        """How many tokens a layer has, and what of its steps is padding."""
+        self._hear()
+        return self._context_lens[layer], self._padding[layer]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers are equally far."""
+        self._hear()
+        lens, padding = self._context_lens, self._padding
+        return lens.count(lens[0]) == len(lens) == padding.count(padding[0])
+
+    @locked
+    def table(self, group: LayerGroup) -> BlockTable:
+        """The sequence's block table in a group that is open."""
+        if group not in self._tables:
+            self._tables[group] = group.new_table(self.page_format)
+            self._tables[group].owner = self.uid
+        return self._tables[group]
+
+    def blocks(self, group: LayerGroup) -> tuple[int, ...]:
+        """The sequence's blocks in a group, in the order of their tokens."""
+        table = self._tables.get(group)
+        return () if table is None else table.blocks
+
+    def is_held_in(self, page_format: PageFormat) -> bool:
+        """Whether a conversion to that format has nothing to do."""
+        return self.page_format == page_format and not self.is_converting
+
+    def begin_conversion(self, page_format: PageFormat) -> None:
+        """Get new pages in that format from now on; the others are still to be converted."""
+        self.close_step()
+        self.page_format, self.is_converting = page_format, True
+        for table in self._tables.values():
+            table.page_format = page_format.name
+
+    def begin_write(self, layer: int, count: int) -> bool:
+        """Note that a layer is about to go `count` tokens further; true if a new step begins."""
+        self._forks.clear()
+        end = self.offset(layer) + count
+        if end <= self._furthest:
+            return False
+        self._before_step = self._progress()
+        self._furthest = end
+        return True
+
+    def advance(self, layers: list[int], before: int, end: int, padding: Padding) -> None:
+        """Note that some layers have taken a step, from `before` tokens to `end`. Called by the
+        step itself."""
+        if len(layers) == len(self._context_lens):
+            self._context_lens = [end] * len(layers)
+            if max(self._written_lens) > end:
+                self._written_lens = [max(end, most) for most in self._written_lens]
+            else:
+                self._written_lens = list(self._context_lens)
+            self._step_lens = [end - before] * len(layers)
+            self._padding = [padding] * len(layers)
+            return
+        for layer in layers:
+            self._context_lens[layer] = end
+            self._written_lens[layer] = max(end, self._written_lens[layer])
+            self._step_lens[layer] = end - before
+            self._padding[layer] = padding
+
+    def close_step(self) -> None:
+        """Something else than the step's next layer is about to change the sequence."""
+        step = self.step()
+        if step is not None:
+            step.close()
+
+    def leave_step(self, step: CurrentStep) -> None:
+        """Take no further part in a step."""
+        if self.step() is step:
+            self.step = _no_step
+
+    @locked
+    def commit(self, layers: Set[int] | None = None) -> None:
+        """Write what layers, or some of them, have not written yet. No step that these have taken
+        can be attended to any more."""
+        if self.pending:
+            self.close_step()
+            self.write_pending(layers)
+
+    @locked
+    def write_pending(self, layers: Set[int] | None) -> None:
+        """As `commit`, before a step that the layers are about to take."""
+        for layer in [each for each in self.pending if layers is None or each in layers]:
+            group = self.pool.group_of(layer)
+            assert group.window is not None
+            write_pending(
+                group.pages[layer],
+                group.window,
+                self.table(group),
+                self.passed.get(group, {}),
+                self.pending[layer],
+                self.context_lens[layer],
+            )
+            del self.pending[layer]
+            self.step_lens[layer] = 0
+
+    def restore(self, layer: int, context_len: int, written_len: int) -> None:
+        """Note that a layer was filled from a saved one."""
+        self.close_step()
+        self.context_lens[layer], self.written_lens[layer] = context_len, written_len
+
+    def undo_step(self) -> None:
+        """Take back what layers wrote since the step began."""
+        context_lens, written_lens, padding = self._before_step
+        for layer, context_len in enumerate(context_lens):
+            if self.context_lens[layer] > context_len:
+                self.context_lens[layer] = context_len
+                is_pending = self.pending.pop(layer, None) is not None
+                # A ring that was written has lost what the step wrote over.
+                if is_pending or not context_len:
+                    self.written_lens[layer] = written_lens[layer]
+        self.padding[:] = padding
+        self.shrink()
+
+    @property
+    def rollback(self) -> int:
+        """The most tokens that can be trimmed: all, unless a window has passed some."""
+        possible = [self.length]
+        for layer, window in self.pool.windows.items():
+            shortest = window.shortest_rollback(self.written_lens[layer])
+            possible.append(self.context_lens[layer] - shortest)
+        return max(0, min(possible))
+
+    def trim(self, layer: int, count: int) -> int:
+        """Take `count` tokens off one layer, or all that it has; returns how many.
+
+        Blocks are freed when the last layer has trimmed.
+
+        Raises:
+            RollbackError: a layer with a window, maybe another one, has written over what it
+                would need; nothing was changed.
+        """
+        self.require_rollback(layer, count)
+        self.close_step()
+        self.commit()
+        count = min(count, self.context_lens[layer])
+        self.context_lens[layer] -= count
+        if not self.context_lens[layer]:
+            self.written_lens[layer] = 0
+        self.step_lens[layer] = 0
+        self.shrink()
+        return count
+
+    def require_rollback(self, layer: int, count: int) -> None:
+        """Raise the RollbackError that `trim` would."""
+        target = max(0, self.context_lens[layer] - count)
+        for other, window in self.pool.windows.items():
+            shortest = window.shortest_rollback(self.written_lens[other])
+            if target < min(shortest, self.context_lens[other]):
+                raise RollbackError(count, self.rollback)
+
+    def prepare(self, layer: int, padding: Padding) -> None:
+        """Set what of the coming steps is padding in one layer."""
+        self.close_step()
+        self.padding[layer] = padding
+        self.shrink()
+
+    def finalize(self, layer: int) -> None:
+        """End the steps that have padding in one layer."""
+        to_trim = self.padding[layer].to_trim
+        self.close_step()
+        self.padding[layer] = NO_PADDING
+        self.trim(layer, to_trim)
+
+    def batch_of(self, count: int) -> list[Sequence]:
+        """This sequence and new ones, `count` in all: the same ones for every layer that asks."""
+        others = [ref() for ref in self._others[: count - 1]]
+        others += [None] * (count - 1 - len(others))
+        rows = [self, *(other or Sequence(self.pool, self.page_format) for other in others)]
+        self._others = [weakref.ref(row) for row in rows[1:]]
+        return rows
+
+    @locked
+    def fork(self, layer: int) -> Sequence:
+        """A sequence that shares all blocks with this one, as it is now.
+
+        The first layer that asks makes it, and the others get the same one, each once: a layer
+        that asks a second time gets a second fork. Threads that copy the same prompt cache at once
+        get forks of their own.
+        """
+        me = current_thread()
+        for thread, ref, asked in self._forks:
+            fork = ref()
+            if fork is not None and thread is me and layer not in asked:
+                asked.add(layer)
+                return fork
+        fork = self._copy()
+        self._forks = [entry for entry in self._forks if entry[1]() is not None]
+        self._forks.append((me, weakref.ref(fork), {layer}))
+        return fork
+
+    @locked
+    def adopt(self, group: LayerGroup, blocks: list[int], num_tokens: int) -> None:
+        """Share blocks that hold the first `num_tokens` tokens of a group, where there are none
+        yet."""
+        self.close_step()
+        table = self.table(group)
+        assert not table.blocks, "the sequence has tokens"
+        group.allocator.retain(blocks)
+        table.change(tuple(blocks), num_tokens)
+        group.allocator.events.adopted(table, blocks)
+
+    def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:
+        """Note that so many tokens are there, in every layer that is ever written, and that the
+        rings of some groups are as if so many had been written."""
+        self.close_step()
+        for group in self.pool.groups:
+            for layer in group.pages:
+                self.context_lens[layer] = num_tokens
+                self.written_lens[layer] = written.get(group, num_tokens)
+        self.shrink()
+
+    def written(self, group: LayerGroup) -> int:
+        """The most tokens that there ever were in a layer of a group."""
+        return max(self.written_lens[layer] for layer in group.layers)
+
+    @locked
+    def _copy(self) -> Sequence:
+        """A sequence that shares all blocks with this one, as it is now."""
+        self.close_step()
+        self.commit()
+        copy = Sequence(self.pool, self.page_format)
+        copy.model_version, copy.retires = self.model_version, self.retires
+        copy.is_converting = self.is_converting
+        copy._context_lens, copy._written_lens, copy._padding = self._progress()
+        copy.shrink()
+        copy.passed = {group: dict(pages) for group, pages in self.passed.items()}
+        for group, table in self._tables.items():
+            copy._tables[group] = group.allocator.fork(table)
+            copy._tables[group].owner = copy.uid
+        return copy
+
+    def _hear(self) -> None:
+        """Let the step tell how far its layers are."""
+        step = self.step()
+        if step is not None and step.untold:
+            step.tell()
+
+    def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
+        self._hear()
+        return list(self._context_lens), list(self._written_lens), list(self._padding)
+
+    @locked
+    def shrink(self) -> None:
+        """Let tables follow layers that are not as far as they were, or as was reserved for."""
+        self.close_step()
+        self._forks.clear()
+        self._furthest = max(map(self.offset, range(self.pool.num_layers)))
+        for group, table in self._tables.items():
+            window, tokens = group.window, max(self.context_lens[layer] for layer in group.layers)
+            if window is not None and window.first_held(self.written(group)):
+                table.rewind(tokens)
+            else:
+                table.truncate(tokens)
+            # What comes behind this length will be other tokens.
+            passed = self.passed.get(group, {})
+            for page in [page for page in passed if (page + 1) * PAGE_SIZE > tokens]:
+                del passed[page]
+
+
+def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:
+    # The collector may run this inside the allocator, so it must not touch blocks itself.
+    for table in tables.values():
+        table.allocator.drop_later(table)

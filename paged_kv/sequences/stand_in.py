@@ -1,0 +1,29 @@
+"""Arrays that have a shape and a dtype, and that cannot be computed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+
+def new_stand_in(dtype: mx.Dtype) -> mx.array:
+    """A number that cannot be computed, not the same as any other one: the argument of a function
+    that was traced."""
+    found: list[mx.array] = []
+
+    def note(number: mx.array) -> mx.array:
+        found.append(number)
+        return number + 1
+
+    mx.export_function(lambda _: None, note, mx.zeros((), dtype))
+    return found[0]
+
+
+_known_stand_in = cache(new_stand_in)
+
+
+def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An array of which nothing can be computed: MLX raises a RuntimeError that it has no
+    primitive."""
+    return mx.broadcast_to(_known_stand_in(dtype), shape)

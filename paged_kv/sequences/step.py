@@ -1,0 +1,210 @@
+"""A step: the next tokens of some sequences, decided once for all their layers.
+
+Layers write one after the other, and the step is the same for each: which tokens are whose, which
+blocks they go to, what is visible. So the first layer that asks, or the model when it asks for a
+mask, begins a step, and the other layers find it at their sequences. How far each layer has come is
+noted here, and told to the sequences when anybody asks them. Whatever else happens to one of the
+sequences closes the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import cached_property
+from weakref import ref
+
+import mlx.core as mx
+
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_rows import PageRows, Tail
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
+from paged_kv.sequences.passed_pages import is_read_first, keep_unseen
+from paged_kv.sequences.pending_step import PendingStep
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step_blocks import reserve
+from paged_kv.sequences.step_row import StepRow
+from paged_kv.sequences.step_view import StepView
+
+
+class Step:
+    """S tokens of some sequences. Made by `begin_step`, and by `read` for what was read.
+
+    Args:
+        pool: of the sequences.
+        rows: what the step is in each sequence.
+        count: S, padding included.
+        layers: the layers that take it, all as far as each other.
+
+    Attributes:
+        sequences: one for each row.
+        shape: rows and tokens.
+        waiting: the layers that have not taken it yet.
+        is_open: whether nothing else has happened to the sequences.
+        attending: the layers that get arrays which only attention can read, as long as a model
+            takes the step.
+        untold: layers that have taken it since the sequences were told.
+        unread: what the latest of those has written, until attention has read it.
+    """
+
+    def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
+        self.pool = pool
+        self.lock = pool.lock
+        self.rows = rows
+        self.sequences = [row.sequence for row in rows]
+        self.shape = (len(rows), count)
+        self.layers = layers
+        self.waiting: set[int] = set(layers) if count else set()
+        self.is_open = True
+        self._reserved_groups = 0
+        self.attending: frozenset[int] = frozenset()
+        self.unread: PagedRead | None = None
+        self.untold: list[int] = []
+        self._views: dict[int, StepView] = {}
+        me = ref(self)
+        for sequence in self.sequences:
+            sequence.close_step()
+            sequence.step = me
+
+    def __del__(self) -> None:
+        self.tell()
+
+    @cached_property
+    def offset_before(self) -> int | mx.array:
+        """The position of the first token: a number for one sequence, int32 [B] for a batch."""
+        return _offsets([row.offset for row in self.rows])
+
+    @cached_property
+    def offset_after(self) -> int | mx.array:
+        """The position behind the last token."""
+        return _offsets([row.offset_after for row in self.rows])
+
+    def begin_in_model(self, layer: int) -> None:
+        """Note that a model takes the step, and own blocks for it.
+
+        Raises:
+            PoolExhausted: the budget does not hold them; nothing was changed.
+        """
+        self._reserve(layer)
+        self.attending = self.pool.attending
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Take the step in one layer; see `append`."""
+        with self.lock:
+            try:
+                if self.unread is not None:
+                    raise PagesNotRead(self.pool.name)
+                view = self._views.get(layer)
+                pages = None if view is None else view.group.pages.get(layer)
+                if view is None or pages is None:
+                    view, pages = self._prepare(layer, LayerGeometry.of(keys, values))
+                given = keys.shape, values.shape, keys.dtype, values.dtype
+                expected = view.expected.get(id(pages.geometry))
+                if expected is None or expected.given != given:
+                    expected = view.expect(layer, keys, values)
+                if view.moves != view.group.moves:
+                    view.follow_moves()
+                if view.in_tail:
+                    keep_pending(layer, self.sequences, (keys, values), view.page_rows)
+                else:
+                    pages.owe(keys, values, view.page_rows)
+                self.waiting.discard(layer)
+                self.untold.append(layer)
+                read = PagedRead(self, view, pages, (keys, values) if view.in_tail else None)
+                if layer not in self.attending:
+                    return gathered_arrays(read)
+            except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
+                self._undo()
+                raise
+            if self.pool.attends_in_order:
+                self.unread = read
+            paged_keys, paged_values = PagedKeys(expected.keys), PagedValues(expected.values)
+            paged_keys.read = paged_values.read = read
+            return paged_keys, paged_values
+
+    def read(self, layer: int) -> PagedRead:
+        """All tokens so far in a layer that has taken the step."""
+        group, tail = self.pool.group_of(layer), pending_tail(layer, self.sequences)
+        view = self._views.get(layer)
+        if view is None:
+            view = self._views[layer] = StepView(group, self.rows, in_tail=tail is not None)
+        view.follow_moves()
+        return PagedRead(self, view, group.pages[layer], tail)
+
+    def tell(self) -> None:
+        """Tell the sequences how far layers have come. The collector may call this at any time: it
+        takes no lock, and touches nothing but them."""
+        layers, self.untold = self.untold, []
+        if layers:
+            for row in self.rows:
+                row.sequence.advance(layers, row.before, row.end, row.padding)
+
+    def close(self) -> None:
+        """Something else happens to one of the sequences."""
+        self.tell()
+        self.is_open, self.unread = False, None
+        for sequence in self.sequences:
+            sequence.leave_step(self)
+
+    def _prepare(self, layer: int, geometry: LayerGeometry) -> tuple[StepView, LayerPages]:
+        """Everything that writes need, so that they cannot fail: for the first layer that takes the
+        step, and for layers that were never written."""
+        pool, count = self.pool, self.shape[1]
+        begun = [each for each in self.sequences if each.begin_write(layer, count)]
+        for sequence in self.sequences:
+            sequence.write_pending(self.waiting)
+        group = pool.group_of(layer)
+        pages = group.open_layer(layer, geometry)
+        if any(sequence.length for sequence in begun):
+            for each in pool.groups:
+                each.settle()
+        self._reserve(layer)
+        for row in self.rows:
+            if row.sequence in begun:
+                keep_unseen(pool.room, pool.groups, row.sequence, row.end)
+        for each in pool.groups:
+            if each.is_open:
+                in_tail = is_read_first(each.window, self.rows, count)
+                view = StepView(each, self.rows, in_tail=in_tail)
+                self._views.update(dict.fromkeys(each.layers, view))
+        return self._views[layer], pages
+
+    def _reserve(self, layer: int) -> None:
+        """Own blocks in all groups that are open; before the first write of a group nobody knows
+        how large its blocks are."""
+        groups = sum(group.is_open for group in self.pool.groups)
+        if groups != self._reserved_groups:
+            reserve(self.pool, layer, self.sequences, self.shape[1])
+            self._reserved_groups = groups
+
+    def _undo(self) -> None:
+        self.close()
+        for sequence in self.sequences:
+            sequence.undo_step()
+
+
+def _offsets(offsets: list[int]) -> int | mx.array:
+    return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
+
+
+def keep_pending(layer: int, sequences: list[Sequence], step: Tail, rows: PageRows) -> None:
+    """Keep a step of one layer, of which these rows see their parts, until it is written."""
+    owned = rows.own_tokens(step[0].shape[2])
+    for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
+        sequence.pending[layer] = PendingStep(step, row, own)
+
+
+def pending_tail(layer: int, sequences: list[Sequence]) -> Tail | None:
+    """The step that is pending in just these sequences; None if there is none, or if they were
+    rearranged since."""
+    pending = [sequence.pending.get(layer) for sequence in sequences]
+    first = pending[0] if pending else None
+    if first is not None and all(
+        each is not None and each.step is first.step and each.row == row
+        for row, each in enumerate(pending)
+    ):
+        return first.step
+    return None

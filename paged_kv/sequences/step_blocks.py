@@ -1,0 +1,50 @@
+"""The blocks of a step, which are owned before any layer writes."""
+
+from __future__ import annotations
+
+from paged_kv.allocator.block_table import Write
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.pool.reservation import Writes, needs_of, own, own_by_page
+from paged_kv.sequences.passed_pages import retire_leaving
+from paged_kv.sequences.sequence import Sequence
+
+
+def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -> None:
+    """Own blocks in all groups for the next `count` tokens of each sequence.
+
+    Writing does so by itself. A model that is asked for masks first can be stopped here,
+    before any of its layers has changed anything.
+
+    Raises:
+        PoolExhausted: the budget does not hold the blocks; no sequence has changed.
+    """
+    with pool.lock:
+        writes = _unreserved(pool, layer, sequences, count)
+        if pool.demotion_policy is None or pool.room.has(needs_of(writes)):
+            own(pool.room, writes)
+            return
+        try:
+            own_by_page(pool.room, writes)
+        except (PoolExhausted, ThreadConflict):
+            for sequence in sequences:
+                sequence.shrink()
+            raise
+
+
+def _unreserved(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -> Writes:
+    """The writes of a step that are not reserved yet; the blocks that they write over in rings are
+    retired."""
+    writes: dict[LayerGroup, list[Write]] = {}
+    open_groups = [group for group in pool.groups if group.is_open]
+    for sequence in sequences:
+        start, padding = sequence.progress(layer)
+        end = start + padding.own(count)
+        for group in open_groups:
+            table = sequence.table(group)
+            if end > start and not table.is_reserved(end):
+                retire_leaving(pool.retired, group, sequence, end)
+                writes.setdefault(group, []).append(Write(table, start, end))
+    return writes

@@ -1,0 +1,111 @@
+"""What a step sees in the layers of one group."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.sequences.masks import PagedMask
+from paged_kv.sequences.row_views import page_rows
+from paged_kv.sequences.stand_in import stand_in
+from paged_kv.sequences.step_row import StepRow
+
+
+class _Expected(NamedTuple):
+    """What layers of one geometry are handed in this step: shapes and dtypes; and arrays of all
+    tokens' shapes, which cannot be computed."""
+
+    given: tuple[Any, ...]
+    keys: mx.array
+    values: mx.array
+
+
+_NO_MASK = object()
+
+
+class StepView:
+    """Rows of a step, as kernels take them, and what its queries see of them.
+
+    Args:
+        group: the layers.
+        rows: of the step.
+        in_tail: whether the step itself is in no page yet when it is attended to.
+
+    Attributes:
+        page_rows: where the tokens are, the same object for all layers.
+        moves: what the group's were when they were there.
+        expected: what layers are handed, by the identity of their geometry, which layers of a group
+            share.
+        mask: the latest mask that was found to hide what a kernel hides by itself.
+        queries: how many it was for.
+        causal: what `Backend.attend` is told then.
+        window: that too.
+    """
+
+    def __init__(self, group: LayerGroup, rows: list[StepRow], *, in_tail: bool) -> None:
+        self.group = group
+        self.in_tail = in_tail
+        self.page_rows = page_rows(group, rows, in_tail=in_tail)
+        self.mask: object = _NO_MASK
+        self.queries = 0
+        self.causal = False
+        self.window: int | None = None
+        self._rows = rows
+        self.moves = group.moves
+        self.expected: dict[int, _Expected] = {}
+
+    def expect(self, layer: int, keys: mx.array, values: mx.array) -> _Expected:
+        """Note what layers like this one are handed.
+
+        Raises:
+            ValueError: it is not what the layer holds.
+        """
+        geometry = self.group.open_layer(layer, LayerGeometry.of(keys, values)).geometry
+        batch, length = keys.shape[0], max(self.page_rows.ends, default=0)
+        expected = self.expected[id(geometry)] = _Expected(
+            (keys.shape, values.shape, keys.dtype, values.dtype),
+            stand_in((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype),
+            stand_in((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype),
+        )
+        return expected
+
+    def follow_moves(self) -> None:
+        """Let the rows name the blocks that hold the tokens now."""
+        if self.moves != self.group.moves:
+            self.page_rows = page_rows(self.group, self._rows, in_tail=self.in_tail)
+            self.moves = self.group.moves
+
+    def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
+        """Whether a kernel that knows only lengths and a window hides what the mask hides."""
+        window = self.group.window
+        sees = self._sees_as(mask, queries)
+        if sees:
+            self.mask, self.queries, self.causal = mask, queries, mask is not None
+            self.window = window.size if window and not window.keep else None
+            if isinstance(mask, PagedMask) and mask.window is not None:
+                self.window = mask.window
+        return sees
+
+    def _sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
+        window = self.group.window
+        if window is not None and window.keep:
+            return not self._hides_any(window.size + window.keep) and not isinstance(mask, mx.array)
+        if isinstance(mask, PagedMask):
+            return mask.hides_in(self.page_rows, queries) and self._is_narrower(mask.window)
+        if mask is None:
+            return window is None or queries == 1
+        if isinstance(mask, mx.array) or mask != "causal":
+            return False
+        return window is None or max(self.page_rows.visible_lens) <= window.size
+
+    def _hides_any(self, longest: int) -> bool:
+        """Whether a query behind a head does not see all tokens."""
+        return any(self.page_rows.first_tokens) or max(self.page_rows.visible_lens) > longest
+
+    def _is_narrower(self, window: int | None) -> bool:
+        if self.group.window is None:
+            return True
+        return window is not None and window <= self.group.window.size

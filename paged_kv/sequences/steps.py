@@ -1,0 +1,110 @@
+"""What is done with sequences, in one layer of theirs or in all: they are written, read and
+converted."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import partial
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.page_format import PageFormat
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.paged_array import PagedKeys, PagedValues, gathered_arrays
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step import Step, pending_tail
+from paged_kv.sequences.step_row import StepRow, layers_as_far
+
+
+def append(
+    pool: PagePool, layer: int, sequences: list[Sequence], keys: mx.array, values: mx.array
+) -> tuple[PagedKeys, PagedValues]:
+    """Write S new tokens of each sequence into its pages, in one layer, padding left out;
+    returns what `read` does.
+
+    keys [B, k_heads, S, k_dim], values [B, v_heads, S, v_dim], B the number of sequences.
+
+    Raises:
+        ValueError: shapes or dtypes are not what this layer holds, or a format can hold.
+        PoolExhausted: the budget does not hold the blocks.
+        ThreadConflict: another thread still has to compute what it read from these pages.
+            After all three, what other layers wrote in the same step is undone too.
+    """
+    if keys.shape[0] != len(sequences):
+        raise ValueError(
+            f"layer {layer} holds {len(sequences)} sequences, got a batch of {keys.shape[0]}"
+        )
+    with pool.lock:
+        if keys.shape[2] == 0:
+            return read(pool, layer, sequences)
+        return begin_step(pool, layer, sequences, keys.shape[2]).write(layer, keys, values)
+
+
+def begin_step(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -> Step:
+    """The next `count` tokens of each sequence, padding included, for one layer and all others
+    that are as far. Another step that one of them takes part in is closed."""
+    with pool.lock:
+        layers = layers_as_far(sequences, layer, pool.num_layers)
+        rows = [StepRow.next(sequence, layer, count) for sequence in sequences]
+        return Step(pool, rows, count, layers)
+
+
+def read(pool: PagePool, layer: int, sequences: list[Sequence]) -> tuple[PagedKeys, PagedValues]:
+    """All keys and values of the sequences in one layer.
+
+    Raises:
+        ValueError: the layer was not written yet.
+    """
+    with pool.lock:
+        if layer not in pool.group_of(layer).pages:
+            raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
+        step = sequences[0].step() if sequences else None
+        has_taken = isinstance(step, Step) and layer in step.layers - step.waiting
+        if not isinstance(step, Step) or not has_taken or step.sequences != sequences:
+            if pending_tail(layer, sequences) is None:
+                commit(sequences, {layer})
+            rows = [StepRow.latest(sequence, layer) for sequence in sequences]
+            step = Step(pool, rows, 0, {layer})
+        return gathered_arrays(step.read(layer))
+
+
+def commit(sequences: list[Sequence], layers: Set[int] | None = None) -> None:
+    """Write what the sequences' layers, or some of them, have not written yet. No step that
+    these have taken can be attended to any more."""
+    for sequence in sequences:
+        sequence.commit(layers)
+
+
+def convert(pool: PagePool, sequences: list[Sequence], page_format: PageFormat) -> None:
+    """Turn all pages of the sequences into pages of that format; tokens to come get such
+    pages too. Pages that other sequences share stay for them as they are.
+
+    O(1) for a sequence that was converted before. The pages of one slab at a time are held
+    twice.
+
+    Raises:
+        ValueError: the format cannot hold what a layer writes; nothing was changed.
+        PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
+            What was converted stays so, new pages are of the format too, and asking again goes
+            on.
+    """
+    with pool.lock:
+        others = [each for each in sequences if not each.is_held_in(page_format)]
+        if not others:
+            return
+        open_groups = [group for group in pool.groups if group.is_open]
+        for group in open_groups:
+            group.add_format(page_format)
+        commit(others)
+        for sequence in others:
+            sequence.begin_conversion(page_format)
+        for group in open_groups:
+            tables = [sequence.table(group) for sequence in others]
+            group.convert(tables, page_format, partial(_make_room, pool, group, page_format.name))
+        for sequence in others:
+            sequence.is_converting = False
+
+
+def _make_room(pool: PagePool, group: LayerGroup, page_format: str, count: int) -> None:
+    pool.room.make(lambda: {group: {page_format: count}})

@@ -1,0 +1,376 @@
+"""Runs a trace through the allocator again, with other parameters.
+
+Tables, forks, rings, reference counts, the prefix index and its eviction are the ones that serve;
+only pages are missing, so any page size will do. Two things are not known: what a sequence would
+have written that was refused for want of memory, so it ends there; and which pages would have
+become smaller because memory is short, so none do. A prefix that is no longer held when a sequence
+begins with it is computed again: its tokens take blocks of their own.
+
+What rings have passed is kept as long as it was, or until room is needed. With pages of another
+size it is not: which tokens share a page is another matter then. Rings that began with such pages
+are computed again. What was found counts by the tokens of layers without a window, if there are
+any.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from paged_kv.allocator.block_table import Write, blocks_needed
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.allocator.ring import Ring
+from paged_kv.monitor.process_view import PoolView
+from paged_kv.monitor.stats_history import History, Sample
+from paged_kv.pool.stats import PoolStats, no_stats
+from paged_kv.pool.trace import PAGE_SIZE, VERSION
+from paged_kv.trace.simulated_pool import (
+    SimulatedGroup,
+    SimulatedPool,
+    SimulatedTable,
+    token_of,
+)
+
+# As many snapshots are taken on the way, at least; a plot has about so many pixels.
+SAMPLES = 500
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a trace is replayed with; None is as recorded.
+
+    Attributes:
+        page_size: tokens a block.
+        max_bytes: the budget of each pool.
+        keeps_prefixes: whether the prefix index keeps anything.
+    """
+
+    page_size: int = PAGE_SIZE
+    max_bytes: int | None = None
+    keeps_prefixes: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay has come to; bytes and counts of all pools.
+
+    Attributes:
+        sequences: block tables that were made.
+        refused: those that ended because there was no room.
+        tokens_asked, tokens_found: of prompts, in the prefix index.
+        evicted: blocks' worth of cached tokens that were let go for others.
+        cow_copies: blocks that were copied.
+        peak_mapped, peak_active, peak_allocated: the most bytes at any time.
+        waste_at_peak: the share of active bytes without a live token, when most was allocated.
+        stats: what there is at the end.
+    """
+
+    sequences: int
+    refused: int
+    tokens_asked: int
+    tokens_found: int
+    evicted: int
+    cow_copies: int
+    peak_mapped: int
+    peak_active: int
+    peak_allocated: int
+    waste_at_peak: float
+    stats: PoolStats
+
+
+def read_trace(path: Path) -> list[list[str]]:
+    """The events of a trace, as words.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no trace, or of another version.
+    """
+    # A file of bytes is no trace, and no fault of this reader.
+    with path.open(errors="replace") as file:
+        header = _header(file.readline())
+        if header.get("paged_kv_trace") != VERSION:
+            raise ValueError(
+                f"{path} is no trace of version {VERSION}: PAGED_KV_TRACE=FILE records one, and "
+                "`paged-kv trace synthesize FILE` makes one up"
+            )
+        return [line.strip().split(None, 4) for line in file if line.strip()]
+
+
+def _header(line: str) -> dict[str, object]:
+    with suppress(ValueError):
+        content = json.loads(line)
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+class Replay:
+    """One run of a trace.
+
+    Args:
+        events: of `read_trace`.
+        parameters: what is different.
+
+    Attributes:
+        samples: snapshots on the way, evenly over the events.
+        peak: the pools with their maps, when most bytes were active.
+    """
+
+    def __init__(self, events: list[list[str]], parameters: Parameters) -> None:
+        self.samples: list[Sample] = []
+        self.peak: tuple[PoolView, ...] = ()
+        self._events = events
+        self._parameters = parameters
+        self._seconds = 0.0
+        self._budgets: dict[int, ByteBudget] = {}
+        self._pools: dict[int, SimulatedPool] = {}
+        self._groups: dict[int, SimulatedGroup] = {}
+        self._tables: dict[int, SimulatedTable] = {}
+        self._sizes: dict[int, dict[str, int]] = {}
+        self._prefixes: dict[int, tuple[int, ...]] = {}
+        self._retired: dict[int, RetiredBlock] = {}
+        self._tags = count(1)
+        self._made = self._refused = 0
+        self._peaks: Counter[str] = Counter()
+        self._peak_stats: PoolStats | None = None
+
+    def run(self) -> Outcome:
+        """Replay all events.
+
+        Raises:
+            ValueError: an event is not one of this version's; the message says which.
+        """
+        every = max(1, len(self._events) // SAMPLES)
+        handlers = self._handlers()
+        for number, (letter, *words) in enumerate(self._events):
+            try:
+                handlers[letter](*words)
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"line {number + 2} of the trace makes no sense: {letter} {' '.join(words)}"
+                ) from error
+            if not number % every or number == len(self._events) - 1:
+                self._sample()
+        return self._outcome()
+
+    def history(self, title: str) -> History:
+        """What the pools held over time, once the replay has run."""
+        return History(title, tuple(self.samples), self.peak)
+
+    @property
+    def pools(self) -> tuple[PoolView, ...]:
+        """What the pools hold, with their maps."""
+        return tuple([pool.view(number) for number, pool in self._pools.items()])
+
+    def _handlers(self) -> dict[str, Callable[..., None]]:
+        return {
+            "+": self._pass, "P": self._add_pool, "G": self._add_group, "B": self._size,
+            "n": self._make, "w": self._write, "c": self._ignore, "f": self._fork,
+            "t": self._trim, "d": self._drop, "k": self._keep, "a": self._adopt,
+            "l": self._look_up, "e": self._ignore, "r": self._retire, "s": self._retire_unseen,
+            "u": self._let_go, "b": self._begin_ring,
+        }  # fmt: skip
+
+    def _ignore(self, *_: str) -> None:
+        """What follows from the rest, and differs with other parameters."""
+
+    def _pass(self, milliseconds: str) -> None:
+        self._seconds += int(milliseconds) / 1000
+
+    def _add_pool(self, number: str, budget: str, nbytes: str, name: str = "") -> None:
+        max_bytes = self._parameters.max_bytes or int(nbytes)
+        shared = self._budgets.setdefault(int(budget), ByteBudget(max_bytes))
+        self._pools[int(number)] = SimulatedPool(name, shared, self._parameters.page_size)
+
+    def _size(self, group: str, nbytes: str, page_format: str) -> None:
+        size = -(-int(nbytes) * self._parameters.page_size // PAGE_SIZE)
+        self._sizes.setdefault(int(group), {})[page_format] = size
+        if int(group) in self._groups:
+            self._groups[int(group)].resize(page_format, size)
+
+    def _add_group(self, number: str, pool: str, *shape: str) -> None:
+        entries, head, window, keep = map(int, " ".join(shape).split())
+        ring = None
+        if window:
+            ring = Ring(entries, head, window, keep)
+            if self._parameters.page_size != PAGE_SIZE:
+                size = self._parameters.page_size
+                # Rings are made for the longest write, which by default is this.
+                span = window + min(window, PAGE_SIZE) - 1
+                ring = replace(ring, entries=-(-span // size), head=-(-keep // size))
+        owner = self._pools[int(pool)]
+        group = SimulatedGroup(owner, ring, self._sizes[int(number)])
+        self._groups[int(number)] = group
+        owner.groups.append(group)
+
+    def _make(self, table: str, group: str, page_format: str) -> None:
+        owner = self._groups[int(group)]
+        made = owner.allocator.new_table(owner.ring, page_format)
+        self._tables[int(table)] = SimulatedTable(owner, made, next(self._tags))
+        self._made += 1
+
+    def _write(self, number: str, start: str, end: str, fresh: str) -> None:
+        table = self._tables.get(int(number))
+        if table is not None and not self._reserve(table, int(start), int(end)):
+            self._refused += 1
+            self._drop(number)
+
+    def _reserve(self, table: SimulatedTable, start: int, end: int) -> bool:
+        allocator, pool = table.group.allocator, table.group.pool
+
+        def fits() -> bool:
+            with suppress(PoolExhausted):
+                needs = blocks_needed([Write(table.table, start, end)])
+                allocator.room_after(needs, allocator.budget.left)
+                return True
+            return False
+
+        if not fits():
+            pool.evicted += pool.retired.give_up(fits) + pool.index.evict(fits)
+        if not fits():
+            pool.give_back()
+            pool.evicted += pool.index.forget(fits) + pool.retired.give_up(fits)
+        try:
+            table.table.reserve(start, end)
+        except PoolExhausted:
+            return False
+        table.write(start, end)
+        return True
+
+    def _fork(self, number: str, fork: str) -> None:
+        table = self._tables.get(int(number))
+        if table is not None:
+            forked = table.group.allocator.fork(table.table)
+            copy = SimulatedTable(table.group, forked, next(self._tags), list(table.tokens))
+            copy.was_furthest = table.was_furthest
+            table.tag = next(self._tags)
+            self._tables[int(fork)] = copy
+            self._made += 1
+
+    def _trim(self, number: str, tokens: str) -> None:
+        table = self._tables.get(int(number))
+        if table is not None:
+            table.trim(int(tokens), next(self._tags))
+
+    def _drop(self, number: str) -> None:
+        table = self._tables.pop(int(number), None)
+        if table is not None:
+            table.group.allocator.drop(table.table)
+
+    def _keep(self, number: str, tokens: str, prefix: str, _: str) -> None:
+        table = self._tables.get(int(number))
+        if table is None:
+            return
+        known = tuple(table.tokens[: int(tokens)])
+        self._prefixes[int(prefix)] = known
+        if self._parameters.keeps_prefixes:
+            allocator, size = table.group.allocator, self._parameters.page_size
+            blocks = [{allocator: b} for b in table.table.blocks[: -(-len(known) // size)]]
+            table.group.pool.index.insert("", known, blocks)
+
+    def _adopt(self, number: str, tokens: str, prefix: str) -> None:
+        table = self._tables.get(int(number))
+        if table is None:
+            return
+        # A prefix that a refused sequence would have left is one that nobody knows.
+        known = self._prefixes.get(int(prefix), ())[: int(tokens)]
+        known += tuple(self._fresh(len(known), int(tokens)))
+        pool, size = table.group.pool, self._parameters.page_size
+        match = pool.index.match("", [*known, -1])
+        found = match.num_tokens
+        blocks = [node.blocks[table.group.allocator] for node in match.nodes]
+        table.group.allocator.retain(blocks)
+        table.table.change(tuple(blocks), len(blocks) * size)
+        table.table.truncate(found)
+        table.tokens = list(known)
+        pool.note_found(table.group, found)
+        if found < len(known) and not self._reserve(table, found, len(known)):
+            self._refused += 1
+            self._drop(number)
+
+    @property
+    def _follows_rings(self) -> bool:
+        parameters = self._parameters
+        return parameters.keeps_prefixes and parameters.page_size == PAGE_SIZE
+
+    def _retire(self, number: str, table: str, entry: str) -> None:
+        holder = self._tables.get(int(table))
+        if holder is not None and self._follows_rings:
+            block = holder.table.blocks[int(entry)]
+            retired = holder.group.pool.retired.retire(holder.group.allocator, block)
+            self._retired[int(number)] = retired
+
+    def _retire_unseen(self, number: str, group: str, page_format: str) -> None:
+        owner = self._groups[int(group)]
+        if not self._follows_rings:
+            return
+        # As when it was recorded, it is kept only where there is room.
+        with suppress(PoolExhausted):
+            blocks = owner.allocator.allocate(1, page_format)
+            self._retired[int(number)] = owner.pool.retired.retire(owner.allocator, blocks[0])
+            owner.allocator.release(blocks)
+
+    def _let_go(self, number: str) -> None:
+        self._retired.pop(int(number), None)
+
+    def _begin_ring(self, number: str, tokens: str, *retired: str) -> None:
+        table = self._tables.get(int(number))
+        if table is None:
+            return
+        known = [self._retired.get(int(each)) for each in " ".join(retired).split()]
+        blocks = [each.block for each in known if each is not None and each.block is not None]
+        if len(blocks) < len(known) or not known:
+            if not self._reserve(table, 0, int(tokens)):
+                self._refused += 1
+                self._drop(number)
+            return
+        table.group.allocator.retain(blocks)
+        table.table.change(tuple(blocks), int(tokens))
+        table.was_furthest = int(tokens)
+        table.group.pool.note_found(table.group, int(tokens))
+
+    def _fresh(self, start: int, end: int) -> Iterator[int]:
+        tag = next(self._tags)
+        return (token_of(tag, at) for at in range(start, end))
+
+    def _look_up(self, pool: str, tokens: str, found: str) -> None:
+        self._pools[int(pool)].tokens_asked += int(tokens)
+
+    def _sample(self) -> None:
+        stats = self._stats()
+        self.samples.append(Sample(self._seconds, stats))
+        if stats.bytes_allocated >= self._peaks["allocated"]:
+            self._peak_stats = stats
+        if stats.bytes_active > self._peaks["active"]:
+            self.peak = self.pools
+        for name in ("allocated", "active", "mapped"):
+            self._peaks[name] = max(self._peaks[name], getattr(stats, f"bytes_{name}"))
+
+    def _stats(self) -> PoolStats:
+        first, *others = [pool.stats() for pool in self._pools.values()] or [no_stats()]
+        budget = sum(budget.max_bytes for budget in self._budgets.values()) or 1
+        return replace(sum(others, first), bytes_budget=budget)
+
+    def _outcome(self) -> Outcome:
+        stats = self._stats()
+        pools = self._pools.values()
+        return Outcome(
+            sequences=self._made,
+            refused=self._refused,
+            tokens_asked=sum(pool.tokens_asked for pool in pools),
+            tokens_found=sum(pool.tokens_found for pool in pools),
+            evicted=sum(pool.evicted for pool in pools),
+            cow_copies=stats.cow_copies,
+            peak_mapped=self._peaks["mapped"],
+            peak_active=self._peaks["active"],
+            peak_allocated=self._peaks["allocated"],
+            waste_at_peak=(self._peak_stats or stats).internal_waste,
+            stats=stats,
+        )

@@ -1,0 +1,101 @@
+"""A made-up load, as a trace that can be replayed.
+
+Sequences grow together, a page's worth of tokens in each turn, as the rows of a batch do. Some
+end when they have all their tokens and are dropped, and a new one takes their place; the others
+stay, as conversations do that may be continued. No model and no memory is needed: the allocator
+counts bytes and never touches them.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.pool.trace import PAGE_SIZE, TracedPool, TraceFile
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is made up; a seed makes it the same each time.
+
+    Attributes:
+        sequences: how many are wanted at once.
+        shortest, longest: tokens of a sequence, every length in between as likely.
+        churn: the share of the sequences that end and are replaced, 0 to 1.
+        seed: chooses the lengths, and who ends.
+    """
+
+    sequences: int
+    shortest: int
+    longest: int
+    churn: float = 0.5
+    seed: int = 0
+
+
+def synthesize(load: Load, token_bytes: int, max_bytes: int, path: Path) -> None:
+    """Write the trace of a load whose tokens take `token_bytes` in all layers. It is that of a pool
+    in which everything fits; `max_bytes` is the budget that a replay begins with.
+
+    Raises:
+        ValueError: token_bytes or max_bytes is not positive.
+        OSError: the file cannot be written.
+    """
+    # A page written takes a millisecond.
+    written = count()
+    file = TraceFile(path, lambda: next(written) / 1000)
+    events = TracedPool(file, ByteBudget(max_bytes), "synthetic")
+    everything = ByteBudget(2 * load.sequences * (load.longest + PAGE_SIZE) * token_bytes * 64)
+    block_bytes = token_bytes * PAGE_SIZE
+    _Run(BlockAllocator(everything, block_bytes, PAGE_SIZE, events=events), load).finish()
+    file.flush()
+
+
+@dataclass
+class _Sequence:
+    table: BlockTable
+    final_tokens: int
+    is_replaced: bool
+    tokens: int = 0
+
+
+class _Run:
+    """Who is growing, and who has all its tokens and stays."""
+
+    def __init__(self, allocator: BlockAllocator, load: Load) -> None:
+        self._allocator = allocator
+        self._lengths = _lengths(load)
+        replaced = _chosen_to_end(load)
+        self._growing = deque(self._start(i in replaced) for i in range(load.sequences))
+
+    def finish(self) -> None:
+        """Give every sequence a page's worth of tokens in turn, until none is growing."""
+        while self._growing:
+            sequence = self._growing.popleft()
+            end = min(sequence.tokens + PAGE_SIZE, sequence.final_tokens)
+            sequence.table.reserve(sequence.tokens, end)
+            sequence.tokens = end
+            if sequence.tokens < sequence.final_tokens:
+                self._growing.append(sequence)
+            elif sequence.is_replaced:
+                self._allocator.drop(sequence.table)
+                self._growing.append(self._start(is_replaced=False))
+
+    def _start(self, is_replaced: bool) -> _Sequence:
+        return _Sequence(self._allocator.new_table(), next(self._lengths), is_replaced)
+
+
+def _lengths(load: Load) -> Iterator[int]:
+    numbers = random.Random(f"lengths of {load.seed}")
+    while True:
+        yield numbers.randint(load.shortest, load.longest)
+
+
+def _chosen_to_end(load: Load) -> set[int]:
+    count = round(load.churn * load.sequences)
+    numbers = random.Random(f"ends of {load.seed}")
+    return set(numbers.sample(range(load.sequences), count))
