@@ -35,7 +35,7 @@ from benches.timing import in_turns, ratio
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.integrations.generate_command import embedded_model
 
 COMMON, NEW = 3500, 32

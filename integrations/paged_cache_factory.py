@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from paged_kv.allocator.pins import Pins
+from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from paged_kv.allocator.prefix_index import common_prefix
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Tokens = list[int]

@@ -70,8 +70,8 @@ _HOMES = {
     "PoolStats": "pool.stats",
     "Sequence": "sequences.sequence",
     "StoreError": "store.errors",
-    "PagesNotRead": "kernels.errors",
-    "ThreadConflict": "kernels.errors",
+    "PagesNotRead": "kernels.pages.errors",
+    "ThreadConflict": "kernels.pages.errors",
     "generate_samples": "integrations.samples",
 }
 

@@ -12,27 +12,28 @@ ROOT = Path(__file__).resolve().parents[1]
 # Installed as sub-packages of paged_kv, although they stand beside it.
 INNER_ROOMS = ("allocator", "kernels", "integrations")
 # Beside its sub-rooms, and but for texts of kernels that no Python imports.
-MOST_FILES = 20
+MOST_FILES = 15
 
 # Whom each room may import, besides its own files; "" is paged_kv itself. The order is from the
 # bottom up.
 ARROWS: dict[str, set[str]] = {
     "allocator": set(),
-    "store": {"allocator"},
+    "allocator.prefixes": {"allocator"},
+    "store": {"allocator", "allocator.prefixes"},
     "kernels.pages": set(),
     "kernels.plain": {"kernels.pages"},
     "kernels.cpu": {"kernels.pages", "kernels.plain"},
     "kernels.gpu": {"kernels.pages", "kernels.plain"},
     "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
-    "pool": {"allocator", "kernels", "kernels.pages"},
-    "sequences": {"allocator", "kernels.pages", "kernels.plain", "pool"},
+    "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages"},
+    "sequences": {"allocator", "allocator.prefixes", "kernels.pages", "kernels.plain", "pool"},
     "cache": {"kernels.pages", "pool", "sequences"},
-    "prefix": {"allocator", "kernels.pages", "pool", "sequences", "store"},
+    "prefix": {"allocator", "allocator.prefixes", "kernels.pages", "pool", "sequences", "store"},
     "monitor": {"allocator", "pool"},
-    "trace": {"allocator", "monitor", "pool"},
+    "trace": {"allocator", "allocator.prefixes", "monitor", "pool"},
     "commands": {"kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"},
     "integrations": {
-        *("allocator", "cache", "commands", "kernels.pages"),
+        *("allocator", "allocator.prefixes", "cache", "commands", "kernels.pages"),
         *("pool", "prefix", "sequences", "store"),
     },
     "integrations.server.http": set(),
@@ -113,7 +114,7 @@ def may_import(room: str, name: str) -> bool:
         return False
     if first != "paged_kv":
         standard = first in sys.stdlib_module_names
-        return room != "allocator" or standard or first == "sortedcontainers"
+        return not room.startswith("allocator") or standard or first == "sortedcontainers"
     if any(name == small or name.startswith(f"{small}.") for small in SMALL):
         return room.split(".")[0] not in KNOWS_NOTHING
     target = target_of(name)

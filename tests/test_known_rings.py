@@ -4,8 +4,8 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefix_node import Node, WindowRows
-from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.allocator.prefixes.prefix_node import Node, WindowRows
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 from paged_kv.prefix.known_rings import known_ring

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.allocator.prefix_index import common_prefix
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Wanted, find
 from paged_kv.store.packed_tokens import packed, unpacked

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.allocator.prefix_index import common_prefix
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.folder import TAG, default_folder

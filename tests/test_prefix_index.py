@@ -14,9 +14,9 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import NotPinned
-from paged_kv.allocator.pins import Pins
-from paged_kv.allocator.prefix_index import Match, PrefixIndex
-from paged_kv.allocator.prefix_node import Node
+from paged_kv.allocator.prefixes.pins import Pins
+from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import Node
 from tests.examples import examples
 
 PAGE = 4

@@ -13,8 +13,8 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import NotPinned
-from paged_kv.allocator.pins import Pins
-from paged_kv.allocator.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.pins import Pins
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.slabs import block_range, slab_of
 from tests.examples import examples
 

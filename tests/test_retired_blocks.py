@@ -6,9 +6,9 @@ from collections.abc import Callable
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefix_index import PrefixIndex
-from paged_kv.allocator.prefix_node import WindowRows
-from paged_kv.allocator.retired_blocks import RetiredBlock, RetiredBlocks
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import WindowRows
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock, RetiredBlocks
 
 
 class Retired:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.prefix_index import PrefixIndex
-from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry

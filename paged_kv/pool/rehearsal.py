@@ -14,8 +14,8 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.demotion import DemotionPolicy
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS
-from paged_kv.allocator.prefix_index import PrefixIndex
-from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.layer_group import LayerGroup

@@ -16,8 +16,8 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.format_slabs import FormatSlabs
-from paged_kv.allocator.prefix_index import PrefixIndex
-from paged_kv.allocator.retired_blocks import RetiredBlock, RetiredBlocks
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock, RetiredBlocks
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, sum_counts

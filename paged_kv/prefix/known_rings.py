@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefix_node import Node, WindowRows
-from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.prefix_node import Node, WindowRows
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from paged_kv.allocator.prefix_node import Node
+from paged_kv.allocator.prefixes.prefix_node import Node
 
 
 class LowerTier(Protocol):

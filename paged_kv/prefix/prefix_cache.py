@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefix_index import Match
-from paged_kv.allocator.prefix_node import WindowRows
+from paged_kv.allocator.prefixes.prefix_index import Match
+from paged_kv.allocator.prefixes.prefix_node import WindowRows
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.locked import locked
 from paged_kv.prefix.known_rings import KnownRing, held_rows, known_ring

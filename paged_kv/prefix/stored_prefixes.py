@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefix_node import Node
+from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.node_pages import NodePage, node_page, path_to
 from paged_kv.prefix.page_bytes import block_bytes, load_blocks

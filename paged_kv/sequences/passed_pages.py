@@ -11,7 +11,7 @@ Those get blocks of their own, which are filled when the step is written.
 
 from __future__ import annotations
 
-from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.room import PoolRoom

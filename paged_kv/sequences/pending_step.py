@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.page_rows import PageRows, Tail

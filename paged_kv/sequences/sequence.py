@@ -10,7 +10,7 @@ from typing import Protocol
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
 from paged_kv.checks import described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup

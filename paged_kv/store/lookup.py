@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paged_kv.allocator.prefix_index import common_prefix
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.ring import Ring
 from paged_kv.store.keys import Link, Place
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
 from paged_kv.allocator.ring import Ring
 from paged_kv.monitor.process_view import PoolView
 from paged_kv.monitor.stats_history import History, Sample

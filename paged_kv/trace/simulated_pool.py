@@ -10,8 +10,8 @@ from paged_kv.allocator.block_map import block_map
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefix_index import PrefixIndex
-from paged_kv.allocator.retired_blocks import RetiredBlocks
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.allocator.ring import Ring
 from paged_kv.monitor.process_view import PoolView
 from paged_kv.pool.stats import GroupStats, PoolStats

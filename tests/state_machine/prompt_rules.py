@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import multiple, precondition, rule
 
-from paged_kv.allocator.prefix_index import common_prefix
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from tests.state_machine.batch_rules import BATCHES, INDEX, LONGEST, Batches, BatchRules
 from tests.state_machine.batches import TEXTS, Batch, Home, continued
 from tests.state_machine.rows import Row

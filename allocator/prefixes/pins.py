@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from paged_kv.allocator.errors import NotPinned
-from paged_kv.allocator.prefix_index import Match, PrefixIndex
+from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
 
 
 class Pins:

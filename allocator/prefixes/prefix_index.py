@@ -24,7 +24,7 @@ from itertools import count
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefix_node import Blocks, Checkpoint, Node, Windows
+from paged_kv.allocator.prefixes.prefix_node import Blocks, Checkpoint, Node, Windows
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
 
 Blocks = Mapping[BlockAllocator, int]
 """The block of each group that holds the same tokens."""
