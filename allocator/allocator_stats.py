@@ -57,7 +57,7 @@ class FormatStats(NamedTuple):
         return self.tail_rows * self.block_bytes // self.page_size
 
     @property
-    def bytes_ring_slack(self) -> int:
+    def bytes_out_of_window(self) -> int:
         """Bytes of `ring_rows`."""
         return self.ring_rows * self.block_bytes // self.page_size
 
@@ -105,7 +105,7 @@ class BlockTotals:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of the rows of live tokens; what several sequences share counts once."""
-        return self.bytes_active - self.bytes_tail - self.bytes_ring_slack
+        return self.bytes_active - self.bytes_tail - self.bytes_out_of_window
 
     @property
     def bytes_tail(self) -> int:
@@ -113,9 +113,9 @@ class BlockTotals:
         return sum(each.bytes_tail for each in self.formats)
 
     @property
-    def bytes_ring_slack(self) -> int:
+    def bytes_out_of_window(self) -> int:
         """Bytes of the rows of rings that the window has left."""
-        return sum(each.bytes_ring_slack for each in self.formats)
+        return sum(each.bytes_out_of_window for each in self.formats)
 
     @property
     def bytes_active(self) -> int:
@@ -148,7 +148,7 @@ class BlockTotals:
         return self.bytes_active + self.bytes_retained + self.bytes_spare + self.bytes_stranded
 
     @property
-    def internal_waste(self) -> float:
+    def internal_fragmentation(self) -> float:
         """The share of active bytes that hold no live token: 1 - allocated / active."""
         return 1 - _ratio(self.bytes_allocated, self.bytes_active)
 

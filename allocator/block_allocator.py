@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.books import check_books
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
 from paged_kv.allocator.idle_rows import IdleRows
-from paged_kv.allocator.ref_counts import Follow, RefCounts
+from paged_kv.allocator.invariants import check_books
+from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
 
@@ -225,10 +225,10 @@ class BlockAllocator:
         if freed:
             self._free(sorted(freed))
 
-    def keep(self, block: int, follow: Follow) -> None:
+    def keep(self, block: int, on_move: OnMove) -> None:
         """Take a reference to a block in use, for who may want it later; `follow` is called with
         (allocator, block, other block) when its pages were moved."""
-        self.refs.keep(block, follow)
+        self.refs.keep(block, on_move)
         self.events.kept(self, block)
 
     def let_go(self, block: int) -> None:
@@ -262,9 +262,9 @@ class BlockAllocator:
         maybe of another format."""
         for source, target in moves.items():
             self.format_of(target).take_block(target)
-            follow = self.refs.move(source, target)
-            if follow is not None:
-                follow(self, source, target)
+            on_move = self.refs.move(source, target)
+            if on_move is not None:
+                on_move(self, source, target)
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])

@@ -33,7 +33,7 @@ class Events:
         """A table holds nothing any more."""
 
     def kept(self, allocator: BlockAllocator, block: int) -> None:
-        """The prefix index holds a block, or `RetiredBlocks` does."""
+        """The prefix index holds a block, or `OutOfWindowBlocks` does."""
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
         """They no longer do."""

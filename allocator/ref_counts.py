@@ -12,7 +12,7 @@ from paged_kv.allocator.errors import BlockStateError
 if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
 
-Follow = Callable[["BlockAllocator", int, int], None]
+OnMove = Callable[["BlockAllocator", int, int], None]
 
 
 class RefCounts:
@@ -25,8 +25,8 @@ class RefCounts:
 
     Attributes:
         counts: references of each block; a free block is missing.
-        kept: the blocks that the prefix index or `RetiredBlocks` hold, and whom to tell when their
-            pages move.
+        kept: the blocks that the prefix index or `OutOfWindowBlocks` hold, and whom to tell when
+            their pages move.
         total: references of all blocks.
         shared: blocks that several tables hold.
     """
@@ -37,7 +37,7 @@ class RefCounts:
         not_used: Callable[[int], BlockStateError],
     ) -> None:
         self.counts: dict[int, int] = {}
-        self.kept: dict[int, Follow] = {}
+        self.kept: dict[int, OnMove] = {}
         self.total = 0
         self.shared = 0
         self._count_cached = count_cached
@@ -107,7 +107,7 @@ class RefCounts:
                 self._count_cached(block, 1)
         return freed
 
-    def keep(self, block: int, follow: Follow) -> None:
+    def keep(self, block: int, on_move: OnMove) -> None:
         """Take the reference of who keeps a block in use for later.
 
         Raises:
@@ -117,7 +117,7 @@ class RefCounts:
             raise self._not_used(block)
         self.counts[block] += 1
         self.total += 1
-        self.kept[block] = follow
+        self.kept[block] = on_move
 
     def let_go(self, block: int) -> list[int]:
         """Give that reference back; returns the block if that was the last one."""
@@ -131,17 +131,17 @@ class RefCounts:
         self.counts[block] -= 1
         return []
 
-    def move(self, source: int, target: int) -> Follow | None:
+    def move(self, source: int, target: int) -> OnMove | None:
         """All references are to another block now; returns whom to tell."""
         is_cached = self.is_cached(source)
         self.counts[target] = self.counts.pop(source)
-        follow = self.kept.pop(source, None)
-        if follow is not None:
-            self.kept[target] = follow
+        on_move = self.kept.pop(source, None)
+        if on_move is not None:
+            self.kept[target] = on_move
         if is_cached:
             self._count_cached(source, -1)
             self._count_cached(target, 1)
-        return follow
+        return on_move
 
     def check(self, entries: Iterable[int]) -> None:
         """Verify the counts against the entries of all tables."""

@@ -11,13 +11,13 @@ class Ring:
         entries: entries that are used again: block b lives where block b - entries did.
         head: entries before those, for the first blocks, which stay.
         window: how many of the latest tokens are seen; None if all that are there.
-        keep: how many of the first tokens are seen besides.
+        sink_tokens: how many of the first tokens are seen besides.
     """
 
     entries: int
     head: int = 0
     window: int | None = None
-    keep: int = 0
+    sink_tokens: int = 0
 
     @property
     def size(self) -> int:
@@ -56,8 +56,8 @@ class Ring:
     def _seen(self, start: int, end: int, tokens: int) -> int:
         """Which of the positions [start, end) the next token sees; bit 0 is the first."""
         first = max(0, tokens - self.window) if self.window is not None else 0
-        head = bits(0, min(end, self.keep) - start)
-        return head | bits(max(start, first, self.keep) - start, end - start)
+        head = bits(0, min(end, self.sink_tokens) - start)
+        return head | bits(max(start, first, self.sink_tokens) - start, end - start)
 
 
 def bits(first: int, last: int) -> int:

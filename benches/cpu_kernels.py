@@ -30,10 +30,10 @@ import numpy as np
 from benches.results_file import write_result
 from benches.timing import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import PageRows
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5
@@ -67,8 +67,8 @@ class Layer:
         mx.eval(array)
         return array
 
-    def rows(self, tokens: int) -> PageRows:
-        return PageRows(self.tables, (tokens,) * self.batch, (0,) * self.batch)
+    def rows(self, tokens: int) -> AttentionMetadata:
+        return AttentionMetadata(self.tables, (tokens,) * self.batch, (0,) * self.batch)
 
     @property
     def kv_bytes(self) -> int:

@@ -19,10 +19,10 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from benches.results_file import write_result
 from benches.timing import in_turns, ratio
 from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5
@@ -45,10 +45,10 @@ class Layer:
         per_row = -(-tokens // PAGE_SIZE)
         self.pages.map_slab(0, batch * per_row, page_format_named(name))
         tables = tuple(tuple(range(per_row * row, per_row * (row + 1))) for row in range(batch))
-        self.rows = PageRows(tables, (tokens,) * batch, (0,) * batch)
+        self.rows = AttentionMetadata(tables, (tokens,) * batch, (0,) * batch)
         for table in tables:
             step = random(1, KV_HEADS, tokens)
-            self.pages.write(step, step, PageRows((table,), (tokens,), (0,)))
+            self.pages.write(step, step, AttentionMetadata((table,), (tokens,), (0,)))
 
     def attend(self, queries: mx.array) -> Callable[[], None]:
         return lambda: mx.eval(self.pages.attend(queries, self.rows, scale=SCALE))

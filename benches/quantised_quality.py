@@ -21,7 +21,7 @@ text        perplexity of each model on contexts of 2,048 tokens, of one file ea
             ended with, in a layer without a window.
 greedy      16 prompts of 512 tokens, continued together with 128 tokens: how many are the same as
             with 16-bit pages until the first that is not. "auto" is left out: a budget for so few
-            pages would hold no demotions.
+            pages would hold no requantisations.
 outliers    the perplexity of stdlib-llama on four such contexts, with some channels of keys and
             values 16 times as large, and queries and output projection so much smaller that the
             function of the model is the same, bit for bit: 16 is a power of 2. Keys have two
@@ -177,8 +177,11 @@ def end_of(cache: Caches) -> Figures:
     full = next(each for each in cache if each.layer not in pool.windows)
     formats = Counter(page_formats(pool, full.layer, full.sequences[0]))
     end: Figures = {"blocks_by_format": dict(formats)}
-    if pool.demotion_policy:
-        end |= {"demotions": dict(pool.stats().demotions), "max_bytes": pool.budget.max_bytes}
+    if pool.requantisation_policy:
+        end |= {
+            "requantisations": dict(pool.stats().requantisations),
+            "max_bytes": pool.budget.max_bytes,
+        }
     return end
 
 
@@ -335,7 +338,7 @@ def pool_row(cache: Caches) -> Figures:
     return {
         "tokens": cache[0].size(),
         "blocks_by_format": dict(stats.blocks_by_format),
-        "demotions": dict(stats.demotions),
+        "requantisations": dict(stats.requantisations),
         "bytes_mapped": stats.bytes_mapped,
     }
 

@@ -10,7 +10,7 @@ from paged_kv.checks import described, whole_number
 from paged_kv.integrations.cache_layers import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.unpaged_caches import paged_caches
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.sequence import Sequence
 
@@ -38,7 +38,7 @@ def used_bound(model: Module, max_kv_size: int | None) -> int | None:
     bound = whole_number("max_kv_size", max_kv_size, least=0)
     if not hasattr(model, "make_cache"):
         return bound
-    say_once(
+    warn_once(
         f"max_kv_size is ignored for {model_file(model)}, which makes caches of its own, as mlx-lm "
         "ignores it: max_bytes bounds the memory of all caches"
     )

@@ -131,7 +131,7 @@ def _geometry(pool: PagePool) -> str:
 
 
 def _smaller(pool: PagePool) -> tuple[str, ...]:
-    policy = pool.demotion_policy
+    policy = pool.requantisation_policy
     return tuple(policy.page_formats) if policy else ()
 
 

@@ -57,8 +57,8 @@ class PagedCacheFactory:
         model: a model of mlx-lm.
         page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
             of these, for keys and for values. With "auto", pages begin with 16 bits, and the
-            oldest become q8 and then q4 when `max_bytes` gets short; a `DemotionPolicy` in its
-            place says otherwise.
+            oldest become q8 and then q4 when `max_bytes` gets short; pass a `RequantisationPolicy`
+            to choose otherwise.
         max_bytes: the most that pages may take, a number of bytes or a text such as "4GB". None
             means 80 % of what the machine recommends, less what is in use; `stats()` tells. What is
             kept of recurrent layers by `insert_cache` takes up to a quarter of that besides.

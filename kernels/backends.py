@@ -11,7 +11,7 @@ from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import Maker
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 
@@ -72,7 +72,7 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
     """The backend for one layer's pages: the given one, or the plain one where that cannot."""
     if backend.supports(geometry):
         return backend
-    say_once(
+    warn_once(
         f"no {backend.name} kernel takes layers of {geometry}: MLX's own operations serve them, "
         "which is right but slower (stats() counts such layers)"
     )
@@ -84,6 +84,6 @@ def _best() -> Backend:
         return _metal() if mx.metal.is_available() else _cuda()
     library, reason = load_native_library()
     if library is None:
-        say_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
+        warn_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
         return PlainBackend()
     return NativeBackend(library)

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.backends import backend_for
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 FORMATS = ("fp16", "q8", "q4")
@@ -75,7 +75,7 @@ class _Test:
     def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype) -> None:
         self.backend, self.page_format, self.dtype = backend, page_format, dtype
         self.geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
-        self.rows = PageRows(TABLES, LENGTHS, (0,) * len(LENGTHS))
+        self.rows = AttentionMetadata(TABLES, LENGTHS, (0,) * len(LENGTHS))
 
     def write(self) -> float:
         """The share of bytes that differ."""
@@ -98,11 +98,11 @@ class _Test:
         operations have written."""
         pages, expected = self._written(self.backend), self._written(PlainBackend())
         batch = len(LENGTHS)
-        rows = PageRows(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
+        rows = AttentionMetadata(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
         queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
         step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
         expected.write(step[0], step[1], rows)
-        pages.owe(step[0], step[1], rows)
+        pages.defer(step[0], step[1], rows)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
         found = pages.attend(queries, rows, scale=DIM**-0.5, sinks=sinks)
         return self._error(expected, rows, queries, found, None)
@@ -110,7 +110,7 @@ class _Test:
     def _error(
         self,
         pages: LayerPages,
-        rows: PageRows,
+        rows: AttentionMetadata,
         queries: mx.array,
         found: mx.array,
         window: int | None,
@@ -147,7 +147,7 @@ class _Test:
         """How far numbers move from a page of 16 bits, or of 8 bits to one, of the largest."""
         pages = self._written(self.backend)
         pages.convert({1: 2 * STRIDE})
-        rows = PageRows(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
+        rows = AttentionMetadata(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
         before, after = _numbers(self._plain(pages).gather(rows)[0])
         return float(np.abs(before - after).max() / np.abs(before).max())
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from paged_kv.extras import backend_named
 
 if TYPE_CHECKING:
-    from paged_kv.allocator.demotion import DemotionPolicy, OldestFirst
     from paged_kv.allocator.errors import (
         BlockStateError,
         NotPinned,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         PoolExhausted,
         RollbackError,
     )
+    from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
     from paged_kv.cache.paged_kv_cache import PagedKVCache
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
@@ -38,7 +38,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockStateError",
-    "DemotionPolicy",
     "NotPinned",
     "OldestFirst",
     "PagePool",
@@ -48,6 +47,7 @@ __all__ = [
     "PagesNotRead",
     "PoolExhausted",
     "PoolStats",
+    "RequantisationPolicy",
     "RollbackError",
     "Sequence",
     "StoreError",
@@ -58,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     "BlockStateError": "allocator.errors",
-    "DemotionPolicy": "allocator.demotion",
+    "RequantisationPolicy": "allocator.demotion",
     "NotPinned": "allocator.errors",
     "OldestFirst": "allocator.demotion",
     "PagedKVError": "allocator.errors",

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from tests.arrays import normal, numbers
 from tests.dense_attention import Numbers, dense_attention
 from tests.gpu_on_cpu.emulated import Device
@@ -77,7 +77,12 @@ class Separately:
     backend: GpuBackend
 
     def write_and_attend(
-        self, pages: LayerPages, step: Tail, queries: mx.array, rows: PageRows, **options: Any
+        self,
+        pages: LayerPages,
+        step: Tail,
+        queries: mx.array,
+        rows: AttentionMetadata,
+        **options: Any,
     ) -> mx.array:
         self.backend.write(pages, *step, rows)
         return self.backend.attend(pages, queries, rows, tail=None, **options)
@@ -88,7 +93,7 @@ class Batch:
     """Pages with numbers in them."""
 
     pages: LayerPages
-    rows: PageRows
+    rows: AttentionMetadata
 
     def attend(self, queries: int, *, ratio: int = 3, tail: int = 0, **options: Any) -> float:
         """The largest difference from dense attention in float64, where it is not padding."""
@@ -102,7 +107,7 @@ class Batch:
                 normal((batch, kv, tail, geometry.v_dim), dtype, seed=4),
             )
         lengths = tuple(length + tail for length in self.rows.context_lens)
-        rows = PageRows(self.rows.block_tables, lengths, self.rows.right_padding)
+        rows = AttentionMetadata(self.rows.block_tables, lengths, self.rows.right_padding)
         sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
         found = self.pages.attend(asked, rows, sinks=sinks, tail=step, **options)
@@ -122,7 +127,7 @@ class Batch:
         asked = normal((batch, heads, 1, geometry.k_dim), dtype, seed=1)
         sinks = 2 * normal((heads,), dtype, seed=2) if with_sinks else None
         lengths = tuple(length + 1 for length in self.rows.context_lens)
-        self.rows = PageRows(self.rows.block_tables, lengths, self.rows.right_padding)
+        self.rows = AttentionMetadata(self.rows.block_tables, lengths, self.rows.right_padding)
         # As models give them: the heads of a token side by side.
         keys = normal((batch, 1, kv, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
         step = keys, normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
@@ -131,12 +136,17 @@ class Batch:
         return self._error(found, asked, self.rows, None, options | {"sinks": sinks})
 
     def _error(
-        self, found: mx.array, asked: mx.array, rows: PageRows, step: Any, options: dict[str, Any]
+        self,
+        found: mx.array,
+        asked: mx.array,
+        rows: AttentionMetadata,
+        step: Any,
+        options: dict[str, Any],
     ) -> float:
         if options["sinks"] is not None:
             options["sinks"] = numbers(options["sinks"])
         worst = 0.0
-        for row, own in enumerate(rows.own_tokens(asked.shape[2])):
+        for row, own in enumerate(rows.valid_tokens(asked.shape[2])):
             assert np.isfinite(numbers(found[row])).all()
             if not own:
                 continue
@@ -153,13 +163,13 @@ class Batch:
         entries = [slab * STRIDE + page for slab in self.pages.slabs for page in range(SLAB_PAGES)]
         return [np.array(self.pages.page(entry)).tobytes() for entry in entries]
 
-    def _numbers_of(self, row: int, step: Any, rows: PageRows) -> tuple[Numbers, Numbers]:
+    def _numbers_of(self, row: int, step: Any, rows: AttentionMetadata) -> tuple[Numbers, Numbers]:
         geometry, length = self.pages.geometry, self.rows.context_lens[row]
         keys, values = numbers_in(self.pages, self.rows.block_tables[row], length)
         keys.insert(0, np.zeros((geometry.k_heads, 0, geometry.k_dim)))
         values.insert(0, np.zeros((geometry.k_heads, 0, geometry.v_dim)))
         if step is not None:
-            own = rows.own_tokens(step[0].shape[2])[row]
+            own = rows.valid_tokens(step[0].shape[2])[row]
             keys.append(numbers(step[0][row])[:, own.start : own.stop])
             values.append(numbers(step[1][row])[:, own.start : own.stop])
         return np.concatenate(keys, 1), np.concatenate(values, 1)
@@ -178,7 +188,7 @@ def written(
     pages = new_pages(backend, geometry, formats)
     padding = tuple(right_padding) or (0,) * len(lengths)
     tables = tables_for(pages, [length + more for length in lengths])
-    rows = PageRows(tables, tuple(lengths), padding)
+    rows = AttentionMetadata(tables, tuple(lengths), padding)
     count = max(rows.ends)
     shape = (len(lengths), geometry.k_heads, count)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)

@@ -17,8 +17,8 @@ from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.slabs import block_range, slab_of
-from tests.books import assert_books_balance, live_rows, used_rows
 from tests.examples import examples
+from tests.invariants import assert_invariants, live_rows, used_rows
 
 PAGE_SIZE, BUDGET_BYTES, MAX_TABLES = 4, 320, 6
 BLOCK_BYTES = {"large": 8, "medium": 5, "small": 3}
@@ -122,7 +122,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert all(self.format_of(block) == page_format for block in table.blocks)
 
     @rule(page_format=formats, number=st.integers(1, 6))
-    def demote(self, page_format: str, number: int) -> None:
+    def requantise(self, page_format: str, number: int) -> None:
         """Blocks move into free ones of another format, for all who hold them."""
         self.allocator.drain()
         used = sorted(self.used_blocks())
@@ -290,7 +290,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert stats.blocks_used == len(self.used_blocks())
             used = Counter(map(self.format_of, self.used_blocks()))
             assert stats.blocks_by_format == {name: used[name] for name in BLOCK_BYTES}
-            assert_books_balance(stats, allocator.budget.mapped)
+            assert_invariants(stats, allocator.budget.mapped)
             assert stats.table_entries == sum(len(table.blocks) for table in allocator.tables)
             if not self.collected_by_map:
                 lengths = [(table, len(values)) for table, values in self.contents.items()]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
 
-from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.plain.attention_mask import batch_mask, causal_window_mask
 from tests.examples import examples
 
@@ -36,24 +36,24 @@ def test_causal_window_mask(length: int, queries: int, window: int | None) -> No
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[PageRows, int]:
+def steps(draw: st.DrawFn) -> tuple[AttentionMetadata, int]:
     """Rows at the end of a step, and how many tokens the step has."""
     lengths = draw(st.lists(st.integers(0, 24), min_size=2, max_size=4))
     padding = draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
-    rows = PageRows((), tuple(lengths), tuple(padding))
+    rows = AttentionMetadata((), tuple(lengths), tuple(padding))
     return rows, draw(st.integers(1, max(1, *rows.ends)))
 
 
 @examples(150)
 @given(step=steps(), window=st.none() | st.integers(1, 30), keep=st.integers(0, 6))
 def test_every_token_of_a_batch_sees_what_it_would_see_alone(
-    step: tuple[PageRows, int], window: int | None, keep: int
+    step: tuple[AttentionMetadata, int], window: int | None, keep: int
 ) -> None:
     rows, queries = step
     longest = max(rows.ends)
     mask = np.asarray(batch_mask(rows, queries, window, keep))
     for row, (length, end) in enumerate(zip(rows.context_lens, rows.ends, strict=True)):
-        own = rows.own_tokens(queries)[row]
+        own = rows.valid_tokens(queries)[row]
         seen = mask[row, 0, own.start : own.stop]
         start = longest - end
         assert not seen[:, :start].any()
@@ -63,11 +63,11 @@ def test_every_token_of_a_batch_sees_what_it_would_see_alone(
 
 
 def test_a_batch_of_stock_caches_has_the_same_mask() -> None:
-    rows = PageRows((), (9, 4, 7), (0, 0, 2))
+    rows = AttentionMetadata((), (9, 4, 7), (0, 0, 2))
     stock = create_causal_mask(3, offset=6, window_size=5, left_padding=mx.array([0, 5, 0]))
     assert mx.array_equal(batch_mask(rows, 3, 5), stock)
 
 
 def test_padding_before_and_behind_a_row_is_not_its_own() -> None:
-    rows = PageRows((), (9, 2, 1, 5), (0, 0, 2, 4))
-    assert rows.own_tokens(4) == [range(4), range(2, 4), range(1, 2), range(0)]
+    rows = AttentionMetadata((), (9, 2, 1, 5), (0, 0, 2, 4))
+    assert rows.valid_tokens(4) == [range(4), range(2, 4), range(1, 2), range(0)]

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import GROUP, WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName, page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
+from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import dense_attention
 from tests.examples import examples
 from tests.page_numbers import numbers_in
-from tests.page_rows import unpadded
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -65,7 +65,7 @@ def table_of(pages: LayerPages, length: int, first_slab: int = 0) -> tuple[int, 
     )
 
 
-def write(pages: LayerPages, rows: PageRows, seed: int) -> tuple[mx.array, mx.array]:
+def write(pages: LayerPages, rows: AttentionMetadata, seed: int) -> tuple[mx.array, mx.array]:
     """As many tokens for all rows as the longest has."""
     geometry, longest = pages.geometry, max(rows.context_lens)
     shape = (len(rows.context_lens), 2, longest)
@@ -77,7 +77,7 @@ def write(pages: LayerPages, rows: PageRows, seed: int) -> tuple[mx.array, mx.ar
 
 def assert_attends(
     pages: LayerPages,
-    rows: PageRows,
+    rows: AttentionMetadata,
     queries: int,
     *,
     in_tail: int = 0,

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
+from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import dense_attention
 from tests.examples import examples
-from tests.page_rows import unpadded
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -70,7 +70,7 @@ class Batch:
     """Pages, and what was written to each row of them: [heads, tokens, dim]."""
 
     pages: LayerPages
-    rows: PageRows
+    rows: AttentionMetadata
     keys: list[mx.array]
     values: list[mx.array]
 

@@ -18,9 +18,9 @@ from paged_kv.kernels.gpu.arrays import PARAMETERS
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import SLABS
 from paged_kv.kernels.gpu.text import header_path
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import PageRows
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.arrays import normal
@@ -115,7 +115,7 @@ class TestOnThisCpu:
             for slab in range(len(pages.slabs), slabs):
                 pages.map_slab(slab, 8, FP16)
             entries = tuple(slab * 8 for slab in range(slabs))
-            rows = PageRows((entries,), (slabs * 256 - 3,), (0,))
+            rows = AttentionMetadata((entries,), (slabs * 256 - 3,), (0,))
             pages.write(queries[:, :2], queries[:, :2], rows)
             pages.attend(queries, rows, scale=1.0)
             made.append(set(device.texts))
@@ -127,14 +127,14 @@ class TestOnThisCpu:
         backend = backend_on(device_of(dialect, checked=False), dialect)
         pages = new_pages(backend, same(64), ["fp16"] * (SLABS + 1))
         table = tuple(slab * 8 for slab in range(SLABS + 1))
-        rows = PageRows((table,), (len(table) * 256,), (0,))
+        rows = AttentionMetadata((table,), (len(table) * 256,), (0,))
         shape = (1, 2, len(table) * 256, 64)
         pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), rows)
         batch = Batch(pages, rows)
         assert batch.attend(1) <= TOLERANCES[mx.float16]
         assert batch.attend(3) <= TOLERANCES[mx.float16]
         assert backend.fallbacks == 3
-        few = PageRows((table[:2],), (300,), (0,))
+        few = AttentionMetadata((table[:2],), (300,), (0,))
         assert Batch(pages, few).attend(1) <= TOLERANCES[mx.float16]
         assert backend.fallbacks == 3
 
@@ -153,7 +153,9 @@ class TestOnThisCpu:
         pages.slabs[0].memory = mx.broadcast_to(mx.zeros((1,), mx.uint16), (8192, 64))
         with pytest.raises(AssertionError):
             pages.attend(
-                normal((1, 2, 1, 64), mx.float16, 1), PageRows(((0,),), (9,), (0,)), scale=1.0
+                normal((1, 2, 1, 64), mx.float16, 1),
+                AttentionMetadata(((0,),), (9,), (0,)),
+                scale=1.0,
             )
 
     @pytest.mark.slow
@@ -218,7 +220,9 @@ def test_every_check_of_the_doctor_can_fail() -> None:
     """The tolerances are not so wide that nothing would show: writes of zeros fail all of them."""
 
     class Nothing(PlainBackend):
-        def write(self, pages: Any, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+        def write(
+            self, pages: Any, keys: mx.array, values: mx.array, rows: AttentionMetadata
+        ) -> None:
             super().write(pages, 0 * keys, 0 * values, rows)
 
         def gather(self, *arguments: Any) -> Any:

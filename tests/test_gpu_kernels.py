@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.gpu.backend import HEAD_SIZES
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FormatName
-from paged_kv.kernels.pages.page_rows import PageRows
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal, numbers
 from tests.examples import examples
@@ -148,7 +148,9 @@ def test_pages_of_several_formats_in_one_table(
     backend = backend_on(device_of(dialect, "shuffled", checked=False), dialect)
     lengths = [max(length, queries - in_tail) for length in lengths]
     batch = written(backend, same(96, v_dim=64), _random_formats, [*lengths, 1])
-    batch.rows = PageRows(batch.rows.block_tables[:-1], tuple(lengths), (0,) * len(lengths))
+    batch.rows = AttentionMetadata(
+        batch.rows.block_tables[:-1], tuple(lengths), (0,) * len(lengths)
+    )
     error = batch.attend(queries, tail=in_tail, window=window, causal=causal, with_sinks=with_sinks)
     assert error <= TOLERANCES[mx.float16]
 
@@ -180,7 +182,7 @@ def test_a_write_gives_the_plain_backends_bytes_and_changes_nothing_else(
     found = []
     for backend in backends:
         pages = new_pages(backend, geometry, [name])
-        pages.write(keys, values, PageRows(((2, 0),), (start + count,), (0,)))
+        pages.write(keys, values, AttentionMetadata(((2, 0),), (start + count,), (0,)))
         found.append([np.array(pages.page(entry)).view(np.uint8) for entry in range(8)])
     differing = np.mean([one != other for one, other in zip(*found, strict=True)])
     assert differing <= (0 if name in ("fp16", "q4-unrotated") else OTHER_BYTES)
@@ -193,9 +195,9 @@ def test_gather(dialect: str, name: FormatName) -> None:
     batch = written(backend, same(96, v_dim=64), [name], [300, 40, 0])
     tail = normal((3, 2, 6, 96), mx.float16, 5), normal((3, 2, 6, 64), mx.float16, 6)
     tables, padding, firsts, heads = batch.rows.block_tables, (0, 3, 2), (100, 20, 0), (10, 4, 0)
-    without_tail = PageRows(tables, (300, 40, 0), padding, firsts, heads)
+    without_tail = AttentionMetadata(tables, (300, 40, 0), padding, firsts, heads)
     # Of the last row's step of 6 two are padding.
-    with_tail = PageRows(tables, (306, 46, 4), padding, firsts, heads)
+    with_tail = AttentionMetadata(tables, (306, 46, 4), padding, firsts, heads)
     plain = LayerPages(batch.pages.geometry, PlainBackend(), STRIDE)
     plain.slabs = batch.pages.slabs
     for rows, given_tail in ((without_tail, None), (with_tail, tail)):
@@ -217,7 +219,7 @@ def test_copies_and_conversions(dialect: str, source: FormatName, target: Format
     untouched = np.array(batch.pages.page(STRIDE + 3))
     batch.pages.convert({entry: STRIDE + 2})
     assert (np.asarray(batch.pages.page(STRIDE + 3)) == untouched).all()
-    rows = PageRows(((entry,), (STRIDE + 2,)), (256, 256), (0, 0))
+    rows = AttentionMetadata(((entry,), (STRIDE + 2,)), (256, 256), (0, 0))
     for part in batch.pages.gather(rows):
         before, after = numbers(part)
         steps = {"fp16": 1e-3, "q8": 0.02, "q4": 0.2, "q4-unrotated": 0.2}

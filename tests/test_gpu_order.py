@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv.kernels.gpu import backend as gpu_backend
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal
 from tests.gpu_on_cpu.launch_order import unordered
@@ -47,7 +47,7 @@ def _use(dialect: str) -> list[str]:
     step = normal((2, 2, 20, 64), mx.float16, 1)
     queries = normal((2, 4, 1, 64), mx.float16, 2)
     options: Any = {"scale": 0.125, "causal": True, "window": None}
-    rows = PageRows(((0,), (8,)), (20, 20), (0, 0))
+    rows = AttentionMetadata(((0,), (8,)), (20, 20), (0, 0))
     for _ in range(2):
         pages.write(step, step, rows)
         pages.attend(queries, rows, **options)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.examples import examples
 from tests.gpu_on_cpu.emulated import Device
@@ -156,7 +156,7 @@ def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
     outputs, held = [], []
     for asked in (backend, Separately(backend)):
         batch = written(backend, same(64), ["fp16"], [30, 20, 0], more=1)
-        rows = PageRows(batch.rows.block_tables, (31, 20, 0), (0, 2, 0))
+        rows = AttentionMetadata(batch.rows.block_tables, (31, 20, 0), (0, 2, 0))
         step = normal((3, 2, 1, 64), mx.float16, 1), normal((3, 2, 1, 64), mx.float16, 2)
         queries = normal((3, 4, 1, 64), mx.float16, 3)
         options: Any = {"scale": 0.125, "causal": True, "window": None, "sinks": None}
@@ -176,8 +176,8 @@ def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
     for asked in (backend, Separately(backend)):
         pages = new_pages(backend, same(64), ["fp16"])
         tokens = normal((1, 2, 256, 64), mx.float16, 4)
-        backend.write(pages, tokens, tokens, PageRows(((3,),), (256,), (0,)))
-        rows = PageRows(((3, 3),), (300,), (0,), (60,))
+        backend.write(pages, tokens, tokens, AttentionMetadata(((3,),), (256,), (0,)))
+        rows = AttentionMetadata(((3, 3),), (300,), (0,), (60,))
         options: Any = {"scale": 0.125, "causal": True, "window": 240, "sinks": None}
         outputs.append(numbers(asked.write_and_attend(pages, step, queries, rows, **options)))
     assert abs(outputs[0] - outputs[1]).max() <= 1e-3
@@ -194,7 +194,7 @@ def test_layers_that_differ_share_the_rows_of_a_step(dialect: str) -> None:
     found = []
     for options in layers:
         shared = batch.pages.attend(queries, batch.rows, **options)
-        alone = batch.pages.attend(queries, PageRows(((0,),), (100,), (0,)), **options)
+        alone = batch.pages.attend(queries, AttentionMetadata(((0,),), (100,), (0,)), **options)
         assert mx.array_equal(shared, alone)
         found.append(numbers(shared).tobytes())
     assert len(set(found)) == len(layers)
@@ -209,7 +209,7 @@ def test_how_many_launches_a_step_takes(dialect: str, monkeypatch: pytest.Monkey
     def launches(tokens: int, *, written: bool = False) -> list[str]:
         step = (normal((1, 2, tokens, 64), mx.float16, 1),) * 2
         queries, before = normal((1, 4, tokens, 64), mx.float16, 2), len(device.launches)
-        rows = PageRows(batch.rows.block_tables, (300 + tokens,), (0,))
+        rows = AttentionMetadata(batch.rows.block_tables, (300 + tokens,), (0,))
         options: Any = {"scale": 0.125, "causal": True, "window": None, "sinks": None}
         if written:
             backend.attend(batch.pages, queries, rows, tail=None, **options)

@@ -15,7 +15,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, S
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from tests.followed_caches import FollowedCache, farthest, followed_caches
 from tests.generation import assert_written_and_free, greedy
 from tests.state_machine.table_model import TableModel
@@ -139,7 +139,7 @@ def test_a_second_conversion_costs_nothing(model: Any, conversions: list[int]) -
 def test_other_group_sizes_are_accepted_and_said_once(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_once.cache_clear()
+    warn_once.cache_clear()
     distances: list[mx.array] = []
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
     cache = followed_caches(model, factory, "fp16", distances)

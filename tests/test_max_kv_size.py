@@ -8,7 +8,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.zoo import small_model
@@ -99,7 +99,7 @@ def test_less_than_is_always_kept_is_refused(model: Any, size: int) -> None:
 def test_a_model_with_caches_of_its_own_ignores_it_as_with_mlx_lm(
     size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_once.cache_clear()
+    warn_once.cache_clear()
     model: Any = small_model("llama")
     factory = PagedCacheFactory(model, max_bytes=1 << 26)
     stock, ours = make_prompt_cache(model, size), factory.make_cache(size)

@@ -65,7 +65,7 @@ class Both:
         self.paged.pool.groups[0].add_format(page_format)
         self.table.page_format = page_format.name
 
-    def demote(self, page: int, name: str) -> None:
+    def requantise(self, page: int, name: str) -> None:
         """As the pool does when memory is short."""
         group = self.paged.pool.groups[0]
         group.add_format(page_format_named(name))
@@ -98,7 +98,7 @@ def mixed(dtype: mx.Dtype = mx.float32) -> Both:
     both.write(256, dtype)
     both.append_as("fp16")
     both.write(100, dtype)
-    both.demote(1, "q8")
+    both.requantise(1, "q8")
     assert both.formats == ["fp16", "q8", "q4", "q8/q4", "fp16"]
     return both
 
@@ -120,7 +120,7 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
     if window:
         hides = hides | (at[None] <= at[-queries:, None] - window)
     pages = both.paged.pool.groups[0].pages[0]
-    rows = both.paged.keys_and_values()[0].read.view.page_rows
+    rows = both.paged.keys_and_values()[0].read.view.attention_metadata
     found = pages.attend(step, rows, scale=0.2, causal=True, window=window)
     keys, values = both.oracle.keys_and_values()
     expected = scaled_dot_product_attention(step, keys, values, cache=None, scale=0.2, mask=~hides)

@@ -3,10 +3,10 @@
 import mlx.core as mx
 import pytest
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal
 from tests.backends import BACKENDS, backend_named
 
@@ -22,13 +22,13 @@ def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, .
     for slab, name in enumerate(("fp16", "q8")):
         pages.map_slab(slab, 3, page_format_named(name))
     lengths = (300, 17, 512, 256)
-    rows = PageRows(TABLES, lengths, padding)
+    rows = AttentionMetadata(TABLES, lengths, padding)
     longest = max(rows.ends)
     keys = normal((4, 2, longest, 32), mx.float32, 1)
     pages.write(keys, keys + 1, rows)
     found = pages.gather(rows)
     for row, (table, length, end) in enumerate(zip(TABLES, lengths, rows.ends, strict=True)):
-        alone = pages.gather(PageRows((table,), (length,), (0,)))
+        alone = pages.gather(AttentionMetadata((table,), (length,), (0,)))
         for part, expected in zip(found, alone, strict=True):
             first = longest - end
             assert mx.array_equal(part[row : row + 1, :, first : first + length], expected)
@@ -44,7 +44,7 @@ def test_rows_of_one_length_begin_where_each_of_them_does(backend: str) -> None:
     tables, lengths, firsts = ((0, 1), (2, 3)), (300, 280), (40, 20)
     written = [normal((1, 2, length, 32), mx.float32, length) for length in lengths]
     for table, length, keys in zip(tables, lengths, written, strict=True):
-        pages.write(keys, keys + 1, PageRows((table,), (length,), (0,)))
-    found, _ = pages.gather(PageRows(tables, lengths, (0, 0), firsts))
+        pages.write(keys, keys + 1, AttentionMetadata((table,), (length,), (0,)))
+    found, _ = pages.gather(AttentionMetadata(tables, lengths, (0, 0), firsts))
     for row, (keys, first) in enumerate(zip(written, firsts, strict=True)):
         assert mx.array_equal(found[row], keys[0, :, first:])

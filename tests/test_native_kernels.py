@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.cpu.native_backend import ALIGNMENT, NativeBackend
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16, PageFormat, page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
+from tests.attention_metadata import unpadded
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
 from tests.examples import examples
-from tests.page_rows import unpadded
 
 ENTRIES = [0, 1, 2, 3, 4, 5, 64, 65, 66, 67, 68, 69]
 TOLERANCES = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -106,7 +106,7 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
         pages, asked, rows, sinks=sinks, tail=tail, **options
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
-    for row, own in enumerate(rows.own_tokens(queries)):
+    for row, own in enumerate(rows.valid_tokens(queries)):
         first = longest - lengths[row]
         expected, expected_lse = dense_attention(
             numbers(asked[row, :, own.start :]),
@@ -185,7 +185,7 @@ def test_the_librarys_gather_gives_what_the_lazy_one_does(
 ) -> None:
     geometry = LayerGeometry(3, 96, mx.bfloat16, 3, 32, mx.float32)
     pages = new_pages(backend, geometry, page_format_named(name))
-    rows = PageRows(tables_for(lengths), lengths, tuple(range(len(lengths))))
+    rows = AttentionMetadata(tables_for(lengths), lengths, tuple(range(len(lengths))))
     step = max(rows.ends)
     if step:
         keys = normal((len(lengths), 3, step, 96), mx.bfloat16, 1)
@@ -296,7 +296,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output)
 """
 
 
-def gives_ones(backend: NativeBackend, pages: LayerPages, asked: mx.array, rows: PageRows) -> bool:
+def gives_ones(
+    backend: NativeBackend, pages: LayerPages, asked: mx.array, rows: AttentionMetadata
+) -> bool:
     """Whether attention to values that are all ones gives ones."""
     output = backend.attend(
         pages, asked, rows, scale=0.1, causal=True, window=None, sinks=None, tail=None

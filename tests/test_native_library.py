@@ -14,7 +14,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.cpu import native_library
 from paged_kv.kernels.cpu import threads as cpu_threads
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from tests.backends import instruction_sets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ def _fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("PAGED_KV_BACKEND", "PAGED_KV_ISA", "PAGED_KV_THREADS"):
         monkeypatch.delenv(name, raising=False)
     native_library.load_native_library.cache_clear()
-    say_once.cache_clear()
+    warn_once.cache_clear()
     yield
     native_library.load_native_library.cache_clear()
 

@@ -11,17 +11,17 @@ import pytest
 
 from paged_kv.kernels.cpu.native_backend import COPIED_BYTES, NativeBackend
 from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
 
 # One thread of so many heads reads a row whole; of fewer each page would be a task of its own.
 HEADS, DIM, LENGTH = 8, 64, 700
-ROWS = PageRows(((0, 1, 2),), (LENGTH,), (0,))
+ROWS = AttentionMetadata(((0, 1, 2),), (LENGTH,), (0,))
 
 
 def written(isa: str, keys: mx.array, values: mx.array, name: str = "fp16") -> LayerPages:

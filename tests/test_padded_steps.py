@@ -3,19 +3,19 @@
 import mlx.core as mx
 import pytest
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16
-from paged_kv.kernels.pages.page_rows import PageRows
 from paged_kv.sequences.padding import NO_PADDING, Padding
+from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
-from tests.page_rows import unpadded
 
 GEOMETRY = LayerGeometry(2, 16, mx.float32, 2, 8, mx.float32)
 TABLES = ((3, 0), (1,), (2,), (4,))
 # A step of 6: all of the first row's, three behind padding, four before padding, none.
-ROWS = PageRows(TABLES, (300, 3, 20, 9), (0, 0, 2, 6))
+ROWS = AttentionMetadata(TABLES, (300, 3, 20, 9), (0, 0, 2, 6))
 STEP = 6
 
 
@@ -43,7 +43,7 @@ def test_a_step_writes_and_attends_as_its_rows_alone(pages: LayerPages) -> None:
     together = pages.attend(queries, ROWS, scale=0.25)
     gathered_keys, gathered_values = pages.gather(ROWS)
     assert gathered_keys.shape[2] == max(ROWS.ends) == 300
-    for row, own in enumerate(ROWS.own_tokens(STEP)):
+    for row, own in enumerate(ROWS.valid_tokens(STEP)):
         alone = unpadded((TABLES[row],), (ROWS.context_lens[row],))
         one = slice(row, row + 1)
         if own:

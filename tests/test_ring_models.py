@@ -74,7 +74,7 @@ def test_layers_with_a_window_get_rings(family: tuple[str, Any]) -> None:
     factory = new_factory(model)
     assert bool(factory.pool.windows) == (name in WITH_RINGS)
     for window in factory.pool.windows.values():
-        assert (window.size, window.write_chunk, window.keep) == (32, 32, 0)
+        assert (window.size, window.write_chunk, window.sink_tokens) == (32, 32, 0)
     stock_types = [type(cache) for cache in make_prompt_cache(model)]
     paged_types = {type(cache) for cache in factory.make_cache()}
     assert (RotatingKVCache in stock_types) == (name in WITH_RINGS)

@@ -276,8 +276,8 @@ def test_of_a_long_step_the_last_ringful_is_kept(
 def test_of_a_long_step_the_head_is_kept_too(
     start: int, end: int, parts: list[tuple[int, int]]
 ) -> None:
-    window = Window(300, 100, keep=4)
-    assert (window.ring, window.head_end) == (Ring(2, 1, window.size, window.keep), 256)
+    window = Window(300, 100, sink_tokens=4)
+    assert (window.ring, window.head_end) == (Ring(2, 1, window.size, window.sink_tokens), 256)
     assert window.kept_parts(start, end) == parts
 
 

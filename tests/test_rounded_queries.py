@@ -11,10 +11,10 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import FormatName, page_format_named
 from tests.arrays import normal, numbers
+from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import Numbers, dense_attention
 from tests.page_numbers import numbers_in
-from tests.page_rows import unpadded
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 
 # Head sizes of whole registers of every instruction set.
 HEADS, DIM = 2, 96
-ROWS = PageRows(((0,),), (256,), (0,))
+ROWS = AttentionMetadata(((0,),), (256,), (0,))
 CODES = ("q8-unrotated", "q4-unrotated")
 # Two of NaN whose last bits carry on into the sign when they are rounded as if they were a number.
 NANS = (0x7FFF, 0xFFFF, 0x7C01, 0x7E00)
@@ -91,7 +91,7 @@ def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend)
         given = step(mx.float16, 1), step(mx.float16, 2)
         pages.write(*given, ROWS)
         pages.convert({0: 64})
-        rows = PageRows(((64,),), (256,), (0,))
+        rows = AttentionMetadata(((64,),), (256,), (0,))
         for part, expected in zip(pages.gather(rows), given, strict=True):
             noise = numbers(part) - numbers(expected)
             assert np.square(noise).mean() < 0.02 * np.square(numbers(expected)).mean()

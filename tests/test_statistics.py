@@ -21,7 +21,7 @@ from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from tests.books import assert_books_balance, used_rows
+from tests.invariants import assert_invariants, used_rows
 
 LAYERS = 3
 WINDOW = Window(300, 64)
@@ -53,16 +53,16 @@ def test_one_sequence_by_hand() -> None:
     full, windowed = pool.stats().groups
     # 400 tokens: two pages, of which 112 rows are free.
     assert (full.layers, full.window, full.blocks_used) == (1, None, 2)
-    assert (full.bytes_tail, full.bytes_ring_slack) == (112 * TOKEN_BYTES, 0)
+    assert (full.bytes_tail, full.bytes_out_of_window) == (112 * TOKEN_BYTES, 0)
     # A window of 300 in a ring of two pages: 100 of the 400 tokens are out of sight.
     assert (windowed.layers, windowed.window, windowed.blocks_used) == (2, 300, 2)
     assert windowed.bytes_tail == 112 * 2 * TOKEN_BYTES
-    assert windowed.bytes_ring_slack == 100 * 2 * TOKEN_BYTES
+    assert windowed.bytes_out_of_window == 100 * 2 * TOKEN_BYTES
     assert pool.stats().bytes_allocated == (400 + 2 * 300) * TOKEN_BYTES
     for _ in range(10):
         write(caches, 64)
     _, windowed = pool.stats().groups
-    assert (windowed.bytes_tail, windowed.bytes_ring_slack) == (0, 2 * 212 * TOKEN_BYTES)
+    assert (windowed.bytes_tail, windowed.bytes_out_of_window) == (0, 2 * 212 * TOKEN_BYTES)
 
 
 def test_what_two_share_counts_once_and_idle_rows_are_those_that_neither_uses() -> None:
@@ -99,10 +99,10 @@ def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_ne
     windowed = pool.stats().groups[1]
     assert (windowed.blocks_used, windowed.blocks_shared, windowed.blocks_cached) == (3, 1, 0)
     # The first one's latest page has 188 rows, and behind them what was there a lap before.
-    assert windowed.bytes_ring_slack == (100 + 256 - 188) * 2 * TOKEN_BYTES
+    assert windowed.bytes_out_of_window == (100 + 256 - 188) * 2 * TOKEN_BYTES
     assert windowed.bytes_tail == 0
     pool.check()
-    assert_books_balance(pool.stats(), pool.budget.mapped)
+    assert_invariants(pool.stats(), pool.budget.mapped)
 
 
 @pytest.mark.parametrize("keep", [0, 4])
@@ -140,11 +140,11 @@ def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
         if rng.random() < 0.2:
             held.pop(rng.randrange(len(held)))
             gc.collect()
-        assert_books_balance(pool.stats(), pool.budget.mapped)
+        assert_invariants(pool.stats(), pool.budget.mapped)
     stats = pool.stats()
     full, windowed = stats.groups
     lengths = [caches[0].offset for caches in held]
-    assert windowed.bytes_ring_slack <= len(held) * (512 - 300) * 2 * TOKEN_BYTES
+    assert windowed.bytes_out_of_window <= len(held) * (512 - 300) * 2 * TOKEN_BYTES
     tails = (full.bytes_tail + windowed.bytes_tail / 2) / TOKEN_BYTES
     # The mean of 64 uniform numbers of 0 to 255 has a standard deviation of 9.2.
     assert full.bytes_tail / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
@@ -177,7 +177,7 @@ def test_snapshots_from_another_thread_are_of_one_moment() -> None:
         while not is_over.is_set():
             stats = pool.stats()
             try:
-                assert_books_balance(stats, stats.bytes_mapped)
+                assert_invariants(stats, stats.bytes_mapped)
                 for group in stats.groups:
                     assert group.table_entries >= group.blocks_used - group.blocks_cached
                     assert group.blocks_shared <= group.blocks_used

@@ -31,12 +31,12 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
     for name in (
         "prefix_queries", "prefix_hits", "kernel_fallbacks", "gather_fallbacks", "cow_copies",
         "allocation_failures", "blocks_used", "blocks_cached", "blocks_free", "blocks_shared",
-        "bytes_mapped", "bytes_allocated", "bytes_tail", "bytes_ring_slack", "bytes_compactable",
+        "bytes_mapped", "bytes_allocated", "bytes_tail", "bytes_out_of_window", "bytes_compactable",
         "table_entries", "tables", "tables_dropped",
     ):  # fmt: skip
         assert getattr(both, name) == getattr(one, name) + getattr(other, name), name
     assert both.evictions == {"room": 328, "limit": 330}
-    assert both.demotions == {"q4": 332}
+    assert both.requantisations == {"q4": 332}
     assert both.bytes_budget == 10**6
     assert both.usage == one.usage + other.usage
 

@@ -365,8 +365,8 @@ def test_attention_follows_pages_that_became_smaller_within_the_step() -> None:
     cache.update_and_fetch(*[each[:, :, :1000] for each in given])
     cache.make_mask(1)
     keys, values = cache.update_and_fetch(*[each[:, :, 1000:] for each in given])
-    assert pool.demotion_policy is not None
-    assert pool.groups[0].demote(pool.demotion_policy, 10.0)
+    assert pool.requantisation_policy is not None
+    assert pool.groups[0].requantise(pool.requantisation_policy, 10.0)
     other.update_and_fetch(mx.zeros((1, 1, 600, 32)), mx.zeros((1, 1, 600, 32)))
     gathers = pool.stats().gather_fallbacks
     queries = normal((1, 2, 1, 32), mx.float32, 3)

@@ -14,7 +14,7 @@ from paged_kv.pool.window import Window
 
 LAYERS, HEAD = 3, 32
 BLOCK_BYTES = LAYERS * 2 * 256 * HEAD * 2
-WINDOWS: dict[int, Window] = {0: Window(300, 64), 2: Window(600, 256, keep=4)}
+WINDOWS: dict[int, Window] = {0: Window(300, 64), 2: Window(600, 256, sink_tokens=4)}
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -22,8 +22,8 @@ from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sizes import format_size, parse_size
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.synthetic_load import Load, synthesize
-from tests.books import assert_books_balance, used_rows
 from tests.grids import plain_only
+from tests.invariants import assert_invariants, used_rows
 
 TOKEN_BYTES = 1000
 FORMAT = page_format_named("fp16")
@@ -48,7 +48,7 @@ def flush(pool: PagePool) -> None:
 
 def replayed(path: Path, **parameters: Any) -> Outcome:
     outcome = Replay(read_trace(path), Parameters(**parameters)).run()
-    assert_books_balance(outcome.stats, outcome.stats.bytes_mapped)
+    assert_invariants(outcome.stats, outcome.stats.bytes_mapped)
     return outcome
 
 
@@ -110,7 +110,7 @@ def test_a_replay_comes_to_what_was_recorded(tmp_path: Path, seed: int) -> None:
     """Random use of forks, trims, drops, windows and prefixes."""
     path = tmp_path / "trace"
     rng = random.Random(seed)
-    windows = {0: Window(300, 64, keep=4)} if seed % 2 else {}
+    windows = {0: Window(300, 64, sink_tokens=4)} if seed % 2 else {}
     pool = PagePool(2, windows=windows, max_bytes=1 << 24, trace=str(path))
     prefixes = PrefixCache(pool, has_states=False)
     held: list[tuple[list[int], list[PagedKVCache]]] = []
@@ -229,7 +229,7 @@ def test_what_a_smaller_budget_would_have_changed(tmp_path: Path) -> None:
 def test_smaller_pages_waste_less_and_find_what_they_did(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     synthesize(Load(64, 100, 2000), TOKEN_BYTES, 10**9, path)
-    waste = [replayed(path, page_size=size).waste_at_peak for size in (16, 64, 256, 1024)]
+    waste = [replayed(path, page_size=size).fragmentation_at_peak for size in (16, 64, 256, 1024)]
     assert waste == sorted(waste)
     assert waste[0] < 0.01
     assert waste[3] > 0.25
@@ -243,7 +243,7 @@ def test_one_sequence_by_hand(tmp_path: Path) -> None:
     assert (outcome.stats.slabs, outcome.stats.blocks_used) == (2, 5)
     assert outcome.peak_mapped == 12 * 256 * TOKEN_BYTES
     assert outcome.peak_allocated == 1025 * TOKEN_BYTES
-    assert outcome.waste_at_peak == pytest.approx(255 / 1280)
+    assert outcome.fragmentation_at_peak == pytest.approx(255 / 1280)
 
 
 @pytest.mark.parametrize("seed", plain_only([0], range(3)))

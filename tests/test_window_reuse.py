@@ -15,9 +15,9 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.steps import append
-from tests.books import assert_books_balance
 from tests.generation import Run, assert_same_run, greedy
 from tests.grids import plain_only
+from tests.invariants import assert_invariants
 from tests.zoo import small_model
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
@@ -194,7 +194,7 @@ def history(rng: random.Random, told: Told) -> int:
             prefix = prefixes.fetch("", prompt, pool.page_format)
             found += prefix.num_tokens
             rows.append((prefix.sequence, prompt[: prefix.num_tokens]))
-            prefix.sequence.retires = rng.random() < 0.8
+            prefix.sequence.caches_out_of_window = rng.random() < 0.8
             told.assert_holds(*rows[-1])
         sequence, tokens = rng.choice(rows)
         if act < 0.65:
@@ -224,7 +224,7 @@ def history(rng: random.Random, told: Told) -> int:
             rows.pop(0)
         del sequence
         pool.check()
-        assert_books_balance(pool.stats(), pool.budget.mapped)
+        assert_invariants(pool.stats(), pool.budget.mapped)
     rows.clear()
     del prefix
     pool.clear()
@@ -284,23 +284,23 @@ def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> N
         told.write(sequence, [5] * 100)
     told.assert_holds(sequence, [5] * sequence.length)
     stats = told.pool.stats()
-    assert {reason for reason, count in stats.evictions.items() if count} == {"retired"}
+    assert {reason for reason, count in stats.evictions.items() if count} == {"out_of_window"}
     assert stats.allocation_failures == 0
     assert told.prefixes.fetch("", [7] * 301, told.pool.page_format).num_tokens == 300
 
 
 def test_passed_pages_make_no_page_smaller() -> None:
     """With "auto" pages become smaller in the end, but no sooner."""
-    demoted = []
-    for retires in (True, False):
+    requantised = []
+    for caches_out_of_window in (True, False):
         told = Told(100 * 256 * DIM * 2 * 4, page_format="auto")
         sequence = Sequence(told.pool)
-        sequence.retires = retires
+        sequence.caches_out_of_window = caches_out_of_window
         lengths = [0]
-        while len(lengths) < 100 and not told.pool.stats().demotions:
+        while len(lengths) < 100 and not told.pool.stats().requantisations:
             told.write(sequence, [5] * 900)
             lengths.append(sequence.length)
-        demoted.append(lengths)
-        assert told.pool.stats().demotions
-        assert bool(sequence.passed) == retires
-    assert demoted[0] == demoted[1]
+        requantised.append(lengths)
+        assert told.pool.stats().requantisations
+        assert bool(sequence.out_of_window) == caches_out_of_window
+    assert requantised[0] == requantised[1]

@@ -50,9 +50,9 @@ WRONG_MODELS: list[tuple[Any, str]] = [
     (("model", "tokenizer"), r"tuple: load\(\) returns a model and its tokenizer"),
 ]
 WRONG_FORMATS: list[tuple[Any, str]] = [
-    (4, "'auto' or a DemotionPolicy, got 4"),
-    (None, "or a DemotionPolicy, got None"),
-    (OldestFirst, "or a DemotionPolicy, got the class OldestFirst"),
+    (4, "'auto' or a RequantisationPolicy, got 4"),
+    (None, "or a RequantisationPolicy, got None"),
+    (OldestFirst, "or a RequantisationPolicy, got the class OldestFirst"),
     (("q8",), r"\('q8',\) is no page format: there are 'fp16', 'q8'"),
     (("q8", 4), "no page format"),
     (("q8", ["q4"]), "no page format"),

@@ -194,7 +194,7 @@ class PrefixIndex:
                 self._remove(shorter)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
-                allocator.keep(block, self._follow)
+                allocator.keep(block, self._on_move)
             self._nodes.setdefault((allocator, block), set()).add(node)
         if parent.parent is not None and not parent.children:
             del self._leaves[parent.last_used]
@@ -221,7 +221,7 @@ class PrefixIndex:
                 del self._nodes[allocator, block]
                 allocator.let_go(block)
 
-    def _follow(self, allocator: BlockAllocator, source: int, target: int) -> None:
+    def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
         """Note that a page was moved to another block."""
         with self.lock:
             nodes = self._nodes.pop((allocator, source))

@@ -10,7 +10,7 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 
 Blocks = Mapping[BlockAllocator, int]
 """The block of each group that holds the same tokens."""
@@ -25,7 +25,7 @@ class WindowRows:
         is_end: whether a prefix ended here, so that its window is of use as long as it is known.
     """
 
-    retired: RetiredBlock
+    out_of_window: OutOfWindowBlock
     first: int
     last: int
     is_end: bool
@@ -72,14 +72,14 @@ class Node:
     def rows_of(self, allocator: BlockAllocator) -> list[WindowRows]:
         """What there is still in a group with a window."""
         known = self.windows.get(allocator, {}).values()
-        return [rows for rows in known if rows.retired.block is not None]
+        return [rows for rows in known if rows.out_of_window.block is not None]
 
     def hold(self, allocator: BlockAllocator, rows: WindowRows) -> None:
         """Hold rows of a group with a window, unless the same ones are held."""
         held = self.windows.setdefault(allocator, {})
         known = held.get((rows.first, rows.last))
         if known is not None:
-            is_there = known.retired.block is not None
+            is_there = known.out_of_window.block is not None
             if is_there and known.is_end >= rows.is_end:
                 return
             self._count(known, -1)
@@ -112,7 +112,7 @@ class Node:
         """Pin this and what it holds so many times more."""
         self.pins += change
         for rows in self._all_rows():
-            rows.retired.pins += change
+            rows.out_of_window.pins += change
         for checkpoint in self.checkpoints.values():
             checkpoint.pins += change
 
@@ -120,5 +120,5 @@ class Node:
         return chain.from_iterable(held.values() for held in self.windows.values())
 
     def _count(self, rows: WindowRows, change: int) -> None:
-        rows.retired.ends += change * rows.is_end
-        rows.retired.pins += change * self.pins
+        rows.out_of_window.ends += change * rows.is_end
+        rows.out_of_window.pins += change * self.pins

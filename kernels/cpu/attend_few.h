@@ -35,11 +35,11 @@ void multiply_keys(const RowRun& keys, int count, int dim, const float* q, float
 
 template <int FORMAT, int G>
 void multiply_values(const RowRun& values, int count, int dim, float* scales, const float* weights,
-                     const float* decay, float* out, int stride, const Next& next) {
+                     const float* rescale, float* out, int stride, const Next& next) {
   if constexpr (is_quantised(FORMAT))
-    multiply_group_values<FORMAT, G>(values, count, dim, scales, weights, decay, out, stride, next);
+    multiply_group_values<FORMAT, G>(values, count, dim, scales, weights, rescale, out, stride, next);
   else
-    multiply_row_values<FORMAT, G>(values, count, dim, weights, decay, out, stride, next);
+    multiply_row_values<FORMAT, G>(values, count, dim, weights, rescale, out, stride, next);
 }
 
 typedef void (*MultiplyKeys)(const RowRun&, int, int, const float*, float*, float*, const Next&);
@@ -69,7 +69,7 @@ constexpr const MultiplyValues* MULTIPLY_VALUES[FORMATS] = {
 
 // Turns the scores [from, to) of `count` into weights, the others into 0; returns what earlier
 // weighted sums are to be multiplied with.
-INLINE float soften(float* scores, int count, int from, int to, float* maximum, float* sum) {
+INLINE float online_softmax(float* scores, int count, int from, int to, float* maximum, float* sum) {
   int end = (count + W - 1) / W * W;
   for (int i = 0; i < from; i++) scores[i] = NEVER;
   for (int i = to; i < end; i++) scores[i] = NEVER;
@@ -82,10 +82,10 @@ INLINE float soften(float* scores, int count, int from, int to, float* maximum, 
     total = add(total, weight);
     store(scores + i, weight);
   }
-  float decay = exp2f(*maximum - new_maximum);
+  float rescale = exp2f(*maximum - new_maximum);
   *maximum = new_maximum;
-  *sum = *sum * decay + reduce_add(total);
-  return decay;
+  *sum = *sum * rescale + reduce_add(total);
+  return rescale;
 }
 
 // The queries of a block, [rows, QUERY_FLOATS], for keys of each format and basis that it meets, as
@@ -93,7 +93,7 @@ INLINE float soften(float* scores, int count, int from, int to, float* maximum, 
 class Queries {
  public:
   Queries(const Attention& a, const QueryBlock& block, float* memory)
-      : a_(a), block_(block), rows_(block.queries * a.ratio), memory_(memory) {}
+      : a_(a), block_(block), rows_(block.queries * a.gqa_group_size), memory_(memory) {}
 
   static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
 
@@ -134,14 +134,14 @@ size_t few_scratch(const Attention& a, int rows) {
   return Queries::floats(rows) + (size_t)rows * (SCORES + 1) + scale_floats(a) + 3 * LANES;
 }
 
-void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, Partial part,
+void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
                 float* scratch) {
-  int rows = block.queries * a.ratio, k_dim = a.pages->k_dim, v_dim = a.pages->v_dim;
+  int rows = block.queries * a.gqa_group_size, k_dim = a.pages->k_dim, v_dim = a.pages->v_dim;
   int stride = padded(v_dim), length = a.rows->context_lens[block.row];
   Queries queries(a, block, scratch);
   float* scores = scratch + Queries::floats(rows);
-  float* decay = scores + (size_t)rows * SCORES;
-  float* scales = decay + padded(rows);
+  float* rescale = scores + (size_t)rows * SCORES;
+  float* scales = rescale + padded(rows);
   for (int r = 0; r < rows; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
   Sums sums(part, rows, v_dim);
 
@@ -161,21 +161,21 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
                                         scores + g * SCORES, next);
     }
     for (int r = 0; r < rows; r++) {
-      int position = block.position + r / a.ratio;
+      int position = block.position + r / a.gqa_group_size;
       int from = clamped(first_seen(a, position) - at, 0, run.count);
       int to = clamped(seen_end(a, position, length) - at, 0, run.count);
-      decay[r] = soften(scores + r * SCORES, run.count, from, to, part.maximum + r, part.sum + r);
+      rescale[r] = online_softmax(scores + r * SCORES, run.count, from, to, part.maximum + r, part.sum + r);
     }
-    sums.turn(run.values.rotated);
+    sums.set_basis(run.values.rotated);
     for (int i = 0; i < groups; i++) {
       int g = rows * i / groups, size = rows * (i + 1) / groups - g;
       Next next = {following.keys, i ? 0 : following.count, k_dim};
       MULTIPLY_VALUES[run.values.format][size - 1](run.values, run.count, v_dim, scales,
-                                                   scores + g * SCORES, decay + g,
+                                                   scores + g * SCORES, rescale + g,
                                                    part.values + (size_t)g * stride, stride, next);
     }
   }
-  sums.turn(false);
+  sums.set_basis(false);
 }
 
 }  // namespace

@@ -16,17 +16,17 @@ constexpr int PANEL = TILE_VECTORS * W;
 constexpr int TILE_TOKENS = 128;
 constexpr int BLOCK_ROWS = 256;
 
-// C [R, N vectors] = decay * C + A^T B for k in [0, depth): A is [R, a_row], or transposed.
-// decay is null where C is to be overwritten.
+// C [R, N vectors] = rescale * C + A^T B for k in [0, depth): A is [R, a_row], or transposed.
+// rescale is null where C is to be overwritten.
 template <int R, int N>
 void multiply_tile(const float* a, int a_row, int a_depth, const float* b, int b_stride, float* c,
-                   int c_stride, int depth, const float* decay) {
+                   int c_stride, int depth, const float* rescale) {
   vec acc[R][N];
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++)
-      acc[i][j] = decay ? mul(set1(decay[i]), load(c + i * c_stride + j * W)) : zero();
+      acc[i][j] = rescale ? mul(set1(rescale[i]), load(c + i * c_stride + j * W)) : zero();
   for (int k = 0; k < depth; k++) {
     vec x[N];
 #pragma GCC unroll 8
@@ -60,11 +60,11 @@ constexpr const MultiplyTile* MULTIPLY_TILE[] = {
 
 // The product of all rows, one register tile after the other; `vectors` is at most TILE_VECTORS.
 INLINE void multiply(int rows, int vectors, const float* a, int a_row, int a_depth, const float* b,
-                     int b_stride, float* c, int c_stride, int depth, const float* decay) {
+                     int b_stride, float* c, int c_stride, int depth, const float* rescale) {
   for (int i = 0; i < rows; i += TILE_ROWS)
     MULTIPLY_TILE[vectors][smaller(TILE_ROWS, rows - i)](
         a + (size_t)i * a_row, a_row, a_depth, b, b_stride, c + (size_t)i * c_stride, c_stride,
-        depth, decay ? decay + i : nullptr);
+        depth, rescale ? rescale + i : nullptr);
 }
 
 INLINE int panels(int count) { return (count + PANEL - 1) / PANEL; }
@@ -76,7 +76,7 @@ struct Buffers {
   float* keys;    // [TILE_TOKENS, padded k_dim]
   float* values;  // [TILE_TOKENS, padded v_dim]
   float* scores;  // [TILE_TOKENS, PANEL]
-  float* decay;   // [PANEL]
+  float* rescale;   // [PANEL]
 
   Buffers(const Attention& a, int query_rows, float* scratch) {
     int rows = panels(query_rows) * PANEL;
@@ -87,7 +87,7 @@ struct Buffers {
     keys = behind + rows;
     values = keys + TILE_TOKENS * padded(a.pages->k_dim);
     scores = values + TILE_TOKENS * padded(a.pages->v_dim);
-    decay = scores + TILE_TOKENS * PANEL;
+    rescale = scores + TILE_TOKENS * PANEL;
   }
 };
 
@@ -99,9 +99,9 @@ size_t many_scratch(const Attention& a, int query_rows) {
 
 // Which keys the queries see. Columns without one see none.
 void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& to) {
-  int rows = block.queries * a.ratio, length = a.rows->context_lens[block.row];
+  int rows = block.queries * a.gqa_group_size, length = a.rows->context_lens[block.row];
   for (int r = 0; r < panels(rows) * PANEL; r++) {
-    int position = block.position + r / a.ratio;
+    int position = block.position + r / a.gqa_group_size;
     to.first[r] = r < rows ? (float)first_seen(a, position) : 0.f;
     to.behind[r] = r < rows ? (float)seen_end(a, position, length) : 0.f;
   }
@@ -109,7 +109,7 @@ void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& t
 
 // Queries are put into columns.
 void arrange_queries(const Attention& a, const QueryBlock& block, bool rotated, const Buffers& to) {
-  int rows = block.queries * a.ratio, k_dim = a.pages->k_dim;
+  int rows = block.queries * a.gqa_group_size, k_dim = a.pages->k_dim;
   for (int r = 0; r < panels(rows) * PANEL; r++) {
     float* column = to.q[rotated] + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
     if (r < rows) read_query(a, block, r, rotated, to.keys);
@@ -120,7 +120,7 @@ void arrange_queries(const Attention& a, const QueryBlock& block, bool rotated, 
 // Softmax of a panel's scores with the `count` tokens from position `at` on.
 template <bool MASKED>
 void soften_panel(float* scores, int count, int vectors, int at, const float* first,
-                  const float* behind, float* maximum, float* sum, float* decay) {
+                  const float* behind, float* maximum, float* sum, float* rescale) {
   for (int j = 0; j < vectors * W; j += W) {
     vec low = load(first + j), high = load(behind + j), old = load(maximum + j), top = old;
     for (int t = 0; t < count; t++) {
@@ -140,12 +140,12 @@ void soften_panel(float* scores, int count, int vectors, int at, const float* fi
     vec shrink = exp2_vec(sub(old, top));
     store(maximum + j, top);
     store(sum + j, fma(load(sum + j), shrink, total));
-    store(decay + j, shrink);
+    store(rescale + j, shrink);
   }
 }
 
 // Attention of one panel's query rows [from, from + rows) of the block to a tile of tokens.
-void attend_panel(const Attention& a, const Buffers& at, const float* q, const Partial& part,
+void attend_panel(const Attention& a, const Buffers& at, const float* q, const SplitPartial& part,
                   int from, int rows, int position, int count) {
   int k_dim = a.pages->k_dim, v_dim = a.pages->v_dim, stride = padded(v_dim);
   int low = (int)at.first[from], high = (int)at.behind[from + rows - 1];
@@ -159,16 +159,16 @@ void attend_panel(const Attention& a, const Buffers& at, const float* q, const P
   bool masked = full_low > position + begin || full_high < position + end;
   (masked ? soften_panel<true> : soften_panel<false>)(
       at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,
-      part.maximum + from, part.sum + from, at.decay);
+      part.maximum + from, part.sum + from, at.rescale);
   for (int d = 0; d < stride; d += PANEL)
     multiply(rows, smaller(TILE_VECTORS, (stride - d) / W), at.scores, 1, PANEL,
              at.values + (size_t)begin * stride + d, stride, part.values + (size_t)from * stride + d,
-             stride, tokens, at.decay);
+             stride, tokens, at.rescale);
 }
 
-void attend_many(const Attention& a, const QueryBlock& block, int begin, int end, Partial part,
+void attend_many(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
                  float* scratch) {
-  int rows = block.queries * a.ratio, all = panels(rows) * PANEL;
+  int rows = block.queries * a.gqa_group_size, all = panels(rows) * PANEL;
   int k_stride = padded(a.pages->k_dim), v_stride = padded(a.pages->v_dim);
   Buffers at(a, rows, scratch);
   arrange_masks(a, block, at);
@@ -182,7 +182,7 @@ void attend_many(const Attention& a, const QueryBlock& block, int begin, int end
     run = key_run(a, block, position, smaller(end, position + TILE_TOKENS));
     if (!arranged[run.keys.rotated]) arrange_queries(a, block, run.keys.rotated, at);
     arranged[run.keys.rotated] = true;
-    sums.turn(run.values.rotated);
+    sums.set_basis(run.values.rotated);
     for (int t = 0; t < run.count; t++) {
       READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * k_stride);
       READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f, at.values + t * v_stride);
@@ -191,7 +191,7 @@ void attend_many(const Attention& a, const QueryBlock& block, int begin, int end
       attend_panel(a, at, at.q[run.keys.rotated], part, from, smaller(PANEL, rows - from), position,
                    run.count);
   }
-  sums.turn(false);
+  sums.set_basis(false);
 }
 
 }  // namespace

@@ -86,14 +86,14 @@ class Plan {
   int most_rows_ = 0, shared_parts_ = 0;
   int64_t numbers_ = 0, keys_ = 0;
 
-  bool is_few(const QueryBlock& block) const { return block.queries * a_.ratio <= FEW_ROWS; }
+  bool is_few(const QueryBlock& block) const { return block.queries * a_.gqa_group_size <= FEW_ROWS; }
 
   void add_blocks(int row) {
     int length = a_.rows->context_lens[row];
     Own own = own_tokens(*a_.rows, row, a_.steps);
     int count = own.end - own.begin;
-    int most = std::max(1, kernels_.block_rows / a_.ratio);
-    if (count * a_.ratio <= FEW_ROWS) most = count;
+    int most = std::max(1, kernels_.block_rows / a_.gqa_group_size);
+    if (count * a_.gqa_group_size <= FEW_ROWS) most = count;
     for (int head = 0; head < a_.pages->kv_heads; head++)
       for (int first = 0; first < count; first += most) {
         int queries = std::min(most, count - first), position = length - count + first;
@@ -101,7 +101,7 @@ class Plan {
         int begin = a_.window ? std::max(0, position - a_.window + 1) : 0;
         int end = hides_later ? position + queries : length;
         blocks_.push_back({row, head, own.begin + first, position, queries, begin, end});
-        most_rows_ = std::max(most_rows_, queries * a_.ratio);
+        most_rows_ = std::max(most_rows_, queries * a_.gqa_group_size);
         keys_ += end - begin;
       }
     parts_.resize(blocks_.size());
@@ -130,7 +130,7 @@ class Plan {
   size_t padded_rows() const { return (most_rows_ + kernels_.panel - 1) / kernels_.panel * kernels_.panel; }
   size_t part_floats() const { return padded_rows() * (2 + padded(a_.pages->v_dim)); }
 
-  Partial part_in(float* memory) const {
+  SplitPartial part_in(float* memory) const {
     return {memory, memory + padded_rows(), memory + 2 * padded_rows()};
   }
 
@@ -145,14 +145,14 @@ class Plan {
                                                        part_in(mine), own + width);
     if (unfinished_[task.block].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     int count = parts_[task.block];
-    std::vector<Partial> parts;
+    std::vector<SplitPartial> parts;
     for (int i = 0; i < count; i++) parts.push_back(part_in(alone ? own : first + width * i));
     kernels_.finish(a_, block, parts.data(), count, own + width);
   }
 };
 
 void clear_padding(const Attention& a) {
-  int heads = a.pages->kv_heads * a.ratio;
+  int heads = a.pages->kv_heads * a.gqa_group_size;
   size_t bytes = static_cast<size_t>(a.pages->v_dim) * size_of(*a.outputs);
   for (int row = 0; row < a.rows->batch; row++) {
     Own own = own_tokens(*a.rows, row, a.steps);
@@ -244,7 +244,7 @@ int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
     a.outputs = &out.tensor;
     a.q_format = format_of(q);
     a.steps = static_cast<int>(q.tensor.shape[2]);
-    a.ratio = static_cast<int>(q.tensor.shape[1] / pages->kv_heads);
+    a.gqa_group_size = static_cast<int>(q.tensor.shape[1] / pages->kv_heads);
     a.scale = options->scale * LOG2_E;
     a.causal = options->causal;
     a.window = options->window;

@@ -49,7 +49,7 @@ struct Attention {
   const PagedKvTensor *queries, *outputs, *tail_k, *tail_v;
   int q_format;
   int steps;      // tokens of the step, S
-  int ratio;      // query heads to a KV head
+  int gqa_group_size;      // query heads to a KV head
   float scale;    // of base-2 logits
   bool causal;
   int window;     // 0: none
@@ -59,7 +59,7 @@ struct Attention {
 };
 
 // The attention of consecutive queries of one row by the query heads of one KV head. Query row r of
-// a block is query r / ratio, head r % ratio.
+// a block is query r / gqa_group_size, head r % gqa_group_size.
 struct QueryBlock {
   int row, kv_head;
   int step;         // the first query's place in the step
@@ -70,7 +70,7 @@ struct QueryBlock {
 
 // Softmax over a part of the keys, unfinished: per query row the maximum, the sum of weights and
 // the weighted values, padded(v_dim) floats a row.
-struct Partial {
+struct SplitPartial {
   float *maximum, *sum, *values;
 };
 
@@ -81,10 +81,10 @@ struct Kernels {
   size_t (*few_scratch)(const Attention&, int query_rows);
   size_t (*many_scratch)(const Attention&, int query_rows);
   // Both attend from a block to keys [begin, end), of which runs are found by `key_run`.
-  void (*attend_few)(const Attention&, const QueryBlock&, int begin, int end, Partial, float* scratch);
-  void (*attend_many)(const Attention&, const QueryBlock&, int begin, int end, Partial, float* scratch);
+  void (*attend_few)(const Attention&, const QueryBlock&, int begin, int end, SplitPartial, float* scratch);
+  void (*attend_many)(const Attention&, const QueryBlock&, int begin, int end, SplitPartial, float* scratch);
   // Merges the parts of a block and writes its outputs.
-  void (*finish)(const Attention&, const QueryBlock&, const Partial* parts, int count, float* scratch);
+  void (*finish)(const Attention&, const QueryBlock&, const SplitPartial* parts, int count, float* scratch);
   // Rows of `dim` numbers in one format and basis to another; `row` holds padded(dim) floats.
   void (*recode)(const RowRun& from, const RowRun& to, int count, int dim, float* row);
 };

@@ -71,7 +71,7 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
 // The products of a register of codes, the index-th of its row, with the first `count` rows: word r
 // of each 4 is row r's with the group that lies there.
 INLINE words multiply_codes(words codes, const FourRows& four, int count, int index) {
-  words low = both(codes, word1(0x0f0f0f0f)), high = both(shifted_right(codes, 4), word1(0x0f0f0f0f));
+  words low = bit_and(codes, word1(0x0f0f0f0f)), high = bit_and(shifted_right(codes, 4), word1(0x0f0f0f0f));
   words products[4];
 #pragma GCC unroll 4
   for (int r = 0; r < 4; r++) {

@@ -25,11 +25,11 @@ struct Codes {
   static constexpr float factor(int i) { return i == PER_WORD - 1 ? 1.f : (float)(1u << BITS * i); }
   INLINE vec in_place(words x, int i) {
     if (i == PER_WORD - 1) return floats_of(shifted_right(x, BITS * i));
-    return floats_of(both(x, word1((2 * MIDDLE - 1) << BITS * i)));
+    return floats_of(bit_and(x, word1((2 * MIDDLE - 1) << BITS * i)));
   }
   // Codes of 8 bits have a sign.
   INLINE words without_sign(words x) {
-    return BITS == 8 ? differing(x, word1(0x80808080)) : x;
+    return BITS == 8 ? bit_xor(x, word1(0x80808080)) : x;
   }
   // Numbers i and i + 16 of a group, from i = `at` on.
   INLINE void load_pair(const char* group, int at, vec& first, vec& second) {
@@ -38,7 +38,7 @@ struct Codes {
       second = load_bytes(group + GROUP / 2 + at);
     } else {
       words x = load_byte_words(group + at);
-      first = floats_of(both(x, word1(15)));
+      first = floats_of(bit_and(x, word1(15)));
       second = floats_of(shifted_right(x, 4));
     }
   }
@@ -185,12 +185,12 @@ INLINE void scale_weights(const float* weights, const float* scales, int count, 
 // Two vectors of one group of the sums over `count` values.
 template <int FORMAT, int G>
 INLINE void multiply_pair(const char* group, int at, ptrdiff_t row, int count, const float* scaled,
-                          const float* middle, const float* decay, float* out, int stride,
+                          const float* middle, const float* rescale, float* out, int stride,
                           Fetch& fetch) {
   vec first[G], second[G];
 #pragma GCC unroll 16
   for (int g = 0; g < G; g++) {
-    vec shrink = set1(decay ? decay[g] : 1.f);
+    vec shrink = set1(rescale ? rescale[g] : 1.f);
     first[g] = mul(shrink, load(out + g * stride + at));
     second[g] = mul(shrink, load(out + g * stride + GROUP / 2 + at));
   }
@@ -214,10 +214,10 @@ INLINE void multiply_pair(const char* group, int at, ptrdiff_t row, int count, c
   }
 }
 
-// out [G, stride] becomes decay[g] * out + weights @ values.
+// out [G, stride] becomes rescale[g] * out + weights @ values.
 template <int FORMAT, int G>
 void multiply_group_values(const RowRun& values, int count, int dim, float* scales,
-                           const float* weights, const float* decay, float* out, int stride,
+                           const float* weights, const float* rescale, float* out, int stride,
                            const Next& next) {
   int groups = dim / GROUP, bytes = (int)(values.stride / groups);
   Fetch fetch(next, (count + VALUE_TOKENS - 1) / VALUE_TOKENS * groups * (GROUP / 2 / W));
@@ -235,9 +235,9 @@ void multiply_group_values(const RowRun& values, int count, int dim, float* scal
     for (int group = 0; group < groups; group++)
       for (int at = 0; at < GROUP / 2; at += W)
         multiply_pair<FORMAT, G>(values.data + t * values.stride + group * bytes, at, values.stride,
-                                 tokens, scaled[group], middle[group], decay, out + group * GROUP,
+                                 tokens, scaled[group], middle[group], rescale, out + group * GROUP,
                                  stride, fetch);
-    decay = nullptr;
+    rescale = nullptr;
   }
 }
 

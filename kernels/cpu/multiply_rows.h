@@ -48,7 +48,7 @@ void multiply_row_keys(const RowRun& keys, int count, int dim, const float* q, i
 // N vectors, from number d on, of the sums over `count` values, weighted for each of G query rows.
 template <int FORMAT, int G, int N, bool HALF>
 INLINE void multiply_row_values_at(int d, const RowRun& values, int count, const float* weights,
-                                   const float* decay, float* out, int stride, Fetch& fetch) {
+                                   const float* rescale, float* out, int stride, Fetch& fetch) {
   typedef Loader<FORMAT> L;
   vec acc[G][N];
 #pragma GCC unroll 16
@@ -56,7 +56,7 @@ INLINE void multiply_row_values_at(int d, const RowRun& values, int count, const
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) {
       acc[g][j] = load(out + g * stride + d + j * W);
-      if (decay) acc[g][j] = mul(set1(decay[g]), acc[g][j]);
+      if (rescale) acc[g][j] = mul(set1(rescale[g]), acc[g][j]);
     }
   for (int t = 0; t < count; t++) {
     typename L::Row row = L::at(values, t);
@@ -77,13 +77,13 @@ INLINE void multiply_row_values_at(int d, const RowRun& values, int count, const
     for (int j = 0; j < N; j++) store(out + g * stride + d + j * W, acc[g][j]);
 }
 
-// out [G, stride] becomes decay[g] * out + weights @ values. So many tokens at a time that their
+// out [G, stride] becomes rescale[g] * out + weights @ values. So many tokens at a time that their
 // rows stay in the first-level cache while one group of vectors after the other is summed. Groups of
 // N and of N - 1 divide the vectors evenly: 3 + 3 + 3 + 3 + 2 + 2, for a weight is loaded once for a
 // group.
 template <int FORMAT, int G>
 void multiply_row_values(const RowRun& values, int count, int dim, const float* weights,
-                         const float* decay, float* out, int stride, const Next& next) {
+                         const float* rescale, float* out, int stride, const Next& next) {
   constexpr int N = smaller(8, ACCUMULATORS / G), LESS = larger(1, N - 1);
   int vectors = dim / W, passes = (vectors + N - 1) / N;
   int wide = larger(0, vectors - LESS * passes);
@@ -93,18 +93,18 @@ void multiply_row_values(const RowRun& values, int count, int dim, const float* 
     RowRun run = values;
     run.data += t * values.stride;
     for (; d < wide * N * W; d += N * W)
-      multiply_row_values_at<FORMAT, G, N, false>(d, run, tokens, weights + t, decay, out, stride,
+      multiply_row_values_at<FORMAT, G, N, false>(d, run, tokens, weights + t, rescale, out, stride,
                                                   fetch);
     for (; d + LESS * W <= dim; d += LESS * W)
-      multiply_row_values_at<FORMAT, G, LESS, false>(d, run, tokens, weights + t, decay, out, stride,
+      multiply_row_values_at<FORMAT, G, LESS, false>(d, run, tokens, weights + t, rescale, out, stride,
                                                      fetch);
     for (; d + W <= dim; d += W)
-      multiply_row_values_at<FORMAT, G, 1, false>(d, run, tokens, weights + t, decay, out, stride,
+      multiply_row_values_at<FORMAT, G, 1, false>(d, run, tokens, weights + t, rescale, out, stride,
                                                   fetch);
     if (d < dim)
-      multiply_row_values_at<FORMAT, G, 1, true>(d, run, tokens, weights + t, decay, out, stride,
+      multiply_row_values_at<FORMAT, G, 1, true>(d, run, tokens, weights + t, rescale, out, stride,
                                                  fetch);
-    decay = nullptr;
+    rescale = nullptr;
   }
 }
 

@@ -21,12 +21,12 @@ from paged_kv.kernels.cpu.native_library import (
     RowsStruct,
     Tensor,
 )
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.memory import require_memory
 from paged_kv.kernels.pages.number_format import WORD, NumberFormat, Quantised
 from paged_kv.kernels.pages.page_format import PageLayout
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain.page_gather import gather
 
@@ -77,7 +77,9 @@ class NativeBackend:
     def begin(self, *arrays: mx.array) -> None:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
-    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+    def write(
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+    ) -> None:
         mx.eval(keys, values)
         self.library.write(_pages_struct(pages), _rows_struct(rows), keys, values)
 
@@ -93,11 +95,11 @@ class NativeBackend:
     convert = copy
 
     def gather(
-        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
         return gather(pages, rows, tail)
 
-    def gather_now(self, pages: LayerMemory, rows: PageRows) -> tuple[mx.array, mx.array]:
+    def gather_now(self, pages: LayerMemory, rows: AttentionMetadata) -> tuple[mx.array, mx.array]:
         """What `gather` gives, computed by the library."""
         geometry, (batch, length) = pages.geometry, (len(rows.context_lens), max(rows.ends))
         keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
@@ -113,7 +115,7 @@ class NativeBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -129,7 +131,7 @@ class NativeBackend:
         pages: LayerMemory,
         step: Tail,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -143,7 +145,7 @@ class NativeBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -168,7 +170,7 @@ class NativeBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         options: OptionsStruct,
         sinks: mx.array | None,
         tail: Tail | None,
@@ -266,7 +268,7 @@ def _format_number(number_format: NumberFormat, dtype: mx.Dtype) -> int:
     return CODES[number_format.bits] if isinstance(number_format, Quantised) else FLOATS[dtype]
 
 
-def _rows_struct(rows: PageRows) -> RowsStruct:
+def _rows_struct(rows: AttentionMetadata) -> RowsStruct:
     """Made once for all layers that read the same rows."""
     if STRUCT not in rows.memo:
         tables = rows.block_table_array

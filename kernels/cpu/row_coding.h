@@ -44,7 +44,7 @@ void read_row<PAGED_KV_Q4>(const RowRun& run, int t, int dim, float factor, floa
     vec scale = set1(factor * float_of_f16(scales[d / GROUP]));
     for (int i = 0; i < GROUP / 2; i += W) {
       words bytes = load_byte_words(row + d / 2 + i);
-      vec low = floats_of(both(bytes, word1(15))), high = floats_of(shifted_right(bytes, 4));
+      vec low = floats_of(bit_and(bytes, word1(15))), high = floats_of(shifted_right(bytes, 4));
       store(out + d + i, mul(scale, sub(low, set1(8.f))));
       store(out + d + GROUP / 2 + i, mul(scale, sub(high, set1(8.f))));
     }

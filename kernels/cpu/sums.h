@@ -8,19 +8,19 @@ namespace {
 class Sums {
  public:
   // Empty ones, plain. `rows` is what is used of the values of a part.
-  Sums(const Partial& part, int rows, int dim) : part_(part), rows_(rows), dim_(dim) {
+  Sums(const SplitPartial& part, int rows, int dim) : part_(part), rows_(rows), dim_(dim) {
     memset(part.values, 0, sizeof(float) * rows * padded(dim));
   }
 
   // Sums of rotated values are the rotated sums, so that both can be added up in one place.
-  void turn(bool rotated) {
+  void set_basis(bool rotated) {
     if (rotated == rotated_) return;
     for (int r = 0; r < rows_; r++) rotate(part_.values + (size_t)r * padded(dim_), dim_);
     rotated_ = rotated;
   }
 
  private:
-  const Partial& part_;
+  const SplitPartial& part_;
   int rows_, dim_;
   bool rotated_ = false;
 };

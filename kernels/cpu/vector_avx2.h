@@ -107,8 +107,8 @@ INLINE words load_words(const char* p, int) {
   return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p));
 }
 INLINE words word1(uint32_t x) { return _mm256_set1_epi32((int)x); }
-INLINE words both(words a, words b) { return _mm256_and_si256(a, b); }
-INLINE words differing(words a, words b) { return _mm256_xor_si256(a, b); }
+INLINE words bit_and(words a, words b) { return _mm256_and_si256(a, b); }
+INLINE words bit_xor(words a, words b) { return _mm256_xor_si256(a, b); }
 INLINE words shifted_right(words x, int bits) { return _mm256_srli_epi32(x, bits); }
 INLINE vec floats_of(words x) { return _mm256_cvtepi32_ps(x); }  // of 31 bits
 // Scales for groups of so many words; only the first `count` of them exist.

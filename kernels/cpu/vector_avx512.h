@@ -108,8 +108,8 @@ INLINE words load_words(const char* p, int count) {
   return _mm512_maskz_loadu_epi32((__mmask16)((1 << count) - 1), p);
 }
 INLINE words word1(uint32_t x) { return _mm512_set1_epi32((int)x); }
-INLINE words both(words a, words b) { return _mm512_and_si512(a, b); }
-INLINE words differing(words a, words b) { return _mm512_xor_si512(a, b); }
+INLINE words bit_and(words a, words b) { return _mm512_and_si512(a, b); }
+INLINE words bit_xor(words a, words b) { return _mm512_xor_si512(a, b); }
 INLINE words shifted_right(words x, int bits) { return _mm512_srli_epi32(x, bits); }
 INLINE vec floats_of(words x) { return _mm512_cvtepi32_ps(x); }  // of 31 bits
 // Scales for groups of so many words; only the first `count` of them exist.

@@ -145,8 +145,8 @@ INLINE words load_words(const char* p) {
 // Groups fill registers, so there are no parts of one to load.
 INLINE words load_words(const char* p, int) { return load_words(p); }
 INLINE words word1(uint32_t x) { return words{x, x, x, x}; }
-INLINE words both(words a, words b) { return a & b; }
-INLINE words differing(words a, words b) { return a ^ b; }
+INLINE words bit_and(words a, words b) { return a & b; }
+INLINE words bit_xor(words a, words b) { return a ^ b; }
 INLINE words shifted_right(words x, int bits) { return x >> bits; }
 INLINE vec floats_of(words x) { return __builtin_convertvector(bits_of<ints>(x), vec); }  // of 31 bits
 // A register has words of one group only.

@@ -91,8 +91,8 @@ INLINE words load_words(const char* p) { return vreinterpretq_u32_u8(vld1q_u8((c
 // Groups fill registers, so there are no parts of one to load.
 INLINE words load_words(const char* p, int) { return load_words(p); }
 INLINE words word1(uint32_t x) { return vdupq_n_u32(x); }
-INLINE words both(words a, words b) { return vandq_u32(a, b); }
-INLINE words differing(words a, words b) { return veorq_u32(a, b); }
+INLINE words bit_and(words a, words b) { return vandq_u32(a, b); }
+INLINE words bit_xor(words a, words b) { return veorq_u32(a, b); }
 INLINE words shifted_right(words x, int bits) { return vshlq_u32(x, vdupq_n_s32(-bits)); }
 INLINE vec floats_of(words x) { return vcvtq_f32_u32(x); }
 // A register has words of one group only.

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.gpu.kernels import SLABS
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.number_format import NumberFormat, Quantised
 from paged_kv.kernels.pages.page_format import PageLayout
-from paged_kv.kernels.pages.page_rows import PageRows
 
 # Places in `params`.
 PARAMETERS = (
@@ -71,7 +71,7 @@ class Tables:
 TABLES = "gpu"
 
 
-def tables_of(rows: PageRows, slab_stride: int) -> Tables:
+def tables_of(rows: AttentionMetadata, slab_stride: int) -> Tables:
     """Made once for all layers that read the same rows."""
     if TABLES not in rows.memo:
         rows.memo[TABLES] = _new_tables(rows, slab_stride)
@@ -79,7 +79,7 @@ def tables_of(rows: PageRows, slab_stride: int) -> Tables:
     return tables
 
 
-def _new_tables(rows: PageRows, slab_stride: int) -> Tables:
+def _new_tables(rows: AttentionMetadata, slab_stride: int) -> Tables:
     entries = rows.block_table_array
     used = np.zeros(entries.shape, bool)
     for row, table in enumerate(rows.block_tables):

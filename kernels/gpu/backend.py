@@ -14,10 +14,10 @@ from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS, SLABS, GpuKernels, Make
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.rows import RowKernels
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
@@ -63,7 +63,9 @@ class GpuBackend:
     def settle(self, pages: LayerMemory) -> None:
         mx.eval(self.order.latest(pages))
 
-    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+    def write(
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+    ) -> None:
         tables, slabs = self._bound(pages, rows)
         if not tables.slabs or not keys.shape[2]:
             return
@@ -107,7 +109,7 @@ class GpuBackend:
     convert = copy
 
     def gather(
-        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
         tables, slabs = self._bound(pages, rows)
         if slabs is None:
@@ -127,7 +129,7 @@ class GpuBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -171,7 +173,7 @@ class GpuBackend:
         pages: LayerMemory,
         step: Tail,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -208,7 +210,9 @@ class GpuBackend:
         )
         return output if dtype == own else output.astype(dtype)
 
-    def _bound(self, pages: LayerMemory, rows: PageRows) -> tuple[Tables, BoundSlabs | None]:
+    def _bound(
+        self, pages: LayerMemory, rows: AttentionMetadata
+    ) -> tuple[Tables, BoundSlabs | None]:
         """What kernels are told of rows and of their pages; None where no kernel takes them."""
         tables: Tables = rows.memo.get(TABLES) or tables_of(rows, pages.slab_stride)
         if len(tables.slabs) > SLABS or not pages.slabs:
@@ -224,7 +228,7 @@ class GpuBackend:
     def _fall_back(self, pages: LayerMemory) -> None:
         """Plain operations may follow: what kernels were asked for is done."""
         self.fallbacks += 1
-        say_once(
+        warn_once(
             f"a batch has pages in more than {SLABS} slabs, so plain MLX operations serve it, "
             "which are slower. A smaller max_bytes makes fewer slabs, and compact() empties some"
         )

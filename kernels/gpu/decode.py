@@ -13,8 +13,8 @@ from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, TILE, DecodeShape, decode_shape
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Decode:
         slabs: BoundSlabs,
         tables: Tables,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         scale: float,
         window: int,
         sinks: mx.array | None,
@@ -83,7 +83,7 @@ class Decode:
         partials, measures, _ = outputs
         return plan.merge([partials, measures, *of_sinks, plan.params])[0]
 
-    def _plan(self, asked: Asked, tables: Tables, rows: PageRows) -> _Plan:
+    def _plan(self, asked: Asked, tables: Tables, rows: AttentionMetadata) -> _Plan:
         """Of lengths that make the same parts there is one."""
         longest = max(rows.context_lens)
         if asked.window:

@@ -9,8 +9,8 @@ from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
+from paged_kv.kernels.pages.attention_metadata import Tail
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.page_rows import Tail
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from paged_kv.kernels.gpu.arrays import TABLE_WIDTH, BoundSlabs, PageKind, Table
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, ROW_SIMDGROUPS
+from paged_kv.kernels.pages.attention_metadata import Tail
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import Tail
 
 
 class RowKernels:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 
 
 class Backend(Protocol):
@@ -46,7 +46,9 @@ class Backend(Protocol):
         """Begin to compute what a write will wait for, if it does wait: any thread can then."""
         ...
 
-    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+    def write(
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+    ) -> None:
         """Write a step of keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim], without
         its padding, as the last of each row's tokens."""
         ...
@@ -64,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def gather(
-        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
         """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context
         with its right padding. Rows end at T, and padding is zeros. Lazy."""
@@ -78,7 +80,7 @@ class Backend(Protocol):
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -100,7 +102,7 @@ class Backend(Protocol):
         pages: LayerMemory,
         step: Tail,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -18,17 +19,16 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.lazy_reads import LazyReads
 from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 
 # MLX counts the elements of a dimension in 32 bits, and devices limit the size of a buffer.
 MAX_SLAB_BYTES = 1 << 31
 
 
-class _OwedStep(NamedTuple):
+class _DeferredWrite(NamedTuple):
     """The keys and values of a step that ends these rows, and that no page holds yet."""
 
     step: Tail
-    rows: PageRows
+    rows: AttentionMetadata
 
 
 class LayerPages(LayerMemory):
@@ -48,7 +48,7 @@ class LayerPages(LayerMemory):
         super().__init__(geometry, slab_stride)
         self.lazy_reads = LazyReads()
         self._backend = backend
-        self._owed: _OwedStep | None = None
+        self._deferred: _DeferredWrite | None = None
         self._thread: int | None = None  # that came last with a step
         self._is_shared = False
 
@@ -79,7 +79,7 @@ class LayerPages(LayerMemory):
         self._backend.settle(self)
         return self.view(entry)
 
-    def owe(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+    def defer(self, keys: mx.array, values: mx.array, rows: AttentionMetadata) -> None:
         """Write a step when attention reads these rows, or when anything else is asked of the
         pages. It is written at once where a read that is not computed yet would make a later write
         copy the slab, and where several threads use the pages: what one of them leaves to be
@@ -88,7 +88,7 @@ class LayerPages(LayerMemory):
         Raises:
             ThreadConflict: see `write`.
         """
-        if self._owed is not None:
+        if self._deferred is not None:
             self.settle()
         if self._thread != get_ident():
             self._is_shared |= self._thread is not None
@@ -96,12 +96,12 @@ class LayerPages(LayerMemory):
         if self._is_shared or not self._backend.writes_in_place:
             self.write(keys, values, rows)
             return
-        owed = _OwedStep((keys, values), rows)
+        deferred = _DeferredWrite((keys, values), rows)
         # Not later: what is read until then of the same rows has the step as its tail.
         if self.lazy_reads.noted:
-            self._compute_lazy_reads(owed)
+            self._compute_lazy_reads(deferred)
         self._backend.begin(keys, values)
-        self._owed = owed
+        self._deferred = deferred
 
     def settle(self) -> None:
         """Write the step that the pages are owed.
@@ -109,18 +109,18 @@ class LayerPages(LayerMemory):
         Raises:
             ThreadConflict: another thread has not computed it yet.
         """
-        owed = self._owed
-        if owed is not None:
+        deferred = self._deferred
+        if deferred is not None:
             if self._thread != get_ident():
-                _require_computed(owed.step)
-            self._backend.write(self, *owed.step, owed.rows)
-            self._owed = None
+                _require_computed(deferred.step)
+            self._backend.write(self, *deferred.step, deferred.rows)
+            self._deferred = None
 
-    def write(self, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+    def write(self, keys: mx.array, values: mx.array, rows: AttentionMetadata) -> None:
         """See `Backend.write`."""
         self.settle()
         if self.lazy_reads.noted:
-            self._compute_lazy_reads(_OwedStep((keys, values), rows))
+            self._compute_lazy_reads(_DeferredWrite((keys, values), rows))
         self._backend.write(self, keys, values, rows)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
@@ -138,11 +138,13 @@ class LayerPages(LayerMemory):
         self._before_change(lambda: set(copies.values()))
         self._backend.convert(self, copies)
 
-    def gather(self, rows: PageRows, tail: Tail | None = None) -> tuple[mx.array, mx.array]:
+    def gather(
+        self, rows: AttentionMetadata, tail: Tail | None = None
+    ) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""
-        owed = self._owed
-        if owed is not None and owed.rows is rows and self._holds_floats:
-            tail = owed.step
+        deferred = self._deferred
+        if deferred is not None and deferred.rows is rows and self._holds_floats:
+            tail = deferred.step
         else:
             self.settle()
         return self._backend.gather(self, rows, tail)
@@ -150,7 +152,7 @@ class LayerPages(LayerMemory):
     def attend(
         self,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool = True,
@@ -159,8 +161,8 @@ class LayerPages(LayerMemory):
         tail: Tail | None = None,
     ) -> mx.array:
         """See `Backend.attend`, and `Backend.write_and_attend` where the step is not written."""
-        owed = self._owed
-        if owed is None or owed.rows is not rows:
+        deferred = self._deferred
+        if deferred is None or deferred.rows is not rows:
             self.settle()
             return self._backend.attend(
                 self,
@@ -173,9 +175,16 @@ class LayerPages(LayerMemory):
                 tail=tail,
             )
         output = self._backend.write_and_attend(
-            self, owed.step, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks
+            self,
+            deferred.step,
+            queries,
+            rows,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
         )
-        self._owed = None
+        self._deferred = None
         return output
 
     @property
@@ -190,22 +199,22 @@ class LayerPages(LayerMemory):
         self.settle()
         self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
 
-    def _compute_lazy_reads(self, owed: _OwedStep) -> None:
-        count, in_place = owed.step[0].shape[2], self._backend.writes_in_place
-        self.lazy_reads.compute(lambda: owed.rows.last_entries(count) if in_place else set())
+    def _compute_lazy_reads(self, deferred: _DeferredWrite) -> None:
+        count, in_place = deferred.step[0].shape[2], self._backend.writes_in_place
+        self.lazy_reads.compute(lambda: deferred.rows.last_entries(count) if in_place else set())
 
     def _settle_before_unmapping(self, slab: int) -> None:
         """Write what is owed to a slab that holds no block in use any more. It cannot fail: what
         another thread has not computed is of no use without its page."""
-        owed = self._owed
-        if owed is None:
+        deferred = self._deferred
+        if deferred is None:
             return
-        entries = owed.rows.last_entries(owed.step[0].shape[2])
+        entries = deferred.rows.last_entries(deferred.step[0].shape[2])
         if slab in {entry // self.slab_stride for entry in entries}:
             try:
                 self.settle()
             except ThreadConflict:
-                self._owed = None
+                self._deferred = None
 
 
 def _require_computed(step: Tail) -> None:

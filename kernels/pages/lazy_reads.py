@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.errors import ThreadConflict
-from paged_kv.kernels.pages.page_rows import PageRows
 
 
 class _Read(NamedTuple):
     """Arrays that a thread gathered from some rows: held by its caller, or maybe by a graph."""
 
     thread: Thread
-    rows: PageRows
+    rows: AttentionMetadata
     held: tuple["weakref.ref[mx.array]", ...] = ()
     in_graph: tuple[mx.array, ...] = ()
 
@@ -42,11 +42,11 @@ class LazyReads:
     def __init__(self) -> None:
         self.noted: list[_Read] = []
 
-    def watch(self, arrays: Iterable[mx.array], rows: PageRows) -> None:
+    def watch(self, arrays: Iterable[mx.array], rows: AttentionMetadata) -> None:
         """Note arrays of these rows that the caller holds."""
         self.noted.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
 
-    def leave(self, arrays: tuple[mx.array, ...], rows: PageRows, thread: Thread) -> None:
+    def leave(self, arrays: tuple[mx.array, ...], rows: AttentionMetadata, thread: Thread) -> None:
         """Note arrays of these rows that a thread has made, and that only a graph may still hold.
 
         The collector may call this at any time: it only appends.

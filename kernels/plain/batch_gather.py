@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import PageRows
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TokenPlaces:
     alignment: Alignment | None
 
 
-def token_places(rows: PageRows, slab_stride: int) -> TokenPlaces | None:
+def token_places(rows: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
     """Where the rows' tokens are; None if there are none, or if a row has a head. Made once for
     all layers that read the same rows."""
     if "token_places" not in rows.memo:
@@ -75,7 +75,7 @@ def gather_alike(pages: LayerMemory, places: TokenPlaces) -> tuple[mx.array, mx.
     return _aligned(keys, places), _aligned(values, places)
 
 
-def _new_token_places(rows: PageRows, slab_stride: int) -> TokenPlaces | None:
+def _new_token_places(rows: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
     if rows.head_tokens or not any(rows.block_tables):
         return None
     length = max(rows.ends)

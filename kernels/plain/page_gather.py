@@ -10,13 +10,15 @@ from itertools import groupby
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from paged_kv.kernels.plain.batch_gather import are_alike, gather_alike, token_places
 
 
-def gather(pages: LayerMemory, rows: PageRows, tail: Tail | None) -> tuple[mx.array, mx.array]:
+def gather(
+    pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
+) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
     is_batch = len(rows.context_lens) > 1
     if is_batch and tail is not None and tail[0].shape[2] == 1 and rows.ends_in_own:
@@ -35,7 +37,7 @@ def gather(pages: LayerMemory, rows: PageRows, tail: Tail | None) -> tuple[mx.ar
 
 def read_row(
     pages: LayerMemory,
-    rows: PageRows,
+    rows: AttentionMetadata,
     row: int,
     tail: Tail | None,
     *,
@@ -74,7 +76,7 @@ class _RowTokens:
     in_tail: range
 
 
-def _tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
+def _tokens_of(rows: AttentionMetadata, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
     """Made once for all layers that read the same rows."""
     memo: dict[tuple[int, int], _RowTokens] = rows.memo.setdefault("row_tokens", {})
     if (row, tail_tokens) not in memo:
@@ -82,9 +84,11 @@ def _tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> 
     return memo[row, tail_tokens]
 
 
-def _new_tokens_of(rows: PageRows, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
-    in_tail = rows.own_tokens(tail_tokens)[row]
-    head, others = rows.own_ranges(row)
+def _new_tokens_of(
+    rows: AttentionMetadata, row: int, tail_tokens: int, slab_stride: int
+) -> _RowTokens:
+    in_tail = rows.valid_tokens(tail_tokens)[row]
+    head, others = rows.valid_ranges(row)
     in_pages = []
     for tokens in (head, range(others.start, others.stop - len(in_tail))):
         if tokens:

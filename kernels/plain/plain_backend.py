@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain.attention_mask import causal_window_mask
 from paged_kv.kernels.plain.page_gather import gather, read_row
@@ -42,16 +42,18 @@ class PlainBackend:
     def begin(self, *arrays: mx.array) -> None:
         """A write waits until the stream is idle in any case."""
 
-    def write(self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: PageRows) -> None:
+    def write(
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+    ) -> None:
         mx.synchronize()
-        step = rows.own_tokens(keys.shape[2])
-        slabs, page_ids, page_rows = _places(rows, step, pages.slab_stride)
+        step = rows.valid_tokens(keys.shape[2])
+        slabs, page_ids, slots = _places(rows, step, pages.slab_stride)
         tokens = _step_indices(step, keys.shape[2])
         written = [pages.slabs[int(slab)] for slab in np.unique(slabs)]
         for slab, number in zip(written, np.unique(slabs), strict=True):
             mine = np.flatnonzero(slabs == number)
             chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
-            _write_rows(slab, keys, values, chosen, page_ids[mine], page_rows[mine])
+            _write_rows(slab, keys, values, chosen, page_ids[mine], slots[mine])
         mx.eval([slab.memory for slab in written])
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -71,14 +73,14 @@ class PlainBackend:
     def convert(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         contents = {}
         for source, target in copies.items():
-            keys, values = gather(pages, PageRows(((source,),), (PAGE_SIZE,), (0,)), None)
+            keys, values = gather(pages, AttentionMetadata(((source,),), (PAGE_SIZE,), (0,)), None)
             layout = pages.layout_of(target)
             contents[target] = layout.page(layout.page_format.encode(keys, values))
             mx.eval(contents[target])
         self.load(pages, contents)
 
     def gather(
-        self, pages: LayerMemory, rows: PageRows, tail: Tail | None
+        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
         return gather(pages, rows, tail)
 
@@ -89,7 +91,7 @@ class PlainBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -99,7 +101,7 @@ class PlainBackend:
     ) -> mx.array:
         _, heads, count, _ = queries.shape
         outputs = []
-        for row, own in enumerate(rows.own_tokens(count)):
+        for row, own in enumerate(rows.valid_tokens(count)):
             if not own:
                 nothing = (1, heads, count, pages.geometry.v_dim)
                 outputs.append(mx.zeros(nothing, dtype=queries.dtype))
@@ -121,7 +123,7 @@ class PlainBackend:
         pages: LayerMemory,
         step: Tail,
         queries: mx.array,
-        rows: PageRows,
+        rows: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -140,7 +142,7 @@ def _write_rows(
     values: mx.array,
     tokens: mx.array | None,
     page_ids: Indices,
-    page_rows: Indices,
+    slots: Indices,
 ) -> None:
     """Put some tokens of a step, indices into [B * S] or all, at their pages and rows of a slab."""
     layout = slab.layout
@@ -149,7 +151,7 @@ def _write_rows(
         if not plane.words:
             continue
         first = page_ids * layout.page_units + offset // layout.unit_words
-        indices = _row_indices(first, page_rows, plane, layout.unit_words)
+        indices = _row_indices(first, slots, plane, layout.unit_words)
         rows = mx.flatten(plane_rows.transpose(0, 2, 1, 3), 0, 1)
         chosen = rows if tokens is None else rows[tokens]
         slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
@@ -173,7 +175,7 @@ def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
 
 
 def _places(
-    rows: PageRows, step: list[range], slab_stride: int
+    rows: AttentionMetadata, step: list[range], slab_stride: int
 ) -> tuple[Indices, Indices, Indices]:
     """Slab, page and row in the page of the tokens that a step writes, row by row."""
     entries, positions = [], []

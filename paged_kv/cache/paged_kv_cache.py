@@ -12,7 +12,7 @@ from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
 from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.say_once import say_once
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.sequences.masks import step_mask
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
@@ -297,7 +297,7 @@ class PagedKVCache:
         if bits not in (4, 8):
             raise ValueError(f"kv_bits must be 4 or 8 with paged caches, got {bits}")
         if group_size != GROUP:
-            say_once(
+            warn_once(
                 f"kv_group_size={group_size} is not used: quantised pages have one scale for "
                 f"{GROUP} numbers"
             )

@@ -174,7 +174,7 @@ def _rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("most bytes of live tokens", format_size(outcome.peak_allocated)),
         ("most bytes of pages in use", format_size(outcome.peak_active)),
         ("most bytes mapped", format_size(outcome.peak_mapped)),
-        ("rows without a live token, then", f"{outcome.waste_at_peak:.1%}"),
+        ("rows without a live token, then", f"{outcome.fragmentation_at_peak:.1%}"),
         ("mapped at the end", format_size(stats.bytes_mapped)),
         ("  of it neither used nor cached", f"{stats.external_fragmentation:.1%}"),
     ]

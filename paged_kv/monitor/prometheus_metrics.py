@@ -22,7 +22,10 @@ _GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "kv_allocated_bytes": ("Bytes of rows of live tokens", lambda s: s.bytes_allocated),
     "kv_retained_bytes": ("Bytes of cached pages", lambda s: s.bytes_retained),
     "kv_tail_bytes": ("Bytes of rows behind last tokens", lambda s: s.bytes_tail),
-    "kv_ring_slack_bytes": ("Bytes of rows that windows have left", lambda s: s.bytes_ring_slack),
+    "kv_ring_slack_bytes": (
+        "Bytes of rows that windows have left",
+        lambda s: s.bytes_out_of_window,
+    ),
     "kv_stranded_bytes": ("Bytes of free pages in slabs in use", lambda s: s.bytes_stranded),
     "kv_compactable_bytes": ("What compact() would give back", lambda s: s.bytes_compactable),
     "kv_metadata_bytes": ("Bytes of the bookkeeping, about", lambda s: s.bytes_metadata),

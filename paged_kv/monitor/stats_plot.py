@@ -98,7 +98,7 @@ def _draw_losses(history: History, axes: Any) -> None:
     mebibyte = 1 << 20
     for name, label, colour in (
         ("bytes_tail", "tail of sequences", "#0072b2"),
-        ("bytes_ring_slack", "ring slack", "#009e73"),
+        ("bytes_out_of_window", "ring slack", "#009e73"),
         ("bytes_stranded", "stranded, free", "#d55e00"),
         ("bytes_spare", "spare, free", "#999999"),
     ):

@@ -48,7 +48,7 @@ def bytes_table(stats: PoolStats) -> Table:
     rows = [
         ("allocated", stats.bytes_allocated, "rows of live tokens"),
         ("+ tail", stats.bytes_tail, "rows behind the last token of a sequence"),
-        ("+ ring slack", stats.bytes_ring_slack, "rows that a window has left"),
+        ("+ ring slack", stats.bytes_out_of_window, "rows that a window has left"),
         ("= active", stats.bytes_active, f"{stats.blocks_used} blocks in use"),
         ("+ retained", stats.bytes_retained, "cached prefixes, evicted for others"),
         ("+ stranded", stats.bytes_stranded, "free, in slabs that hold something"),
@@ -89,7 +89,7 @@ def events(stats: PoolStats) -> Text:
         f"\n{stats.tables} block tables, sharing factor {stats.sharing_factor:.2f} "
         f"({stats.table_entries:,} entries), {stats.cow_copies:,} copied on write",
         f"prefixes: {stats.prefix_hits:,} of {stats.prefix_queries:,} tokens found ({hits:.0%})",
-        f"evicted: {_counts(stats.evictions)}; made smaller: {_counts(stats.demotions)}",
+        f"evicted: {_counts(stats.evictions)}; made smaller: {_counts(stats.requantisations)}",
         f"{stats.allocation_failures:,} times out of room, "
         f"{stats.gather_fallbacks:,} gathers for attention that does not read pages",
     ]

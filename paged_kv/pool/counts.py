@@ -19,7 +19,7 @@ class PoolCounts:
 
     events: Events
     evictions: Counter[str] = field(default_factory=Counter)
-    demotions: Counter[str] = field(default_factory=Counter)
+    requantisations: Counter[str] = field(default_factory=Counter)
     prefix_queries: int = 0
     prefix_hits: int = 0
 
@@ -32,4 +32,8 @@ class PoolCounts:
     def frozen(self) -> dict[str, Any]:
         """The counts of now, by their names."""
         counts = {name: value for name, value in vars(self).items() if name != "events"}
-        return {**counts, "evictions": dict(self.evictions), "demotions": dict(self.demotions)}
+        return {
+            **counts,
+            "evictions": dict(self.evictions),
+            "requantisations": dict(self.requantisations),
+        }

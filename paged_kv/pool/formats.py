@@ -7,18 +7,18 @@ from numbers import Real
 
 import mlx.core as mx
 
-from paged_kv.allocator.demotion import DemotionPolicy, OldestFirst
+from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
 from paged_kv.checks import described
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, FormatName, PageFormat, page_format_named
 
-FormatChoice = FormatName | DemotionPolicy
+FormatChoice = FormatName | RequantisationPolicy
 
 # Which of two formats is smaller is the same for all layers.
 _ANY_LAYER = LayerGeometry(1, 32, mx.float16, 1, 32, mx.float16)
 
 
-def chosen_formats(choice: FormatChoice) -> tuple[PageFormat, DemotionPolicy | None]:
+def chosen_formats(choice: FormatChoice) -> tuple[PageFormat, RequantisationPolicy | None]:
     """The format that pages begin with, and what makes them smaller, if anything does.
 
     Raises:
@@ -33,18 +33,18 @@ def chosen_formats(choice: FormatChoice) -> tuple[PageFormat, DemotionPolicy | N
     sizes = [sum(plane.words for plane in each.planes(_ANY_LAYER)) for each in formats]
     if any(size <= smaller for size, smaller in pairwise(sizes)):
         raise ValueError(
-            "page_formats of a DemotionPolicy must each be smaller than the one before, such as "
-            f"('q8', 'q4'), got {policy.page_formats!r}"
+            "page_formats of a RequantisationPolicy must each be smaller than the one before, "
+            f"such as ('q8', 'q4'), got {policy.page_formats!r}"
         )
     return FP16, policy
 
 
-def _require_policy(policy: DemotionPolicy) -> None:
-    members = ("watermark", "page_formats", "demotions")
+def _require_policy(policy: RequantisationPolicy) -> None:
+    members = ("watermark", "page_formats", "requantisations")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in members):
         raise TypeError(
             "page_format must be the name of a format such as 'q8', two names for keys and values, "
-            f"'auto' or a DemotionPolicy, got {described(policy)}"
+            f"'auto' or a RequantisationPolicy, got {described(policy)}"
         )
     watermark, formats = policy.watermark, policy.page_formats
     if not isinstance(watermark, Real) or not 0 < watermark <= 1:
@@ -52,6 +52,6 @@ def _require_policy(policy: DemotionPolicy) -> None:
     is_names = isinstance(formats, tuple | list) and all(isinstance(each, str) for each in formats)
     if not formats or not is_names:
         raise ValueError(
-            "page_formats of a DemotionPolicy must be a tuple of formats such as ('q8', 'q4'), got "
-            + described(formats)
+            "page_formats of a RequantisationPolicy must be a tuple of formats such as "
+            f"('q8', 'q4'), got {described(formats)}"
         )

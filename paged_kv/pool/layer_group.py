@@ -10,8 +10,8 @@ from itertools import takewhile
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.events import NO_EVENTS, Events
+from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.backend import Backend
@@ -168,7 +168,7 @@ class LayerGroup:
                 self.allocator.release(targets)
             self.allocator.unmap_empty_slabs()
 
-    def demote(self, policy: DemotionPolicy, pressure: float) -> dict[str, int]:
+    def requantise(self, policy: RequantisationPolicy, pressure: float) -> dict[str, int]:
         """Make the next pages smaller that a policy names, as many as one slab holds, and give back
         the slabs that can be emptied then; returns how many there are now of which format.
 
@@ -177,14 +177,14 @@ class LayerGroup:
         allocator = self.allocator
         plan = [
             each
-            for each in policy.demotions(full_blocks(allocator), pressure)
+            for each in policy.requantisations(full_blocks(allocator), pressure)
             if allocator.format_of(each.block).name != each.page_format
         ]
         if not plan:
             return {}
         alike = takewhile(lambda each: each.page_format == plan[0].page_format, plan)
-        name, room = self._first_that_fits(policy, plan[0].page_format)
-        sources = [each.block for each in alike][:room]
+        name, reclaimer = self._first_that_fits(policy, plan[0].page_format)
+        sources = [each.block for each in alike][:reclaimer]
         if not sources:
             return {}
         allocator.ensure_free({name: len(sources)})
@@ -218,13 +218,13 @@ class LayerGroup:
         self.allocator.unmap_empty_slabs()
         return len(moves)
 
-    def _first_that_fits(self, policy: DemotionPolicy, page_format: str) -> tuple[str, int]:
+    def _first_that_fits(self, policy: RequantisationPolicy, page_format: str) -> tuple[str, int]:
         """A format, or the next of the policy's of which the budget still holds a slab, and how
         many pages of it there is room for."""
         formats = policy.page_formats
         for name in formats[formats.index(page_format) :]:
-            if room := self.allocator.room_in_one_slab(name):
-                return name, room
+            if reclaimer := self.allocator.room_in_one_slab(name):
+                return name, reclaimer
         return page_format, 0
 
     def _convert_pages(self, copies: Mapping[int, int]) -> None:
@@ -303,7 +303,7 @@ def new_groups(
     num_layers: int,
     windows: Mapping[int, Window],
     page_format: PageFormat,
-    policy: DemotionPolicy | None,
+    policy: RequantisationPolicy | None,
     backend: Backend,
     budget: ByteBudget,
     events: Events,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -22,9 +22,9 @@ from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.formats import FormatChoice, chosen_formats
 from paged_kv.pool.layer_group import LayerGroup, new_groups
 from paged_kv.pool.locked import locked
+from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.registry import Registry
 from paged_kv.pool.rehearsal import would_fit
-from paged_kv.pool.room import PoolRoom
 from paged_kv.pool.stats import Compaction, PoolStats
 from paged_kv.pool.trace import events_of
 from paged_kv.pool.window import Window
@@ -77,7 +77,7 @@ class PagePool:
         self.windows = checked_windows(windows, num_layers)
         self.name = name
         self.serial = next(_serials)
-        self.page_format, self.demotion_policy = chosen_formats(page_format)
+        self.page_format, self.requantisation_policy = chosen_formats(page_format)
         if beside is not None:
             require_pool("beside", beside)
         self.budget: ByteBudget = chosen_budget(max_bytes, beside.budget if beside else None)
@@ -88,15 +88,20 @@ class PagePool:
             num_layers,
             self.windows,
             self.page_format,
-            self.demotion_policy,
+            self.requantisation_policy,
             self.backend,
             self.budget,
             self.counts.events,
         )
         self.index = PrefixIndex(PAGE_SIZE, self.lock)
-        self.retired = RetiredBlocks()
-        self.room = PoolRoom(
-            self.groups, self.budget, self.index, self.retired, self.demotion_policy, self.counts
+        self.out_of_window = OutOfWindowBlocks()
+        self.reclaimer = Reclaimer(
+            self.groups,
+            self.budget,
+            self.index,
+            self.out_of_window,
+            self.requantisation_policy,
+            self.counts,
         )
         self.attending: frozenset[int] = frozenset()
         self.attends_in_order = False
@@ -118,7 +123,7 @@ class PagePool:
     @property
     def slack(self) -> int:
         """Bytes of the budget that may lie idle, because memory is mapped in slabs."""
-        return self.room.slack()
+        return self.reclaimer.slack()
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to."""
@@ -141,7 +146,7 @@ class PagePool:
             return
         for name in formats:
             group.add_format(page_format_named(name))
-        self.room.make(lambda: {group: Counter(formats)})
+        self.reclaimer.make_room(lambda: {group: Counter(formats)})
         table.append(formats)
 
     @locked
@@ -157,15 +162,15 @@ class PagePool:
         tokens = whole_number("tokens", tokens, least=0)
         open_groups = [group for group in self.groups if group.is_open]
         needs = {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}
-        if self.room.fits(needs):
+        if self.reclaimer.fits(needs):
             return True
-        if self.demotion_policy is None or not self.room.may_fit(needs):
+        if self.requantisation_policy is None or not self.reclaimer.may_fit(needs):
             return False
         return would_fit(
             open_groups,
             self.budget,
-            self.room.evictable,
-            self.demotion_policy,
+            self.reclaimer.evictable,
+            self.requantisation_policy,
             self.page_format,
             tokens,
         )
@@ -177,15 +182,15 @@ class PagePool:
 
         Call it between steps: it waits for what is in flight, and copies each moved page once.
         """
-        return self.room.compact()
+        return self.reclaimer.compact()
 
     @locked
     def clear(self) -> int:
         """Forget the prefixes that are not pinned, and give back every slab that holds no used
         block; returns how many."""
         evicted = self.index.clear()
-        self.counts.evictions["clear"] += evicted + self.retired.give_up(lambda: False)
-        return self.room.give_back()
+        self.counts.evictions["clear"] += evicted + self.out_of_window.give_up(lambda: False)
+        return self.reclaimer.give_back()
 
     @locked
     def check(self) -> None:
@@ -197,7 +202,7 @@ class PagePool:
     @locked
     def stats(self) -> PoolStats:
         """A snapshot of what the pool holds. O(slabs)."""
-        self.room.drain()
+        self.reclaimer.drain()
         return self.snapshot()
 
     @locked

@@ -11,23 +11,23 @@ from collections.abc import Callable
 from paged_kv.allocator.allocator_copy import copy_of
 from paged_kv.allocator.block_table import Write
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.demotion import DemotionPolicy
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
+from paged_kv.allocator.requantisation import RequantisationPolicy
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.reservation import own_by_page
-from paged_kv.pool.room import PoolRoom
 
 
 def would_fit(
     groups: list[LayerGroup],
     budget: ByteBudget,
     evictable: Callable[[LayerGroup], set[int]],
-    policy: DemotionPolicy,
+    policy: RequantisationPolicy,
     page_format: PageFormat,
     tokens: int,
 ) -> bool:
@@ -41,10 +41,10 @@ def would_fit(
         group.rehearsing(copy_of(group.allocator, free, evictable(group))) for group in groups
     ]
     index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts(NO_EVENTS)
-    room = PoolRoom(copies, free, index, RetiredBlocks(), policy, counts)
+    reclaimer = Reclaimer(copies, free, index, OutOfWindowBlocks(), policy, counts)
     writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
     try:
-        own_by_page(room, writes)
+        own_by_page(reclaimer, writes)
     except PoolExhausted:
         return False
     return True

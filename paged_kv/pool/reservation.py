@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.room import PoolRoom
+from paged_kv.pool.reclaimer import Reclaimer
 
 Writes = Mapping[LayerGroup, list[Write]]
 
@@ -17,7 +17,7 @@ def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
     return {group: blocks_needed(theirs) for group, theirs in writes.items()}
 
 
-def own(room: PoolRoom, writes: Writes) -> None:
+def own(reclaimer: Reclaimer, writes: Writes) -> None:
     """Own blocks for all writes, or none.
 
     Raises:
@@ -25,7 +25,7 @@ def own(room: PoolRoom, writes: Writes) -> None:
         ThreadConflict: another thread still has to read a page that a shared one is copied to; that
             one stays shared.
     """
-    room.make(lambda: needs_of(writes))
+    reclaimer.make_room(lambda: needs_of(writes))
     for group, group_writes in writes.items():
         for write in group_writes:
             copies = write.table.reserve(write.start, write.end)
@@ -36,7 +36,7 @@ def own(room: PoolRoom, writes: Writes) -> None:
                 raise
 
 
-def own_by_page(room: PoolRoom, writes: Writes) -> None:
+def own_by_page(reclaimer: Reclaimer, writes: Writes) -> None:
     """Own blocks for all writes a page at a time, so that the first pages of a step can become
     smaller to make room for its last.
 
@@ -47,7 +47,7 @@ def own_by_page(room: PoolRoom, writes: Writes) -> None:
     rounds = max([len(pages) for theirs in by_page.values() for pages in theirs], default=0)
     for at in range(rounds):
         own(
-            room,
+            reclaimer,
             {
                 group: [pages[at] for pages in theirs if at < len(pages)]
                 for group, theirs in by_page.items()

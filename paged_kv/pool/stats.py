@@ -25,7 +25,7 @@ TOTALS = (
     "slabs",
     "bytes_allocated",
     "bytes_tail",
-    "bytes_ring_slack",
+    "bytes_out_of_window",
     "bytes_active",
     "bytes_retained",
     "bytes_spare",
@@ -34,7 +34,7 @@ TOTALS = (
     "bytes_metadata",
     "bytes_compactable",
     "usage",
-    "internal_waste",
+    "internal_fragmentation",
     "external_fragmentation",
     "cow_copies",
     "allocation_failures",
@@ -72,11 +72,11 @@ class PoolStats(BlockTotals):
         backend: which kernels write and read them.
         bytes_budget: the most that may be mapped.
         groups: the layers without a window, and those of each window, once they were written.
-        evictions: blocks' worth of cached tokens that were let go, by reason: "retired", room was
-            needed, and pages that rings had passed go first; "room" was needed; "exhausted", room
-            was needed and nothing else was left to try; "limit", there were more prompts or bytes
-            than were to be kept; "clear" was called.
-        demotions: blocks that became smaller because memory was short, by their new format.
+        evictions: blocks' worth of cached tokens that were evicted, by reason: "out_of_window",
+            memory was needed, and blocks that a window has passed go first; "room", memory was
+            needed; "exhausted", memory was needed and nothing else was left to try; "limit", there
+            were more prompts or bytes than the caller allows; "clear" was called.
+        requantisations: blocks that became smaller because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
         prefix_hits: those of them that did not have to be computed again.
         kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
@@ -88,7 +88,7 @@ class PoolStats(BlockTotals):
     bytes_budget: int
     groups: tuple[GroupStats, ...] = ()
     evictions: Mapping[str, int] = field(default_factory=dict)
-    demotions: Mapping[str, int] = field(default_factory=dict)
+    requantisations: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
     kernel_fallbacks: int = 0
@@ -159,7 +159,7 @@ class PoolStats(BlockTotals):
             self,
             groups=self.groups + other.groups,
             evictions=sum_counts([self.evictions, other.evictions]),
-            demotions=sum_counts([self.demotions, other.demotions]),
+            requantisations=sum_counts([self.requantisations, other.requantisations]),
             prefix_queries=self.prefix_queries + other.prefix_queries,
             prefix_hits=self.prefix_hits + other.prefix_hits,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
@@ -173,7 +173,7 @@ class PoolStats(BlockTotals):
             for group in self.groups
         ]
         totals = {name: getattr(self, name) for name in TOTALS}
-        counts = {name: dict(own[name]) for name in ("evictions", "demotions")}
+        counts = {name: dict(own[name]) for name in ("evictions", "requantisations")}
         return {**own, **counts, **totals, "groups": groups}
 
     @classmethod

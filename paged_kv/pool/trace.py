@@ -173,7 +173,7 @@ class TracedPool(Events):
         self._adopting: dict[BlockTable, str | None] = {}
         self._fresh: dict[tuple[BlockAllocator, int], None] = {}
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
-        self._retired: dict[tuple[BlockAllocator, int], int] = {}
+        self._out_of_window: dict[tuple[BlockAllocator, int], int] = {}
         file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
 
     def flush(self) -> None:
@@ -197,7 +197,7 @@ class TracedPool(Events):
         if table.allocator not in self._rings:
             self._rings[table.allocator] = table.ring
             ring = table.ring or Ring(0)
-            shape = ring.entries, ring.head, ring.window or 0, ring.keep
+            shape = ring.entries, ring.head, ring.window or 0, ring.sink_tokens
             self._file.line("G", group, self._pool, *shape)
         self._file.line("n", self._number(table), group, table.page_format)
 
@@ -244,7 +244,7 @@ class TracedPool(Events):
         if self._rings.get(allocator) is None:
             self._fresh[allocator, block] = None
             return
-        number = self._retired[allocator, block] = next(self._file.numbers["retired"])
+        number = self._out_of_window[allocator, block] = next(self._file.numbers["retired"])
         tables = [each for each in self._tables if each.allocator is allocator]
         holder = next((each for each in tables if block in each.blocks), None)
         if holder is None:
@@ -272,7 +272,7 @@ class TracedPool(Events):
             prefix = self._prefix_of.get(known[-1])
             self._adopting[table] = None if prefix is None else str(prefix)
         else:
-            self._adopting[table] = " ".join([str(self._retired[each]) for each in known])
+            self._adopting[table] = " ".join([str(self._out_of_window[each]) for each in known])
 
     def looked_up(self, num_tokens: int, found: int) -> None:
         """See `Events`."""
@@ -280,8 +280,8 @@ class TracedPool(Events):
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
-        if (allocator, block) in self._retired:
-            self._file.line("u", self._retired.pop((allocator, block)))
+        if (allocator, block) in self._out_of_window:
+            self._file.line("u", self._out_of_window.pop((allocator, block)))
         self._fresh.pop((allocator, block), None)
         prefix = self._prefix_of.pop((allocator, block), None)
         if prefix is not None:
@@ -290,7 +290,7 @@ class TracedPool(Events):
     def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
         """See `Events`."""
         _move(self._prefix_of, allocator, moves)
-        _move(self._retired, allocator, moves)
+        _move(self._out_of_window, allocator, moves)
         _move(self._fresh, allocator, moves)
 
     def _number(self, table: BlockTable) -> int:

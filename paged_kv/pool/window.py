@@ -1,8 +1,8 @@
 """A sliding window, and the ring of pages that holds it.
 
-A query sees the `size` tokens that end with itself, and the first `keep` of all. Of the tokens
-behind the head, a ring of `entries` pages holds the last `entries * 256`: what a step of
-`write_chunk` tokens writes over, none of its queries sees.
+A query sees the `size` tokens that end with itself, and the first `sink_tokens` of all. Of the
+tokens behind those, a ring of `entries` pages holds the last `entries * 256`: what a step of
+`write_chunk` tokens overwrites, none of its queries sees.
 
     entries = ceil((size + write_chunk - 1) / 256)
 """
@@ -25,18 +25,18 @@ class Window:
     Attributes:
         size: tokens that a query sees, itself included, besides the head.
         write_chunk: the longest step that is written before it is read.
-        keep: tokens at the head that every query sees.
+        sink_tokens: tokens at the head that every query sees.
     """
 
     size: int
     write_chunk: int
-    keep: int = 0
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.keep < 0:
+        if self.size < 1 or self.sink_tokens < 0:
             raise ValueError(
                 f"a window needs at least 1 token and a head of at least 0, got {self.size} "
-                f"and {self.keep}"
+                f"and {self.sink_tokens}"
             )
         if not 1 <= self.write_chunk <= self.size:
             raise ValueError(
@@ -48,7 +48,7 @@ class Window:
     def ring(self) -> Ring:
         """How block tables use their entries again."""
         entries = -(-(self.size + self.write_chunk - 1) // PAGE_SIZE)
-        return Ring(entries, -(-self.keep // PAGE_SIZE), self.size, self.keep)
+        return Ring(entries, -(-self.sink_tokens // PAGE_SIZE), self.size, self.sink_tokens)
 
     @property
     def capacity(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.prefix.known_rings import known_ring
+from paged_kv.prefix.window_prefixes import window_prefix
 
 if TYPE_CHECKING:
     from paged_kv.pool.layer_group import LayerGroup
@@ -46,8 +46,8 @@ def node_page(group: LayerGroup, path: Sequence[Node], at: int, end: int) -> Nod
     if end < PAGE_SIZE:
         return _last_of_ring(group, group.window, path, num_tokens)
     for rows in node.rows_of(group.allocator):
-        if rows.retired.block is not None and (rows.first, rows.last) == (0, PAGE_SIZE):
-            return NodePage(rows.retired.block, slice(0), num_tokens)
+        if rows.out_of_window.block is not None and (rows.first, rows.last) == (0, PAGE_SIZE):
+            return NodePage(rows.out_of_window.block, slice(0), num_tokens)
     return None
 
 
@@ -63,7 +63,7 @@ def path_to(node: Node) -> list[Node]:
 def _last_of_ring(
     group: LayerGroup, window: Window, path: Sequence[Node], num_tokens: int
 ) -> NodePage | None:
-    known = known_ring(path, num_tokens, window, group.allocator)
+    known = window_prefix(path, num_tokens, window, group.allocator)
     if known is None:
         return None
     page, end = divmod(num_tokens, PAGE_SIZE)

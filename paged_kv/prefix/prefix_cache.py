@@ -18,9 +18,9 @@ from paged_kv.allocator.prefixes.prefix_index import Match
 from paged_kv.allocator.prefixes.prefix_node import WindowRows
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.locked import locked
-from paged_kv.prefix.known_rings import KnownRing, held_rows, known_ring
 from paged_kv.prefix.lower_tier import LowerTier
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
+from paged_kv.prefix.window_prefixes import WindowPrefix, held_rows, window_prefix
 from paged_kv.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class _Start:
     """Where all layers can begin, and with what."""
 
     num_tokens: int
-    rings: Mapping[LayerGroup, KnownRing]
+    rings: Mapping[LayerGroup, WindowPrefix]
     snapshot: Snapshot | None = None
 
 
@@ -99,7 +99,9 @@ class PrefixCache:
         def is_enough() -> bool:
             return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
 
-        evicted = self.pool.retired.give_up(is_small_enough) + self.pool.index.evict(is_enough)
+        evicted = self.pool.out_of_window.give_up(is_small_enough) + self.pool.index.evict(
+            is_enough
+        )
         self.pool.counts.evictions["limit"] += evicted
         return evicted
 
@@ -113,7 +115,7 @@ class PrefixCache:
         start = self._start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
         sequence = Sequence(self.pool, page_format)
-        sequence.retires = True
+        sequence.caches_out_of_window = True
         if start.num_tokens:
             self._share(sequence, match, start)
         return Prefix(sequence, start.num_tokens, start.snapshot and start.snapshot.states)
@@ -175,7 +177,7 @@ class PrefixCache:
             assert len(blocks) == len(ring.pages), "a page was given up while it was looked for"
             sequence.adopt(group, blocks, start.num_tokens)
             for page in ring.pages:
-                self.pool.retired.touch(page)
+                self.pool.out_of_window.touch(page)
         if start.snapshot is not None:
             self.snapshots.touch(start.snapshot)
         written = {group: ring.written for group, ring in start.rings.items()}
@@ -185,7 +187,7 @@ class PrefixCache:
         """The end of the longest part of a match with which all layers can begin."""
         for num_tokens, snapshot in self._candidates(match):
             rings = {
-                group: known_ring(match.nodes, num_tokens, group.window, group.allocator)
+                group: window_prefix(match.nodes, num_tokens, group.window, group.allocator)
                 for group in self._window_groups()
                 if group.window is not None
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.page_rows import PageRows
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.plain.attention_mask import batch_mask, causal_window_mask
 from paged_kv.pool.window import Window
 from paged_kv.sequences.step_row import StepRow
@@ -17,7 +17,7 @@ class PagedMask(mx.array):
 
     Attributes:
         visible_lens: tokens of each row, those of this step included.
-        right_padding: tokens of padding behind those, as in `PageRows`.
+        right_padding: tokens of padding behind those, as in `AttentionMetadata`.
         window: how many tokens a query sees, itself included; None for all.
     """
 
@@ -25,7 +25,7 @@ class PagedMask(mx.array):
     right_padding: tuple[int, ...]
     window: int | None
 
-    def hides_in(self, rows: PageRows, queries: int) -> bool:
+    def hides_in(self, rows: AttentionMetadata, queries: int) -> bool:
         """Whether this is the mask of a step of `queries` tokens that ends as `rows` do."""
         ends_alike = (self.visible_lens, self.right_padding) == (
             rows.visible_lens,
@@ -51,16 +51,18 @@ def step_mask(
     ends = _ends(rows, window)
     if window is None:
         return paged_mask(ends, count, window_size)
-    asked = window.size if window_size is None else window_size - window.keep
-    return paged_mask(ends, count, asked, window.keep)
+    asked = window.size if window_size is None else window_size - window.sink_tokens
+    return paged_mask(ends, count, asked, window.sink_tokens)
 
 
-def paged_mask(rows: PageRows, queries: int, window: int | None, keep: int = 0) -> PagedMask:
+def paged_mask(
+    rows: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
+) -> PagedMask:
     """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
     if len(rows.ends) == 1:
-        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, keep))
+        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, sink_tokens))
     else:
-        mask = PagedMask(batch_mask(rows, queries, window, keep))
+        mask = PagedMask(batch_mask(rows, queries, window, sink_tokens))
     mask.visible_lens = rows.visible_lens
     mask.right_padding = rows.right_padding
     mask.window = window
@@ -73,16 +75,18 @@ def _is_array(
     """Whether the mask of one sequence must be written out."""
     if window is None:
         return window_size is not None or (return_array and count > 1)
-    longest = window.size + window.keep
+    longest = window.size + window.sink_tokens
     if count == 1:
         return window_size is not None and window_size <= min(before, longest - 1)
     return return_array or min(longest - 1, before) + count > (window_size or longest)
 
 
-def _ends(rows: list[StepRow], window: Window | None) -> PageRows:
+def _ends(rows: list[StepRow], window: Window | None) -> AttentionMetadata:
     """How rows end after their step; without their tables."""
     lengths = []
     for row in rows:
-        passed = 0 if window is None else max(0, window.first_visible(row.before) - window.keep)
+        passed = (
+            0 if window is None else max(0, window.first_visible(row.before) - window.sink_tokens)
+        )
         lengths.append(row.end - passed)
-    return PageRows((), tuple(lengths), tuple([row.padding.right for row in rows]))
+    return AttentionMetadata((), tuple(lengths), tuple([row.padding.right for row in rows]))

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention_metadata import Tail
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_rows import Tail
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.step_view import StepView
 
@@ -75,7 +75,7 @@ class PagedRead:
             step.unread = None
             return self.pages.attend(
                 queries,
-                view.page_rows,
+                view.attention_metadata,
                 scale=scale,
                 causal=view.causal,
                 window=view.window,
@@ -95,8 +95,8 @@ class PagedRead:
             self.step.unread = None
             self.view.follow_moves()
             self.step.pool.note_gather(self.view.group, self.pages)
-            gathered = self.pages.gather(self.view.page_rows, self.tail)
-            self.pages.lazy_reads.leave(gathered, self.view.page_rows, current_thread())
+            gathered = self.pages.gather(self.view.attention_metadata, self.tail)
+            self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
 
@@ -109,13 +109,13 @@ class GatheredRead(PagedRead):
         super().__init__(read.step, read.view, read.pages, read.tail)
         self._is_attended = True  # nothing to leave behind if it cannot be gathered
         self._thread = current_thread()
-        self.gathered = read.pages.gather(read.view.page_rows, read.tail)
+        self.gathered = read.pages.gather(read.view.attention_metadata, read.tail)
         self._is_attended = False
 
     def __del__(self) -> None:
         if not self._is_attended:
             # A graph may still hold the gathered arrays, and be computed later.
-            self.pages.lazy_reads.leave(self.gathered, self.view.page_rows, self._thread)
+            self.pages.lazy_reads.leave(self.gathered, self.view.attention_metadata, self._thread)
             self.step.pool.note_gather(self.view.group, self.pages)
 
     def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
@@ -144,5 +144,5 @@ def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
     gathered = GatheredRead(read)
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered
-    read.pages.lazy_reads.watch((keys, values), read.view.page_rows)
+    read.pages.lazy_reads.watch((keys, values), read.view.attention_metadata)
     return keys, values

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from paged_kv.pool.window import Window
 
 
@@ -43,38 +43,38 @@ def write_pending(
     pages: LayerPages,
     window: Window,
     table: BlockTable,
-    passed: Mapping[int, RetiredBlock],
+    out_of_window: Mapping[int, OutOfWindowBlock],
     pending: PendingStep,
     end: int,
 ) -> None:
     """Write a step of one layer that ends at `end`: what of it passes unseen first, then its end
     into the ring."""
     start = end - len(pending.own)
-    _write_unseen(pages, table, passed, pending, start, end)
+    _write_unseen(pages, table, out_of_window, pending, start, end)
     for first, last in window.kept_parts(start, end):
         base = first - first % PAGE_SIZE
         blocks = table.blocks_of(base, last)
         keys, values = pending.between(first - start, last - start)
-        pages.write(keys, values, PageRows((blocks,), (last - base,), (0,)))
+        pages.write(keys, values, AttentionMetadata((blocks,), (last - base,), (0,)))
 
 
 def _write_unseen(
     pages: LayerPages,
     table: BlockTable,
-    passed: Mapping[int, RetiredBlock],
+    out_of_window: Mapping[int, OutOfWindowBlock],
     pending: PendingStep,
     start: int,
     end: int,
 ) -> None:
     """Fill the blocks of pages that were never in the ring, and of those that were retired while
     the step was in no page yet."""
-    for page, retired in passed.items():
+    for page, cached in out_of_window.items():
         base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
-        if retired.block is None or last <= start or base >= end:
+        if cached.block is None or last <= start or base >= end:
             continue
         first = max(base, start)
         if first > base:
             (in_ring,) = table.blocks_of(base, first)
-            pages.copy({in_ring: retired.block})
+            pages.copy({in_ring: cached.block})
         keys, values = pending.between(first - start, last - start)
-        pages.write(keys, values, PageRows(((retired.block,),), (last - base,), (0,)))
+        pages.write(keys, values, AttentionMetadata(((cached.block,),), (last - base,), (0,)))

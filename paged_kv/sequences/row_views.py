@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.page_rows import PageRows
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
 from paged_kv.sequences.step_row import StepRow
 
 
-def page_rows(group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False) -> PageRows:
+def attention_metadata(
+    group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False
+) -> AttentionMetadata:
     """What a step sees in the layers of a group.
 
     `in_tail` says that the step itself is in no page yet.
@@ -18,7 +20,7 @@ def page_rows(group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False) 
     if group.window is not None:
         return _ring_rows(group, group.window, rows, padding, in_tail)
     tables = tuple([row.sequence.blocks(group) for row in rows])
-    return PageRows(tables, tuple([row.end for row in rows]), padding)
+    return AttentionMetadata(tables, tuple([row.end for row in rows]), padding)
 
 
 def _ring_rows(
@@ -27,14 +29,14 @@ def _ring_rows(
     rows: list[StepRow],
     padding: tuple[int, ...],
     in_tail: bool,
-) -> PageRows:
+) -> AttentionMetadata:
     """Tables that begin with the page of the first token that the step's first query sees, and
     before it the pages of a head that it does not reach."""
     tables, lengths, firsts, heads = [], [], [], []
     for sequence, before, end, *_ in rows:
-        first, keep = window.first_visible(before), window.keep
-        if first <= keep:
-            first = keep = 0
+        first, sink_tokens = window.first_visible(before), window.sink_tokens
+        if first <= sink_tokens:
+            first = sink_tokens = 0
         apart = first >= window.head_end > 0
         base = 0 if first < window.head_end else first - first % PAGE_SIZE
         table = sequence.table(group)
@@ -43,6 +45,6 @@ def _ring_rows(
         shift = len(head) * PAGE_SIZE - base
         lengths.append(end + shift)
         firsts.append(first + shift if first else 0)
-        heads.append(keep)
-    head_tokens = tuple(heads) if window.keep else ()
-    return PageRows(tuple(tables), tuple(lengths), padding, tuple(firsts), head_tokens)
+        heads.append(sink_tokens)
+    head_tokens = tuple(heads) if window.sink_tokens else ()
+    return AttentionMetadata(tuple(tables), tuple(lengths), padding, tuple(firsts), head_tokens)

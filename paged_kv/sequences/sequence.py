@@ -10,7 +10,7 @@ from typing import Protocol
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.checks import described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
@@ -80,8 +80,8 @@ class Sequence:
         self._step_lens = [0] * pool.num_layers
         self._padding = [NO_PADDING] * pool.num_layers
         self.pending: dict[int, PendingStep] = {}
-        self.retires = False
-        self.passed: dict[LayerGroup, dict[int, RetiredBlock]] = {}
+        self.caches_out_of_window = False
+        self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
         self._before_step = self._progress()
         self._furthest = 0
         self._tables: dict[LayerGroup, BlockTable] = {}
@@ -212,7 +212,7 @@ class Sequence:
                 group.pages[layer],
                 group.window,
                 self.table(group),
-                self.passed.get(group, {}),
+                self.out_of_window.get(group, {}),
                 self.pending[layer],
                 self.context_lens[layer],
             )
@@ -345,11 +345,14 @@ class Sequence:
         self.close_step()
         self.commit()
         copy = Sequence(self.pool, self.page_format)
-        copy.model_version, copy.retires = self.model_version, self.retires
+        copy.model_version, copy.caches_out_of_window = (
+            self.model_version,
+            self.caches_out_of_window,
+        )
         copy.is_converting = self.is_converting
         copy._context_lens, copy._written_lens, copy._padding = self._progress()
         copy.shrink()
-        copy.passed = {group: dict(pages) for group, pages in self.passed.items()}
+        copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self._tables.items():
             copy._tables[group] = group.allocator.fork(table)
             copy._tables[group].owner = copy.uid
@@ -378,9 +381,9 @@ class Sequence:
             else:
                 table.truncate(tokens)
             # What comes behind this length will be other tokens.
-            passed = self.passed.get(group, {})
-            for page in [page for page in passed if (page + 1) * PAGE_SIZE > tokens]:
-                del passed[page]
+            out_of_window = self.out_of_window.get(group, {})
+            for page in [page for page in out_of_window if (page + 1) * PAGE_SIZE > tokens]:
+                del out_of_window[page]
 
 
 def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:

@@ -16,13 +16,13 @@ from weakref import ref
 import mlx.core as mx
 
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_rows import PageRows, Tail
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.out_of_window_pages import is_read_first, keep_unseen
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
-from paged_kv.sequences.passed_pages import is_read_first, keep_unseen
 from paged_kv.sequences.pending_step import PendingStep
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_blocks import reserve
@@ -108,9 +108,9 @@ class Step:
                 if view.moves != view.group.moves:
                     view.follow_moves()
                 if view.in_tail:
-                    keep_pending(layer, self.sequences, (keys, values), view.page_rows)
+                    keep_pending(layer, self.sequences, (keys, values), view.attention_metadata)
                 else:
-                    pages.owe(keys, values, view.page_rows)
+                    pages.defer(keys, values, view.attention_metadata)
                 self.waiting.discard(layer)
                 self.untold.append(layer)
                 read = PagedRead(self, view, pages, (keys, values) if view.in_tail else None)
@@ -164,7 +164,7 @@ class Step:
         self._reserve(layer)
         for row in self.rows:
             if row.sequence in begun:
-                keep_unseen(pool.room, pool.groups, row.sequence, row.end)
+                keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
         for each in pool.groups:
             if each.is_open:
                 in_tail = is_read_first(each.window, self.rows, count)
@@ -190,9 +190,11 @@ def _offsets(offsets: list[int]) -> int | mx.array:
     return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
 
-def keep_pending(layer: int, sequences: list[Sequence], step: Tail, rows: PageRows) -> None:
+def keep_pending(
+    layer: int, sequences: list[Sequence], step: Tail, rows: AttentionMetadata
+) -> None:
     """Keep a step of one layer, of which these rows see their parts, until it is written."""
-    owned = rows.own_tokens(step[0].shape[2])
+    owned = rows.valid_tokens(step[0].shape[2])
     for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
         sequence.pending[layer] = PendingStep(step, row, own)
 

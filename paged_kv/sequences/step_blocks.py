@@ -8,7 +8,7 @@ from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reservation import Writes, needs_of, own, own_by_page
-from paged_kv.sequences.passed_pages import retire_leaving
+from paged_kv.sequences.out_of_window_pages import cache_leaving
 from paged_kv.sequences.sequence import Sequence
 
 
@@ -23,11 +23,11 @@ def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -
     """
     with pool.lock:
         writes = _unreserved(pool, layer, sequences, count)
-        if pool.demotion_policy is None or pool.room.has(needs_of(writes)):
-            own(pool.room, writes)
+        if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
+            own(pool.reclaimer, writes)
             return
         try:
-            own_by_page(pool.room, writes)
+            own_by_page(pool.reclaimer, writes)
         except (PoolExhausted, ThreadConflict):
             for sequence in sequences:
                 sequence.shrink()
@@ -45,6 +45,6 @@ def _unreserved(pool: PagePool, layer: int, sequences: list[Sequence], count: in
         for group in open_groups:
             table = sequence.table(group)
             if end > start and not table.is_reserved(end):
-                retire_leaving(pool.retired, group, sequence, end)
+                cache_leaving(pool.out_of_window, group, sequence, end)
                 writes.setdefault(group, []).append(Write(table, start, end))
     return writes

@@ -9,7 +9,7 @@ import mlx.core as mx
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.sequences.masks import PagedMask
-from paged_kv.sequences.row_views import page_rows
+from paged_kv.sequences.row_views import attention_metadata
 from paged_kv.sequences.stand_in import stand_in
 from paged_kv.sequences.step_row import StepRow
 
@@ -35,7 +35,7 @@ class StepView:
         in_tail: whether the step itself is in no page yet when it is attended to.
 
     Attributes:
-        page_rows: where the tokens are, the same object for all layers.
+        attention_metadata: where the tokens are, the same object for all layers.
         moves: what the group's were when they were there.
         expected: what layers are handed, by the identity of their geometry, which layers of a group
             share.
@@ -48,7 +48,7 @@ class StepView:
     def __init__(self, group: LayerGroup, rows: list[StepRow], *, in_tail: bool) -> None:
         self.group = group
         self.in_tail = in_tail
-        self.page_rows = page_rows(group, rows, in_tail=in_tail)
+        self.attention_metadata = attention_metadata(group, rows, in_tail=in_tail)
         self.mask: object = _NO_MASK
         self.queries = 0
         self.causal = False
@@ -64,7 +64,7 @@ class StepView:
             ValueError: it is not what the layer holds.
         """
         geometry = self.group.open_layer(layer, LayerGeometry.of(keys, values)).geometry
-        batch, length = keys.shape[0], max(self.page_rows.ends, default=0)
+        batch, length = keys.shape[0], max(self.attention_metadata.ends, default=0)
         expected = self.expected[id(geometry)] = _Expected(
             (keys.shape, values.shape, keys.dtype, values.dtype),
             stand_in((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype),
@@ -75,7 +75,9 @@ class StepView:
     def follow_moves(self) -> None:
         """Let the rows name the blocks that hold the tokens now."""
         if self.moves != self.group.moves:
-            self.page_rows = page_rows(self.group, self._rows, in_tail=self.in_tail)
+            self.attention_metadata = attention_metadata(
+                self.group, self._rows, in_tail=self.in_tail
+            )
             self.moves = self.group.moves
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
@@ -84,26 +86,33 @@ class StepView:
         sees = self._sees_as(mask, queries)
         if sees:
             self.mask, self.queries, self.causal = mask, queries, mask is not None
-            self.window = window.size if window and not window.keep else None
+            self.window = window.size if window and not window.sink_tokens else None
             if isinstance(mask, PagedMask) and mask.window is not None:
                 self.window = mask.window
         return sees
 
     def _sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         window = self.group.window
-        if window is not None and window.keep:
-            return not self._hides_any(window.size + window.keep) and not isinstance(mask, mx.array)
+        if window is not None and window.sink_tokens:
+            return not self._hides_any(window.size + window.sink_tokens) and not isinstance(
+                mask, mx.array
+            )
         if isinstance(mask, PagedMask):
-            return mask.hides_in(self.page_rows, queries) and self._is_narrower(mask.window)
+            return mask.hides_in(self.attention_metadata, queries) and self._is_narrower(
+                mask.window
+            )
         if mask is None:
             return window is None or queries == 1
         if isinstance(mask, mx.array) or mask != "causal":
             return False
-        return window is None or max(self.page_rows.visible_lens) <= window.size
+        return window is None or max(self.attention_metadata.visible_lens) <= window.size
 
     def _hides_any(self, longest: int) -> bool:
         """Whether a query behind a head does not see all tokens."""
-        return any(self.page_rows.first_tokens) or max(self.page_rows.visible_lens) > longest
+        return (
+            any(self.attention_metadata.first_tokens)
+            or max(self.attention_metadata.visible_lens) > longest
+        )
 
     def _is_narrower(self, window: int | None) -> bool:
         if self.group.window is None:

@@ -107,4 +107,4 @@ def convert(pool: PagePool, sequences: list[Sequence], page_format: PageFormat) 
 
 
 def _make_room(pool: PagePool, group: LayerGroup, page_format: str, count: int) -> None:
-    pool.room.make(lambda: {group: {page_format: count}})
+    pool.reclaimer.make_room(lambda: {group: {page_format: count}})

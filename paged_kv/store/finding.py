@@ -17,4 +17,4 @@ class Finding:
     name: str
     problem: str
     nbytes: int
-    goes: bool
+    removable: bool

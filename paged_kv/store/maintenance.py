@@ -57,7 +57,7 @@ def verify(store: PageStore) -> list[Finding]:
 def gc(store: PageStore) -> list[Finding]:
     """Remove what is damaged or left behind, and what is more than the cap allows; returns what
     was removed."""
-    findings = [finding for finding in verify(store) if finding.goes]
+    findings = [finding for finding in verify(store) if finding.removable]
     store.discard(
         [finding.name.removesuffix(SUFFIX) for finding in findings if is_page_file(finding.name)]
     )

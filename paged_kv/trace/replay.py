@@ -25,7 +25,7 @@ from pathlib import Path
 from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.allocator.ring import Ring
 from paged_kv.monitor.process_view import PoolView
 from paged_kv.monitor.stats_history import History, Sample
@@ -68,7 +68,8 @@ class Outcome:
         evicted: blocks' worth of cached tokens that were let go for others.
         cow_copies: blocks that were copied.
         peak_mapped, peak_active, peak_allocated: the most bytes at any time.
-        waste_at_peak: the share of active bytes without a live token, when most was allocated.
+        fragmentation_at_peak: the share of active bytes without a live token, when most bytes were
+            allocated.
         stats: what there is at the end.
     """
 
@@ -81,7 +82,7 @@ class Outcome:
     peak_mapped: int
     peak_active: int
     peak_allocated: int
-    waste_at_peak: float
+    fragmentation_at_peak: float
     stats: PoolStats
 
 
@@ -135,7 +136,7 @@ class Replay:
         self._tables: dict[int, SimulatedTable] = {}
         self._sizes: dict[int, dict[str, int]] = {}
         self._prefixes: dict[int, tuple[int, ...]] = {}
-        self._retired: dict[int, RetiredBlock] = {}
+        self._out_of_window: dict[int, OutOfWindowBlock] = {}
         self._tags = count(1)
         self._made = self._refused = 0
         self._peaks: Counter[str] = Counter()
@@ -233,10 +234,10 @@ class Replay:
             return False
 
         if not fits():
-            pool.evicted += pool.retired.give_up(fits) + pool.index.evict(fits)
+            pool.evicted += pool.out_of_window.give_up(fits) + pool.index.evict(fits)
         if not fits():
             pool.give_back()
-            pool.evicted += pool.index.forget(fits) + pool.retired.give_up(fits)
+            pool.evicted += pool.index.forget(fits) + pool.out_of_window.give_up(fits)
         try:
             table.table.reserve(start, end)
         except PoolExhausted:
@@ -304,8 +305,8 @@ class Replay:
         holder = self._tables.get(int(table))
         if holder is not None and self._follows_rings:
             block = holder.table.blocks[int(entry)]
-            retired = holder.group.pool.retired.retire(holder.group.allocator, block)
-            self._retired[int(number)] = retired
+            out_of_window = holder.group.pool.out_of_window.cache(holder.group.allocator, block)
+            self._out_of_window[int(number)] = out_of_window
 
     def _retire_unseen(self, number: str, group: str, page_format: str) -> None:
         owner = self._groups[int(group)]
@@ -314,17 +315,19 @@ class Replay:
         # As when it was recorded, it is kept only where there is room.
         with suppress(PoolExhausted):
             blocks = owner.allocator.allocate(1, page_format)
-            self._retired[int(number)] = owner.pool.retired.retire(owner.allocator, blocks[0])
+            self._out_of_window[int(number)] = owner.pool.out_of_window.cache(
+                owner.allocator, blocks[0]
+            )
             owner.allocator.release(blocks)
 
     def _let_go(self, number: str) -> None:
-        self._retired.pop(int(number), None)
+        self._out_of_window.pop(int(number), None)
 
-    def _begin_ring(self, number: str, tokens: str, *retired: str) -> None:
+    def _begin_ring(self, number: str, tokens: str, *out_of_window: str) -> None:
         table = self._tables.get(int(number))
         if table is None:
             return
-        known = [self._retired.get(int(each)) for each in " ".join(retired).split()]
+        known = [self._out_of_window.get(int(each)) for each in " ".join(out_of_window).split()]
         blocks = [each.block for each in known if each is not None and each.block is not None]
         if len(blocks) < len(known) or not known:
             if not self._reserve(table, 0, int(tokens)):
@@ -371,6 +374,6 @@ class Replay:
             peak_mapped=self._peaks["mapped"],
             peak_active=self._peaks["active"],
             peak_allocated=self._peaks["allocated"],
-            waste_at_peak=(self._peak_stats or stats).internal_waste,
+            fragmentation_at_peak=(self._peak_stats or stats).internal_fragmentation,
             stats=stats,
         )

@@ -10,8 +10,8 @@ from paged_kv.allocator.block_map import block_map
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.allocator.ring import Ring
 from paged_kv.monitor.process_view import PoolView
 from paged_kv.pool.stats import GroupStats, PoolStats
@@ -31,7 +31,7 @@ class SimulatedPool:
 
     def __post_init__(self) -> None:
         self.index = PrefixIndex(self.page_size)
-        self.retired = RetiredBlocks()
+        self.out_of_window = OutOfWindowBlocks()
 
     def give_back(self) -> None:
         """Unmap every slab in which no block is used."""
@@ -45,7 +45,7 @@ class SimulatedPool:
 
     def stats(self) -> PoolStats:
         """A snapshot."""
-        self.retired.drain()
+        self.out_of_window.drain()
         groups = [
             GroupStats(
                 **vars(each.allocator.stats()), window=each.ring.window if each.ring else None

@@ -142,7 +142,7 @@ void expect(bool holds, const std::string& what) {
 }
 
 struct Case {
-  int batch = pick(1, 3), heads = pick(1, 3), ratio = pick_of({1, 2, 3, 4, 5, 7, 8, 16});
+  int batch = pick(1, 3), heads = pick(1, 3), gqa_group_size = pick_of({1, 2, 3, 4, 5, 7, 8, 16});
   int k_dim = 8 * pick(1, 20), v_dim = pick(0, 1) ? k_dim : 8 * pick(1, 20);
   int k_dtype = pick(0, 2), v_dtype = pick(0, 2), q_format = pick(0, 2);
   int steps = pick_of({1, 1, 2, 5, 40, 130});
@@ -230,9 +230,9 @@ struct Case {
   std::string name() const {
     char text[300];
     snprintf(text, sizeof text,
-             "batch %d heads %d ratio %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
+             "batch %d heads %d gqa_group_size %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
              "window %d tail %d sinks %d lengths %d.. padding %d..",
-             batch, heads, ratio, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
+             batch, heads, gqa_group_size, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
              tail, sinks, lengths[0], padding[0]);
     for (const PagedKvLayout& each : layouts)
       snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d %d %d", each.k_format,
@@ -281,7 +281,7 @@ struct Seen {
 void check_query(const Case& c, const Seen& in, const Array& q, const Array& out,
                  const float* sinks, const float* log_sum_exp, int b, int head, int step) {
   int first = c.own_begin(b, c.steps), end = c.own_end(b, c.steps);
-  size_t row = ((size_t)b * c.heads * c.ratio + head) * c.steps + step;
+  size_t row = ((size_t)b * c.heads * c.gqa_group_size + head) * c.steps + step;
   if (step < first || step >= end) {
     for (int d = 0; d < c.v_dim; d++)
       expect(out.at(b, head, step, d) == 0, "padding gets zeros: " + c.name());
@@ -367,10 +367,10 @@ void check_case() {
   check_gather(c, in);
   check_conversion(c);
 
-  Array q(c.q_format, c.batch, c.heads * c.ratio, c.steps, c.k_dim, pick(0, 1));
+  Array q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.k_dim, pick(0, 1));
   q.fit_into_bytes();
-  Array out(c.q_format, c.batch, c.heads * c.ratio, c.steps, c.v_dim, false, false);
-  std::vector<float> sinks(c.heads * c.ratio), log_sum_exp((size_t)c.batch * sinks.size() * c.steps);
+  Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.v_dim, false, false);
+  std::vector<float> sinks(c.heads * c.gqa_group_size), log_sum_exp((size_t)c.batch * sinks.size() * c.steps);
   for (float& sink : sinks) sink = (float)pick(-64, 64) / 32;
   int64_t sinks_shape[] = {(int64_t)sinks.size()};
   PagedKvTensor sinks_tensor{sinks.data(), 1, 0, 1, 2, 32, 1, sinks_shape, nullptr, 0};
@@ -398,8 +398,8 @@ void check_case() {
     int last = (int)(in.longest - skipped);
     int of_tail = c.tail ? c.own_end(b, last) - c.own_begin(b, last) : 0;
     std::vector<Seen> seen;
-    for (int head = 0; head < c.heads * c.ratio; head++) {
-      if (head % c.ratio == 0) seen.emplace_back(c, in, b, head / c.ratio, c.lengths[b] - of_tail);
+    for (int head = 0; head < c.heads * c.gqa_group_size; head++) {
+      if (head % c.gqa_group_size == 0) seen.emplace_back(c, in, b, head / c.gqa_group_size, c.lengths[b] - of_tail);
       for (int step = 0; step < c.steps; step += pick(1, 60))
         check_query(c, seen.back(), q, out, sinks.data(), log_sum_exp.data(), b, head, step);
     }

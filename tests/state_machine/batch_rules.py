@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from paged_kv import PoolExhausted
 from paged_kv.allocator.errors import RollbackError
-from tests.books import assert_books_balance, live_rows
+from tests.invariants import assert_invariants, live_rows
 from tests.state_machine import batches as held
 from tests.state_machine.batches import TEXTS, Batch, Home, Steps, continued
 from tests.state_machine.rows import Row
@@ -203,7 +203,7 @@ class BatchRules(RuleBasedStateMachine):
         for home in self.homes:
             home.pool.check()
             stats = home.pool.stats()
-            assert_books_balance(stats, home.pool.budget.mapped)
+            assert_invariants(stats, home.pool.budget.mapped)
             assert stats.bytes_mapped <= home.pool.budget.max_bytes
 
     @invariant()

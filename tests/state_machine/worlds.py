@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv import PagedCacheFactory
-from paged_kv.allocator.demotion import OldestFirst
+from paged_kv.allocator.requantisation import OldestFirst
 from paged_kv.kernels.pages.page_format import FormatName, page_format_named
 from paged_kv.store.page_store import MIN_BYTES
 from tests.state_machine.expected import Oracle, StockOracle, TableOracle

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowRows
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KnownRing:
+class WindowPrefix:
     """Pages that a sequence can go on with in a group with a window.
 
     Attributes:
@@ -27,7 +27,7 @@ class KnownRing:
         written: how many tokens such a ring has seen at most.
     """
 
-    pages: tuple[RetiredBlock, ...]
+    pages: tuple[OutOfWindowBlock, ...]
     written: int
 
 
@@ -42,22 +42,24 @@ def held_rows(
     """
     window = group.window
     assert window is not None
-    for page, retired in sequence.passed.get(group, {}).items():
-        if (page + 1) * PAGE_SIZE <= num_tokens and retired.block is not None:
-            yield page, WindowRows(retired, 0, PAGE_SIZE, is_end=False)
+    for page, out_of_window in sequence.out_of_window.get(group, {}).items():
+        if (page + 1) * PAGE_SIZE <= num_tokens and out_of_window.block is not None:
+            yield page, WindowRows(out_of_window, 0, PAGE_SIZE, is_end=False)
     ring, blocks = window.ring, sequence.blocks(group)
     first_held = window.first_held(sequence.written(group))
     for page in range(-(-num_tokens // PAGE_SIZE)):
         first = 0 if page < ring.head else max(0, first_held - page * PAGE_SIZE)
         last = min(PAGE_SIZE, num_tokens - page * PAGE_SIZE)
         if first < last:
-            retired = sequence.pool.retired.retire(group.allocator, blocks[ring.entry(page)])
-            yield page, WindowRows(retired, first, last, is_end=True)
+            out_of_window = sequence.pool.out_of_window.cache(
+                group.allocator, blocks[ring.entry(page)]
+            )
+            yield page, WindowRows(out_of_window, first, last, is_end=True)
 
 
-def known_ring(
+def window_prefix(
     nodes: Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
-) -> KnownRing | None:
+) -> WindowPrefix | None:
     """The ring with which a sequence can go on behind the first tokens of a prefix, if all of it is
     known."""
     last = -(-num_tokens // PAGE_SIZE) - 1
@@ -76,7 +78,7 @@ def _ring_with(
     num_tokens: int,
     window: Window,
     allocator: BlockAllocator,
-) -> KnownRing | None:
+) -> WindowPrefix | None:
     """A ring whose latest page is known."""
     ring, last = window.ring, -(-num_tokens // PAGE_SIZE) - 1
     oldest = max(ring.head, last - ring.entries + 1)
@@ -94,7 +96,7 @@ def _ring_with(
         return None
     lost = first > window.head_end
     written = max(num_tokens, first + window.capacity) if lost else num_tokens
-    return KnownRing(tuple([rows.retired for rows in pages.values()]), written)
+    return WindowPrefix(tuple([rows.out_of_window for rows in pages.values()]), written)
 
 
 def _first_held(
@@ -112,7 +114,7 @@ def _first_held(
     if before >= window.ring.head and not pages[oldest].first:
         # What the latest page has not written over yet of the one that was in its place.
         for rows in nodes[before].rows_of(allocator):
-            if rows.retired is pages[last].retired and rows.last == PAGE_SIZE:
+            if rows.out_of_window is pages[last].out_of_window and rows.last == PAGE_SIZE:
                 return before * PAGE_SIZE + rows.first
     return oldest * PAGE_SIZE + pages[oldest].first
 

@@ -16,7 +16,7 @@ their tokens, as their last, and that no page holds yet."""
 
 
 @dataclass(frozen=True)
-class PageRows:
+class AttentionMetadata:
     """Where the tokens of each row of a batch are.
 
     The rows of a step have S tokens each, but some of those may be padding, which no page holds:
@@ -45,9 +45,11 @@ class PageRows:
     @cached_property
     def visible_lens(self) -> tuple[int, ...]:
         """Per row the tokens that are its own."""
-        return tuple([sum(map(len, self.own_ranges(row))) for row in range(len(self.context_lens))])
+        return tuple(
+            [sum(map(len, self.valid_ranges(row))) for row in range(len(self.context_lens))]
+        )
 
-    def own_ranges(self, row: int) -> tuple[range, range]:
+    def valid_ranges(self, row: int) -> tuple[range, range]:
         """Which tokens of a row's table are its own: of the head, and the others."""
         first = self.first_tokens[row] if self.first_tokens else 0
         head = self.head_tokens[row] if self.head_tokens else 0
@@ -56,10 +58,10 @@ class PageRows:
     @cached_property
     def ends_in_own(self) -> bool:
         """Whether a step of one token is no padding in any row."""
-        return all(self.own_tokens(1))
+        return all(self.valid_tokens(1))
 
     @cached_property
-    def but_latest(self) -> "PageRows":
+    def but_latest(self) -> "AttentionMetadata":
         """The same rows without their last token, where they end in their own."""
         return replace(self, context_lens=tuple([length - 1 for length in self.context_lens]))
 
@@ -89,13 +91,13 @@ class PageRows:
         return {
             entry
             for table, context_len, own in zip(
-                self.block_tables, self.context_lens, self.own_tokens(count), strict=True
+                self.block_tables, self.context_lens, self.valid_tokens(count), strict=True
             )
             if own
             for entry in table[(context_len - len(own)) // PAGE_SIZE : -(-context_len // PAGE_SIZE)]
         }
 
-    def own_tokens(self, count: int) -> list[range]:
+    def valid_tokens(self, count: int) -> list[range]:
         """Which of a step's `count` tokens are not padding, for each row."""
         return [
             range(max(0, count - end), max(0, count - padding))

@@ -36,19 +36,19 @@ class FullBlock:
 
 
 @dataclass(frozen=True)
-class Demotion:
+class Requantisation:
     """A block, and the format that its pages are to get."""
 
     block: int
     page_format: str
 
 
-class DemotionPolicy(Protocol):
+class RequantisationPolicy(Protocol):
     """Chooses pages to make smaller. Give one as `page_format` in the place of "auto".
 
     Attributes:
         watermark: the share of the budget from which on pages are demoted, in (0, 1].
-        page_formats: all formats that demotions name.
+        page_formats: all formats that requantisations name.
     """
 
     @property
@@ -57,7 +57,7 @@ class DemotionPolicy(Protocol):
     @property
     def page_formats(self) -> tuple[str, ...]: ...
 
-    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
+    def requantisations(self, blocks: list[FullBlock], pressure: float) -> Iterable[Requantisation]:
         """What could be made smaller, in the order in which it is to be; as much of it is as is
         needed, and then the policy is asked again. `pressure` is the share of the budget that
         would be mapped without; above 1 the step fails."""
@@ -70,7 +70,7 @@ class OldestFirst:
     latest ones are spared until the budget is nearly full.
 
     Attributes:
-        watermark: see `DemotionPolicy`. What lies above is room for the smaller pages.
+        watermark: see `RequantisationPolicy`. What lies above is room for the smaller pages.
         last_resort: the share of the budget from which on no page is spared. Slabs take up to an
             eighth of the budget, and what lies above must hold the smaller pages of one.
         recent: how many of the latest pages of a sequence are spared.
@@ -92,8 +92,8 @@ class OldestFirst:
         if not isinstance(self.last_resort, int | float) or not 0 < self.last_resort <= 1:
             raise ValueError(f"last_resort must lie in (0, 1], got {self.last_resort!r}")
 
-    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterator[Demotion]:
-        """See `DemotionPolicy.demotions`."""
+    def requantisations(self, blocks: list[FullBlock], pressure: float) -> Iterator[Requantisation]:
+        """See `RequantisationPolicy.requantisations`."""
 
         def is_spared(block: FullBlock) -> bool:
             return block.is_first or block.age < self.recent
@@ -107,7 +107,7 @@ class OldestFirst:
             for larger, smaller in steps:
                 for block in part:
                     if block.page_format == larger:
-                        yield Demotion(block.block, smaller)
+                        yield Requantisation(block.block, smaller)
 
 
 def full_blocks(allocator: BlockAllocator) -> list[FullBlock]:

@@ -4,11 +4,11 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowRows
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
-from paged_kv.prefix.known_rings import known_ring
+from paged_kv.prefix.window_prefixes import window_prefix
 
 # A ring of three pages.
 WINDOW = Window(512, 256)
@@ -36,17 +36,17 @@ WINDOW = Window(512, 256)
 def test_all_that_the_window_sees_must_be_there(
     rows: list[tuple[int, int] | None], num_tokens: int, is_known: bool
 ) -> None:
-    allocator, blocks = BlockAllocator(ByteBudget(1000), 1, PAGE_SIZE), RetiredBlocks()
+    allocator, blocks = BlockAllocator(ByteBudget(1000), 1, PAGE_SIZE), OutOfWindowBlocks()
     table = allocator.new_table()
     table.reserve(0, len(rows) * PAGE_SIZE)
-    retired = [blocks.retire(allocator, block) for block in table.blocks]
+    out_of_window = [blocks.cache(allocator, block) for block in table.blocks]
     nodes = [Node((), {}, None) for _ in rows]
-    for node, page, held in zip(nodes, retired, rows, strict=True):
+    for node, page, held in zip(nodes, out_of_window, rows, strict=True):
         if held is not None:
             node.hold(allocator, WindowRows(page, *held, is_end=False))
-    known = known_ring(nodes, num_tokens, WINDOW, allocator)
+    known = window_prefix(nodes, num_tokens, WINDOW, allocator)
     assert (known is not None) == is_known
     if known is not None:
         latest = list(range(max(0, len(rows) - 3), len(rows)))
-        assert set(known.pages) == {retired[page] for page in latest}
+        assert set(known.pages) == {out_of_window[page] for page in latest}
         assert known.written >= num_tokens

@@ -25,7 +25,7 @@ class _Place:
     block: int | None
 
 
-class RetiredBlock:
+class OutOfWindowBlock:
     """What those hold who know what a retired block contains. With the last of them it goes.
 
     Attributes:
@@ -45,16 +45,16 @@ class RetiredBlock:
         return self._place.block
 
 
-class RetiredBlocks:
+class OutOfWindowBlocks:
     """All retired blocks of a pool. They are used under the lock of the blocks' allocators."""
 
     def __init__(self) -> None:
         # In the order in which they were retired or last used.
-        self._known: dict[_Place, weakref.ref[RetiredBlock]] = {}
+        self._known: dict[_Place, weakref.ref[OutOfWindowBlock]] = {}
         self._places: dict[tuple[BlockAllocator, int], _Place] = {}
         self._dropped: deque[_Place] = deque()
 
-    def retire(self, allocator: BlockAllocator, block: int) -> RetiredBlock:
+    def cache(self, allocator: BlockAllocator, block: int) -> OutOfWindowBlock:
         """Keep a block that is in use; one that is retired already stays the same."""
         self.drain()
         place = self._places.get((allocator, block))
@@ -65,16 +65,16 @@ class RetiredBlocks:
             # Whoever knew of it has gone since it was looked for.
             self._let_go(place)
         place = _Place(allocator, block)
-        allocator.keep(block, self._follow)
-        retired = RetiredBlock(place)
-        self._known[place] = weakref.ref(retired)
+        allocator.keep(block, self._on_move)
+        out_of_window = OutOfWindowBlock(place)
+        self._known[place] = weakref.ref(out_of_window)
         self._places[allocator, block] = place
-        weakref.finalize(retired, self._dropped.append, place).atexit = False
-        return retired
+        weakref.finalize(out_of_window, self._dropped.append, place).atexit = False
+        return out_of_window
 
-    def touch(self, retired: RetiredBlock) -> None:
+    def touch(self, out_of_window: OutOfWindowBlock) -> None:
         """Note that it was of use: others go before it."""
-        place = retired._place
+        place = out_of_window._place
         self._known[place] = self._known.pop(place)
 
     def give_up(self, is_enough: Callable[[], bool]) -> int:
@@ -87,10 +87,10 @@ class RetiredBlocks:
         self.drain()
         given_up = 0
         for place in sorted(self._known, key=_is_in_use):
-            retired = self._known[place]()
+            out_of_window = self._known[place]()
             if is_enough():
                 break
-            if retired is not None and not retired.ends and not retired.pins:
+            if out_of_window is not None and not out_of_window.ends and not out_of_window.pins:
                 self._let_go(place)
                 given_up += 1
         return given_up
@@ -119,7 +119,7 @@ class RetiredBlocks:
             place.allocator.let_go(place.block)
             place.block = None
 
-    def _follow(self, allocator: BlockAllocator, source: int, target: int) -> None:
+    def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
         """Note that a page was moved to another block."""
         place = self._places.pop((allocator, source))
         place.block = target
@@ -130,5 +130,5 @@ def _is_in_use(place: _Place) -> bool:
     return place.block is not None and place.allocator.ref_count(place.block) > 1
 
 
-def _is_pinned(retired: RetiredBlock | None) -> bool:
-    return retired is not None and retired.pins > 0
+def _is_pinned(out_of_window: OutOfWindowBlock | None) -> bool:
+    return out_of_window is not None and out_of_window.pins > 0

@@ -11,28 +11,30 @@ Those get blocks of their own, which are filled when the step is written.
 
 from __future__ import annotations
 
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlocks
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.room import PoolRoom
+from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.window import Window
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_row import StepRow
 
 
-def retire_leaving(blocks: RetiredBlocks, group: LayerGroup, sequence: Sequence, end: int) -> None:
+def cache_leaving(
+    blocks: OutOfWindowBlocks, group: LayerGroup, sequence: Sequence, end: int
+) -> None:
     """Retire the pages of a ring that writing up to `end` begins to write over, if all their rows
     are in it."""
     window = group.window
-    if window is None or not sequence.retires:
+    if window is None or not sequence.caches_out_of_window:
         return
     written, ring = sequence.written(group), window.ring
     for begun in range(-(-written // PAGE_SIZE), -(-end // PAGE_SIZE)):
         page = begun - ring.entries
         if page >= ring.head and (page + 1) * PAGE_SIZE <= written:
             block = sequence.blocks(group)[ring.entry(page)]
-            passed = sequence.passed.setdefault(group, {})
-            passed[page] = blocks.retire(group.allocator, block)
+            out_of_window = sequence.out_of_window.setdefault(group, {})
+            out_of_window[page] = blocks.cache(group.allocator, block)
 
 
 def is_read_first(window: Window | None, rows: list[StepRow], count: int) -> bool:
@@ -40,13 +42,18 @@ def is_read_first(window: Window | None, rows: list[StepRow], count: int) -> boo
     what it writes over, or because a page would be lost."""
     if window is None or count > window.write_chunk:
         return window is not None
-    return any(row.sequence.retires and _unseen_pages(window, row.before, row.end) for row in rows)
+    return any(
+        row.sequence.caches_out_of_window and _unseen_pages(window, row.before, row.end)
+        for row in rows
+    )
 
 
-def keep_unseen(room: PoolRoom, groups: list[LayerGroup], sequence: Sequence, end: int) -> None:
+def keep_unseen(
+    reclaimer: Reclaimer, groups: list[LayerGroup], sequence: Sequence, end: int
+) -> None:
     """Own a block for each page that a step up to `end` ends and writes over, in groups with a
     window, while there is room."""
-    if not sequence.retires:
+    if not sequence.caches_out_of_window:
         return
     start, page_format = sequence.length, sequence.page_format.name
     for group in groups:
@@ -57,9 +64,9 @@ def keep_unseen(room: PoolRoom, groups: list[LayerGroup], sequence: Sequence, en
         first_held = window.first_held(sequence.written(group))
         for page in _unseen_pages(window, start, end):
             if page * PAGE_SIZE >= min(start, first_held):
-                retired = room.spare_block(group, page_format)
-                if retired is not None:
-                    sequence.passed.setdefault(group, {})[page] = retired
+                out_of_window = reclaimer.spare_block(group, page_format)
+                if out_of_window is not None:
+                    sequence.out_of_window.setdefault(group, {})[page] = out_of_window
 
 
 def _unseen_pages(window: Window, start: int, end: int) -> range:

@@ -7,6 +7,6 @@ logger = logging.getLogger("paged_kv")
 
 
 @cache
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning, unless it was logged before."""
     logger.warning(message)

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.demotion import DemotionPolicy, full_blocks
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.format_slabs import FormatSlabs
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.retired_blocks import RetiredBlock, RetiredBlocks
+from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, sum_counts
@@ -26,7 +26,7 @@ Needs = Mapping[LayerGroup, Mapping[str, int]]
 """Blocks that are to be free in each group, by page format."""
 
 
-class PoolRoom:
+class Reclaimer:
     """Makes room in the groups of one pool.
 
     Args:
@@ -35,7 +35,7 @@ class PoolRoom:
         index: whose cached blocks may be evicted.
         retired: what is done without first.
         policy: which pages become smaller, and from when on; None if none do.
-        counts: where evictions and demotions are counted.
+        counts: where evictions and requantisations are counted.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class PoolRoom:
         groups: list[LayerGroup],
         budget: ByteBudget,
         index: PrefixIndex,
-        retired: RetiredBlocks,
-        policy: DemotionPolicy | None,
+        out_of_window: OutOfWindowBlocks,
+        policy: RequantisationPolicy | None,
         counts: PoolCounts,
     ) -> None:
         self._counts = counts
         self._groups = groups
         self._budget = budget
         self._index = index
-        self._retired = retired
+        self._out_of_window = out_of_window
         self._policy = policy
         watermark = policy.watermark if policy else 1.0
         self._limit = int(watermark * budget.max_bytes)
 
-    def make(self, needed: Callable[[], Needs]) -> None:
+    def make_room(self, needed: Callable[[], Needs]) -> None:
         """Map slabs until what is needed is free in each group, or none.
 
         `needed` is asked again when blocks have moved.
@@ -68,7 +68,7 @@ class PoolRoom:
         if self._mapped_after(needs) > self._limit:
             self._give_up_retired(needed)
             self._evict(needed)
-            self._demote(needed)
+            self._requantise(needed)
             self._make_at_any_price(needed)
             needs = needed()
             self._require(needs)
@@ -94,7 +94,7 @@ class PoolRoom:
         """Cached and retired blocks of a group. O(cached blocks)."""
         allocator = group.allocator
         allocator.drain()
-        return {*self._index.evictable(allocator), *self._retired.evictable(allocator)}
+        return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
 
     def slack(self) -> int:
         """Bytes that may lie idle, because memory is mapped in slabs: when room is made, less than
@@ -102,22 +102,22 @@ class PoolRoom:
         """
         return self._slack(self._budget)
 
-    def spare_block(self, group: LayerGroup, page_format: str) -> RetiredBlock | None:
+    def spare_block(self, group: LayerGroup, page_format: str) -> OutOfWindowBlock | None:
         """A block for what can be done without, maybe in the place of what was retired earlier;
         None if there is no room."""
         needs = {group: {page_format: 1}}
         if self._mapped_after(needs) > self._limit:
-            self._retired.give_up(lambda: self._mapped_after(needs) <= self._limit)
+            self._out_of_window.give_up(lambda: self._mapped_after(needs) <= self._limit)
             if self._mapped_after(needs) > self._limit:
                 return None
         blocks = group.allocator.allocate(1, page_format)
-        retired = self._retired.retire(group.allocator, blocks[0])
+        out_of_window = self._out_of_window.cache(group.allocator, blocks[0])
         group.allocator.release(blocks)
-        return retired
+        return out_of_window
 
     def drain(self) -> None:
         """Release what finalisers left."""
-        self._retired.drain()
+        self._out_of_window.drain()
         for group in self._groups:
             if group.is_open:
                 group.allocator.drain()
@@ -176,8 +176,8 @@ class PoolRoom:
                     group.compact()
 
     def _give_up(self, is_enough: Callable[[], bool]) -> int:
-        given_up = self._retired.give_up(is_enough)
-        self._counts.evictions["retired"] += given_up
+        given_up = self._out_of_window.give_up(is_enough)
+        self._counts.evictions["out_of_window"] += given_up
         return given_up
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
@@ -185,7 +185,7 @@ class PoolRoom:
         format_of = group.allocator.format_of
         return Counter([format_of(block).name for block in self.evictable(group)])
 
-    def _demote(self, needed: Callable[[], Needs]) -> None:
+    def _requantise(self, needed: Callable[[], Needs]) -> None:
         """Make pages smaller until what is needed stays below the policy's watermark, or no page
         can be made smaller. Rings hold the latest tokens only, and are left alone."""
         if self._policy is None:
@@ -193,10 +193,10 @@ class PoolRoom:
         groups = [group for group in self._groups if group.is_open and group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
             pressure = mapped / self._budget.max_bytes
-            demoted = [group.demote(self._policy, pressure) for group in groups]
-            if not any(demoted):
+            requantised = [group.requantise(self._policy, pressure) for group in groups]
+            if not any(requantised):
                 return
-            self._counts.demotions.update(sum_counts(demoted))
+            self._counts.requantisations.update(sum_counts(requantised))
 
     def _bytes_demoted(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
         """Bytes of a group's used blocks and of some more, once all pages are as small as the
@@ -205,7 +205,7 @@ class PoolRoom:
         used = Counter({each.name: each.num_used for each in allocator.formats})
         blocks = used - self._evictable(group) + Counter(counts)
         if policy is not None and group.window is None:
-            full = {each.block for each in policy.demotions(full_blocks(allocator), math.inf)}
+            full = {each.block for each in policy.requantisations(full_blocks(allocator), math.inf)}
             for block in full:
                 blocks[allocator.format_of(block).name] -= 1
             more = sum(counts.values()) - len(counts)

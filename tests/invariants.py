@@ -6,18 +6,18 @@ from paged_kv.allocator.allocator_stats import BlockTotals
 from paged_kv.allocator.block_table import BlockTable
 
 
-def assert_books_balance(stats: BlockTotals, mapped: int) -> None:
+def assert_invariants(stats: BlockTotals, mapped: int) -> None:
     """Every byte that is mapped is in exactly one place."""
     for each in stats.formats:
         assert min(each[1:]) >= 0, each
         assert each.tail_rows + each.ring_rows <= each.used * each.page_size
         assert each.compactable <= each.used + each.cached + each.spare + each.stranded
     assert stats.bytes_mapped == mapped
-    active = stats.bytes_allocated + stats.bytes_tail + stats.bytes_ring_slack
+    active = stats.bytes_allocated + stats.bytes_tail + stats.bytes_out_of_window
     assert active == stats.bytes_active
     held = stats.bytes_active + stats.bytes_retained
     assert held + stats.bytes_spare + stats.bytes_stranded == mapped
-    assert 0 <= stats.internal_waste <= 1
+    assert 0 <= stats.internal_fragmentation <= 1
     assert 0 <= stats.external_fragmentation <= 1
 
 

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.allocator.demotion import Demotion, FullBlock, OldestFirst
+from paged_kv.allocator.requantisation import FullBlock, OldestFirst, Requantisation
 from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.followed_caches import FollowedCache, Held, farthest, followed_caches
@@ -107,7 +107,9 @@ def test_a_trained_model_goes_on_far_past_what_16_bits_allow(
     stats = factory.stats()
     assert stats.blocks_used >= 3 * 8
     assert stats.blocks_by_format["q4"] > 0
-    assert stats.demotions["q8"] >= stats.demotions["q4"] >= stats.blocks_by_format["q4"]
+    assert (
+        stats.requantisations["q8"] >= stats.requantisations["q4"] >= stats.blocks_by_format["q4"]
+    )
     assert stats.gather_fallbacks == 0
     del steps, cache
     assert_nothing_is_used(factory)
@@ -154,7 +156,7 @@ def test_a_model_reads_what_a_demoted_oracle_holds() -> None:
 def test_the_first_page_and_the_latest_stay_until_the_budget_is_full() -> None:
     pool = new_pool(12)
     caches = caches_of(pool)
-    while pool.stats().demotions.get("q4", 0) < 4:
+    while pool.stats().requantisations.get("q4", 0) < 4:
         write(caches, 256)
         assert_within_budget(pool)
         names = formats(caches)
@@ -185,7 +187,7 @@ def test_below_the_watermark_nothing_is_demoted() -> None:
     caches = caches_of(pool)
     write(caches, 16 * 256)
     assert formats(caches) == ["fp16"] * 16
-    assert pool.stats().demotions == {}
+    assert pool.stats().requantisations == {}
     half = new_pool(16, OldestFirst(watermark=0.5, recent=1))
     caches = caches_of(half)
     for _ in range(16):
@@ -216,7 +218,7 @@ def test_shared_blocks_become_smaller_for_all_who_hold_them() -> None:
     write(caches, 6 * 256)
     fork = copy.deepcopy(caches)
     assert pool.stats().blocks_shared == 6
-    while not pool.stats().demotions.get("q8"):
+    while not pool.stats().requantisations.get("q8"):
         write(caches, 256)
     assert pool.stats().blocks_shared == 6
     assert "q8" in formats(fork)
@@ -234,14 +236,14 @@ class StraightToQ4:
     watermark: float = 0.5
     page_formats: tuple[str, ...] = ("q4",)
 
-    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
+    def requantisations(self, blocks: list[FullBlock], pressure: float) -> Iterable[Requantisation]:
         by_age = sorted(blocks, key=lambda block: block.age)
-        return [Demotion(block.block, "q4") for block in by_age if block.page_format != "q4"]
+        return [Requantisation(block.block, "q4") for block in by_age if block.page_format != "q4"]
 
 
 @dataclass(frozen=True)
 class Never(StraightToQ4):
-    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
+    def requantisations(self, blocks: list[FullBlock], pressure: float) -> Iterable[Requantisation]:
         return []
 
 
@@ -252,10 +254,10 @@ class NamesAllAgain:
     page_formats = ("q4",)
     asked = 0
 
-    def demotions(self, blocks: list[FullBlock], pressure: float) -> Iterable[Demotion]:
+    def requantisations(self, blocks: list[FullBlock], pressure: float) -> Iterable[Requantisation]:
         self.asked += 1
         assert self.asked < 50, "asked again and again"
-        return [Demotion(block.block, "q4") for block in blocks]
+        return [Requantisation(block.block, "q4") for block in blocks]
 
 
 def test_a_policy_of_ones_own_is_obeyed() -> None:
@@ -340,7 +342,7 @@ def test_rows_of_a_batch_find_room_together() -> None:
         names = page_formats(pool, 0, sequence)
         assert len(names) == 10
         assert names[-1] == "fp16"
-    assert pool.stats().demotions["q8"] > 0
+    assert pool.stats().requantisations["q8"] > 0
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,20 @@ import pytest
 from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import NativeLibrary, RowsStruct
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.kernels.pages.page_rows import PageRows
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal
+from tests.attention_metadata import unpadded
 from tests.backends import native_library
-from tests.page_rows import unpadded
 
 GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
 TABLE = (3, 65, 1)
-PADDED = PageRows((TABLE[:1], (4,)), (31, 1), (0, 1))
+PADDED = AttentionMetadata((TABLE[:1], (4,)), (31, 1), (0, 1))
 
 
 def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
@@ -39,12 +39,12 @@ def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[PageRows]:
+def written(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
     """The rows of all steps that the library writes, as it does."""
     write, struct, noted = NativeLibrary.write, native_backend._rows_struct, []
-    rows_of: dict[int, PageRows] = {}
+    rows_of: dict[int, AttentionMetadata] = {}
 
-    def note_rows(rows: PageRows) -> RowsStruct:
+    def note_rows(rows: AttentionMetadata) -> RowsStruct:
         made = struct(rows)
         rows_of[id(made)] = rows
         return made
@@ -58,19 +58,19 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[PageRows]:
     return noted
 
 
-def one_token(pages: LayerPages, seed: int, position: int = 300) -> PageRows:
+def one_token(pages: LayerPages, seed: int, position: int = 300) -> AttentionMetadata:
     keys, rows = normal((1, 2, 1, 32), mx.float32, seed), unpadded((TABLE,), (position + 1,))
-    pages.owe(keys, keys - 1, rows)
+    pages.defer(keys, keys - 1, rows)
     return rows
 
 
-def attended(pages: LayerPages, rows: PageRows) -> mx.array:
+def attended(pages: LayerPages, rows: AttentionMetadata) -> mx.array:
     queries = normal((len(rows.context_lens), 4, 1, 32), mx.float32, 9)
     return pages.attend(queries, rows, scale=0.2)
 
 
 def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
-    written: list[PageRows],
+    written: list[AttentionMetadata],
 ) -> None:
     pages = new_pages(NativeBackend(native_library()))
     first = one_token(pages, 2)
@@ -84,15 +84,15 @@ def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
     assert len(written) == 3
 
 
-def test_a_step_with_padding_is_owed_too(written: list[PageRows]) -> None:
+def test_a_step_with_padding_is_owed_too(written: list[AttentionMetadata]) -> None:
     """Every row of a batch finds its own tokens, and none of the padding."""
     found = []
     for backend in (NativeBackend(native_library()), PlainBackend()):
         pages = new_pages(backend)
         before = len(written)
         keys = normal((2, 2, 3, 32), mx.float32, 2)
-        rows = PageRows((TABLE, (0,)), (303, 2), (0, 1))
-        pages.owe(keys, keys - 1, rows)
+        rows = AttentionMetadata((TABLE, (0,)), (303, 2), (0, 1))
+        pages.defer(keys, keys - 1, rows)
         assert len(written) == before
         queries = normal((2, 4, 3, 32), mx.float32, 9)
         found.append([pages.attend(queries, rows, scale=0.2), *pages.gather(rows)])
@@ -105,7 +105,7 @@ def whole_page(pages: LayerPages) -> mx.array:
     return mx.ones((layout.page_units, layout.unit_words), dtype=mx.uint16)
 
 
-OPERATIONS: dict[str, Callable[[LayerPages, PageRows], Any]] = {
+OPERATIONS: dict[str, Callable[[LayerPages, AttentionMetadata], Any]] = {
     "attend to the same rows": attended,
     "gather": lambda pages, rows: pages.gather(rows),
     "attend to other rows": lambda pages, rows: attended(pages, unpadded((TABLE,), (301,))),
@@ -153,7 +153,7 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
             keys = normal((2, 2, longest, 32), mx.float32, 3)
             pages.write(keys, keys + 2, before)
         keys = normal((2, 2, 1, 32), mx.float32, 4)
-        pages.owe(keys, keys + 2, rows)
+        pages.defer(keys, keys + 2, rows)
         gathered = pages.gather(rows)
         attended(pages, rows)
         found.append([*gathered, *pages.gather(rows)])
@@ -177,7 +177,7 @@ def test_rows_of_others_do_not_have_it(is_shorter: bool) -> None:
         assert mx.array_equal(ours, theirs)
 
 
-def test_another_thread_finds_it_written(written: list[PageRows]) -> None:
+def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> None:
     """Also one that comes while the first one's step is still being computed."""
     pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
     rows = one_token(expected, 2)
@@ -187,7 +187,7 @@ def test_another_thread_finds_it_written(written: list[PageRows]) -> None:
         for _ in range(5):
             slow = slow @ slow / 700
         keys = keys + 0 * slow.sum()
-        pages.owe(keys, keys - 1, unpadded((TABLE,), (301,)))
+        pages.defer(keys, keys - 1, unpadded((TABLE,), (301,)))
 
     thread = Thread(target=write_what_takes_long)
     thread.start()
@@ -219,7 +219,9 @@ def test_a_step_that_cannot_be_computed_stays_owed(
     assert mx.allclose(attended(pages, rows), attended(expected, rows), atol=1e-5)
 
 
-def test_once_two_threads_have_come_steps_are_written_at_once(written: list[PageRows]) -> None:
+def test_once_two_threads_have_come_steps_are_written_at_once(
+    written: list[AttentionMetadata],
+) -> None:
     """What one thread leaves to be computed later no other can compute."""
     pages = new_pages(NativeBackend(native_library()))
     thread = Thread(target=one_token, args=(pages, 2))
@@ -231,7 +233,7 @@ def test_once_two_threads_have_come_steps_are_written_at_once(written: list[Page
     assert written[-1] is rows
 
 
-def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[PageRows]) -> None:
+def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[AttentionMetadata]) -> None:
     pages = new_pages(NativeBackend(native_library()))
     rows = one_token(pages, 2)
     pages.unmap_slab(0)

@@ -1,0 +1,10 @@
+"""Batches of pages, as tests write them."""
+
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+
+
+def unpadded(
+    block_tables: tuple[tuple[int, ...], ...], context_lens: tuple[int, ...]
+) -> AttentionMetadata:
+    """Rows of which every step is all tokens."""
+    return AttentionMetadata(block_tables, context_lens, (0,) * len(context_lens))

@@ -1,0 +1,136 @@
+"""Blocks that have left a ring: which of them go first, and which stay."""
+
+import random
+from collections.abc import Callable
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
+from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import WindowRows
+
+
+class Retired:
+    """Blocks that were retired one after the other, each of a table of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.allocator = BlockAllocator(ByteBudget(1000), 1, 4)
+        self.blocks = OutOfWindowBlocks()
+        self.tables: list[BlockTable] = []
+        self.known: list[OutOfWindowBlock] = []
+        for _ in range(count):
+            table = self.allocator.new_table()
+            table.reserve(0, 4)
+            self.tables.append(table)
+            self.known.append(self.blocks.cache(self.allocator, table.blocks[0]))
+
+    def drop_tables(self) -> None:
+        for table in self.tables:
+            self.allocator.drop(table)
+        self.tables.clear()
+
+    def there(self) -> list[int]:
+        return [
+            at for at, out_of_window in enumerate(self.known) if out_of_window.block is not None
+        ]
+
+
+def after(count: int) -> Callable[[], bool]:
+    """False so many times."""
+    return iter([*[False] * count, True]).__next__
+
+
+def test_the_longest_unused_goes_first() -> None:
+    """Whatever the order of use: a block's last use is what counts."""
+    rng = random.Random(1)
+    for _ in range(20):
+        out_of_window = Retired(8)
+        out_of_window.drop_tables()
+        order = list(range(8))
+        for used in rng.choices(range(8), k=12):
+            out_of_window.blocks.touch(out_of_window.known[used])
+            order.remove(used)
+            order.append(used)
+        for gone in range(1, 9):
+            assert out_of_window.blocks.give_up(after(1)) == 1
+            assert out_of_window.there() == sorted(order[gone:])
+        out_of_window.allocator.check()
+
+
+def test_what_a_table_holds_goes_last_and_stays_with_the_table() -> None:
+    out_of_window = Retired(4)
+    for table in out_of_window.tables[2:]:
+        out_of_window.allocator.drop(table)
+    assert out_of_window.blocks.evictable(out_of_window.allocator) == [2, 3]
+    assert out_of_window.blocks.give_up(after(2)) == 2
+    assert out_of_window.there() == [0, 1]
+    assert out_of_window.blocks.give_up(lambda: False) == 2
+    assert out_of_window.there() == []
+    assert [table.blocks for table in out_of_window.tables[:2]] == [(0,), (1,)]
+    assert out_of_window.allocator.stats().blocks_used == 2
+    out_of_window.allocator.check()
+
+
+def test_ends_and_pinned_blocks_stay() -> None:
+    out_of_window = Retired(4)
+    out_of_window.drop_tables()
+    out_of_window.known[0].ends = 1
+    out_of_window.known[1].pins = 1
+    # What no prefix needs less is room, but pinned blocks are not.
+    assert out_of_window.blocks.evictable(out_of_window.allocator) == [0, 2, 3]
+    assert out_of_window.blocks.give_up(lambda: False) == 2
+    assert out_of_window.there() == [0, 1]
+    out_of_window.known[0].ends = out_of_window.known[1].pins = 0
+    assert out_of_window.blocks.give_up(lambda: False) == 2
+    assert out_of_window.allocator.stats().blocks_cached == 0
+
+
+def test_a_block_goes_with_the_last_who_knew_of_it() -> None:
+    out_of_window = Retired(2)
+    assert out_of_window.blocks.cache(out_of_window.allocator, 0) is out_of_window.known[0]
+    out_of_window.drop_tables()
+    assert out_of_window.allocator.stats().blocks_cached == 2
+    del out_of_window.known[0]
+    out_of_window.blocks.drain()
+    assert out_of_window.allocator.stats().blocks_cached == 1
+    assert out_of_window.blocks.evictable(out_of_window.allocator) == [1]
+    out_of_window.allocator.check()
+
+
+def insert(index: PrefixIndex, out_of_window: Retired, at: int, *, is_end: bool = False) -> None:
+    """A page of tokens, all rows of one of the blocks."""
+    rows = WindowRows(out_of_window.known[at], 0, 4, is_end)
+    index.insert("", [1, 2, 3, 4], [{}], [{out_of_window.allocator: [rows]}])
+
+
+def test_a_prefix_counts_its_ends_and_pins_as_long_as_it_is_known() -> None:
+    """Of the same rows it holds the first, or the first that are an end."""
+    out_of_window, index = Retired(4), PrefixIndex(4)
+    for at, is_end, expected in (
+        (0, False, [0, 0, 0, 0]),
+        (1, True, [0, 1, 0, 0]),
+        (2, False, [0, 1, 0, 0]),
+        (3, True, [0, 1, 0, 0]),
+    ):
+        insert(index, out_of_window, at, is_end=is_end)
+        assert [each.ends for each in out_of_window.known] == expected
+    (node,) = index.nodes()
+    node.add_pins(1)
+    assert [each.pins for each in out_of_window.known] == [0, 1, 0, 0]
+    assert index.evict(lambda: False) == index.clear() == 0
+    node.add_pins(-1)
+    index.clear()
+    assert [(each.ends, each.pins) for each in out_of_window.known] == [(0, 0)] * 4
+
+
+def test_rows_that_were_given_up_are_held_again_elsewhere() -> None:
+    out_of_window, index = Retired(2), PrefixIndex(4)
+    insert(index, out_of_window, 0)
+    out_of_window.drop_tables()
+    assert out_of_window.blocks.give_up(after(1)) == 1
+    insert(index, out_of_window, 1)
+    (node,) = index.nodes()
+    assert [rows.out_of_window for rows in node.rows_of(out_of_window.allocator)] == [
+        out_of_window.known[1]
+    ]
