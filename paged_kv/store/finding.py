@@ -11,7 +11,7 @@ class Finding:
         name: of the file.
         problem: what is wrong.
         nbytes: that it takes of the disk.
-        goes: whether `gc` removes it, if it is not gone already.
+        removable: whether `gc` removes it, if it is not gone already.
     """
 
     name: str
