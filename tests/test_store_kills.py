@@ -31,9 +31,10 @@ def test_a_hundred_writers_are_killed(tmp_path: Path) -> None:
     assert counts["wrong_reads"] == 0
     assert "other_findings" not in counts
     assert counts["most_bytes"] <= counts["cap"]
-    # They were killed while they wrote, and what they had written before was read.
-    assert counts["left_behind"] > 5
-    assert counts["reads"] > 1000
+    # They were killed while they wrote, and what they had written before was read. How much that is
+    # depends on how busy the machine is.
+    assert counts["left_behind"] > 0
+    assert counts["reads"] > 100
 
 
 @pytest.mark.slow
