@@ -166,7 +166,7 @@ def together(model: Any) -> dict[str, Any]:
     return {
         "requests": REQUESTS,
         "prefix_tokens": PREFIX,
-        "valid_tokens": OWN,
+        "own_tokens": OWN,
         "requests_with_equal_tokens": equal,
         "most_blocks_used": max(used),
         "blocks_of_one_prefix": PREFIX // 256,

@@ -200,7 +200,7 @@ def prefix_reuse(figures: Figures) -> str:
         figures["together"],
     )
     behind = f"{first['new_tokens']} tokens behind {first['common_tokens']:,}, first token"
-    requests = f"{batch['requests']} requests of {batch['valid_tokens']} tokens"
+    requests = f"{batch['requests']} requests of {batch['own_tokens']} tokens"
     common = f"{requests} behind the same {batch['prefix_tokens']:,}"
     needed = batch["blocks_of_one_prefix"] + batch["blocks_of_tails"]
     fork, look_up = figures["fork"], figures["look_up"]

@@ -58,9 +58,9 @@ __all__ = [
 
 _HOMES = {
     "BlockStateError": "allocator.errors",
-    "RequantisationPolicy": "allocator.demotion",
+    "RequantisationPolicy": "allocator.requantisation",
     "NotPinned": "allocator.errors",
-    "OldestFirst": "allocator.demotion",
+    "OldestFirst": "allocator.requantisation",
     "PagedKVError": "allocator.errors",
     "PoolExhausted": "allocator.errors",
     "RollbackError": "allocator.errors",

@@ -202,7 +202,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "conversation": {"turns": 20, "share_found": 0.96},
         "together": {
             "requests": 32,
-            "valid_tokens": 16,
+            "own_tokens": 16,
             "prefix_tokens": 2048,
             "mlx_lm_seconds": 20.0,
             "paged_seconds": 5.0,
