@@ -181,6 +181,17 @@ def test_no_room_is_crowded() -> None:
     assert {room: rooms.count(room) for room in rooms if rooms.count(room) > MOST_FILES} == {}
 
 
+@pytest.mark.parametrize("folder", sorted((ROOT / "paged_kv").glob("*/__init__.py")))
+def test_a_room_says_what_each_of_its_files_is(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse(folder.read_text("utf-8"))) or ""
+    said = {line.split()[0] for line in text.splitlines()[1:] if line}
+    files = {path.stem for path in folder.parent.glob("*.py")} - {"__init__"}
+    # Errors and small parts need no line.
+    assert files - said <= {"errors", "faults", "finding", "write_queue"}
+    sentences = {"A", "Nothing", "`pool/trace`"}
+    assert said - files <= sentences
+
+
 @pytest.mark.parametrize("room", INNER_ROOMS)
 def test_linked_rooms_have_no_init(room: str) -> None:
     # With one, the folder hides an installed package of that name from a Python started here.

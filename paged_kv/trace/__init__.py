@@ -1,0 +1,8 @@
+"""Replays recorded loads with another budget or page size.
+
+    replay          runs a trace against the same allocator and prefix index
+    simulated_pool  a pool without pages
+    synthetic_load  writes a trace of a made-up load
+
+`pool/trace` records traces, and says how they are written.
+"""
