@@ -66,8 +66,8 @@ class Contiguous:
     def copied(self) -> int:
         before, self._tokens = self._tokens, self._caches[0].offset
         keys = self._caches[0].keys
-        reclaimer, self._room = self._room, 0 if keys is None else keys.shape[2]
-        return before * TOKEN_BYTES if reclaimer != self._room else 0
+        room, self._room = self._room, 0 if keys is None else keys.shape[2]
+        return before * TOKEN_BYTES if room != self._room else 0
 
 
 class Paged:
