@@ -1,9 +1,9 @@
-"""The pictures of the README: python -m benches.pictures
+"""The pictures of the documents: python -m benches.pictures
 
 A pool is filled as a server fills it, and its pages get smaller: prompts that begin alike,
 continued for a while, some of them forked, most of them dropped and kept for others. What
-`paged-kv stats --watch` then draws is written to benches/pictures/watch.svg, and the plot of the
-trace of all that to benches/pictures/plot.svg.
+`paged-kv stats --watch` then draws is written to docs/pictures/watch.svg, and the plot of the trace
+of all that to docs/pictures/plot.svg.
 """
 
 import copy
@@ -32,7 +32,7 @@ from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.steps import append
 from paged_kv.trace.replay import Parameters, Replay, read_trace
 
-PICTURES = Path(__file__).with_name("pictures")
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 MAX_BYTES = 12 << 20
 COLUMNS, LINES = 96, 48
 

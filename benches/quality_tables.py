@@ -1,4 +1,4 @@
-"""The README's tables of what fewer bits for keys and values cost."""
+"""The tables of what fewer bits for keys and values cost."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The README's tables of how fast pages are read and written."""
+"""The tables of how fast pages are read and written."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,18 +35,18 @@ def cpu_kernels(figures: Figures) -> str:
 
 
 def publishing(figures: Figures) -> str:
-    """What it costs to be looked at, and to look."""
+    """Monitoring overhead."""
     step = 1e3 * figures["step_s"]
     slower, apart = figures["with_over_without"] - 1, figures["without_over_without"] - 1
     rows: list[Row] = [
         (
-            "a step while others may look, beside one without",
+            "decode step with monitoring, against without",
             f"{slower:+.1%}",
             f"{step:.1f} ms",
         ),
-        ("a step without, beside another without", f"{apart:+.1%}", "what cannot be told apart"),
+        ("without, against without again", f"{apart:+.1%}", "noise of the measurement"),
         (
-            "one look, time of the processor",
+            "one look, CPU time",
             micros(1e9 * figures["look_cpu_s"]),
             f"{figures['busy_share']:.2%} of the time",
         ),
@@ -83,7 +83,7 @@ def _decode_rows(dtype: str, of: Figures, bandwidth: float) -> Iterator[Row]:
 
 def _short_row(dtype: str, short: Figures) -> Row:
     times = f"{short['short_over_long_per_byte']:.2f} times"
-    return f"{dtype}: a byte at 1K, beside one at 32K", times, "in turns, with cold caches"
+    return f"{dtype}: time per KV byte, 1K against 32K", times, "in turns, with cold caches"
 
 
 def _prefill_row(dtype: str, prefill: Figures) -> Row:

@@ -1,4 +1,4 @@
-"""The README's tables about pages on disk."""
+"""The tables about pages on disk."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Numbers and names as the README's tables show them."""
+"""Numbers and names as the tables show them."""
 
 from collections.abc import Iterable
 

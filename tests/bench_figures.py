@@ -1,4 +1,4 @@
-"""Figures as benches write them, one set for each table of the README."""
+"""Figures as benches write them, one set for each table."""
 
 from typing import Any
 

@@ -126,7 +126,8 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
 
     scripts = {"LICENSE", "test", "demo", ".ci/run", ".ci/environment.sh"}
-    expected = files_in(*ROOMS, "tests", "benches") | door_files() | scripts
+    scripts |= {"mkdocs.yml", ".ci/docs_sources.py"}
+    expected = files_in(*ROOMS, "tests", "benches", "docs") | door_files() | scripts
     assert expected - names == set()
     # Nothing comes a second time through the links.
     assert not any(name.startswith(f"paged_kv/{room}/") for room in ROOMS for name in names)

@@ -1,8 +1,8 @@
-"""The README's tables, from the files of benches/results: python -m benches.readme_tables
+"""The tables of README.md and docs/, from the files of benches/results: python -m benches.tables
 
-Rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md. NAME is a
-bench; of its files those of the newest mlx and mlx-lm are shown, one table for each machine. With
---check nothing is written, and the exit status is 1 if README.md is not up to date.
+Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a bench, "why" or
+"headlines". The newest mlx and mlx-lm of a bench are shown, one table for each machine. --check
+writes nothing, and exits with 1 if a document is out of date.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benches.headline_tables import DIGESTS
 from benches.quality_tables import quantised_quality
 from benches.results_file import RESULTS
 from benches.speed_tables import (
@@ -37,7 +38,7 @@ from benches.table_cells import (
     table,
 )
 
-README = RESULTS.parents[1] / "README.md"
+ROOT = RESULTS.parents[1]
 _MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _OPENING, _CLOSING = "<!-- table: ", "<!-- end -->"
 
@@ -66,13 +67,25 @@ def section(name: str, results: Path = RESULTS) -> str:
         ValueError: there is no table of that name.
         FileNotFoundError: the bench has no results.
     """
+    if name in DIGESTS:
+        return _digest(name, results)
     if name not in TABLES:
-        raise ValueError(f"there is no table {name!r}: use one of {', '.join(sorted(TABLES))}")
+        known = ", ".join(sorted({*TABLES, *DIGESTS}))
+        raise ValueError(f"there is no table {name!r}: use one of {known}")
     tables = [
         f"{TABLES[name](result['figures'])}\n\n{measured_on(result)}\n"
         for result in newest(name, results)
     ]
     return "\n" + "\n".join(tables) + "\n"
+
+
+def _digest(name: str, results: Path) -> str:
+    """What is made of several benches, and the machines that they ran on."""
+    digest, benches = DIGESTS[name]
+    found = {bench: newest(bench, results)[0] for bench in benches}
+    machines = dict.fromkeys(measured_on(result) for result in found.values())
+    text = digest({bench: result["figures"] for bench, result in found.items()})
+    return f"\n{text}\n\n" + "\n".join(machines) + "\n\n"
 
 
 def newest(name: str, results: Path) -> list[Result]:
@@ -292,18 +305,25 @@ TABLES: dict[str, Callable[[Figures], str]] = {
 }
 
 
+def documents(root: Path = ROOT) -> list[Path]:
+    """The files that may hold tables."""
+    return [root / "README.md", *sorted(root.glob("docs/*.md"))]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the README's tables from benches/results.")
+    parser = argparse.ArgumentParser(description="Write the tables from benches/results.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
     check = parser.parse_args(arguments).check
-    text = README.read_text(encoding="utf-8")
-    new = rewritten(text)
-    if check and new != text:
-        print("README.md is not up to date: run python -m benches.readme_tables", file=sys.stderr)
-        return 1
-    if not check:
-        README.write_text(new, encoding="utf-8")
-    return 0
+    status = 0
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        new = rewritten(text)
+        if check and new != text:
+            print(f"{path.name} is not up to date: run python -m benches.tables", file=sys.stderr)
+            status = 1
+        elif not check:
+            path.write_text(new, encoding="utf-8")
+    return status
 
 
 if __name__ == "__main__":

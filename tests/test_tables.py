@@ -1,11 +1,21 @@
-"""The tables of the README: made from results files, and up to date."""
+"""The tables of README.md and docs/: made from results files, and up to date."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benches.readme_tables import TABLES, main, measured_on, newest, rewritten, section
+from benches.headline_tables import DIGESTS
+from benches.tables import (
+    TABLES,
+    documents,
+    main,
+    measured_on,
+    newest,
+    rewritten,
+    section,
+)
 from tests.bench_figures import FIGURES
 
 MACHINE = {
@@ -16,7 +26,7 @@ MACHINE = {
 }
 VERSIONS = {"python": "3.11.7", "mlx": "0.32.4", "mlx-lm": "0.32.2", "numpy": "2.4.6"}
 ROWS = {
-    "publishing": "| one look, time of the processor | 310.0 µs | 0.06% of the time |",
+    "publishing": "| one look, CPU time | 310.0 µs | 0.06% of the time |",
     "allocator": "| one block allocated and released | 146,382 a second | 150,000 |",
     "growth": "| decode, 1 a step: pages | 512.0 MiB | 1.0 MiB | 3,072.0 MiB | 0.64 ms | 980 ms |",
     "batch_operations": "| merge | 2 ms | 2 ms | 681 | 1.0 MiB | 1.0 MiB | 8 of 128 |",
@@ -161,7 +171,34 @@ def test_markers_come_in_pairs(text: str, results: Path) -> None:
         rewritten(text, results)
 
 
-def test_outdated_readme_is_found_and_mended(
+def test_headlines_come_from_several_benches(results: Path) -> None:
+    text = section("headlines", results)
+    assert "| server, 96 requests of 16 clients: tokens per second | 50 | 123 | 2.47 |" in text
+    assert text.count("*Chip, 2 cores") == 1, "all were measured on one machine"
+    assert "**2.5 times** the tokens per second" in section("why", results)
+
+
+def test_what_is_slower_is_among_the_headlines(results: Path) -> None:
+    path = results / "whole_model.json"
+    content = json.loads(path.read_text())
+    slow = {**content["figures"]["rows"][0], "context": 256, "paged_over_mlx_lm": 0.93}
+    content["figures"]["rows"].append(slow)
+    path.write_text(json.dumps(content))
+    text = section("headlines", results)
+    assert "| **slower**: decode, stdlib-llama, batch 8, context 256 | 100 tokens/s " in text
+    assert "| **slower**: host time of a GPU decode step, per layer | 80 to 80 µs " in text
+
+
+def test_every_table_stands_in_one_document() -> None:
+    text = "".join(path.read_text() for path in documents())
+    assert sorted(re.findall(r"<!-- table: (.*?) -->", text)) == sorted([*TABLES, *DIGESTS])
+
+
+def test_digests_name_their_benches() -> None:
+    assert {bench for _, benches in DIGESTS.values() for bench in benches} <= TABLES.keys()
+
+
+def test_an_outdated_document_is_found_and_mended(
     results: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -169,16 +206,16 @@ def test_outdated_readme_is_found_and_mended(
 ) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("no tables\n")
-    monkeypatch.setattr("benches.readme_tables.README", readme)
+    monkeypatch.setattr("benches.tables.documents", lambda: [readme])
     assert main(["--check"]) == 0
-    monkeypatch.setattr("benches.readme_tables.rewritten", lambda text: "tables\n")
+    monkeypatch.setattr("benches.tables.rewritten", lambda text: "tables\n")
     assert main(["--check"]) == 1
-    assert "not up to date" in capsys.readouterr().err
+    assert "README.md is not up to date" in capsys.readouterr().err
     assert readme.read_text() == "no tables\n"
     assert main([]) == 0
     assert readme.read_text() == "tables\n"
     assert main(["--check"]) == 0
 
 
-def test_readme_is_up_to_date() -> None:
+def test_documents_are_up_to_date() -> None:
     assert main(["--check"]) == 0

@@ -1,0 +1,320 @@
+"""README.md and docs/: their code runs, their links lead somewhere, and what they name is there."""
+
+import argparse
+import ast
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx_lm
+import pytest
+from mlx.nn.layers.base import Module
+
+import paged_kv
+from paged_kv import command_line
+from paged_kv.integrations.generate_command import add_generate_parser
+from paged_kv.integrations.server.options import server_parser
+from tests.zoo import small_model
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *SITE]
+LINKED = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|cu|metal|html|json|toml|md))(?:::(\w+))?`")
+FOLDER = re.compile(r"`((?:paged_kv|allocator|kernels|integrations|tests|benches|docs)/[a-z_/]*)`")
+# Words in capitals in the name of a file stand for something; files of users are not ours.
+NOT_OURS = re.compile(r"[A-Z]{3}|(?:snapshot|my_program)\.")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FOR_DEVELOPERS = {"docs", "lint", "nvrtc", "test"}
+
+
+class Block(NamedTuple):
+    """A code block of a document."""
+
+    document: Path
+    line: int
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    """All code blocks in these languages."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            if not languages or match[1] in languages:
+                line = text.count("\n", 0, match.start()) + 2
+                found.append(Block(document, line, match[1], match[2]))
+    return found
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every line of every shell block, and where it stands."""
+    for block in blocks("sh"):
+        for at, line in enumerate(block.text.splitlines()):
+            if line.strip():
+                yield f"{block.document.name}:{block.line + at}", line
+
+
+def name_of(block: Block) -> str:
+    return f"{block.document.name}:{block.line}"
+
+
+def written_in(language: str) -> list[Path]:
+    return list(dict.fromkeys(block.document for block in blocks(language)))
+
+
+@pytest.fixture
+def small_load(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `mlx_lm.load` return a small random model, with the tokenizer of the trained one."""
+    tokenizer = trained("stdlib-llama")[1]
+
+    def load(name: str) -> tuple[Module, Any]:
+        changes = {"vocab_size": tokenizer.vocab_size, "sliding_window": 256}
+        return small_model("gemma3_text" if "gemma" in name else "llama", **changes), tokenizer
+
+    monkeypatch.setattr(mlx_lm, "load", load)
+    for name in ("generate", "batch_generate"):  # answers are short unless a document says more
+        monkeypatch.setattr(mlx_lm, name, partial(getattr(mlx_lm, name), max_tokens=4))
+
+
+@pytest.mark.parametrize("document", written_in("python"), ids=lambda path: path.name)
+def test_python_of_a_document_runs_from_its_beginning_to_its_end(
+    document: Path, small_load: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        if block.document == document:
+            # So that an error names the line of the document.
+            code = compile("\n" * (block.line - 1) + block.text, str(document), "exec")
+            exec(code, names)
+    for factory in names.values():
+        if isinstance(factory, paged_kv.PagedCacheFactory):
+            factory.close()
+
+
+@pytest.mark.parametrize("where", dict(commands()))
+def test_a_command_is_one_that_there_is(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(dict(commands())[where], comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        assert words.pop(0).partition("=")[0] in variables_of_the_reference()
+    require_command(words, monkeypatch)
+
+
+def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails unless a command with these arguments would begin."""
+    match words:
+        case ["paged-kv", "server", *options]:
+            server_parser().parse_args(options)
+        case ["paged-kv", *arguments]:
+            run_parser_only(arguments, monkeypatch)
+        case ["./demo", *arguments]:
+            parser = argparse.ArgumentParser()
+            add_generate_parser(parser.add_subparsers())
+            parser.parse_args(["generate", "--prompt", "", *arguments])
+        case ["./test", *_]:
+            assert (ROOT / "test").exists()
+        case ["pip", "install", what] | ["pip", "install", "-e", what]:
+            asked = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
+            assert asked, what
+            assert asked[1] is None or asked[1] in EXTRAS
+        case ["python", "-m", module, *_]:
+            assert find_spec(module)
+        case ["python", "my_program.py"]:
+            pass
+        case ["curl", url, "-d", body]:
+            assert url == "http://127.0.0.1:8080/v1/chat/completions"
+            assert json.loads(body)
+        case _:
+            pytest.fail(f"no rule for {words}: add one, so that it is checked")
+
+
+def run_parser_only(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse the arguments of `paged-kv` as it does, and do nothing."""
+    asked = []
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parsed(parser: argparse.ArgumentParser, argv: Any = None, namespace: Any = None) -> Any:
+        known, others = parse(parser, argv, namespace)
+        if parser.prog == "paged-kv":
+            asked.append(known)
+            known.run = lambda _: 0
+        return known, others
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
+    assert command_line.main(arguments) == 0
+    assert len(asked) == 1
+
+
+def test_a_wrong_command_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (
+        ["paged-kv", "stats", "--whatever"],
+        ["paged-kv", "server", "--whatever"],
+        ["./demo", "--whatever"],
+    ):
+        with pytest.raises(SystemExit):
+            require_command(words, monkeypatch)
+    with pytest.raises(pytest.fail.Exception, match="no rule for"):
+        require_command(["make"], monkeypatch)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=name_of)
+def test_json_is_json(block: Block) -> None:
+    assert json.loads(block.text)
+
+
+def test_every_block_says_what_it_is_written_in() -> None:
+    assert {block.language for block in blocks()} == {"python", "sh", "json", "text"}
+
+
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def anchors(document: Path) -> set[str]:
+    """What its headings are called in links."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_files_that_are_named_are_there(document: Path) -> None:
+    for name, test in FILE.findall(document.read_text(encoding="utf-8")):
+        if "/" not in name or NOT_OURS.search(name) or name.startswith("~"):
+            continue
+        path = ROOT / name
+        assert path.exists(), name
+        assert not test or test in functions_of(path), f"{name}::{test}"
+    for name in FOLDER.findall(document.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_dir(), name
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def claims() -> list[tuple[str, str]]:
+    """Each claim, and what shows it."""
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    return [(claim, shown) for claim, shown in rows if claim != "claim"]
+
+
+def test_every_claim_is_shown_by_a_test_or_a_results_file() -> None:
+    assert len(claims()) > 60
+    for claim, shown in claims():
+        for name in re.findall(r"`(.*?)`", shown):
+            if name.startswith("benches/results/"):
+                assert list(ROOT.glob(name)), name
+            else:
+                assert FILE.fullmatch(f"`{name}`"), name
+        assert shown.startswith("`"), claim
+
+
+def test_every_results_file_shows_a_claim() -> None:
+    named = " ".join(shown for _, shown in claims())
+    shown = {path for name in re.findall(r"`(benches/.*?)`", named) for path in ROOT.glob(name)}
+    assert shown == set(ROOT.glob("benches/results/*.json"))
+
+
+def variables_of_the_reference() -> set[str]:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE))
+
+
+def test_the_reference_lists_every_variable_that_is_read() -> None:
+    read = re.compile(
+        r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["']((?:PAGED_KV|XDG|OPENBLAS)\w+)"""
+    )
+    folders = ("paged_kv", "allocator", "kernels", "integrations", "tests", "benches", ".ci")
+    files = [ROOT / "setup.py", *[each for name in folders for each in (ROOT / name).rglob("*.py")]]
+    found = {name for path in files for name in read.findall(path.read_text(encoding="utf-8"))}
+    in_shell = (ROOT / ".ci" / "check_kernels").read_text(encoding="utf-8")
+    found |= set(re.findall(r"\$\{?(PAGED_KV_\w+)", in_shell))
+    assert found == variables_of_the_reference()
+
+
+def test_every_reason_of_an_eviction_is_explained() -> None:
+    sources = [*(ROOT / "paged_kv").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
+    found = {
+        reason
+        for path in sources
+        for reason in re.findall(r'evictions\["(\w+)"\]', path.read_text(encoding="utf-8"))
+    }
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    listed = text.partition("| reason | means |")[2].partition("\n\n")[0]
+    assert found == set(re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE))
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = {
+        name.rpartition(".")[2]: name for name in re.findall(r"^::: (.*)$", text, re.MULTILINE)
+    }
+    for name in set(paged_kv.__all__) - {"__version__"}:
+        assert getattr(paged_kv, name).__name__ in shown
+    for name, full in shown.items():
+        module, _, _ = full.rpartition(".")
+        assert name in vars(__import__(module, fromlist=[name])), full
+
+
+def test_readme_can_be_skimmed() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200
+    assert any("Never run on Metal" in line for line in lines[:40])
+
+
+def test_readme_names_the_versions_that_are_allowed() -> None:
+    """A change of these is a change of the sentence, by hand."""
+    assert {"mlx>=0.32.4,<0.33", "mlx-lm==0.32.2"} <= set(PROJECT["dependencies"])
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "mlx 0.32.4 or newer in the 0.32 series" in text
+    assert "mlx-lm 0.32.2 exactly" in text
+
+
+def test_the_quickstart_names_every_extra_of_users() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert all(f"`{extra}`" in text for extra in EXTRAS.keys() - FOR_DEVELOPERS)
+
+
+def test_readme_counts_the_models_that_get_pages() -> None:
+    (results,) = ROOT.glob("benches/results/model-families-*.json")
+    files = json.loads(results.read_text())["figures"]["files"].values()
+    count = sum(entry["gets"] in ("paged", "gather") for entry in files)
+    assert f"**{count} of mlx-lm's model files**" in (ROOT / "README.md").read_text()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^ +- (\S+\.md)$", text, re.MULTILINE)) == [
+        path.name for path in SITE
+    ]
+
+
+def test_the_figure_is_up_to_date() -> None:
+    from benches.figure import FIGURE, figure
+
+    assert FIGURE.read_text(encoding="utf-8") == figure()
