@@ -16,8 +16,8 @@ Prefill is float32 with the BLAS that the results name.
 
 import gc
 import logging
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -72,7 +72,7 @@ def fill(cache: Any, tokens: int, heads: int = 1, dim: int = HEAD_DIM) -> None:
         del fetched
 
 
-def bytes_of(caches: Items[Any], context: int) -> int:
+def bytes_of(caches: abc.Sequence[Any], context: int) -> int:
     for cache in caches:
         fill(cache, context)
     return sum(int(cache.nbytes) for cache in caches)

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import itertools
-from collections.abc import Sequence as Items
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     written: int = 0
 
-    def add(self, tokens: Items[int]) -> None:
+    def add(self, tokens: abc.Sequence[int]) -> None:
         self.tokens += tokens
         self.written = max(self.written, len(self.tokens))
 
@@ -43,20 +43,20 @@ class Row:
     def copy(self) -> "Row":
         return Row(list(self.tokens), self.written)
 
-    def rollback(self, windows: Items[Window]) -> int:
+    def rollback(self, windows: abc.Sequence[Window]) -> int:
         shortest = [window.shortest_rollback(self.written) for window in windows]
         return max(0, len(self.tokens) - max(shortest))
 
 
-def keys_of(tokens: Items[int] | Floats, layer: int) -> Floats:
+def keys_of(tokens: abc.Sequence[int] | Floats, layer: int) -> Floats:
     return TABLE[(np.array(tokens, dtype=np.int64) * 3 + layer) % len(TABLE)]
 
 
-def values_of(tokens: Items[int], layer: int) -> Floats:
+def values_of(tokens: abc.Sequence[int], layer: int) -> Floats:
     return -keys_of(np.array(tokens, dtype=np.int64) + 11, layer)
 
 
-def queries_of(tokens: Items[int], layer: int) -> Floats:
+def queries_of(tokens: abc.Sequence[int], layer: int) -> Floats:
     numbers = np.array(tokens, dtype=np.int64)
     return np.stack([keys_of(numbers + 5 + head, layer) for head in range(Q_HEADS)])
 

@@ -2,9 +2,8 @@
 ring is stored, and never with a wrong page."""
 
 import random
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Hashable, Iterator
-from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -316,11 +315,11 @@ class Emptying:
         self.pool = pool
         self.asked = 0
 
-    def bring_up(self, namespace: Hashable, tokens: Tokens[int]) -> None:
+    def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
         self.asked += 1
         self.pool.clear()
 
-    def keep(self, namespace: Hashable, nodes: Tokens[Node]) -> None:
+    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
         pass
 
     def leaving(self, node: Node) -> None:

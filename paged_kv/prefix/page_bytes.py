@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
-from paged_kv.sequences.sequence import Sequence as TokenSequence
+from paged_kv.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from paged_kv.pool.layer_group import LayerGroup
@@ -35,9 +36,9 @@ def block_bytes(group: LayerGroup, block: int, unused: slice) -> dict[str, Words
 def load_blocks(
     pool: PagePool,
     group: LayerGroup,
-    sequence: TokenSequence,
-    formats: Sequence[str],
-    contents: Sequence[Mapping[str, Words]],
+    sequence: Sequence,
+    formats: abc.Sequence[str],
+    contents: abc.Sequence[Mapping[str, Words]],
 ) -> None:
     """Append blocks to a sequence, with pages as `block_bytes` gave them.
 

@@ -8,8 +8,8 @@ somebody stopped. Recurrent layers have one state, and begin where a snapshot of
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,9 @@ class PrefixCache:
         return evicted
 
     @locked
-    def fetch(self, namespace: Hashable, tokens: Tokens[int], page_format: PageFormat) -> Prefix:
+    def fetch(
+        self, namespace: Hashable, tokens: abc.Sequence[int], page_format: PageFormat
+    ) -> Prefix:
         """A new sequence that holds as much of a prompt as is known, without its last token.
         O(tokens). The pages that it gets later are of `page_format`."""
         if self._lower is not None:
@@ -122,7 +124,7 @@ class PrefixCache:
 
     @locked
     def insert(
-        self, namespace: Hashable, tokens: Tokens[int], sequence: Sequence, states: Any
+        self, namespace: Hashable, tokens: abc.Sequence[int], sequence: Sequence, states: Any
     ) -> int:
         """Let others find what a sequence holds of these tokens; returns with how many of them a
         longer prompt can begin now. No page is copied. `states` is what the layers hold that are
@@ -150,7 +152,7 @@ class PrefixCache:
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked
-    def known(self, namespace: Hashable, tokens: Tokens[int]) -> int:
+    def known(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
         """How much of a prompt all layers can begin with, without its last token. O(tokens)."""
         return self._start(self.pool.index.match(namespace, tokens)).num_tokens
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
@@ -84,7 +84,7 @@ class StoredPrefixes:
         # What each known block is stored as; of roots, what begins behind them.
         self._links: weakref.WeakKeyDictionary[Node, Link] = weakref.WeakKeyDictionary()
 
-    def bring_up(self, namespace: Hashable, tokens: Tokens[int]) -> None:
+    def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
         """See `LowerTier`."""
         known = self._prefixes.known(namespace, tokens)
         identity = self._identify(namespace)
@@ -109,7 +109,7 @@ class StoredPrefixes:
                 return
             failed.append(unusable or stored.end_key)
 
-    def keep(self, namespace: Hashable, nodes: Tokens[Node]) -> None:
+    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is not None:
@@ -149,7 +149,7 @@ class StoredPrefixes:
     def _part(self, group: LayerGroup) -> str:
         return f"pages {self._pool.groups.index(group)}"
 
-    def _held(self, namespace: Hashable, tokens: Tokens[int]) -> list[Node]:
+    def _held(self, namespace: Hashable, tokens: abc.Sequence[int]) -> list[Node]:
         """The blocks of a prompt that need not be read: all their tokens are known, and all groups
         have their block."""
         match = self._pool.index.match(namespace, tokens)
@@ -160,7 +160,7 @@ class StoredPrefixes:
             held.append(node)
         return held
 
-    def _wanted(self, root: Link, tokens: Tokens[int], held: int, known: int) -> Wanted:
+    def _wanted(self, root: Link, tokens: abc.Sequence[int], held: int, known: int) -> Wanted:
         has_states = self._prefixes.has_states
         windows = [(group, group.window) for group in self._groups]
         return Wanted(
@@ -183,7 +183,7 @@ class StoredPrefixes:
         rows = [rows for allocator in node.windows for rows in node.rows_of(allocator)]
         return full | {each.last for each in rows if each.is_end and not each.first}
 
-    def _name(self, root: Link, nodes: Tokens[Node]) -> None:
+    def _name(self, root: Link, nodes: abc.Sequence[Node]) -> None:
         """Note what nodes, one behind the other, are stored as."""
         link = root
         for node in nodes:
@@ -191,7 +191,7 @@ class StoredPrefixes:
             self._links[node.parent] = link
             link = self._links.setdefault(node, link.then(node.tokens))
 
-    def _save(self, parts: Tokens[_Part]) -> list[str]:
+    def _save(self, parts: abc.Sequence[_Part]) -> list[str]:
         """Store what is not stored yet; returns what all of it is found by."""
         path = [part.place.key for part in parts]
         for part in parts:
@@ -205,7 +205,7 @@ class StoredPrefixes:
                     self._store.save(entry, path)
         return path
 
-    def _parts(self, path: Tokens[Node], at: int, end: int) -> Iterator[_Part]:
+    def _parts(self, path: abc.Sequence[Node], at: int, end: int) -> Iterator[_Part]:
         """What is to be stored of the first tokens of a node, of which the path is known."""
         node = path[at]
         link = self._links[node]

@@ -3,7 +3,8 @@ ring for another sequence can be made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from paged_kv.pool.window import Window
 
 if TYPE_CHECKING:
     from paged_kv.pool.layer_group import LayerGroup
-    from paged_kv.sequences.sequence import Sequence as PagedSequence
+    from paged_kv.sequences.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class WindowPrefix:
 
 
 def held_rows(
-    sequence: PagedSequence, group: LayerGroup, num_tokens: int
+    sequence: Sequence, group: LayerGroup, num_tokens: int
 ) -> Iterator[tuple[int, WindowRows]]:
     """The first `num_tokens` tokens of a sequence, as far as they are still in pages of a group
     with a window, with the number of each page. All in its ring are retired by this.
@@ -58,7 +59,7 @@ def held_rows(
 
 
 def window_prefix(
-    nodes: Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
+    nodes: abc.Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
 ) -> WindowPrefix | None:
     """The ring with which a sequence can go on behind the first tokens of a prefix, if all of it is
     known."""
@@ -74,7 +75,7 @@ def window_prefix(
 
 def _ring_with(
     tail: WindowRows,
-    nodes: Sequence[Node],
+    nodes: abc.Sequence[Node],
     num_tokens: int,
     window: Window,
     allocator: BlockAllocator,
@@ -103,7 +104,7 @@ def _first_held(
     pages: dict[int, WindowRows],
     oldest: int,
     last: int,
-    nodes: Sequence[Node],
+    nodes: abc.Sequence[Node],
     window: Window,
     allocator: BlockAllocator,
 ) -> int:

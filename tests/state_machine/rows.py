@@ -1,7 +1,7 @@
 """What one sequence of a batch must hold."""
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from paged_kv.pool.window import Window
@@ -62,12 +62,14 @@ class Row:
     written: list[int] = field(default_factory=list)
 
     @classmethod
-    def begun(cls, formats: Formats, written: Items[int], tokens: Items[int] = ()) -> "Row":
+    def begun(
+        cls, formats: Formats, written: abc.Sequence[int], tokens: abc.Sequence[int] = ()
+    ) -> "Row":
         row = cls(formats, formats.of_new_tokens, written=list(written))
         row.add(tokens)
         return row
 
-    def add(self, tokens: Items[int]) -> None:
+    def add(self, tokens: abc.Sequence[int]) -> None:
         self.tokens += tokens
         self.chains += [self.new] * len(tokens)
         self.written = [max(each, len(self.tokens)) for each in self.written]
