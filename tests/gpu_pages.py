@@ -95,10 +95,12 @@ class Batch:
     pages: LayerPages
     rows: AttentionMetadata
 
-    def attend(self, queries: int, *, ratio: int = 3, tail: int = 0, **options: Any) -> float:
+    def attend(
+        self, queries: int, *, gqa_group_size: int = 3, tail: int = 0, **options: Any
+    ) -> float:
         """The largest difference from dense attention in float64, where it is not padding."""
         geometry, batch = self.pages.geometry, len(self.rows.context_lens)
-        dtype, heads, kv = geometry.k_dtype, ratio * geometry.k_heads, geometry.k_heads
+        dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
         asked = normal((batch, heads, queries, geometry.k_dim), dtype, seed=1)
         step = None
         if tail:
@@ -117,13 +119,13 @@ class Batch:
         self,
         backend: GpuBackend | Separately,
         *,
-        ratio: int = 3,
+        gqa_group_size: int = 3,
         with_sinks: bool = False,
         **options: Any,
     ) -> float:
         """The same of one more token in each row, which the same operation writes."""
         geometry, batch = self.pages.geometry, len(self.rows.context_lens)
-        dtype, heads, kv = geometry.k_dtype, ratio * geometry.k_heads, geometry.k_heads
+        dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
         asked = normal((batch, heads, 1, geometry.k_dim), dtype, seed=1)
         sinks = 2 * normal((heads,), dtype, seed=2) if with_sinks else None
         lengths = tuple(length + 1 for length in self.rows.context_lens)

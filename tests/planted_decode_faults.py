@@ -81,7 +81,7 @@ DECODE_FAULTS = [
         "race",
         BOTH,
         writes=True,
-        ratio=12,
+        gqa_group_size=12,
     ),
     Fault(
         "all parts of a threadgroup write",

@@ -26,7 +26,7 @@ class Fault:
     queries: int = 1
     lengths: tuple[int, ...] = (70, 33)
     formats: tuple[str, ...] = ("fp16",)
-    ratio: int = 3
+    gqa_group_size: int = 3
     writes: bool = False
     least_tokens: int = 0
 
@@ -230,7 +230,7 @@ FAULTS = [
         "a division by zero",
         "decode",
         " block = place.simdgroup % BLOCKS",
-        " block = place.simdgroup % (BLOCKS - 1 + ratio - ratio)",
+        " block = place.simdgroup % (BLOCKS - 1 + gqa_group_size - gqa_group_size)",
         "division by zero",
         BOTH,
     ),
@@ -330,8 +330,8 @@ FAULTS = [
     Fault(
         "threadgroup memory outside a kernel",
         "decode",
-        "  uint heads = pages.parameter(KV_HEADS), ratio",
-        "  threadgroup float here[4];\n  uint heads = pages.parameter(KV_HEADS), ratio",
+        "  uint heads = pages.parameter(KV_HEADS), gqa_group_size",
+        "  threadgroup float here[4];\n  uint heads = pages.parameter(KV_HEADS), gqa_group_size",
         "local address space",
     ),
     Fault("more buffers than Metal binds", "write", "", "", "Metal binds 31"),

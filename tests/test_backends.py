@@ -129,7 +129,7 @@ def test_decode_and_prefill_at_the_edges_of_pages(backend: str, length: int, que
 
 
 @pytest.mark.parametrize(
-    ("ratio", "k_dim", "v_dim"),
+    ("gqa_group_size", "k_dim", "v_dim"),
     [
         (1, 32, 32),
         (4, 64, 64),
@@ -143,10 +143,10 @@ def test_decode_and_prefill_at_the_edges_of_pages(backend: str, length: int, que
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("queries", [1, 5])
 def test_head_counts_and_head_sizes(
-    backend: str, ratio: int, k_dim: int, v_dim: int, dtype: mx.Dtype, queries: int
+    backend: str, gqa_group_size: int, k_dim: int, v_dim: int, dtype: mx.Dtype, queries: int
 ) -> None:
     batch = written(backend, same(2, k_dim, v_dim, dtype), [300])
-    assert_attends(batch, q_heads=2 * ratio, queries=queries)
+    assert_attends(batch, q_heads=2 * gqa_group_size, queries=queries)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -176,7 +176,7 @@ OPTIONS = st.fixed_dictionaries(
     ),
     lengths=st.lists(st.integers(4, 700), min_size=1, max_size=4),
     joint=st.integers(0, 4),
-    ratio=st.sampled_from([1, 2, 5]),
+    gqa_group_size=st.sampled_from([1, 2, 5]),
     queries=st.integers(1, 4),
     options=OPTIONS,
 )
@@ -185,12 +185,12 @@ def test_any_batch_attends_to_what_was_written(
     geometry: LayerGeometry,
     lengths: list[int],
     joint: int,
-    ratio: int,
+    gqa_group_size: int,
     queries: int,
     options: dict[str, Any],
 ) -> None:
     batch = written(backend, geometry, lengths, joint=joint)
-    assert_attends(batch, geometry.k_heads * ratio, queries, **options)
+    assert_attends(batch, geometry.k_heads * gqa_group_size, queries, **options)
 
 
 WRITES = [((0, 0), 1), ((0, 256), 256), ((255, 700), 2), ((100, 13), 600), ((256, 511), 257)]

@@ -101,10 +101,10 @@ def _use(backend: Any, fault: Fault) -> float:
     geometry, formats = same(64, fault.dtype), fault.formats
     batch = written(backend, geometry, formats, fault.lengths, more=fault.writes)
     if not fault.writes:
-        return batch.attend(fault.queries, ratio=fault.ratio)
-    error = batch.write_and_attend(backend, ratio=fault.ratio)
+        return batch.attend(fault.queries, gqa_group_size=fault.gqa_group_size)
+    error = batch.write_and_attend(backend, gqa_group_size=fault.gqa_group_size)
     other = written(backend, geometry, formats, fault.lengths, more=1)
-    other.write_and_attend(Separately(backend), ratio=fault.ratio)
+    other.write_and_attend(Separately(backend), gqa_group_size=fault.gqa_group_size)
     assert batch.bytes() == other.bytes()
     return error
 

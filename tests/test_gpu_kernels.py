@@ -83,12 +83,12 @@ def test_keys_and_values_of_different_sizes(dialect: str) -> None:
         assert batch.attend(queries, with_sinks=True) <= TOLERANCES[mx.float16]
 
 
-@pytest.mark.parametrize("ratio", plain_only([1, 7], [1, 2, 7, 12, 20]))
-def test_any_number_of_query_heads_to_a_kv_head(dialect: str, ratio: int) -> None:
+@pytest.mark.parametrize("gqa_group_size", plain_only([1, 7], [1, 2, 7, 12, 20]))
+def test_any_number_of_query_heads_to_a_kv_head(dialect: str, gqa_group_size: int) -> None:
     backend = backend_on(device_of(dialect, "shuffled"), dialect)
     batch = written(backend, same(64), ["fp16"], [40, 300])
     for queries in (1, 3):
-        assert batch.attend(queries, ratio=ratio) <= TOLERANCES[mx.float16]
+        assert batch.attend(queries, gqa_group_size=gqa_group_size) <= TOLERANCES[mx.float16]
 
 
 @pytest.mark.parametrize("formats", [["fp16"], ["fp16", "q4", ("q8", "fp16")]])
@@ -160,7 +160,7 @@ def test_a_long_context_is_read_in_parts(dialect: str) -> None:
     device = device_of(dialect, "shuffled", checked=False)
     batch = written(backend_on(device, dialect), same(128), ["fp16", "q4"] * 3, [2048, 1500])
     for queries in (1, 9):
-        assert batch.attend(queries, ratio=4) <= TOLERANCES[mx.float16]
+        assert batch.attend(queries, gqa_group_size=4) <= TOLERANCES[mx.float16]
     decodes = [launch for launch in device.launches if "_decode_" in launch.name]
     rows, bases, parts = 2 * 8, 2, decodes[0].outputs[1].shape[0]
     assert parts == 2 * bases * rows

@@ -86,10 +86,10 @@ def test_windows(dialect: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
-@pytest.mark.parametrize("ratio", plain_only([1, 12], [1, 2, 7, 12, 20, 40]))
-def test_any_number_of_query_heads_to_a_kv_head(dialect: str, ratio: int) -> None:
+@pytest.mark.parametrize("gqa_group_size", plain_only([1, 12], [1, 2, 7, 12, 20, 40]))
+def test_any_number_of_query_heads_to_a_kv_head(dialect: str, gqa_group_size: int) -> None:
     device = device_of(dialect, "shuffled")
-    assert _is_right(device, dialect, same(64), ["fp16"], (40, 300), ratio=ratio)
+    assert _is_right(device, dialect, same(64), ["fp16"], (40, 300), gqa_group_size=gqa_group_size)
 
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
@@ -117,7 +117,9 @@ def test_contexts_of_several_parts(
 ) -> None:
     monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", 4)
     device = device_of(dialect, "shuffled")
-    assert _is_right(device, dialect, same(64), formats, (150, 40), ratio=9, with_sinks=True)
+    assert _is_right(
+        device, dialect, same(64), formats, (150, 40), gqa_group_size=9, with_sinks=True
+    )
     decodes = [launch for launch in device.launches if "_decode" in launch.name]
     assert all("_partial_" in launch.name for launch in decodes)
 

@@ -60,7 +60,7 @@ def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     in_tail=st.integers(0, 620),
     queries=st.sampled_from([1, 3, 70]),
     heads=st.integers(1, 3),
-    ratio=st.sampled_from([1, 3, 7, 16]),
+    gqa_group_size=st.sampled_from([1, 3, 7, 16]),
     k_dim=st.integers(1, 72).map(lambda n: 8 * n),
     v_dim=st.integers(4, 24).map(lambda n: 8 * n),
     dtypes=st.tuples(*[st.sampled_from(list(TOLERANCES))] * 3),
@@ -73,7 +73,7 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
     in_tail: int,
     queries: int,
     heads: int,
-    ratio: int,
+    gqa_group_size: int,
     k_dim: int,
     v_dim: int,
     dtypes: tuple[mx.Dtype, ...],
@@ -99,8 +99,8 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
                 keys[part], values[part], unpadded(rows.block_tables[row : row + 1], (count,))
             )
     tail = (keys[:, :, in_pages:], values[:, :, in_pages:]) if in_tail else None
-    asked = normal((len(lengths), heads * ratio, queries, k_dim), dtypes[2], 3)
-    sinks = normal((heads * ratio,), dtypes[2], 4) if with_sinks else None
+    asked = normal((len(lengths), heads * gqa_group_size, queries, k_dim), dtypes[2], 3)
+    sinks = normal((heads * gqa_group_size,), dtypes[2], 4) if with_sinks else None
     options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
     found, log_sum_exp = backend.attend_with_log_sum_exp(
         pages, asked, rows, sinks=sinks, tail=tail, **options

@@ -53,15 +53,16 @@ def held_by(pages: LayerPages) -> tuple[Numbers, Numbers]:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
-    ("ratio", "dim"), [(1, 128), (2, 32), (3, 96), (4, 128), (5, 160), (7, 64), (8, 256), (16, 576)]
+    ("gqa_group_size", "dim"),
+    [(1, 128), (2, 32), (3, 96), (4, 128), (5, 160), (7, 64), (8, 256), (16, 576)],
 )
 def test_queries_that_bytes_hold_are_multiplied_as_they_are(
-    backend: str, dtype: mx.Dtype, ratio: int, dim: int
+    backend: str, dtype: mx.Dtype, gqa_group_size: int, dim: int
 ) -> None:
     """Whole numbers, of which each group's largest is 127; its groups have scales of their own."""
     keys, values = normal((1, 2, LENGTH, dim), dtype, 1), normal((1, 2, LENGTH, 64), dtype, 2)
     pages = pages_of(keys, values, "q4-unrotated", backend)
-    whole = mx.random.randint(-127, 128, (1, 2 * ratio, 1, dim), key=mx.random.key(3))
+    whole = mx.random.randint(-127, 128, (1, 2 * gqa_group_size, 1, dim), key=mx.random.key(3))
     whole[..., ::GROUP] = 127
     by_group = mx.array([2.0 ** -(6 + i % 3) for i in range(dim // GROUP)])
     asked = (whole * mx.repeat(by_group, GROUP)).astype(dtype)

@@ -21,7 +21,7 @@ PARAMETERS = (
     "table_stride",
     "kv_heads",
     "steps",
-    "ratio",
+    "gqa_group_size",
     "scale",
     "window",
     "causal",

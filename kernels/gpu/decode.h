@@ -280,12 +280,12 @@ void decode(DEVICE const T* queries, Strides strides,
 #endif
                    const THREAD Pages& pages, const THREAD Place& place, SHARED float* all_queries,
                    SHARED float* all_own, SHARED float* all_measures) {
-  uint heads = pages.parameter(KV_HEADS), ratio = pages.parameter(RATIO);
+  uint heads = pages.parameter(KV_HEADS), gqa_group_size = pages.parameter(GQA_GROUP_SIZE);
   uint bases = pages.parameter(BASES_OF_VALUES), number = place.z / bases, lane = place.lane;
   uint head = place.x % heads, block = place.simdgroup % BLOCKS, part = place.simdgroup / BLOCKS;
-  uint first_row = (place.x / heads * BLOCKS + block) * ROWS, first_head = head * ratio + first_row;
+  uint first_row = (place.x / heads * BLOCKS + block) * ROWS, first_head = head * gqa_group_size + first_row;
   SHARED float* staged = all_queries + block * ROWS * STAGED;
-  stage_queries(queries, strides, pages, number, first_head, ratio - first_row, part, lane, staged);
+  stage_queries(queries, strides, pages, number, first_head, gqa_group_size - first_row, part, lane, staged);
   threads_meet();
   DEVICE const int* row = pages.row(number);
   Seen seen = seen_tokens(row, pages.parameter(WINDOW));
@@ -323,10 +323,10 @@ void decode(DEVICE const T* queries, Strides strides,
     float maximum = joined_maximum(measures_here + r * 2);
     sums.give(r, power_of_2(sums.maximum[r] - maximum), lane, own);
     threads_meet();
-    if (r % PARTS == part && first_row + r < ratio) {
+    if (r % PARTS == part && first_row + r < gqa_group_size) {
       float x[numbers_of_lane(V_DIM)];
       float total = join(measures_here + r * 2, all_own + block * OWN, maximum, lane, x);
-      ulong at = number * heads * ratio + first_head + r;
+      ulong at = number * heads * gqa_group_size + first_head + r;
 #ifdef WHOLE
 #ifdef SINKS
       float sink = float(sinks[(first_head + r) * ulong(s_strides[0])]) * LOG2_E;

@@ -105,7 +105,7 @@ class Decode:
             slab_stride=kind.slab_stride,
             table_stride=width,
             kv_heads=geometry.k_heads,
-            ratio=asked.heads // geometry.k_heads,
+            gqa_group_size=asked.heads // geometry.k_heads,
             scale=asked.scale,
             window=asked.window,
             splits=shape.splits,

@@ -23,7 +23,7 @@ enum Parameter {
   TABLE_STRIDE,  // numbers of a row of the tables
   KV_HEADS,
   STEPS,         // tokens of the step
-  RATIO,         // query heads to a KV head
+  GQA_GROUP_SIZE,         // query heads to a KV head
   SCALE,         // of base-2 logits: the bits of a float
   WINDOW,        // 0: none
   CAUSAL,

@@ -189,10 +189,10 @@ void prefill(DEVICE const T* queries, Strides strides,
     if (pass == 0 && V_DIM % LANES == 0) rotate_rows(softmax.values, lane);
   }
 #endif
-  uint steps = pages.parameter(STEPS), ratio = pages.parameter(RATIO);
+  uint steps = pages.parameter(STEPS), gqa_group_size = pages.parameter(GQA_GROUP_SIZE);
   for (uint k = 0; k < LANE_ROWS; k++) {
     QueryRow row = query_row(pages, block, first_row + row_in_matrix(lane, k));
-    uint head = place.y * ratio + row.head;
+    uint head = place.y * gqa_group_size + row.head;
 #ifdef SINKS
     softmax.finish(k, float(sinks[head * ulong(s_strides[0])]) * LOG2_E);
 #else

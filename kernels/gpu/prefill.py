@@ -76,13 +76,13 @@ class Prefill:
 
     def _launch_of(self, asked: Asked) -> tuple[Launch, mx.array]:
         geometry, (batch, heads, steps, _) = asked.kind.geometry, asked.shape
-        ratio = heads // geometry.k_heads
+        gqa_group_size = heads // geometry.k_heads
         params = parameters(
             slab_stride=asked.kind.slab_stride,
             table_stride=asked.table_stride,
             kv_heads=geometry.k_heads,
             steps=steps,
-            ratio=ratio,
+            gqa_group_size=gqa_group_size,
             q_heads=heads,
             scale=asked.scale,
             window=asked.window,
@@ -96,7 +96,7 @@ class Prefill:
         rows = PREFILL_ROWS[self._kernels.dialect]
         launch = Launch(
             self._kernels.kernel("prefill", geometry.k_dtype, dims, flags),
-            (-(-steps * ratio // rows), geometry.k_heads, batch),
+            (-(-steps * gqa_group_size // rows), geometry.k_heads, batch),
             PREFILL_THREADS,
             [Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype), DONE],
         )

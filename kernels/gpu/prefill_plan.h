@@ -1,7 +1,7 @@
 // What a threadgroup of prefill does, for matrices of any kind.
 //
 // It takes query rows of one KV head, so that keys and values that it has read serve all of them: row r
-// is query r / ratio of the step, head r % ratio of the group. A simdgroup takes some of the rows.
+// is query r / gqa_group_size of the step, head r % gqa_group_size of the group. A simdgroup takes some of the rows.
 // Keys of 16 or 32 tokens, then their values, are turned into the model's dtype in threadgroup
 // memory; such a tile lies in one page.
 
@@ -28,9 +28,9 @@ uint first_seen(uint position, uint window) {
 }
 
 Block block_of(const THREAD Pages& pages, DEVICE const int* row, uint first_row) {
-  uint steps = pages.parameter(STEPS), ratio = pages.parameter(RATIO);
+  uint steps = pages.parameter(STEPS), gqa_group_size = pages.parameter(GQA_GROUP_SIZE);
   Block block = {own_tokens(row, steps), first_row, uint(row[0]), 0, 0};
-  uint first = first_row / ratio, last = (first_row + BLOCK_ROWS - 1) / ratio + 1;
+  uint first = first_row / gqa_group_size, last = (first_row + BLOCK_ROWS - 1) / gqa_group_size + 1;
   first = larger(first, block.own.begin);
   last = smaller(last, block.own.end);
   if (first >= last) return block;
@@ -41,8 +41,8 @@ Block block_of(const THREAD Pages& pages, DEVICE const int* row, uint first_row)
 }
 
 QueryRow query_row(const THREAD Pages& pages, Block block, uint number) {
-  uint ratio = pages.parameter(RATIO), step = number / ratio;
-  QueryRow row = {step, number % ratio, step >= block.own.begin && step < block.own.end, 0, 0};
+  uint gqa_group_size = pages.parameter(GQA_GROUP_SIZE), step = number / gqa_group_size;
+  QueryRow row = {step, number % gqa_group_size, step >= block.own.begin && step < block.own.end, 0, 0};
   if (!row.is_there) return row;
   uint position = block.own.position + step - block.own.begin;
   row.begin = first_seen(position, pages.parameter(WINDOW));
@@ -58,7 +58,7 @@ void stage_rows(DEVICE const T* queries, Strides strides, const THREAD Pages& pa
   lanes_meet();
   for (uint r = 0; r < SIMDGROUP_ROWS; r++) {
     QueryRow row = query_row(pages, block, block.first_row + place.simdgroup * SIMDGROUP_ROWS + r);
-    ulong head = place.y * pages.parameter(RATIO) + row.head;
+    ulong head = place.y * pages.parameter(GQA_GROUP_SIZE) + row.head;
     DEVICE const T* query = queries + place.z * ulong(strides[0]) + head * ulong(strides[1]);
     float x[numbers_of_lane(K_DIM)];
     for (uint i = 0; i < numbers_of_lane(K_DIM); i++) {

@@ -38,17 +38,17 @@ LEAST_TOKENS = 128
 TILE = 32  # tokens that a simdgroup reads at a time; divides a page
 
 
-def query_rows(ratio: int) -> int:
+def query_rows(gqa_group_size: int) -> int:
     """Query heads of one KV head that a simdgroup takes."""
-    return ceil(ratio / ceil(ratio / MOST_ROWS))
+    return ceil(gqa_group_size / ceil(gqa_group_size / MOST_ROWS))
 
 
-def row_blocks(ratio: int, k_dim: int, bases: int) -> int:
+def row_blocks(gqa_group_size: int, k_dim: int, bases: int) -> int:
     """Simdgroups of a threadgroup that read the same keys for different query heads, so that all
     but the first find them in the cache."""
-    rows = query_rows(ratio)
+    rows = query_rows(gqa_group_size)
     fitting = QUERY_BYTES // (rows * k_dim * 4 * bases)
-    return max(1, min(ceil(ratio / rows), DECODE_SIMDGROUPS, fitting))
+    return max(1, min(ceil(gqa_group_size / rows), DECODE_SIMDGROUPS, fitting))
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def decode_shape(
     batch: int, heads: int, kv_heads: int, k_dim: int, longest: int, *, bases: int
 ) -> DecodeShape:
     """For a batch whose longest row sees so many tokens, with queries in so many bases."""
-    ratio = heads // kv_heads
-    rows, blocks = query_rows(ratio), row_blocks(ratio, k_dim, bases)
-    parts, groups = DECODE_SIMDGROUPS // blocks, ceil(ratio / (rows * blocks))
+    gqa_group_size = heads // kv_heads
+    rows, blocks = query_rows(gqa_group_size), row_blocks(gqa_group_size, k_dim, bases)
+    parts, groups = DECODE_SIMDGROUPS // blocks, ceil(gqa_group_size / (rows * blocks))
     wanted = max(1, SIMDGROUPS_AT_ONCE // (batch * kv_heads * groups * parts * blocks))
     tiles = ceil(max(LEAST_TOKENS * parts, ceil(longest / wanted)) / TILE)
     return DecodeShape(rows, blocks, parts, groups, tiles, max(1, ceil(longest / (tiles * TILE))))
