@@ -5,9 +5,9 @@
     factory = PagedCacheFactory(model)
     generate(model, tokenizer, prompt, prompt_cache=factory.make_cache())
 
-Names are loaded when they are first used, so that what needs only the allocator does not load
-mlx. A process that loads saved prompt caches must have used one of them before, so that mlx-lm
-knows their class.
+Importing the package loads nothing: each name is imported at its first use, so that code that
+needs only the allocator does not load mlx. Before mlx-lm loads a saved prompt cache, the process
+must have used one of these names, so that mlx-lm knows the cache's class.
 """
 
 import sys
@@ -82,6 +82,6 @@ def __getattr__(name: str) -> Any:
     with backend_named():
         home = import_module(f"paged_kv.{_HOMES[name]}")
         if "paged_kv.pool.page_pool" in sys.modules:
-            # What has pools shows them to `paged-kv stats`.
+            # A process with pools publishes them to `paged-kv stats`.
             import_module("paged_kv.monitor.publishing")
     return getattr(home, name)

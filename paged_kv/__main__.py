@@ -1,4 +1,4 @@
-"""`python -m paged_kv` is the command `paged-kv`."""
+"""Runs the command `paged-kv` as `python -m paged_kv`."""
 
 import sys
 

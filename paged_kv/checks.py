@@ -1,7 +1,7 @@
-"""What callers hand in, checked before anything is done with it.
+"""Checks arguments before the library uses them.
 
-Each function names the argument in its error, says what it got and what it takes. A value of the
-wrong type is a TypeError, one out of range a ValueError.
+Each error names the argument, what it got and what it takes. A value of the wrong type raises
+TypeError, a value out of range ValueError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Array(Protocol):
-    """An array of numbers, of whatever library."""
+    """An array of numbers, of any library."""
 
     @property
     def ndim(self) -> int: ...
@@ -24,16 +24,16 @@ class Array(Protocol):
 
 TokenIds = Sequence[int] | Array
 
-# Token ids are stored as signed 64-bit numbers. Those of images are negative.
+# The store holds token ids as signed 64-bit numbers. Image tokens have negative ids.
 _LEAST_TOKEN, _MOST_TOKEN = -(1 << 63), (1 << 63) - 1
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
-    """An integer, also one of numpy's, that is at least `least`.
+    """An integer, of Python or numpy, that is at least `least`.
 
     Raises:
-        TypeError: it is no integer; True and False are none.
-        ValueError: it is less.
+        TypeError: the value is not an integer; True and False are not.
+        ValueError: it is less than `least`.
     """
     number = _as_integer(value)
     if number is None:
@@ -44,12 +44,12 @@ def whole_number(name: str, value: object, *, least: int) -> int:
 
 
 def token_ids(tokens: object, name: str = "tokens") -> list[int]:
-    """Token ids from a sequence of integers, or from an array (of MLX, numpy, ...) of one
-    dimension. O(tokens).
+    """Token ids from a sequence of integers, or from a one-dimensional array (of MLX, numpy, ...).
+    O(tokens).
 
     Raises:
-        TypeError: it is neither; a text is encoded by a tokenizer first.
-        ValueError: an id is no signed 64-bit number, or the array has other dimensions than one.
+        TypeError: the value is neither; encode text with a tokenizer first.
+        ValueError: an id is not a signed 64-bit number, or the array is not one-dimensional.
     """
     ids = _listed(tokens, name)
     if not set(map(type, ids)) <= {int}:
@@ -63,11 +63,11 @@ def token_ids(tokens: object, name: str = "tokens") -> list[int]:
 
 
 def file_path(name: str, value: object) -> Path:
-    """The path that a text or a path object names; "~" is the user's home.
+    """The path that a string or a path object names; "~" is the user's home.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it is empty, or no path.
+        TypeError: the value is neither.
+        ValueError: it is empty, or not a path.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be a path, got {described(value)}")
@@ -78,7 +78,7 @@ def file_path(name: str, value: object) -> Path:
 
 
 def require_hashable(name: str, value: Hashable) -> None:
-    """Raises a TypeError unless the value can be a key."""
+    """Raises TypeError unless the value is hashable."""
     try:
         hash(value)
     except TypeError:
@@ -88,7 +88,7 @@ def require_hashable(name: str, value: Hashable) -> None:
 
 
 def described(value: object) -> str:
-    """A value as an error shows it: what is short is shown, the rest is named by its type."""
+    """A value as errors show it: a short value in full, any other by its type."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | tuple) and not value:
@@ -125,7 +125,7 @@ def _token_id(token: object, at: int, name: str) -> int:
 
 
 def _as_integer(value: Any) -> int | None:
-    """An integer as Python's own; None if it is none."""
+    """The value as a Python int; None if it is not an integer."""
     if isinstance(value, bool):
         return None
     try:

@@ -1,7 +1,7 @@
 """The command `paged-kv`, also `python -m paged_kv`.
 
-Exit status: 0 when all went well, 1 when something failed, 2 when the arguments were wrong. As with
-other programs, 130 when the user has interrupted it, and 141 when nobody reads its output any more.
+Exit status: 0 for success, 1 for a failure, 2 for wrong arguments, 130 after an interrupt (SIGINT),
+141 when the reader of its output has closed the pipe (SIGPIPE).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from paged_kv.extras import MissingBackend, backend_named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status."""
     command = "paged-kv"
     try:
         with backend_named():
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = f"paged-kv {arguments.command}"
             logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")
             status: int = arguments.run(arguments)
-        # Now: when Python ends, a reader that has gone could no longer be told from a failure.
+        # Flush here: at interpreter exit a closed pipe would look like any other failure.
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -49,7 +49,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _discard_output() -> None:
-    """Let Python write what is left of the output to nowhere when it ends."""
+    """Point standard output at /dev/null, so that Python's flush at exit does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--log-level",
         default="warning",
         choices=["debug", "info", "warning", "error"],
-        help="what to log, to standard error (default: warning)",
+        help="least severe level to log, to standard error (default: warning)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_integrations(commands)

@@ -1,4 +1,5 @@
-"""Packages that only some commands need, and the backend that mlx needs."""
+"""Turns a missing optional package, or a missing mlx backend, into an error that says what to
+install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +8,10 @@ from types import ModuleType
 
 
 def extra_module(name: str, extra: str) -> ModuleType:
-    """A module of this package that needs the packages of an extra.
+    """Import a module of this package that needs the packages of an extra.
 
     Raises:
-        ValueError: they are not installed; the message says how to get them.
+        ValueError: a package is not installed; the message says how to install it.
     """
     try:
         return import_module(name)
@@ -23,16 +24,16 @@ def extra_module(name: str, extra: str) -> ModuleType:
 
 
 class MissingBackend(ImportError):
-    """mlx has no backend on this machine; the message says which extra brings one."""
+    """mlx has no backend on this machine; the message says which extra installs one."""
 
 
 @contextmanager
 def backend_named() -> Iterator[None]:
-    """Turns the error of an import of mlx without a backend into one that says what to install: on
-    Linux the package mlx has none, and its library `libmlx` comes with a backend.
+    """Replace the ImportError of mlx without a backend by one that says what to install. On Linux
+    the package mlx has no backend: its library `libmlx` comes with a separate package.
 
     Raises:
-        MissingBackend: instead of that.
+        MissingBackend: mlx found no `libmlx`.
     """
     try:
         yield

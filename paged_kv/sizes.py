@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 512MB, 1.5GiB."""
+"""Parses and formats sizes in bytes as people write them: 512MB, 1.5GiB."""
 
 import math
 import re
@@ -9,10 +9,10 @@ from typing import Any
 
 from paged_kv.checks import described
 
-# As mlx-lm reads its own options: MB and GB are powers of ten. MiB and GiB are powers of two.
+# MB and GB are powers of ten, as in mlx-lm's options. MiB and GiB are powers of two.
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
-# What systems count files and memory with has 64 bits and a sign.
+# Systems count bytes of files and memory in signed 64-bit numbers.
 MOST_BYTES = (1 << 63) - 1
 
 
@@ -20,7 +20,7 @@ def parse_size(text: str) -> int:
     """Bytes, from plain digits or a number with a unit: 512MB, 4G, 1.5GiB; case does not matter.
 
     Raises:
-        argparse.ArgumentTypeError: it is not a size, less than one byte, or too large.
+        argparse.ArgumentTypeError: the text is not a size, less than one byte, or too large.
     """
     try:
         return _in_range(_parsed(text), text)
@@ -29,11 +29,11 @@ def parse_size(text: str) -> int:
 
 
 def size_in_bytes(name: str, size: object) -> int:
-    """Bytes, from a number of them, of which a fraction is left out, or a text as `parse_size`
-    reads it; `name` is the argument's.
+    """Bytes, from a number, which is rounded down, or from a text that `parse_size` reads. Errors
+    call the argument `name`.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `size` is neither.
         ValueError: it is not a size, less than one byte, or too large.
     """
     if isinstance(size, bool) or not isinstance(size, str | Real):
@@ -47,7 +47,7 @@ def size_in_bytes(name: str, size: object) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """A size to be read by people, in powers of ten: 8.59 GB."""
+    """A size for people to read, in powers of ten: 8.59 GB."""
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
         if nbytes >= 1000**power:
             return f"{nbytes / 1000**power:.2f} {unit}"

@@ -145,7 +145,7 @@ def test_several_processes_are_listed_and_chosen(
         wait_until(lambda: (shown[1] / "paged-kv" / f"{other}.json").exists())
         assert stats() == 1
         message = capsys.readouterr().err
-        assert "2 processes can be looked at; choose one" in message
+        assert "2 processes have pools; choose one" in message
         assert f"--pid {pid} " in message
         assert f"--pid {other} " in message
         assert stats("--list") == 0

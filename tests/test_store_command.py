@@ -172,7 +172,7 @@ def test_import_takes_nothing_that_is_not_sound(
     assert [path.name for path in other.glob("*.safetensors")] == [good.name]
     bad.write_text("no tar file")
     assert run(other, "import", str(bad)) == 1
-    assert "is no export of a page store" in capsys.readouterr().err
+    assert "is not an export of a page store" in capsys.readouterr().err
 
 
 def test_where_there_is_no_store_it_says_so_and_makes_none(

@@ -1,9 +1,9 @@
-"""The subcommands of `paged-kv` that know no mlx-lm.
+"""The subcommands of `paged-kv` that do not use mlx-lm.
 
-arguments       types of options
+arguments       parses the values of options
 stats_command   `paged-kv stats`
 store_command   `paged-kv store`
 trace_command   `paged-kv trace`
 doctor_command  `paged-kv doctor`
-doctor          what it examines
+doctor          runs the kernels and checks their results
 """

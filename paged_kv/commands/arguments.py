@@ -1,6 +1,6 @@
-"""Values of command line options.
+"""Parses the values of command-line options.
 
-What each function raises, argparse prints behind the name of the option.
+argparse prints the message of each ArgumentTypeError after the name of the option.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paged_kv.sizes import parse_size
 
-# Longer than anybody waits, and short enough for what systems sleep.
+# About 11 days: longer than any use, and short enough for the system's sleep.
 MOST_SECONDS = 1e6
 
 
@@ -22,7 +22,7 @@ def positive(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """What a generator of random numbers begins with."""
+    """A seed of the random number generator, 0 to 2^64 - 1."""
     number = _integer(text)
     if number is None or number >= 1 << 64:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2^64 - 1")
@@ -30,25 +30,25 @@ def seed(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """More than no seconds, and less than two weeks."""
+    """A number of seconds above 0, up to MOST_SECONDS."""
     number = _number(text)
     if not 0 < number <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of seconds above 0 and up to {MOST_SECONDS:,.0f}, such as 0.5"
+            f"{text!r} is not a number of seconds above 0, up to {MOST_SECONDS:,.0f}, such as 0.5"
         )
     return number
 
 
 def temperature(text: str) -> float:
-    """How random samples are: 0 for none."""
+    """A sampling temperature: 0 is greedy decoding."""
     number = _number(text)
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no temperature, such as 0 or 0.7")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature, such as 0 or 0.7")
     return number
 
 
 def length_range(text: str) -> tuple[int, int]:
-    """Two lengths in tokens, or twice the same."""
+    """Two lengths in tokens; one number stands for both."""
     numbers = [_integer(part) for part in text.split(",")]
     if len(numbers) > 2 or numbers[0] is None or numbers[-1] is None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a range like 100,2000 nor a number")
@@ -70,7 +70,7 @@ def share(text: str) -> float:
 
 def page_format(text: str) -> str:
     """The name of a page format, two of them such as q8/q4, or auto."""
-    # Only here: options can be listed where mlx cannot be loaded.
+    # Imported here so that --help works where mlx cannot be loaded.
     from paged_kv.pool.formats import chosen_formats
 
     try:
@@ -94,7 +94,7 @@ def store_size(text: str) -> int:
 
 
 def name(text: str) -> str:
-    """The name of something."""
+    """A name that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give a name, or leave the option out")
     return text
@@ -106,13 +106,13 @@ def path(text: str) -> Path:
 
 
 def _integer(text: str) -> int | None:
-    """The integer from 0 on that digits make; None if they make none."""
-    # Python reads 4,300 digits at most; nobody means a number of so many.
+    """The non-negative integer that the digits of a text spell; None if it has other characters."""
+    # int() raises above 4,300 digits; no option takes a number near 100 digits.
     return int(text) if text.isdecimal() and len(text) < 100 else None
 
 
 def _number(text: str) -> float:
-    """A number; NaN, which lies in no range, if it is none."""
+    """A number; NaN, which is in no range, if the text is not a number."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which kernels this machine runs, and whether they compute what they should."""
+"""Runs every kernel on this machine once and compares its results with a reference."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from paged_kv.kernels.self_test import Check, checks
 
 
 def examine() -> int:
-    """Print the backend, the device and a line for each check; returns 1 if any failed, else 0."""
+    """Print the backend, the device and a line for each check; return 1 if any failed, else 0."""
     backend = choose_backend()
     print(f"backend: {_name(backend)}, because {_reason()}")
     print(f"device: {_device()}; mlx {version('mlx')}; Python {sys.version.split()[0]}")
@@ -25,7 +25,7 @@ def examine() -> int:
 
 
 def _name(backend: Backend) -> str:
-    """With the instruction set, where there are several."""
+    """The backend's name; for the CPU kernels with their instruction set."""
     if isinstance(backend, NativeBackend):
         return f"{backend.name} ({backend.library.instruction_set})"
     return backend.name
@@ -48,7 +48,7 @@ def _device() -> str:
 
 
 def _report(check: Check) -> bool:
-    """Run a check and print its line; the time is with compiling, where that is done."""
+    """Run a check and print its line; its time includes compiling the kernel."""
     start = perf_counter()
     try:
         error = check.run()

@@ -7,11 +7,11 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     """Add the command's parser."""
     parser = commands.add_parser(
         "doctor",
-        help="run every kernel once on this device, and say whether it is right",
+        help="run every kernel once on this device and check its results",
         description=(
             "Says which backend is active and why, compiles and runs every kernel once on this "
-            "device, and compares what it gives with attention in float64. PAGED_KV_BACKEND names "
-            "another backend, and PAGED_KV_ISA another instruction set of the CPU kernels. Exit "
+            "device, and compares its results with attention in float64. PAGED_KV_BACKEND selects "
+            "another backend, PAGED_KV_ISA another instruction set of the CPU kernels. Exit "
             "status 1 if a kernel is wrong."
         ),
     )
@@ -19,8 +19,8 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def run_doctor(_: argparse.Namespace) -> int:
-    """Print the table; returns the exit status."""
-    # It needs mlx, and --help does not.
+    """Print the table and return the exit status."""
+    # Imported here: the checks need mlx, and --help does not.
     from paged_kv.commands.doctor import examine
 
     return examine()

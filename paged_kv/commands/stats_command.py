@@ -1,4 +1,4 @@
-"""The command `paged-kv stats`: what the pools of a process, a snapshot or a trace hold."""
+"""The command `paged-kv stats`: shows the pools of a process, a snapshot or a trace."""
 
 from __future__ import annotations
 
@@ -23,47 +23,57 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Where did my memory go? Shows what the pages of a running process hold, of a snapshot that `--json`
-wrote, or of a trace that PAGED_KV_TRACE recorded, as it is at its end. Every process of yours that
-uses this library can be looked at; it opens no port, and is not slowed down.
+Where did my memory go? Shows the pages of a running process, of a snapshot that `--json` wrote, or
+of the end of a trace that PAGED_KV_TRACE recorded. It can show every process of yours that uses
+this library; such a process opens no port and is not slowed down.
 """
 
 
 def add_stats_parser(subparsers: Subparsers) -> None:
     """Register the subcommand "stats"."""
     parser = subparsers.add_parser(
-        "stats", help="show what the pages of a process hold", description=_DESCRIPTION
+        "stats", help="show the memory of a process's pages", description=_DESCRIPTION
     )
     parser.set_defaults(run=run_stats)
-    parser.add_argument("file", nargs="?", type=path, help="a snapshot or a trace; else a process")
-    parser.add_argument("--pid", type=positive, help="the process, if there are several")
+    parser.add_argument(
+        "file", nargs="?", type=path, help="a snapshot or a trace (default: the running process)"
+    )
+    parser.add_argument("--pid", type=positive, help="which process to show, if there are several")
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--list", action="store_true", help="list the processes, and nothing else")
-    forms.add_argument("--json", action="store_true", help="print JSON, which is a snapshot too")
+    forms.add_argument("--list", action="store_true", help="only list the processes")
+    forms.add_argument("--json", action="store_true", help="print a snapshot as JSON")
     forms.add_argument("--prom", action="store_true", help="print Prometheus' text format")
-    forms.add_argument("--watch", action="store_true", help="draw it anew as it changes")
+    forms.add_argument("--watch", action="store_true", help="redraw the tables as they change")
     forms.add_argument(
-        "--plot", type=path, metavar="OUT", help="draw it over time, into a .svg, .png or .html"
+        "--plot", type=path, metavar="OUT", help="plot memory over time to a .svg, .png or .html"
     )
     parser.add_argument(
-        "--interval", type=seconds, default=0.5, metavar="S", help="of --watch and --plot (0.5)"
+        "--interval",
+        type=seconds,
+        default=0.5,
+        metavar="S",
+        help="seconds between samples of --watch and --plot (default: 0.5)",
     )
     parser.add_argument(
-        "--seconds", type=seconds, default=10.0, metavar="S", help="how long --plot looks (10)"
+        "--seconds",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="how many seconds --plot samples (default: 10)",
     )
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
-    """Show what was asked for; returns the exit status.
+    """Show the statistics and return the exit status.
 
     Raises:
-        OSError, ValueError: there is nothing to show, and why.
+        OSError, ValueError: there is nothing to show; the message says why.
     """
     if arguments.file is not None and (arguments.pid or arguments.watch or arguments.list):
-        raise ValueError("--pid, --watch and --list are of running processes: leave out the file")
+        raise ValueError("--pid, --watch and --list show running processes: leave out the file")
     if arguments.list:
         if arguments.pid:
-            raise ValueError("--list is of all processes: leave out --pid")
+            raise ValueError("--list shows all processes: leave out --pid")
         return _print_list()
     if arguments.plot:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
@@ -126,10 +136,10 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _view(arguments: argparse.Namespace) -> ProcessView:
-    """The process, snapshot or trace that is meant.
+    """The process, snapshot or trace that the arguments name.
 
     Raises:
-        OSError, ValueError: there is none, or there are several.
+        OSError, ValueError: there is none, or there are several processes.
     """
     if arguments.file is not None:
         return _saved_view(arguments.file)
@@ -140,7 +150,7 @@ def _view(arguments: argparse.Namespace) -> ProcessView:
         raise ProcessLookupError(_NOBODY)
     if len(views) > 1:
         known = "".join(f"\n  --pid {view.pid}  {view.command}" for view in views)
-        raise ValueError(f"{len(views)} processes can be looked at; choose one:{known}")
+        raise ValueError(f"{len(views)} processes have pools; choose one:{known}")
     return views[0]
 
 
@@ -175,11 +185,11 @@ def _history(arguments: argparse.Namespace) -> History:
 
 
 def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessView]:
-    """What a process publishes, until it ends or the time is over."""
+    """Samples of what a process publishes, until it ends or the time is over."""
     end = time.monotonic() + duration_s
     view = running_process(pid)
     while True:
-        # A process that did nothing publishes what it did before; it is so now.
+        # An idle process publishes nothing new: its last view still holds now.
         yield replace(view, time=time.time())
         if time.monotonic() + interval_s > end:
             return

@@ -1,5 +1,5 @@
-"""The command `paged-kv store`: what is in a folder of pages, whether it is sound, and what to do
-about it. It needs no model."""
+"""The command `paged-kv store`: lists, verifies, cleans, exports and imports a folder of pages. It
+needs no model."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def add_store_parser(subparsers: Subparsers) -> None:
     """Register the subcommand "store"."""
     parser = subparsers.add_parser(
         "store",
-        help="look at pages on disk, verify them and tidy up",
-        description="What is in a folder of pages, as --store of other commands names it.",
+        help="list, verify and clean up pages on disk",
+        description="Manages a folder of pages that --store of other commands names.",
     )
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
-    _add(commands, "ls", "list what is stored, the latest used first", run_ls)
-    _add(commands, "verify", "read everything; exit with 1 and name what is wrong", run_verify)
-    gc = _add(commands, "gc", "remove what is damaged, or more than a cap", run_gc)
-    _add_cap(gc, None, "remove what was used least recently, until the folder takes at most this")
+    _add(commands, "ls", "list the entries, most recently used first", run_ls)
+    _add(commands, "verify", "read every file; name faults and exit with status 1", run_verify)
+    gc = _add(commands, "gc", "remove damaged entries, and those over a cap", run_gc)
+    _add_cap(gc, None, "evict least recently used entries until the folder takes at most this")
     clear = _add(commands, "clear", "remove all pages; other files stay", run_clear)
     clear.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     export = _add(commands, "export", "write all pages into a tar file", run_export)
-    export.add_argument("file", type=path, help="the tar file, which must not be there yet")
+    export.add_argument("file", type=path, help="the tar file to write; it must not exist yet")
     import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
-    import_.add_argument("file", type=path, help="what export wrote")
+    import_.add_argument("file", type=path, help="a tar file that export wrote")
     _add_cap(import_, "50GB", "the most that the folder may take (default: 50GB)")
 
 
@@ -57,14 +57,13 @@ def add_store_options(parser: argparse._ActionsContainer) -> None:
         nargs="?",
         const=Path(_default()),
         metavar="FOLDER",
-        help="keep pages of prompts on disk too, and begin with what is there; if no folder is "
-        f"named, in {_default()}",
+        help=f"persist prompts' pages on disk and reuse them; without a folder, in {_default()}",
     )
-    _add_cap(parser, "50GB", "the most that the folder may take of the disk (default: 50GB)")
+    _add_cap(parser, "50GB", "the most that the folder may take on disk (default: 50GB)")
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """List what is stored."""
+    """List the entries."""
     with _opened(arguments) as store:
         rows = store.rows()
     if arguments.json:
@@ -76,7 +75,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Read everything; 1 if anything is wrong."""
+    """Read every file; return 1 if anything is wrong."""
     from paged_kv.store.maintenance import verify
 
     with _opened(arguments) as store:
@@ -90,7 +89,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Remove what is of no use."""
+    """Remove damaged entries, and those over the cap."""
     from paged_kv.store.maintenance import gc
 
     with _opened(arguments) as store:
@@ -116,13 +115,13 @@ def run_clear(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write all pages into one file; 1 if some could not be read."""
+    """Write all pages into one file; return 1 if some could not be read."""
     from paged_kv.store.maintenance import export
 
     if arguments.file.exists():
         raise FileExistsError(
-            f"{arguments.file} is there already, and export writes over nothing: remove it, or "
-            "name another file"
+            f"{arguments.file} exists, and export overwrites nothing: remove it, or name another "
+            "file"
         )
     with _opened(arguments) as store:
         done = export(store, arguments.file)
@@ -130,7 +129,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Add the pages of such a file; 1 if some were not taken."""
+    """Add the pages of an exported file; return 1 if some were skipped."""
     from paged_kv.store.maintenance import import_
 
     _require_archive(arguments.file)
@@ -179,10 +178,10 @@ def _opened(arguments: argparse.Namespace, *, must_exist: bool = True) -> PageSt
     folder = arguments.store
     if must_exist and not (folder / TAG).exists():
         raise FileNotFoundError(
-            f"there is no page store in {folder}: name the folder with --store, as it was named "
-            "where it was made"
+            f"there is no page store in {folder}: name with --store the folder that the store was "
+            "made in"
         )
-    # Who only looks or tidies up needs no room.
+    # Listing and cleaning up need no free disk space.
     free = 0 if must_exist else MIN_FREE_BYTES
     return PageStore(folder, arguments.store_bytes, min_free_bytes=free)
 
@@ -194,16 +193,16 @@ def _default() -> str:
 
 
 def _require_archive(file: Path) -> None:
-    """Check what is to be imported before a store is made for it.
+    """Check a file to import before making a store for it.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no tar file.
+        ValueError: it is not a tar file.
     """
     try:
         tarfile.open(file).close()
     except tarfile.TarError as error:
-        raise ValueError(f"{file} is no export of a page store: {error}") from None
+        raise ValueError(f"{file} is not an export of a page store: {error}") from None
 
 
 def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:

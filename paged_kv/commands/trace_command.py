@@ -1,4 +1,4 @@
-"""The command `paged-kv trace`: replays what was recorded, or makes a load up."""
+"""The command `paged-kv trace`: replays a recorded trace, or synthesizes one."""
 
 import argparse
 import json
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Traces of what happens to blocks. Any process that uses this library records one where
-PAGED_KV_TRACE names a file; `replay` runs it through the allocator again, with another budget, page
-size or without prefix reuse, and `synthesize` makes one up. Neither needs a model or memory: only
-the bookkeeping runs.
+Traces of block allocations. Any process that uses this library records one to the file that
+PAGED_KV_TRACE names. `replay` runs it through the allocator again, with another budget or page
+size, or without prefix reuse; `synthesize` makes one up. Neither needs a model or memory: only the
+bookkeeping runs.
 """
 _DEFAULT_MAX_BYTES = "16GB"
 
@@ -32,7 +32,7 @@ def add_trace_parser(subparsers: "Subparsers") -> None:
 
 
 def _add_replay_parser(commands: "Subparsers") -> None:
-    parser = commands.add_parser("replay", help="run a trace with other parameters, and compare")
+    parser = commands.add_parser("replay", help="run a trace with other parameters and compare")
     parser.set_defaults(run=run_replay)
     parser.add_argument("file", type=path, help="a trace")
     parser.add_argument(
@@ -49,7 +49,7 @@ def _add_replay_parser(commands: "Subparsers") -> None:
         "--eviction",
         choices=["lru", "always"],
         default="lru",
-        help="which cached prefixes are let go: the least recently used when there is need, or all "
+        help="which cached prefixes to evict: the least recently used when memory is short, or all "
         "at once (default: lru)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
@@ -58,17 +58,17 @@ def _add_replay_parser(commands: "Subparsers") -> None:
 def _add_synthesize_parser(commands: "Subparsers") -> None:
     parser = commands.add_parser(
         "synthesize",
-        help="make up a load of sequences of random lengths",
+        help="make up a load of sequences with random lengths",
         description="The defaults for the model's geometry are those of Llama 3.1 8B.",
     )
     parser.set_defaults(run=run_synthesize)
-    parser.add_argument("file", type=path, help="the trace to write, which must not be there yet")
+    parser.add_argument("file", type=path, help="the trace to write; it must not exist yet")
     for flag, default, meaning in (
         ("--sequences", 64, "sequences at once"),
         ("--layers", 32, "layers that keep keys and values"),
-        ("--kv-heads", 8, "key and value heads of a layer"),
-        ("--head-dim", 128, "numbers of a head"),
-        ("--bytes-per-number", 2, "bytes of a number"),
+        ("--kv-heads", 8, "key/value heads per layer"),
+        ("--head-dim", 128, "head size"),
+        ("--bytes-per-number", 2, "bytes per number"),
     ):
         parser.add_argument(
             flag,
@@ -82,7 +82,7 @@ def _add_synthesize_parser(commands: "Subparsers") -> None:
         type=length_range,
         default=(100, 2000),
         metavar="MIN,MAX",
-        help="tokens of a sequence, uniformly random, or one number (default: 100,2000)",
+        help="tokens of a sequence: a range, drawn uniformly, or one number (default: 100,2000)",
     )
     parser.add_argument(
         "--churn",
@@ -92,7 +92,10 @@ def _add_synthesize_parser(commands: "Subparsers") -> None:
         help="share of the sequences that end and are replaced by new ones (default: 0.5)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="chooses the lengths and who ends (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="draws the lengths and the sequences that end (default: 0)",
     )
     parser.add_argument(
         "--max-bytes",
@@ -104,7 +107,7 @@ def _add_synthesize_parser(commands: "Subparsers") -> None:
 
 
 def run_synthesize(arguments: argparse.Namespace) -> int:
-    """Write a trace; returns the exit status, 0."""
+    """Write a trace; return the exit status, 0."""
     from paged_kv.trace.synthetic_load import Load, synthesize
 
     shortest, longest = arguments.lengths
@@ -115,7 +118,7 @@ def run_synthesize(arguments: argparse.Namespace) -> int:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Replay as recorded and with the other parameters, and print both; returns 0."""
+    """Replay as recorded and with the other parameters, print both, return 0."""
     events = read_trace(arguments.file)
     other = Parameters(arguments.page_size, arguments.max_bytes, arguments.eviction == "lru")
     recorded = Replay(events, Parameters()).run()
@@ -166,7 +169,7 @@ def _rows(outcome: Outcome) -> list[tuple[str, str]]:
     return [
         ("budget", format_size(stats.bytes_budget)),
         ("block tables", f"{outcome.sequences:,}"),
-        ("  of them refused for want of memory", f"{outcome.refused:,}"),
+        ("  of them refused, out of memory", f"{outcome.refused:,}"),
         ("tokens of prompts looked up", f"{outcome.tokens_asked:,}"),
         ("  of them found", f"{outcome.tokens_found:,} ({found:.1%})"),
         ("cached blocks evicted", f"{outcome.evicted:,}"),
@@ -174,7 +177,7 @@ def _rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("most bytes of live tokens", format_size(outcome.peak_allocated)),
         ("most bytes of pages in use", format_size(outcome.peak_active)),
         ("most bytes mapped", format_size(outcome.peak_mapped)),
-        ("rows without a live token, then", f"{outcome.fragmentation_at_peak:.1%}"),
+        ("slots without a live token, then", f"{outcome.fragmentation_at_peak:.1%}"),
         ("mapped at the end", format_size(stats.bytes_mapped)),
         ("  of it neither used nor cached", f"{stats.external_fragmentation:.1%}"),
     ]
