@@ -1,4 +1,4 @@
-"""What the prefix cache tells whoever keeps prefixes below memory. It knows nothing of files."""
+"""The interface of a tier below memory, such as a store on disk, to the prefix cache."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from paged_kv.allocator.prefixes.prefix_node import Node
 
 
 class LowerTier(Protocol):
-    """Keeps what the index knows, and gives it back. Nothing here raises because of a disk."""
+    """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
+    disk."""
 
     def bring_up(self, namespace: Hashable, tokens: Sequence[int]) -> None:
-        """Bring what is kept of a prompt into the index, if one can begin with more of it then.
-        Others may be evicted for it."""
+        """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
+        evict other prefixes."""
         ...
 
     def keep(self, namespace: Hashable, nodes: Sequence[Node]) -> None:
-        """Note that these nodes, one behind the other from a root, are known."""
+        """Note that the index holds these nodes: a path from a root's child down."""
         ...
 
     def leaving(self, node: Node) -> None:
-        """Note that the index is about to forget a node."""
+        """Note that the index is about to evict a node."""
         ...

@@ -1,5 +1,5 @@
-"""What a node of the prefix index holds of the pages of a group, for whoever keeps pages
-elsewhere."""
+"""Finds the page that a node of the prefix index holds in a layer group, for the tier below
+memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class NodePage:
 
     Attributes:
         block: its id.
-        unused: rows that hold nothing of this prefix.
-        written: how many tokens a ring has seen of which this is the last page.
+        unused: slots that hold nothing of this prefix.
+        written: tokens that the ring had been written with when this was its last page.
     """
 
     block: int
@@ -32,12 +32,12 @@ class NodePage:
 
 
 def node_page(group: LayerGroup, path: Sequence[Node], at: int, end: int) -> NodePage | None:
-    """The page of the first `end` tokens of the node at a place of a path from the first block, if
-    it is known and of use.
+    """The page of the first `end` tokens of node `path[at]`; None if it is not cached or not
+    reusable. `path` begins at the prefix's first block.
 
-    In a group with a window that is a full page, which may be part of many rings, or the last page
-    of a ring that is known as a whole. Of a ring that was used again such a page holds rows of an
-    earlier one too.
+    In a group with a window the page is either a full one, which may belong to many rings, or the
+    last one of a ring that is cached whole. Once the ring has wrapped around, its last page also
+    holds slots of an earlier page.
     """
     node, num_tokens = path[at], at * PAGE_SIZE + end
     if group.window is None:
@@ -52,7 +52,7 @@ def node_page(group: LayerGroup, path: Sequence[Node], at: int, end: int) -> Nod
 
 
 def path_to(node: Node) -> list[Node]:
-    """The nodes from the first block of a prefix to one of its blocks."""
+    """The nodes from a prefix's first block to `node`."""
     path = []
     while node.parent is not None:
         path.append(node)

@@ -1,4 +1,4 @@
-"""Pages as bytes, for whoever keeps them elsewhere, and back."""
+"""Copies pages out of the pool as bytes and loads them back, for the tier below memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Words = npt.NDArray[np.uint16]
 
 
 def block_bytes(group: LayerGroup, block: int, unused: slice) -> dict[str, Words]:
-    """A block's page of every layer, uint16 [page_units, unit_words]; rows that are unused are
-    zeros, and not what was there before."""
+    """A block's page of every layer, uint16 [page_units, unit_words]. Unused slots are zeros, not
+    their earlier content."""
     views = {layer: pages.page(block) for layer, pages in group.pages.items()}
     mx.eval(list(views.values()))
     contents = {}
@@ -40,11 +40,11 @@ def load_blocks(
     formats: abc.Sequence[str],
     contents: abc.Sequence[Mapping[str, Words]],
 ) -> None:
-    """Append blocks to a sequence, with pages as `block_bytes` gave them.
+    """Append blocks to a sequence, with pages that `block_bytes` returned.
 
     Raises:
-        ValueError: they are not what the layers hold.
-        PoolExhausted: the budget does not hold them.
+        ValueError: the pages do not have the layers' shapes.
+        PoolExhausted: the budget does not hold the blocks.
     """
     for name, content in zip(formats, contents, strict=True):
         _require_pages(group, name, content)

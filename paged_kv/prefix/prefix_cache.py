@@ -1,9 +1,9 @@
-"""Sequences that begin with what was computed before.
+"""Starts sequences with the longest cached prefix of a prompt.
 
-Full-attention layers can begin at any token of a prefix: they share its blocks, and of a block that
-matches in part they copy the page at their first write. So can layers with a window where the pages
-of a whole ring are known: those that it passed while there was room for them, and those with which
-somebody stopped. Recurrent layers have one state, and begin where a snapshot of it was taken.
+Full-attention layers can resume from any token of a prefix: they share its blocks, and copy a
+partly matching page at their first write. Layers with a window can resume where all pages of a ring
+are cached: cached out-of-window blocks, and the ring that an inserted sequence ended with.
+Recurrent layers have one state, and resume only where a snapshot of it was taken.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from paged_kv.pool.layer_group import LayerGroup
     from paged_kv.pool.page_pool import PagePool
 
-# Snapshots of recurrent layers may take so much of the budget again.
+# Snapshots of recurrent layers may take up to max_bytes / SNAPSHOT_SHARE besides the budget.
 SNAPSHOT_SHARE = 4
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt's beginning that was computed before.
+    """A cached prefix of a prompt.
 
     Attributes:
-        sequence: holds it.
-        num_tokens: how much that is.
-        states: what layers hold that are not paged; None if nothing is known of them.
+        sequence: a new sequence that holds it.
+        num_tokens: its length.
+        states: the states of layers that are not paged; None if there is no snapshot.
     """
 
     sequence: Sequence
@@ -48,7 +48,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where all layers can begin, and with what."""
+    """The position from which all layers can resume, with the rings and snapshot that they need."""
 
     num_tokens: int
     rings: Mapping[LayerGroup, WindowPrefix]
@@ -56,15 +56,15 @@ class _Start:
 
 
 class PrefixCache:
-    """Prefixes of one pool.
+    """The cached prefixes of one pool.
 
     Args:
-        pool: where the pages are.
+        pool: holds the pages.
         has_states: whether the model has layers whose caches are not paged.
 
     Attributes:
-        has_states: that.
-        snapshots: what is known of those.
+        has_states: as given.
+        snapshots: the states of those layers.
     """
 
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
@@ -75,20 +75,20 @@ class PrefixCache:
         self._lower: LowerTier | None = None
 
     def __len__(self) -> int:
-        """Known prompts that are not the beginning of another."""
+        """Cached prompts that are not a prefix of another."""
         return self.pool.index.num_prompts
 
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes of the pages that nobody else holds, and of snapshots. O(slabs)."""
+        """Bytes of the pages that only this cache holds, and of snapshots. O(slabs)."""
         return self.pool.stats().bytes_retained + self.snapshots.nbytes
 
     @locked
     def trim(self, *, max_prompts: int | None = None, max_bytes: int | None = None) -> int:
-        """Evict what was least recently used, and nobody else holds, until there are at most so
-        many prompts and `nbytes`; returns how many blocks' worth that was."""
-        # Counting releases what was dropped, so that nothing stays for the sake of it.
+        """Evict the least recently used blocks that no sequence holds, until at most `max_prompts`
+        prompts and `max_bytes` of `nbytes` are left; returns how many blocks were evicted."""
+        # Counting first releases the blocks of collected sequences, so they cost no eviction.
         most = self._bytes_held()
         if max_bytes is not None:
             most -= max(0, self.nbytes - max_bytes)
@@ -109,8 +109,8 @@ class PrefixCache:
     def fetch(
         self, namespace: Hashable, tokens: abc.Sequence[int], page_format: PageFormat
     ) -> Prefix:
-        """A new sequence that holds as much of a prompt as is known, without its last token.
-        O(tokens). The pages that it gets later are of `page_format`."""
+        """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
+        last token. O(tokens). Its later pages have `page_format`."""
         if self._lower is not None:
             self._lower.bring_up(namespace, tokens)
         match = self.pool.index.match(namespace, tokens)
@@ -126,9 +126,9 @@ class PrefixCache:
     def insert(
         self, namespace: Hashable, tokens: abc.Sequence[int], sequence: Sequence, states: Any
     ) -> int:
-        """Let others find what a sequence holds of these tokens; returns with how many of them a
-        longer prompt can begin now. No page is copied. `states` is what the layers hold that are
-        not paged, when all tokens that the sequence holds are known; it must not change any more.
+        """Cache what a sequence holds of these tokens; returns how many of them a longer prompt can
+        now reuse. Copies no page. `states` are the states of the layers that are not paged, after
+        all tokens of the sequence; the caller must not change them later.
         """
         sequence.commit()
         num_tokens = min(len(tokens), sequence.length)
@@ -153,12 +153,12 @@ class PrefixCache:
 
     @locked
     def known(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
-        """How much of a prompt all layers can begin with, without its last token. O(tokens)."""
+        """How many tokens of a prompt all layers can reuse, without its last token. O(tokens)."""
         return self._start(self.pool.index.match(namespace, tokens)).num_tokens
 
     @locked
     def put_below(self, lower: LowerTier) -> None:
-        """Keep in `lower` what is known from now on, and look there for what is not."""
+        """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
         self._lower = lower
         self.pool.index.leaving = lower.leaving
 
@@ -169,7 +169,7 @@ class PrefixCache:
         return self.snapshots.take(states, nbytes)
 
     def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
-        """Let a new sequence hold the beginning of a match."""
+        """Let a new sequence hold a match up to `start`."""
         held = match.nodes[: -(-start.num_tokens // PAGE_SIZE)]
         for group in self._shared_groups():
             blocks = [node.blocks[group.allocator] for node in held]
@@ -186,7 +186,7 @@ class PrefixCache:
         sequence.begin_at(start.num_tokens, written)
 
     def _start(self, match: Match) -> _Start:
-        """The end of the longest part of a match with which all layers can begin."""
+        """The longest part of a match that all layers can reuse."""
         for num_tokens, snapshot in self._candidates(match):
             rings = {
                 group: window_prefix(match.nodes, num_tokens, group.window, group.allocator)
@@ -199,8 +199,8 @@ class PrefixCache:
         return _Start(0, {})
 
     def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:
-        """Ends of parts of a match, the longest first: where snapshots were taken if there must be
-        one, else its own end and those of its blocks."""
+        """Positions to resume from, the longest first: where a snapshot was taken if the model
+        needs one, else the match's end and the ends of its blocks."""
         for page in reversed(range(len(match.nodes))):
             end = min(match.num_tokens, (page + 1) * PAGE_SIZE)
             if not self.has_states:
@@ -214,7 +214,7 @@ class PrefixCache:
                     yield page * PAGE_SIZE + rows, snapshot
 
     def _shared_groups(self) -> list[LayerGroup]:
-        """The groups whose sequences hold all their tokens."""
+        """The groups without a window: their sequences hold all their tokens."""
         return [group for group in self.pool.groups if group.is_open and group.window is None]
 
     def _window_groups(self) -> list[LayerGroup]:

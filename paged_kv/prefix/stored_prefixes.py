@@ -1,17 +1,17 @@
-"""The tier below memory: what the prefix index knows, kept in a page store.
+"""Keeps the blocks of the prefix index in a page store: the tier below memory.
 
-Blocks are written when they are inserted and not when they are evicted: a process that ends, or is
-ended, has then stored what it computed, and eviction happens when memory is short, which is no time
-for copies. Of layers that can begin anywhere only full blocks are written then, as the last block
-will be written again when a conversation goes on; it is stored when it is evicted, or at the end.
+Insertion writes blocks; eviction does not. So a process that is killed has already stored its
+blocks, and no copy is made while memory is short. For full-attention layers insertion writes full
+blocks only, as a continued conversation rewrites the last block; that one is stored when it is
+evicted, or when the factory closes.
 
-Layers with a window can begin behind a block if the blocks of a whole ring are stored; so blocks
-that left a ring are written like others. The last block of a ring is written at once where somebody
-stopped, with the rows that it still holds of the block before it. So are the states of layers
-without pages, with the block that they are the end of.
+Layers with a window can resume after a block if all blocks of a ring are stored. Cached
+out-of-window blocks are therefore written like others. The last block of an inserted sequence's
+ring is written at once, with the slots that it still holds of the block before it. The states of
+layers without pages are written at once too, with the block that they end.
 
-What is stored is inserted like what was computed, when all of it is there and verified; with tokens
-that a prompt does not have, if its last block holds some. The index finds the part that it has.
+Stored blocks enter the index like computed ones, once all of them are read and verified. The last
+block may hold tokens that the prompt does not have; the index matches the part that it has.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 
 class StateCodec(Protocol):
-    """Turns what layers hold that are not paged into bytes, and back."""
+    """Packs the states of layers that are not paged into bytes, and unpacks them."""
 
     def pack(self, states: Any) -> tuple[Any, dict[str, Any]]:
-        """What JSON can say of them, and their arrays as uint8, by name."""
+        """Notes for JSON, and the states' arrays as uint8, by name."""
         ...
 
     def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> Any:
-        """States again.
+        """The states that `pack` was given.
 
         Raises:
-            ValueError: that is not what `pack` gave.
+            ValueError: the notes or arrays are not `pack`'s.
         """
         ...
 
@@ -62,11 +62,10 @@ class StoredPrefixes:
     """See `LowerTier` for the operations.
 
     Args:
-        prefixes: whose blocks these are. All its layers must be known.
-        store: is not closed with this.
-        identify: what the content of pages of a namespace depends on; None if they are not to be
-            stored.
-        codec: for states.
+        prefixes: the prefix cache to store. Its pool must know all layers.
+        store: the page store; the caller closes it.
+        identify: returns the identity of a namespace's pages; None if they are not to be stored.
+        codec: packs states.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class StoredPrefixes:
         self._store = store
         self._identify = identify
         self._codec = codec
-        # What each known block is stored as; of roots, what begins behind them.
+        # Each cached block's link; for the index's roots, the root of their chain.
         self._links: weakref.WeakKeyDictionary[Node, Link] = weakref.WeakKeyDictionary()
 
     def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
@@ -92,7 +91,7 @@ class StoredPrefixes:
             return
         failed: list[str] = []
         while True:
-            # What was loaded in vain may have taken the place of some.
+            # A load that failed may have evicted blocks that were held before.
             held = self._held(namespace, tokens)
             wanted = self._wanted(Link.root(identity), tokens, len(held), known)
             stored = self._store.find(wanted, failed)
@@ -130,8 +129,8 @@ class StoredPrefixes:
             self._save([part for end in ends for part in self._parts(path, len(path) - 1, end)])
 
     def keep_all(self) -> None:
-        """Store what is known and is not stored yet; nothing is dropped for want of room in a
-        queue."""
+        """Store every cached block that is not stored yet. It waits for the queue, so none is
+        dropped because the queue is full."""
         for node in self._pool.index.nodes():
             self.leaving(node)
             if not self._store.flush():
@@ -143,15 +142,15 @@ class StoredPrefixes:
 
     @property
     def _shared_groups(self) -> list[LayerGroup]:
-        """The groups whose sequences hold all their tokens."""
+        """The groups without a window: their sequences hold all their tokens."""
         return [group for group in self._groups if group.window is None]
 
     def _part(self, group: LayerGroup) -> str:
         return f"pages {self._pool.groups.index(group)}"
 
     def _held(self, namespace: Hashable, tokens: abc.Sequence[int]) -> list[Node]:
-        """The blocks of a prompt that need not be read: all their tokens are known, and all groups
-        have their block."""
+        """The blocks of a prompt that are in memory: full matching blocks that every group without
+        a window holds."""
         match = self._pool.index.match(namespace, tokens)
         held = []
         for node in match.nodes[: match.num_tokens // PAGE_SIZE]:
@@ -165,7 +164,7 @@ class StoredPrefixes:
         windows = [(group, group.window) for group in self._groups]
         return Wanted(
             root=root,
-            # A state is never rolled back, so one that ends with the prompt is of no use.
+            # A state cannot be rolled back, and the last token must be computed again.
             tokens=tokens[: len(tokens) - 1] if has_states else tokens,
             held=held * PAGE_SIZE,
             beyond=known,
@@ -176,7 +175,7 @@ class StoredPrefixes:
         )
 
     def _ends(self, node: Node) -> set[int]:
-        """Behind how many of a node's tokens something is stored as soon as it is known."""
+        """The numbers of a node's tokens after which something is stored at insertion."""
         full = {PAGE_SIZE} if len(node.tokens) == PAGE_SIZE else set()
         if self._prefixes.has_states:
             return full | {end for end, each in node.checkpoints.items() if _is_there(each)}
@@ -184,7 +183,7 @@ class StoredPrefixes:
         return full | {each.last for each in rows if each.is_end and not each.first}
 
     def _name(self, root: Link, nodes: abc.Sequence[Node]) -> None:
-        """Note what nodes, one behind the other, are stored as."""
+        """Note the links of a path of nodes."""
         link = root
         for node in nodes:
             assert node.parent is not None
@@ -192,21 +191,21 @@ class StoredPrefixes:
             link = self._links.setdefault(node, link.then(node.tokens))
 
     def _save(self, parts: abc.Sequence[_Part]) -> list[str]:
-        """Store what is not stored yet; returns what all of it is found by."""
+        """Store the parts that are not stored yet; returns the keys of all of them."""
         path = [part.place.key for part in parts]
         for part in parts:
             if not self._store.knows(part.place.key) and self._store.has_room(part.nbytes):
                 try:
                     entry = part.entry()
                 except (MemoryError, TypeError) as error:
-                    # In the middle of a step, maybe: no reason to end it.
+                    # A step may be running: drop the entry instead of failing the step.
                     self._store.drop(f"no bytes could be made of them: {error}")
                 else:
                     self._store.save(entry, path)
         return path
 
     def _parts(self, path: abc.Sequence[Node], at: int, end: int) -> Iterator[_Part]:
-        """What is to be stored of the first tokens of a node, of which the path is known."""
+        """The parts to store for the first `end` tokens of node `path[at]`."""
         node = path[at]
         link = self._links[node]
         if end < len(node.tokens):
@@ -228,7 +227,8 @@ class StoredPrefixes:
         return Entry(place, arrays, json.dumps(about))
 
     def _load(self, namespace: Hashable, stored: Stored, held: list[Node]) -> str | None:
-        """Bring stored blocks into the index; the key of what cannot be had, if anything cannot."""
+        """Load stored blocks into the index; returns the key of an entry that could not be used, or
+        None."""
         sequence = Sequence(self._pool)
         num_held = sum(len(node.tokens) for node in held)
         for group in self._shared_groups:
@@ -248,7 +248,7 @@ class StoredPrefixes:
                     written |= self._append(sequence, stored.num_tokens, waiting)
                     waiting.clear()
             except (ValueError, KeyError, TypeError):
-                # A sound file that does not hold what it says, by another's or our own fault.
+                # The checksum is right, but the content does not fit its notes.
                 return place.key
         sequence.begin_at(stored.num_tokens, written)
         tokens = [token for link in stored.links for token in link.tokens]
@@ -258,8 +258,8 @@ class StoredPrefixes:
     def _append(
         self, sequence: Sequence, num_tokens: int, entries: list[Entry]
     ) -> dict[LayerGroup, int]:
-        """Load pages into fresh blocks of a sequence; how many tokens the rings have seen of which
-        the last page is among them."""
+        """Load pages into fresh blocks of a sequence. For each ring whose last page is among them,
+        returns how many tokens it was written with."""
         written = {}
         for group in self._groups:
             mine = [entry for entry in entries if entry.place.part == self._part(group)]
@@ -274,11 +274,11 @@ class StoredPrefixes:
 
 @dataclass(frozen=True)
 class _Part:
-    """Something that is to be stored.
+    """An entry to store.
 
     Attributes:
-        place: what it is found by.
-        nbytes: about how large it is.
+        place: its key.
+        nbytes: its approximate size.
         entry: makes it.
     """
 
@@ -294,13 +294,13 @@ def _page_entry(place: Place, group: LayerGroup, page: NodePage) -> Entry:
 
 
 def _seen(written: int, num_tokens: int, window: Window) -> int:
-    """How many tokens a ring has seen.
+    """Check how many tokens a ring was written with.
 
     Raises:
-        ValueError: then it does not hold the window behind the last.
+        ValueError: after so many, the ring does not hold the window before `num_tokens`.
     """
     if not window.shortest_rollback(written) <= num_tokens <= written:
-        raise ValueError(f"a ring that has seen {written} tokens does not end with {num_tokens}")
+        raise ValueError(f"a ring written with {written} tokens cannot resume after {num_tokens}")
     return written
 
 

@@ -1,5 +1,5 @@
-"""What a prefix index knows of rings: which rows a sequence leaves there, and from which of them a
-ring for another sequence can be made."""
+"""Prefix hits in groups with a window: lists the slots of a sequence's ring for the index, and
+rebuilds a ring for another sequence from them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowPrefix:
-    """Pages that a sequence can go on with in a group with a window.
+    """A ring from which a sequence can resume in a group with a window.
 
     Attributes:
-        pages: in the order of its table.
-        written: how many tokens such a ring has seen at most.
+        pages: in the order of its block table.
+        written: the most tokens that such a ring was written with.
     """
 
     pages: tuple[OutOfWindowBlock, ...]
@@ -35,11 +35,11 @@ class WindowPrefix:
 def held_rows(
     sequence: Sequence, group: LayerGroup, num_tokens: int
 ) -> Iterator[tuple[int, WindowRows]]:
-    """The first `num_tokens` tokens of a sequence, as far as they are still in pages of a group
-    with a window, with the number of each page. All in its ring are retired by this.
+    """Page numbers and slots of a sequence's first `num_tokens` tokens that a group with a window
+    still holds. This caches all pages of the ring as out-of-window blocks.
 
-    A page of the ring that was written over in part gives two of these: rows of the page that it
-    is, and rows of the one that it was.
+    A partly overwritten page of the ring yields two entries: the slots of its present page number,
+    and the slots left of its former one.
     """
     window = group.window
     assert window is not None
@@ -61,8 +61,8 @@ def held_rows(
 def window_prefix(
     nodes: abc.Sequence[Node], num_tokens: int, window: Window, allocator: BlockAllocator
 ) -> WindowPrefix | None:
-    """The ring with which a sequence can go on behind the first tokens of a prefix, if all of it is
-    known."""
+    """The ring from which a sequence can resume after a prefix's first `num_tokens` tokens; None
+    unless all of its pages are cached."""
     last = -(-num_tokens // PAGE_SIZE) - 1
     rows = num_tokens - last * PAGE_SIZE
     rings = (
@@ -80,7 +80,7 @@ def _ring_with(
     window: Window,
     allocator: BlockAllocator,
 ) -> WindowPrefix | None:
-    """A ring whose latest page is known."""
+    """The ring whose latest page is `tail`; None if another of its pages is missing."""
     ring, last = window.ring, -(-num_tokens // PAGE_SIZE) - 1
     oldest = max(ring.head, last - ring.entries + 1)
     pages = {}
@@ -108,12 +108,12 @@ def _first_held(
     window: Window,
     allocator: BlockAllocator,
 ) -> int:
-    """The first position behind the head that such a ring holds."""
+    """The first position after the sink tokens that the ring holds."""
     if last < oldest:
         return window.head_end
     before = last - window.ring.entries
     if before >= window.ring.head and not pages[oldest].first:
-        # What the latest page has not written over yet of the one that was in its place.
+        # The latest page still holds the end of the page that it is overwriting.
         for rows in nodes[before].rows_of(allocator):
             if rows.out_of_window is pages[last].out_of_window and rows.last == PAGE_SIZE:
                 return before * PAGE_SIZE + rows.first
@@ -121,6 +121,6 @@ def _first_held(
 
 
 def _rows_to_the_end(node: Node, allocator: BlockAllocator) -> WindowRows | None:
-    """Most rows of a full block, up to the last."""
+    """The longest cached run of slots that reaches the end of a full block."""
     to_the_end = [rows for rows in node.rows_of(allocator) if rows.last == PAGE_SIZE]
     return min(to_the_end, key=lambda rows: rows.first, default=None)
