@@ -4,5 +4,5 @@
     simulated_pool  a pool without pages
     synthetic_load  writes a trace of a made-up load
 
-`pool/trace` records traces, and says how they are written.
+`pool/trace` records traces, and describes their format.
 """

@@ -1,4 +1,4 @@
-"""A pool without pages: what a trace is replayed on."""
+"""Simulates a pool without pages, to replay a trace on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SimulatedPool:
             group.allocator.unmap_empty_slabs()
 
     def note_found(self, group: SimulatedGroup, num_tokens: int) -> None:
-        """Count what a prompt begins with once, not for every group."""
+        """Count a prompt's prefix hit once, not for every group."""
         if group is next((each for each in self.groups if each.ring is None), self.groups[0]):
             self.tokens_found += num_tokens
 
@@ -84,16 +84,16 @@ class SimulatedGroup:
             self.allocator.add_format(page_format, size)
 
     def resize(self, page_format: str, size: int) -> None:
-        """A block of a format, maybe a new one, takes so many bytes from now on."""
+        """From now on a block of a format, which may be new, takes `size` bytes."""
         self.allocator.add_format(page_format, size)
-        # What is mapped may not fit any more; then it stays as it was.
+        # The mapped slabs may not fit the budget at the new size; then the old size stays.
         with suppress(PoolExhausted):
             self.allocator.set_block_bytes({page_format: size})
 
 
 @dataclass(eq=False)
 class SimulatedTable:
-    """A table, and what tells its tokens from others: numbers, the same where tokens are shared."""
+    """A block table with made-up token ids, which are equal where tables share tokens."""
 
     group: SimulatedGroup
     table: BlockTable
@@ -102,13 +102,13 @@ class SimulatedTable:
     was_furthest: int = 0
 
     def write(self, start: int, end: int) -> None:
-        """Tokens of its own."""
+        """Write the positions [start, end) with tokens of this table's own."""
         self.was_furthest = max(self.was_furthest, end)
         if self.group.ring is None:
             self.tokens[start:] = [token_of(self.tag, at) for at in range(start, end)]
 
     def trim(self, tokens: int, tag: int) -> None:
-        """Only the first tokens stay; what comes then is other tokens than before."""
+        """Keep the first tokens; later ones get another tag, so they differ from the old ones."""
         ring, size = self.group.ring, self.group.pool.page_size
         if ring is not None and self.was_furthest > ring.size * size:
             self.table.rewind(tokens)
@@ -119,5 +119,5 @@ class SimulatedTable:
 
 
 def token_of(tag: int, position: int) -> int:
-    """A token that is the same only where tag and position are."""
+    """A token id that is unique for each tag and position."""
     return tag << 32 | position

@@ -1,9 +1,8 @@
-"""A made-up load, as a trace that can be replayed.
+"""Makes up a load and writes it as a trace that can be replayed.
 
-Sequences grow together, a page's worth of tokens in each turn, as the rows of a batch do. Some
-end when they have all their tokens and are dropped, and a new one takes their place; the others
-stay, as conversations do that may be continued. No model and no memory is needed: the allocator
-counts bytes and never touches them.
+Sequences grow together, one page of tokens a turn, like the sequences of a batch. When complete,
+some are dropped and replaced by a new one; the others stay, like conversations that may be
+continued. This needs no model and no memory: the allocator counts bytes and never touches them.
 """
 
 import random
@@ -21,13 +20,13 @@ from paged_kv.pool.trace import PAGE_SIZE, TracedPool, TraceFile
 
 @dataclass(frozen=True)
 class Load:
-    """What is made up; a seed makes it the same each time.
+    """The parameters of a load; equal parameters give equal loads.
 
     Attributes:
-        sequences: how many are wanted at once.
-        shortest, longest: tokens of a sequence, every length in between as likely.
+        sequences: how many run at once.
+        shortest, longest: tokens of a sequence, drawn uniformly.
         churn: the share of the sequences that end and are replaced, 0 to 1.
-        seed: chooses the lengths, and who ends.
+        seed: draws the lengths and the sequences that end.
     """
 
     sequences: int
@@ -38,14 +37,14 @@ class Load:
 
 
 def synthesize(load: Load, token_bytes: int, max_bytes: int, path: Path) -> None:
-    """Write the trace of a load whose tokens take `token_bytes` in all layers. It is that of a pool
-    in which everything fits; `max_bytes` is the budget that a replay begins with.
+    """Write the trace of a load whose tokens take `token_bytes` in all layers. In the traced pool
+    the whole load fits; `max_bytes` is the budget that a replay begins with.
 
     Raises:
         ValueError: token_bytes or max_bytes is not positive.
         OSError: the file cannot be written.
     """
-    # A page written takes a millisecond.
+    # Each reading of the clock advances it by a millisecond.
     written = count()
     file = TraceFile(path, lambda: next(written) / 1000)
     events = TracedPool(file, ByteBudget(max_bytes), "synthetic")
@@ -64,7 +63,7 @@ class _Sequence:
 
 
 class _Run:
-    """Who is growing, and who has all its tokens and stays."""
+    """One run of a load: the sequences that still grow."""
 
     def __init__(self, allocator: BlockAllocator, load: Load) -> None:
         self._allocator = allocator
@@ -73,7 +72,7 @@ class _Run:
         self._growing = deque(self._start(i in replaced) for i in range(load.sequences))
 
     def finish(self) -> None:
-        """Give every sequence a page's worth of tokens in turn, until none is growing."""
+        """Grow every sequence by a page of tokens in turn, until all are complete."""
         while self._growing:
             sequence = self._growing.popleft()
             end = min(sequence.tokens + PAGE_SIZE, sequence.final_tokens)
