@@ -134,5 +134,5 @@ def test_what_collides_is_told_apart(tmp_path: Path, asked: Link) -> None:
     with open_store(tmp_path / "store") as store:
         store.put([entry(stored)])
         assert is_right(store.get(Place(stored, PAGES)))
-        with pytest.raises(OtherEntry, match="other tokens, or what another model computed"):
+        with pytest.raises(OtherEntry, match="other tokens, or pages of another model"):
             store.get(Place(asked, PAGES))

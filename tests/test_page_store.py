@@ -244,8 +244,8 @@ def test_what_cannot_be_a_store_is_refused_by_name(tmp_path: Path) -> None:
     for name, why in {
         "file": "is a file: name a folder",
         "file/below": "is a file|cannot be used as a page store",
-        "photos": "is not empty and no page store",
-        "link": "is a link: name the folder that it leads to",
+        "photos": "is not empty and not a page store",
+        "link": "is a link: name the folder it points to",
         "store/../store": "has '..' in it",
     }.items():
         with pytest.raises(StoreError, match=why) as caught:

@@ -116,7 +116,7 @@ def test_export_and_import(
     archive, other = tmp_path / "pages.tar", tmp_path / "other"
     assert run(folder, "export", str(archive)) == 0
     assert run(folder, "export", str(archive)) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists, and export overwrites nothing" in capsys.readouterr().err
     assert run(other, "import", str(archive)) == 0
     with open_store(other) as store:
         for link in links(prompt(1, 600)):

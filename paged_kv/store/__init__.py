@@ -1,15 +1,15 @@
-"""Pages on disk: a folder of page files, shared by processes, under a byte cap.
+"""Keeps pages on disk: a folder of page files, shared by processes, under a byte cap.
 
-    keys          what a file is found by
+    keys          keys of files: chained hashes of everything that determines their content
     entry_file    the bytes of a file
     folder        the folder and its system calls
-    packed_tokens token ids as the index knows them
-    index         what is stored and when it was used; rebuilt from the files when it is lost
-    eviction      what goes when there is no room
-    page_store    all of these together, one process at a time
-    lookup        what of a prompt is stored
-    background    a store whose disk nobody waits for
+    packed_tokens token ids as the index stores them
+    index         entries and the order of their use; rebuilt from the files when it is lost
+    eviction      chooses entries to evict
+    page_store    all of these together, with one writing process at a time
+    lookup        finds the stored blocks of a prompt
+    background    asynchronous front end to the page store
     maintenance   verify, gc and clear; export and import
 
-Nothing here knows arrays of MLX, or what a page holds: entries are bytes.
+Nothing here knows MLX's arrays or what a page holds: entries are bytes.
 """

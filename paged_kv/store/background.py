@@ -1,9 +1,8 @@
-"""A page store whose disk nobody waits for.
+"""Asynchronous front end to the page store.
 
-Writing is a thread's work. What it is given waits in a queue of bounded bytes; what finds no room
-there is dropped and counted. Reading is done by a few threads, ahead of who reads, and for so long
-only as anybody would wait. Whatever fails is a miss: counted, logged once for each kind, and no
-exception.
+One thread writes entries from a queue of bounded bytes; when the queue is full, entries are dropped
+and counted. A few threads read ahead, and a read gives up after a time limit. Any failure counts as
+a miss: it is counted, logged once for each kind, and never raised.
 
 These threads see bytes only.
 """
@@ -27,7 +26,7 @@ from paged_kv.store.lookup import Stored, Wanted, find
 from paged_kv.store.page_store import FAULTS, PageStore
 from paged_kv.store.write_queue import WriteQueue
 
-# Of a disk of 1 GB/s the processor decodes what two threads read; a few more hide its latency.
+# Two reader threads saturate decoding with a disk of 1 GB/s; a few more hide its latency.
 READERS = 4
 READ_AHEAD = 8
 READ_PATIENCE_S = 5.0
@@ -38,16 +37,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store did for this process.
+    """Counts of what a store did for this process.
 
     Attributes:
-        tokens_found: that prompts began with because they were stored.
+        tokens_found: tokens of prefix hits that came from the store.
         entries_read: files whose content was used.
         bytes_read: of their arrays.
         entries_written: files that were stored.
         bytes_written: of their arrays.
-        dropped: entries that were not stored, by the reason.
-        errors: things that failed, by their kind.
+        dropped: entries that were not stored, by reason.
+        errors: failures, by kind.
     """
 
     tokens_found: int
@@ -60,12 +59,12 @@ class StoreStats:
 
 
 class BackgroundStore:
-    """Reads and writes a page store for whoever must not wait or fail.
+    """Reads and writes a page store without blocking on writes and without raising.
 
     Args:
-        store: is closed with this.
-        queue_bytes: the most that waits to be written.
-        patience_s: how long one file may take to be read.
+        store: the page store; `close` closes it.
+        queue_bytes: the most bytes that wait to be written.
+        patience_s: seconds that reading one file may take.
     """
 
     def __init__(
@@ -81,47 +80,47 @@ class BackgroundStore:
         self._faults = Faults(str(store.path))
         self._queue = WriteQueue(store, queue_bytes, self._faults)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
-        # At the end of the process too: what was given is written.
+        # At interpreter exit too, so that queued entries are written.
         self._close = weakref.finalize(self, _close, self._queue, self._readers, store)
 
     def close(self) -> None:
-        """Write what waits, and let go of the folder. Later calls do nothing."""
+        """Write the queued entries and close the folder. Later calls do nothing."""
         self._close()
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
+        """Whether `close` has not been called yet."""
         return self._close.alive
 
     def flush(self) -> bool:
-        """Wait until everything that was given is written, or dropped; false if that takes too
-        long."""
+        """Wait until every queued entry is written or dropped; false if that takes too long."""
         return self._queue.flush()
 
     def knows(self, key: str) -> bool:
-        """Whether an entry is stored or about to be, as far as this process has seen."""
+        """Whether an entry is stored or queued, as far as this process has seen."""
         return self._queue.knows(key)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `save` would take so many bytes now; if not, that is counted as a drop."""
+        """Whether the queue takes `nbytes` now; if not, this counts a drop."""
         return self._queue.has_room(nbytes)
 
     def save(self, entry: Entry, path: Sequence[str] = ()) -> None:
-        """Store an entry some time soon; ask `has_room` before. `path` are entries that are of use
-        together with it: they are not evicted for it."""
+        """Queue an entry to be written; ask `has_room` first. `path` are the keys of entries that
+        are needed together with it: storing it does not evict them."""
         self._queue.save(entry, path)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note entries as used, the first of them latest."""
+        """Note entries as used, the first of them most recently."""
         self._queue.touch(keys)
 
     def find(self, wanted: Wanted, without: Sequence[str] = ()) -> Stored | None:
-        """What a prompt can begin with; None if that is nothing, or cannot be found out."""
+        """The stored blocks that a prompt can begin with; None if there are none, or the lookup
+        failed."""
         return self._wait(self._submit(find, wanted, self.store, without))
 
     def read(self, places: Sequence[Place]) -> Iterator[Entry | None]:
-        """Entries in their order, some of them read ahead; None, and nothing more, for one that
-        cannot be had."""
+        """The entries at `places`, in order, read ahead. Yields None for one that cannot be read,
+        and ends."""
         waiting: list[Future[Entry] | None] = []
         more = iter(places)
         for place in places:
@@ -138,15 +137,15 @@ class BackgroundStore:
                 return
 
     def note_found(self, num_tokens: int) -> None:
-        """Count tokens that a prompt began with because they were stored."""
+        """Count tokens of a prefix hit that came from the store."""
         self._counts["tokens_found"] += num_tokens
 
     def drop(self, reason: str) -> None:
-        """Count an entry that there will be none of."""
+        """Count an entry that was not stored."""
         self._faults.drop(reason)
 
     def stats(self) -> StoreStats:
-        """What was done so far."""
+        """The counts so far."""
         counts, written = self._counts, self._queue.counts
         return StoreStats(
             tokens_found=counts["tokens_found"],
@@ -159,14 +158,14 @@ class BackgroundStore:
         )
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
-        """Work for a reader; None while readers hang in a disk that does not answer."""
+        """Give work to a reader; None while a reader hangs on a disk that does not answer."""
         self._late = [each for each in self._late if not each.done()]
         if self._late or not self.is_open:
             return None
         try:
             return self._readers.submit(work, *arguments)
         except RuntimeError:
-            # The interpreter is about to end.
+            # The interpreter is exiting.
             return None
 
     def _wait(self, future: Future[Result] | None, place: Place | None = None) -> Result | None:
@@ -174,7 +173,7 @@ class BackgroundStore:
             return None
         if not wait([future], self._patience_s).done:
             self._late.append(future)
-            self._faults.note(TimeoutError(f"nothing came in {self._patience_s:g} s"))
+            self._faults.note(TimeoutError(f"no answer in {self._patience_s:g} s"))
             return None
         try:
             return future.result()
@@ -190,6 +189,6 @@ class BackgroundStore:
 def _close(queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore) -> None:
     has_ended = queue.close()
     readers.shutdown(wait=False, cancel_futures=True)
-    # A writer that hangs may wake, and must not find another's descriptor in the folder's place.
+    # A hanging writer may resume later: its folder's descriptor must not be reused by then.
     if has_ended:
         store.close()

@@ -1,11 +1,11 @@
-"""The bytes of a page file: safetensors, readable elsewhere.
+"""Encodes and decodes page files: safetensors, which other programs can read.
 
     tensors     "tokens", int64 [n], and the arrays of the entry
-    metadata    format, version, checksum, what the entry is found by, notes
+    metadata    format, version, checksum, the fields of the key, notes
 
-The checksum is xxh3_64 of the whole file, its own digits taken as zeros, so that there is no byte
-that it does not cover. It finds damage. What is compared on every read beside it finds files that
-are sound and not what was asked for.
+The checksum is xxh3_64 of the whole file with the checksum's digits set to zeros, so it covers
+every byte. It detects damage. Each read also compares the key, and so detects a sound file of
+another entry.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from paged_kv.store.keys import Link, Place, token_bytes
 FORMAT, VERSION = "paged-kv page", "1"
 SUFFIX = ".safetensors"
 
-# A header has about 100 bytes a layer; one that claims to be longer than this is damage.
+# A header has about 100 bytes a layer; one that claims more than this is damaged.
 MAX_HEADER_BYTES = 1 << 20
-# The header and the tokens: safetensors puts the widest numbers first.
+# The header and the tokens, which come first: safetensors puts the widest numbers there.
 MAX_HEAD_BYTES = MAX_HEADER_BYTES + (64 << 10)
 
 Buffer = bytes | memoryview
@@ -43,12 +43,12 @@ _DTYPES = {"I64": "<i8", "U16": "<u2", "U8": "<u1"}
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        place: what it is found by.
+        place: gives its key.
         arrays: uint16 or uint8 of any shape, by name.
-        notes: a text that says how to read them.
+        notes: text that says how to read the arrays.
     """
 
     place: Place
@@ -91,10 +91,10 @@ def encode(entry: Entry) -> list[Buffer]:
 
 
 def decode(data: Buffer, key: str) -> Entry:
-    """The entry that a file of that key holds.
+    """The entry in the bytes of a key's file.
 
     Raises:
-        InvalidEntry: the bytes are not what was written, of another version, or another entry's.
+        InvalidEntry: the bytes are damaged, of another version, or another entry's.
     """
     data = memoryview(data)
     header, tensors, metadata = _header(data)
@@ -108,7 +108,7 @@ def decode(data: Buffer, key: str) -> Entry:
         place = _place(metadata, tuple(arrays.pop("tokens").tolist()))
         entry = Entry(place, arrays, metadata["notes"])
     except (KeyError, TypeError, ValueError) as error:
-        # Nobody but an attacker gives such a file the right checksum.
+        # Only a forged file has the right checksum and a wrong header.
         raise InvalidEntry(f"the header lacks something: {error!r}") from None
     if place.key != key:
         raise OtherEntry(f"the file holds entry {place.key}")
@@ -116,11 +116,11 @@ def decode(data: Buffer, key: str) -> Entry:
 
 
 def decode_place(data: Buffer) -> tuple[str, str, tuple[int, ...], Mapping[str, str]]:
-    """What the first `MAX_HEAD_BYTES` of a file say: parent, part, tokens, the identity. Nothing
-    of it is verified but that it can be read.
+    """Parent, part, tokens and identity from the first `MAX_HEAD_BYTES` of a file. The checksum is
+    not verified.
 
     Raises:
-        InvalidEntry: it is no entry, or of another version.
+        InvalidEntry: the file is not an entry, or of another version.
     """
     data = memoryview(data)
     header, tensors, metadata = _header(data)
@@ -132,7 +132,7 @@ def decode_place(data: Buffer) -> tuple[str, str, tuple[int, ...], Mapping[str, 
 
 
 def _header(data: memoryview) -> tuple[bytes, dict[str, Any], dict[str, str]]:
-    """The first bytes of a file, up to the tensors; what they say of these, and the metadata."""
+    """The bytes before the tensors, and the tensors' descriptions and the metadata in them."""
     header = bytes(data[: _header_end(data)])
     try:
         tensors = json.loads(header[8:])
@@ -154,7 +154,7 @@ def _header(data: memoryview) -> tuple[bytes, dict[str, Any], dict[str, str]]:
 def _header_end(data: memoryview) -> int:
     end = 8 + int.from_bytes(data[:8], "little")
     if not 8 < end <= min(len(data), MAX_HEADER_BYTES):
-        raise InvalidEntry(f"it is cut off, or no safetensors file: {len(data)} bytes")
+        raise InvalidEntry(f"it is cut off, or not a safetensors file: {len(data)} bytes")
     return end
 
 
@@ -176,7 +176,7 @@ def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> Place:
 
 
 def _identity(metadata: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The fields of the identity. Their order in a file is any; sorted they can be compared."""
+    """The fields of the identity, sorted for comparison: a file may have them in any order."""
     return tuple(
         sorted(
             (name.removeprefix(_IDENTITY), value)

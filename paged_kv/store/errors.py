@@ -1,4 +1,4 @@
-"""The exceptions of the page store. Only the first leaves it, when a store is opened.
+"""The exceptions of the page store. Callers see only the first, when they open a store.
 
 StoreError(PagedKVError)
 InvalidEntry(ValueError)
@@ -16,15 +16,15 @@ class StoreError(PagedKVError):
 
 
 def unusable(path: Path, error: Exception) -> StoreError:
-    """What to raise when a folder cannot be opened for that reason."""
+    """The StoreError for a folder that cannot be used because of `error`."""
     return StoreError(
-        f"{path} cannot be used as a page store ({error}): choose another folder, or make room and "
-        "allow writing there"
+        f"{path} cannot be used as a page store ({error}): choose another folder, or free disk "
+        "space and allow writing there"
     )
 
 
 class InvalidEntry(ValueError):
-    """A file is no entry: it is damaged, cut off, or something else altogether."""
+    """A file is not a readable entry: it is damaged, cut off, or of another kind."""
 
     kind = "damaged"
 
@@ -36,6 +36,6 @@ class NewerVersion(InvalidEntry):
 
 
 class OtherEntry(InvalidEntry):
-    """A sound entry, and not the one that was asked for."""
+    """A sound entry, but not the one that was asked for."""
 
     kind = "other entry"

@@ -1,4 +1,4 @@
-"""What went wrong with a disk: counted, and each kind said once."""
+"""Counts the faults of a disk and logs each kind once."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ logger = logging.getLogger("paged_kv")
 
 
 class Faults:
-    """Counts what went wrong, and says each kind once."""
+    """Counts faults and dropped entries, and warns of each kind once."""
 
     def __init__(self, name: str) -> None:
         self.errors: Counter[str] = Counter()
@@ -17,7 +17,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def note(self, error: BaseException) -> None:
-        """Count an error of the disk, or of what is on it."""
+        """Count an error of the disk, or of its content."""
         kind = getattr(error, "kind", type(error).__name__)
         self._count(self.errors, kind, f"{kind}: {error}", 1)
 
@@ -30,4 +30,4 @@ class Faults:
             is_first = not counter[kind]
             counter[kind] += count
         level = logging.WARNING if is_first else logging.DEBUG
-        logger.log(level, "page store %s: %s (said once; stats() counts)", self._name, message)
+        logger.log(level, "page store %s: %s (warned once; stats() counts)", self._name, message)

@@ -1,4 +1,4 @@
-"""Something in a store that should not be there, or not be so."""
+"""A finding of `verify` or `gc`: a file in a store that is faulty or should not be there."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ class Finding:
 
     Attributes:
         name: of the file.
-        problem: what is wrong.
-        nbytes: that it takes of the disk.
-        removable: whether `gc` removes it, if it is not gone already.
+        problem: what is wrong with it.
+        nbytes: bytes that it takes on disk.
+        removable: whether `gc` removes it, if it still exists.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The folder of a store, and every system call on it.
 
-All of it goes through the folder's descriptor, names are never paths, and no link is followed. A
-file is written under a temporary name, flushed, and renamed, so that under its own name it is whole
-or not there. What fails raises OSError and leaves at most a temporary file.
+Every call goes through the folder's descriptor, takes names instead of paths, and follows no link.
+A file is written under a temporary name, flushed and renamed, so under its own name it is complete
+or absent. A failed call raises OSError and leaves at most a temporary file.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _BLOCK = 4096
 
 
 def default_folder() -> Path:
-    """Where pages go unless another folder is named: in $XDG_CACHE_HOME, or ~/.cache."""
+    """The default folder of pages: in $XDG_CACHE_HOME, or ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches) / "paged-kv" / "pages"
 
 
 def is_page_file(name: str) -> bool:
-    """Whether an entry's file may be called so."""
+    """Whether `name` has the form of an entry's file name."""
     return _PAGE_FILE.fullmatch(name) is not None
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file that is being written, or was when its writer died, may be called so."""
+    """Whether `name` has the form of a file that is being written, or was when its writer died."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def size_on_disk(nbytes: int) -> int:
-    """The most that a file of so many bytes takes of a disk."""
+    """The most that a file of `nbytes` takes on disk."""
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
@@ -52,10 +52,10 @@ class Folder:
     """A folder that belongs to a store.
 
     Args:
-        path: is made if it is not there, and must else be empty or a store's.
+        path: the folder. It is created if missing; an existing one must be empty or a store.
 
     Raises:
-        StoreError: it cannot be used; the message says why.
+        StoreError: the folder cannot be used; the message says why.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,17 +81,17 @@ class Folder:
             raise FileNotFoundError(f"{self.path} was replaced by another folder")
 
     def scan(self) -> dict[str, int]:
-        """Everything in the folder, and the bytes that it takes of the disk."""
+        """The names of everything in the folder, and their bytes on disk."""
         return _sizes(self._fd)
 
     def free_bytes(self) -> int:
-        """What the disk still takes."""
+        """Free bytes on the disk."""
         figures = os.fstatvfs(self._fd)
         return figures.f_bavail * figures.f_frsize
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """A file's bytes, or the first `most` of them."""
-        # A fifo in the place of a file would else block.
+        # Without O_NONBLOCK, opening a fifo of that name would block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(name, flags, dir_fd=self._fd)
         try:
@@ -108,7 +108,7 @@ class Folder:
             os.close(fd)
 
     def write(self, name: str, data: Sequence[Buffer]) -> None:
-        """Put a file there, whole. It is there for good after `sync`."""
+        """Write a whole file. It survives a loss of power only after `sync`."""
         temporary = _temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
@@ -125,11 +125,11 @@ class Folder:
             raise
 
     def sync(self) -> None:
-        """Make what was written and removed survive a loss of power."""
+        """Make earlier writes and removals survive a loss of power."""
         os.fsync(self._fd)
 
     def remove(self, name: str) -> bool:
-        """Take a file away; false if that was not possible. One that is not there is no fault."""
+        """Remove a file; false if that failed. A missing file counts as removed."""
         try:
             os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
@@ -139,11 +139,11 @@ class Folder:
         return True
 
     def claim(self) -> None:
-        """Mark the folder as a store's, and find out whether it can be written. The folder must be
-        ours alone.
+        """Mark the folder as a store, and check that it can be written. The caller holds the
+        store's lock.
 
         Raises:
-            OSError: it cannot.
+            OSError: the folder cannot be written.
         """
         if os.fstat(self._fd).st_mode & 0o077:
             os.fchmod(self._fd, 0o700)
@@ -159,11 +159,11 @@ class Folder:
                 f"{self.path} belongs to user {owner}, and this process runs as user "
                 f"{os.geteuid()}: choose a folder of your own"
             )
-        # Another process may be making the same folder a store right now.
+        # Another process may be turning the same folder into a store at this moment.
         names = {name for name in os.listdir(self._fd) if not is_temporary(name)}
         if names - {LOCK} and TAG not in names:
             raise StoreError(
-                f"{self.path} is not empty and no page store (it has no {TAG}): choose an empty "
+                f"{self.path} is not empty and not a page store (it has no {TAG}): choose an empty "
                 "folder, or one that does not exist"
             )
 
@@ -176,7 +176,7 @@ def _opened(path: Path) -> int:
     if ".." in path.parts:
         raise StoreError(f"{path} has '..' in it: write the folder's own path")
     if path.is_symlink():
-        raise StoreError(f"{path} is a link: name the folder that it leads to, {path.resolve()}")
+        raise StoreError(f"{path} is a link: name the folder it points to, {path.resolve()}")
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -187,7 +187,7 @@ def _opened(path: Path) -> int:
 
 
 def _sizes(fd: int) -> dict[str, int]:
-    """The names in a folder, and the bytes of each; those of a folder with all that is in it."""
+    """The names in a folder, and the bytes of each; a folder's include its content."""
     sizes = {}
     with os.scandir(fd) as entries:
         for entry in entries:

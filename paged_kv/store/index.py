@@ -1,12 +1,12 @@
-"""What is stored, behind what, and in which order it was used last: an sqlite3 database. It knows
-the tokens too, so that it can tell which stored block begins most like a prompt goes on.
+"""An sqlite3 index of a store's entries: their parents, tokens and order of use. The tokens let it
+find the stored block with the longest common prefix.
 
-It may be lost at any time. Files are the truth, and `PageStore` brings the index in line with them
-whenever it has the folder for itself. So it is never flushed, and what is wrong with it is cured by
-making a new one. Use is ordered by a counter and not by a clock, which may jump.
+The index may be lost at any time: the files are the truth, and `PageStore` brings the index in line
+with them whenever it locks the folder. So the index is never flushed, and a damaged one is replaced
+by a new one. A counter orders uses, as a clock may jump.
 
-A transaction has few rows, and what it wrote ahead is taken over at once: the bytes that the index
-grows by meanwhile are bounded, by ROOM.
+Each transaction has few rows and is checkpointed at once, so that ROOM bounds the bytes that the
+index grows by meanwhile.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FILES = (NAME, NAME + "-wal", NAME + "-shm")
 # Rows of one transaction, each of which may touch a few pages of 4 kB.
 _ROWS = 16
 ROOM = 1 << 20
-# The most that the file grows by for one row: tokens stand in the table and in an index of it, with
-# up to ten bytes for each. Of a vocabulary of 150,000 it is 2.3 kB.
+# The most that the file grows by for one row: the table and its index both hold the tokens, each
+# with up to ten bytes. With a vocabulary of 150,000 it is 2.3 kB.
 ROW_BYTES = 12 << 10
 
 _SCHEMA_VERSION = 2
@@ -43,23 +43,23 @@ _SCHEMA = """
     CREATE INDEX by_parent ON entries (parent, tokens, num_tokens);
 """
 _COLUMNS = "key, parent, part, num_tokens, nbytes, model, page_format"
-# Blocks to look at on either side of where a prompt's own would be: they share most first tokens
-# with it, but what is needed of them may not be stored.
+# Blocks to look at on either side of the prompt's position in the order. The nearest share the
+# longest prefix, but some of their parts may not be stored.
 _NEIGHBOURS = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one stored entry.
+    """One stored entry.
 
     Attributes:
         key: names its file.
         parent: the digest of the block before.
-        part: what of the block it holds.
+        part: which part of the block it holds.
         num_tokens: of the block.
-        nbytes: that the file takes of the disk.
-        model: whose pages these are.
-        page_format: how they hold numbers.
+        nbytes: bytes that the file takes on disk.
+        model: the model that computed the pages.
+        page_format: how pages hold numbers.
     """
 
     key: str
@@ -75,7 +75,7 @@ class Index:
     """One connection to the index of a folder.
 
     Raises:
-        sqlite3.Error: here and in every method, when the database cannot be read or written.
+        sqlite3.Error: the database cannot be read or written; every method may raise it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,16 +107,16 @@ class Index:
         return {key for (key,) in self._all("SELECT key FROM entries")}
 
     def rows(self) -> list[Row]:
-        """All entries, the latest used first."""
+        """All entries, the most recently used first."""
         found = self._all(f"SELECT {_COLUMNS} FROM entries ORDER BY last_used DESC")
         return [Row(*each) for each in found]
 
     def children(self, parent: str) -> list[tuple[int, str]]:
-        """How many tokens the entries behind a block have, and their keys."""
+        """Token counts and keys of the entries whose block follows `parent`."""
         return self._all("SELECT num_tokens, key FROM entries WHERE parent = ?", parent)
 
     def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """The tokens of blocks behind a block, those that have most first tokens in common with
+        """The tokens of blocks that follow `parent`: those with the longest common prefix with
         `tokens`, and a few more."""
         found: list[tuple[bytes]] = []
         for compared, order in ((">=", "ASC"), ("<", "DESC")):
@@ -133,8 +133,8 @@ class Index:
         return [key for (key,) in self._all("SELECT key FROM entries ORDER BY last_used")]
 
     def add(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> None:
-        """Note entries, each with the tokens of its block, as the latest used, the first of them
-        latest."""
+        """Add entries, each with the tokens of its block, as the most recently used, the first of
+        them most recently."""
         uses = self._next_uses(len(rows))
         self._write(
             f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, last_used) "
@@ -146,14 +146,14 @@ class Index:
         )
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note entries as the latest used, the first of them latest."""
+        """Note entries as the most recently used, the first of them most recently."""
         self._write(
             "UPDATE entries SET last_used = ? WHERE key = ?",
             list(zip(self._next_uses(len(keys)), keys, strict=True)),
         )
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Forget entries."""
+        """Remove entries."""
         self._write("DELETE FROM entries WHERE key = ?", [(key,) for key in keys])
 
     def _prepare(self) -> None:
@@ -171,7 +171,7 @@ class Index:
         run("COMMIT")
 
     def _next_uses(self, count: int) -> range:
-        """Counts of the next uses, the latest first."""
+        """The use counts of the next `count` entries, the latest first."""
         ((latest,),) = self._all("SELECT coalesce(max(last_used), 0) FROM entries")
         return range(latest + count, latest, -1)
 
@@ -192,10 +192,10 @@ class Index:
 
 
 class OpenIndex:
-    """The index of a folder, opened when it is used, and again when somebody made a new one.
+    """Opens the index of a folder at its first use, and again when another process replaced it.
 
     Attributes:
-        is_damaged: whether a new one should be made.
+        is_damaged: whether the index should be replaced.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -216,7 +216,7 @@ class OpenIndex:
                     self._index = Index(self._folder.path)
                 yield self._index
             except sqlite3.DatabaseError as error:
-                # What lies with others, or with the disk, is not cured by a new one.
+                # A new index does not help against another process's lock or a full disk.
                 elsewhere = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
                 self.is_damaged = getattr(error, "sqlite_errorcode", None) not in elsewhere
                 raise
@@ -232,14 +232,15 @@ class OpenIndex:
 
 
 def _require_no_links(folder: Path) -> None:
-    """sqlite3 follows links. Nobody else can make one here after this look: the folder is 0700."""
+    """Raise if an index file is a link, as sqlite3 would follow it. No other user can make one
+    after this check: the folder's mode is 0700."""
     for name in FILES:
         try:
             mode = os.lstat(folder / name).st_mode
         except FileNotFoundError:
             continue
         if not stat.S_ISREG(mode):
-            raise sqlite3.DatabaseError(f"{folder / name} is no regular file")
+            raise sqlite3.DatabaseError(f"{folder / name} is not a regular file")
 
 
 def _identity(path: Path) -> tuple[int, int]:

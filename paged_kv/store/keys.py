@@ -1,14 +1,14 @@
-"""What a stored block is found by: a chained sha256 of everything that determines its content.
+"""Keys of stored blocks: a chained sha256 of everything that determines a block's content.
 
     root     = H("identity", fields of the identity)
-    block    = H("block", digest of what comes before, token ids)
+    block    = H("block", digest of the block before or of the root, token ids)
     file     = H("file", digest of the block, the part of it that the file holds)
 
-H hashes tags and values, each behind its length, so that no two lists of fields are the same bytes.
-Token ids are signed 64-bit numbers, little-endian: those of images are negative.
+H hashes each tag and value after its length, so that different lists of fields give different
+bytes. Token ids are signed 64-bit numbers, little-endian: image tokens have negative ids.
 
-Beside the chain of sha256 runs one of xxh3_128 over the same tokens. It is stored and compared, so
-that even two prompts of one sha256 are told apart.
+A second chain hashes the same tokens with xxh3_128. It is stored and compared, so that even two
+prompts with one sha256 are told apart.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from hashlib import sha256
 from xxhash import xxh3_128_hexdigest
 
 Salt = None | str | bytes | int | tuple["Salt", ...]
-"""What keeps users apart: nothing, text, bytes, a number, or a tuple of these."""
+"""Separates users: None, text, bytes, a number, or a tuple of these."""
 
 Fields = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What the content of pages depends on, beside the tokens.
+    """Everything besides the tokens that determines the content of pages.
 
     Attributes:
         model: the kind of model, for people to read.
         weights: fingerprint of all weights, with those of adapters.
-        settings: fingerprint of what a model is configured with beside weights: rope, scales of
-            adapters, sizes.
+        settings: fingerprint of the model's other settings: rope, scales of adapters, sizes.
         versions: of the libraries that compute.
         geometry: heads, head sizes, dtypes and windows of all layers.
-        page_format: how pages hold numbers, and what they may become.
+        page_format: how pages hold numbers, and the formats they may be requantised to.
         rotation: what keys and values are rotated by.
         page_size: tokens a block.
-        salt: whose pages these are.
+        salt: separates users.
     """
 
     model: str
@@ -56,7 +55,7 @@ class Identity:
     salt: Salt = None
 
     def as_fields(self) -> Fields:
-        """Names and values, in the order of the names; the salt by its digest only."""
+        """Names and values, sorted by name; of the salt only its digest."""
         named = {each.name: str(getattr(self, each.name)) for each in fields(self)}
         named["salt"] = sha256(salt_bytes(self.salt)).hexdigest()
         return tuple(sorted(named.items()))
@@ -64,10 +63,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Link:
-    """One block of a prompt, by all that comes before it.
+    """One block of a prompt, chained to all blocks before it.
 
     Attributes:
-        identity: what the content depends on beside tokens.
+        identity: the fields of the `Identity`.
         parent: the digest of the block before; empty for a root.
         start: the position of the first token.
         tokens: of this block; none in a root.
@@ -82,23 +81,23 @@ class Link:
 
     @classmethod
     def root(cls, identity: Identity) -> Link:
-        """What a prompt's first block comes behind."""
+        """The parent of a prompt's first block."""
         return cls(identity.as_fields(), "", 0, (), "")
 
     @cached_property
     def digest(self) -> str:
-        """Names the block."""
+        """The sha256 of the block, in hexadecimal."""
         if not self.parent:
             return _digest("identity", *[part.encode() for pair in self.identity for part in pair])
         return _digest("block", self.parent.encode(), token_bytes(self.tokens))
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
     def then(self, tokens: Sequence[int]) -> Link:
-        """The block of these tokens behind this one.
+        """The block of these tokens after this one.
 
         Raises:
             ValueError: a token id is not a signed 64-bit integer.
@@ -109,7 +108,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Place:
-    """What one file holds: a part of a block, such as the pages of one group of layers."""
+    """The part of a block that one file holds, such as the pages of one layer group."""
 
     link: Link
     part: str
@@ -121,10 +120,10 @@ class Place:
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as they are hashed and stored.
+    """Token ids as bytes to hash and store: int64, little-endian.
 
     Raises:
-        ValueError: one of them is not a signed 64-bit integer.
+        ValueError: a token id is not a signed 64-bit integer.
     """
     try:
         numbers = array("q", tokens)
@@ -136,10 +135,10 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def salt_bytes(salt: object) -> bytes:
-    """A salt as it is hashed: other types or values give other bytes.
+    """A salt as bytes to hash; another type or value gives other bytes.
 
     Raises:
-        ValueError: it is of a type whose bytes would not be the same in another process.
+        ValueError: the salt's type has no bytes that are the same in another process.
     """
     match salt:
         case None:

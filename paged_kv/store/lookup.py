@@ -1,11 +1,11 @@
-"""What of a prompt is stored.
+"""Finds the stored blocks that a prompt can begin with.
 
-Full blocks are found by their digests, one after the other. A block that ends before it is full can
-have ended anywhere, so the index is asked how many tokens there are behind a block.
+The lookup finds full blocks by their digests, one after the other. A last block can have any number
+of tokens, so it asks the index for the token counts of the blocks after each block.
 
-A prompt can begin with a part of a block too, as in memory: with the first tokens of one that holds
-an answer behind them, or goes on otherwise. So the index is also asked which blocks begin most like
-the prompt goes on. States are those behind a block's last token, and are of no use within it.
+As in memory, a prompt can also reuse the first tokens of a block that continues differently, for
+example with an answer. So the lookup also asks the index for the blocks with the longest common
+prefix. A stored state belongs after its block's last token; no prompt can resume from it earlier.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from paged_kv.allocator.ring import Ring
 from paged_kv.store.keys import Link, Place
 
 CHECKPOINT = "checkpoint"
-"""The part of a block that holds the states of layers without pages, as they are behind it."""
+"""The part of a block that holds the states of layers without pages after its last token."""
 
 
 class Behind(Protocol):
-    """What is stored behind a block, by its digest. Both may raise sqlite3.Error."""
+    """Looks up the blocks stored after a block, by its digest. Both may raise sqlite3.Error."""
 
     def children(self, parent: str) -> list[tuple[int, str]]:
-        """How many tokens the entries have, and their keys."""
+        """Token counts and keys of the entries whose block follows `parent`."""
         ...
 
     def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
-        """The tokens of some blocks, those that have most first tokens in common with `tokens`
-        among them."""
+        """The tokens of some blocks that follow `parent`, with those that have the longest common
+        prefix with `tokens` among them."""
         ...
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt that is to begin with stored blocks.
+    """A prompt to look up.
 
     Attributes:
-        root: what its first block comes behind.
-        tokens: all of it.
-        held: its first tokens that are in memory, in whole blocks.
-        beyond: only what ends behind so many tokens is of use.
-        parts: what is needed of every block that is not held.
-        needs_checkpoint: whether it can only go on where a checkpoint is stored.
+        root: the parent of its first block.
+        tokens: of the whole prompt.
+        held: the number of its first tokens that are in memory, in whole blocks.
+        beyond: a hit is useful only if it is longer than this many tokens.
+        parts: the parts needed of every block that is not held.
+        needs_checkpoint: whether it can resume only where a checkpoint is stored.
         page_size: tokens a block.
-        rings: what is needed of the blocks that are in a ring at its end, held or not.
+        rings: the part and ring of each group with a window: that part is needed of all blocks in
+            the ring at the hit's end, held or not.
     """
 
     root: Link
@@ -62,12 +63,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored blocks that a prompt can begin with; of the last one maybe not all tokens are its.
+    """Stored blocks that a prompt can begin with. The last one may hold tokens of another prompt.
 
     Attributes:
-        links: all blocks, those that are held included; only the last may not be full.
-        places: what is to be read: the blocks' parts, in their order; the parts of each ring, in
-            the order of its entries; the checkpoint, if one is needed.
+        links: all blocks, with those that are held; only the last may be partly filled.
+        places: what to read: the blocks' parts, in order; the parts of each ring, in the order of
+            its entries; the checkpoint, if one is needed.
     """
 
     links: tuple[Link, ...]
@@ -75,29 +76,28 @@ class Stored:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens they hold."""
+        """How many tokens the blocks hold."""
         return self.links[-1].end
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Everything that is to be read."""
+        """The keys of everything to read."""
         return tuple([place.key for place in self.places])
 
     @property
     def end_key(self) -> str:
-        """Something that is to be read of the last block: without it, this is not found again."""
+        """The key of a part of the last block: a lookup without it does not return this again."""
         return [place.key for place in self.places if place.link == self.links[-1]][-1]
 
 
 @dataclass(frozen=True)
 class _Level:
-    """What is stored behind the first blocks of a prompt.
+    """The blocks stored after a path of a prompt's blocks.
 
     Attributes:
-        path: those, from the root on.
-        there: the keys of what is stored behind the last of them.
-        exact: blocks that hold what the prompt goes on with, and no other tokens; the shortest
-            first.
+        path: the path, from the root on.
+        there: the keys of the entries after its last block.
+        exact: blocks that hold the prompt's next tokens and no others; the shortest first.
     """
 
     path: tuple[Link, ...]
@@ -106,11 +106,11 @@ class _Level:
 
 
 def find(wanted: Wanted, stored: Behind, without: Collection[str] = ()) -> Stored | None:
-    """The stored blocks that hold the longest beginning of a prompt, leaving out the entries
-    `without`; None if there are none that are of use.
+    """The stored blocks that hold the longest prefix of a prompt, ignoring the entries `without`;
+    None if no stored block is useful.
 
     Raises:
-        sqlite3.Error: the index cannot be asked.
+        sqlite3.Error: the index cannot be read.
     """
     levels = list(_levels(wanted, stored, without))
     there = {key for level in levels for key in level.there}
@@ -126,13 +126,13 @@ def find(wanted: Wanted, stored: Behind, without: Collection[str] = ()) -> Store
 
 
 def _levels(wanted: Wanted, stored: Behind, without: Collection[str]) -> Iterator[_Level]:
-    """What is stored behind each full block that holds the prompt's tokens, and behind the root."""
+    """The levels after the root and after each full block of the prompt's tokens."""
     path: tuple[Link, ...] = (wanted.root,)
     while True:
         left = _left(wanted, path[-1])
         behind = [each for each in stored.children(path[-1].digest) if each[1] not in without]
         there = {key for _, key in behind}
-        # In a block that is held, or has no parts, only what is needed at an end can be of use.
+        # A held block, and one without parts, need not be stored: try the full size as well.
         counts = {count for count, _ in behind} | {wanted.page_size}
         fitting = [path[-1].then(left[:n]) for n in sorted(counts) if 0 < n <= len(left)]
         exact = [link for link in fitting if _has_pages(wanted, link, there)]
@@ -143,10 +143,10 @@ def _levels(wanted: Wanted, stored: Behind, without: Collection[str]) -> Iterato
 
 
 def _ends(wanted: Wanted, stored: Behind, level: _Level) -> list[Link]:
-    """The blocks of a level with which the prompt may begin, those of most of its tokens first."""
+    """The blocks of a level that may end a hit, those with most of the prompt's tokens first."""
     before, left = level.path[-1], _left(wanted, level.path[-1])
     ends = {link: len(link.tokens) for link in level.exact}
-    # What is held instead of being read holds the prompt's own tokens.
+    # Held blocks match the prompt exactly, so only blocks after them may match in part.
     if not wanted.needs_checkpoint and before.end >= wanted.held:
         for tokens in stored.closest(before.digest, left):
             common, link = common_prefix(tokens, left), before.then(tokens)
@@ -157,7 +157,7 @@ def _ends(wanted: Wanted, stored: Behind, level: _Level) -> list[Link]:
 
 
 def _left(wanted: Wanted, link: Link) -> Sequence[int]:
-    """What a prompt goes on with behind a block, as far as it is in the next one."""
+    """The prompt's next tokens after a block, at most one block of them."""
     return wanted.tokens[link.end : link.end + wanted.page_size]
 
 

@@ -1,9 +1,8 @@
-"""What one does with a store that no model uses: look for faults, tidy up, empty it, and carry
-entries to another one.
+"""Verifies, cleans, clears, exports and imports a store; needs no model.
 
-An export is a tar file of page files, as they are. What is imported is verified like what is read,
-and put under the cap like what is computed. Its numbers cannot be verified: import only what comes
-from somebody you trust.
+An export is a tar file of the page files. An import verifies each file as a read does, and keeps to
+the cap as a write does. It cannot verify the numbers in pages: import only files from somebody you
+trust.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from paged_kv.store.page_store import File, Outcome, PageStore, file_of
 
 @dataclass(frozen=True)
 class Transfer:
-    """What an export or import did.
+    """The result of an export or import.
 
     Attributes:
-        entries: that were written; those that were there already are not.
+        entries: how many were written, without those that existed already.
         nbytes: of their files.
-        skipped: names that were not, and why.
+        skipped: names that were not written, and why.
     """
 
     entries: int
@@ -38,10 +37,10 @@ class Transfer:
 
 
 def verify(store: PageStore) -> list[Finding]:
-    """Read every file; returns what is wrong. That changes nothing but what every writer does:
-    what is no use to anybody is removed, and named here.
+    """Read every file and return the faults. Like every writer, this removes useless files; the
+    findings name them.
 
-    Writers go on meanwhile: a file that is gone when its turn comes was evicted.
+    Writers may run meanwhile: a file that disappears before its turn was evicted.
     """
     with store.exclusive() as contents:
         pass
@@ -55,8 +54,7 @@ def verify(store: PageStore) -> list[Finding]:
 
 
 def gc(store: PageStore) -> list[Finding]:
-    """Remove what is damaged or left behind, and what is more than the cap allows; returns what
-    was removed."""
+    """Remove damaged files, files of dead writers, and entries over the cap; returns them."""
     findings = [finding for finding in verify(store) if finding.removable]
     store.discard(
         [finding.name.removesuffix(SUFFIX) for finding in findings if is_page_file(finding.name)]
@@ -65,7 +63,7 @@ def gc(store: PageStore) -> list[Finding]:
 
 
 def clear(store: PageStore, *, dry_run: bool = False) -> tuple[int, int]:
-    """Remove all entries, also those of other versions; returns how many, and their bytes."""
+    """Remove all entries, also those of other versions; returns their number and bytes."""
     with store.exclusive() as contents:
         files = contents.files
     if not dry_run:
@@ -74,10 +72,10 @@ def clear(store: PageStore, *, dry_run: bool = False) -> tuple[int, int]:
 
 
 def export(store: PageStore, path: Path) -> Transfer:
-    """Write all sound entries into a tar file that is not there yet.
+    """Write all sound entries into a new tar file.
 
     Raises:
-        FileExistsError: it is.
+        FileExistsError: the file exists.
     """
     done, nbytes, skipped = 0, 0, {}
     with tarfile.open(path, "x") as archive:
@@ -97,13 +95,13 @@ def export(store: PageStore, path: Path) -> Transfer:
 
 
 def import_(store: PageStore, path: Path) -> Transfer:
-    """Put the entries of an export into a store, as used later than all others there and in the
-    order of their use in the export. The latest used come first in an export, and are the last to
-    go where the cap does not hold all.
+    """Add the entries of an export to a store as its most recently used, in the export's order of
+    use. An export lists the most recently used entries first; they stay if the cap does not hold
+    all.
 
     Raises:
-        OSError: the file cannot be read, or the folder not be written.
-        ValueError: it is no tar file.
+        OSError: the file cannot be read, or the folder cannot be written.
+        ValueError: the file is not a tar file.
     """
     done, nbytes = 0, 0
     skipped: dict[str, str] = {}
@@ -119,8 +117,8 @@ def import_(store: PageStore, path: Path) -> Transfer:
                 elif outcome is Outcome.STORED:
                     done, nbytes = done + 1, nbytes + row.nbytes
     except tarfile.TarError as error:
-        raise ValueError(f"{path} is no export of a page store: {error}") from None
-    # Each of them was the latest used when it was put there.
+        raise ValueError(f"{path} is not an export of a page store: {error}") from None
+    # Restore the export's order: each entry was the most recently used when it was added.
     store.touch(kept)
     return Transfer(done, nbytes, skipped)
 
@@ -142,7 +140,7 @@ def _imported(archive: tarfile.TarFile, skipped: dict[str, str]) -> Iterator[Fil
 
 
 def _look_at(store: PageStore, key: str, nbytes: int) -> Finding | None:
-    """What is wrong with a file, if anything is."""
+    """The fault of a file; None if it is sound."""
     name = file_name(key)
     try:
         decode(store.folder.read(name), key)
@@ -156,7 +154,7 @@ def _look_at(store: PageStore, key: str, nbytes: int) -> Finding | None:
 
 
 def _enforce_cap(store: PageStore) -> list[Finding]:
-    """Remove entries until the limits hold, as far as that can be."""
+    """Remove the least recently used entries until the limits hold, or none are left."""
     with store.exclusive() as contents:
         excess = store.limits.excess(contents.used, store.folder.free_bytes(), 0)
         if excess <= 0:

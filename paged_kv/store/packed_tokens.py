@@ -1,9 +1,8 @@
-"""Token ids as few bytes, in an order that tells which begin alike.
+"""Packs token ids into few bytes that sort lists with common prefixes next to each other.
 
-A token is its number, zigzag so that small negative ones stay short, in groups of seven bits, the
-lowest first; the highest bit says that another group follows. So no token's bytes are the beginning
-of another's, and where lists are sorted by their bytes, the neighbours of a list share most first
-tokens with it.
+A token is a zigzag varint: groups of seven bits, the lowest first; the highest bit says that
+another group follows. Zigzag keeps small negative ids short. No token's bytes are a prefix of
+another's, so in the order of the bytes a list's neighbours share the longest prefix with it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 
 
 def packed(tokens: Iterable[int]) -> bytes:
-    """Token ids, any integers, as bytes: two or three for each of a usual vocabulary."""
+    """Token ids, any integers, as bytes: two or three per token of a usual vocabulary."""
     data = bytearray()
     for token in tokens:
         number = token << 1 if token >= 0 else ~(token << 1)

@@ -1,12 +1,12 @@
-"""A folder of page files under a byte cap, shared by processes.
+"""Stores entries in a folder of page files under a byte cap, shared by processes.
 
-Who writes has the folder for itself, by a lock that the system takes away from a process that dies.
-What it then finds there is the truth: temporary files are those of writers that died, and go; the
-index is brought in line with the files; whatever lies there counts against the cap, whoever put it
-there. Room is made before a file is begun, so the cap holds at every instant.
+A writer locks the folder; the system releases the lock of a process that dies. The lock's holder
+takes the files it finds as the truth. It removes temporary files, which dead writers left, and
+brings the index in line with the files. Everything in the folder counts against the cap, also
+files of others. Eviction happens before a file is written, so the cap holds at every instant.
 
-Reading takes no lock: a file is whole, or is not there. It is verified and compared with what was
-asked for, every time.
+Readers take no lock: a file is complete or absent. Every read verifies the file and compares it
+with what was asked for.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from paged_kv.store.keys import Place
 DEFAULT_STORE_BYTES = "50GB"
 MIN_BYTES = 8 << 20
 MIN_FREE_BYTES = 1 << 30
-# What the index and the folder itself may grow by while one file is written.
+# Bytes that the index and the folder itself may grow by while one file is written.
 _MARGIN = index_file.ROOM + (64 << 10)
 
 FAULTS = (OSError, sqlite3.Error, MemoryError, InvalidEntry)
-"""What a disk can do to whoever uses it."""
+"""The errors that a faulty disk can cause."""
 
 Known = tuple[Row, Sequence[int]]
-"""What the index is to know of an entry, and the tokens of its block."""
+"""An entry's row of the index, and the tokens of its block."""
 
 File = tuple[Known, Sequence[Buffer]]
-"""That, and the bytes of the entry's file."""
+"""An entry's row and tokens, and the bytes of its file."""
 
 
 class Outcome(Enum):
-    """What became of an entry that was to be stored."""
+    """The result of storing an entry."""
 
     STORED = "stored"
     KNOWN = "known"
@@ -66,12 +66,12 @@ class Outcome(Enum):
 
 @dataclass
 class Contents:
-    """What is in a folder that one has alone.
+    """The content of a locked folder.
 
     Attributes:
-        used: bytes that everything takes of the disk.
+        used: bytes that everything takes on disk.
         files: the keys of entries, and the bytes of their files.
-        others: what else is there that is not the store's own, and its bytes.
+        others: names and bytes of files that are not the store's.
     """
 
     used: int
@@ -85,16 +85,16 @@ class PageStore:
     All methods may be called from any thread, and raise what `FAULTS` lists.
 
     Args:
-        path: the folder; it is made if it is not there.
-        max_bytes: the most that everything in it may take, at any time.
-        min_free_bytes: what the disk must still have free.
-        patience_s: how long to wait for other processes that write.
+        path: the folder; it is created if missing.
+        max_bytes: the most bytes that everything in it may take, at any time.
+        min_free_bytes: bytes that the disk must still have free.
+        patience_s: seconds to wait for other processes that write.
 
     Attributes:
-        discarded: what was found in the folder so far, and was no use to anybody.
+        discarded: useless files found in the folder so far.
 
     Raises:
-        ValueError: max_bytes is too small for an index and anything else.
+        ValueError: max_bytes is too small for the index and any entry.
         StoreError: the folder cannot be used; the message says why.
     """
 
@@ -117,7 +117,7 @@ class PageStore:
         self.folder = Folder(self.path)
         self._thread_lock = threading.RLock()
         self._lock = FileLock(self.path / LOCK, timeout=patience_s, mode=0o600)
-        # Who looks something up must not wait for who writes files.
+        # Lookups have their own connection, so that they do not wait for writers of files.
         self._index, self._lookups = OpenIndex(self.folder), OpenIndex(self.folder)
         try:
             with self._alone():
@@ -134,52 +134,52 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder and its index."""
         with self._thread_lock:
             self._index.close()
             self._lookups.close()
             self.folder.close()
 
     def get(self, place: Place) -> Entry:
-        """What is stored at a place.
+        """The entry stored at a place.
 
         Raises:
-            FileNotFoundError: nothing is.
-            InvalidEntry: the file is damaged, or holds something else.
+            FileNotFoundError: none is stored there.
+            InvalidEntry: the file is damaged, or holds another entry.
         """
         entry = decode(self.folder.read(file_name(place.key)), place.key)
         if entry.place != place:
-            raise OtherEntry("the file holds other tokens, or what another model computed")
+            raise OtherEntry("the file holds other tokens, or pages of another model")
         return entry
 
     def children(self, parent: str) -> list[tuple[int, str]]:
-        """How many tokens the entries behind a block have, and their keys."""
+        """Token counts and keys of the entries whose block follows `parent`."""
         with self._lookups.use() as index:
             return index.children(parent)
 
     def closest(self, parent: str, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """The tokens of blocks behind a block, those that have most first tokens in common with
+        """The tokens of blocks that follow `parent`: those with the longest common prefix with
         `tokens`, and a few more."""
         with self._lookups.use() as index:
             return index.closest(parent, tokens)
 
     def stored_keys(self) -> set[str]:
-        """All entries."""
+        """The keys of all entries."""
         with self._lookups.use() as index:
             return index.keys()
 
     def rows(self) -> list[Row]:
-        """All entries, the latest used first."""
+        """All entries, the most recently used first."""
         with self._lookups.use() as index:
             return index.rows()
 
     def put(self, entries: Iterable[Entry], keep: Collection[str] = ()) -> list[Outcome]:
-        """Store entries, and say what became of each. What must go for them is what was used least
-        recently, and none of `keep`. Whatever fails, what was stored before is there."""
+        """Store entries; returns an outcome for each. If there is no room, this evicts the least
+        recently used entries, but none of `keep`. Entries stored before survive any failure."""
         return self.put_files((file_of(each.place, encode(each)) for each in entries), keep)
 
     def put_files(self, files: Iterable[File], keep: Collection[str] = ()) -> list[Outcome]:
-        """`put`, of entries that are the bytes of their files already."""
+        """`put` for entries that are already encoded as files."""
         outcomes, added = [], []
         with self.exclusive() as contents:
             try:
@@ -194,12 +194,12 @@ class PageStore:
         return outcomes
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note entries as used just now, the first of them latest."""
+        """Note entries as used now, the first of them most recently."""
         with self._index.use() as index:
             index.touch(keys)
 
     def discard(self, keys: Sequence[str]) -> int:
-        """Take entries away, as far as they are there; returns how many were."""
+        """Remove the entries that exist; returns how many did."""
         with self.exclusive() as contents:
             there = [key for key in keys if key in contents.files]
             self._discard(there)
@@ -207,10 +207,10 @@ class PageStore:
 
     @contextmanager
     def exclusive(self) -> Iterator[Contents]:
-        """Have the folder alone, with the index in line with its files.
+        """Lock the folder and bring the index in line with its files.
 
         Raises:
-            TimeoutError: another process did not let go of the folder.
+            TimeoutError: another process held the lock for too long.
         """
         with self._alone():
             yield self._contents()
@@ -246,7 +246,7 @@ class PageStore:
             contents.used -= sum(contents.files.pop(key, 0) for key in victims)
         self.folder.write(file_name(row.key), data)
         contents.files[row.key] = row.nbytes
-        # The index gets its rows when all files are written.
+        # Count the index's row too: it is added when all files are written.
         contents.used += row.nbytes + index_file.ROW_BYTES
         return Outcome.STORED
 
@@ -258,7 +258,7 @@ class PageStore:
             raise OSError(f"{len(keys) - len(removed)} files cannot be removed")
 
     def _contents(self) -> Contents:
-        """What is there, without what writers left that died, and with an index that knows it."""
+        """The folder's content, after removing files of dead writers and updating the index."""
         sizes = self.folder.scan()
         for name in [name for name in sizes if is_temporary(name)]:
             self._give_up(name, "left by a writer that died", sizes.pop(name))
@@ -270,11 +270,11 @@ class PageStore:
             self._align(files)
         own = {file_name(key) for key in files} | set(index_file.FILES) | {LOCK, TAG}
         others = {name: size for name, size in sizes.items() if name not in own}
-        # Once more: the index may have grown.
+        # Scan again: the index may have grown.
         return Contents(sum(self.folder.scan().values()), files, others)
 
     def _align(self, files: dict[str, int]) -> bool:
-        """Let the index know these files and no others; false if it is damaged."""
+        """Make the index list exactly these files; false if it is damaged."""
         try:
             with self._index.use() as index:
                 known = index.keys()
@@ -288,8 +288,8 @@ class PageStore:
         return True
 
     def _found(self, key: str, nbytes: int) -> Known | None:
-        """What a file says that the index does not know. One that is no entry goes; what another
-        version wrote stays, and counts."""
+        """The row of a file that the index lacks. Removes a file that is not an entry; keeps a file
+        of another version, which counts against the cap."""
         try:
             data = self.folder.read(file_name(key), MAX_HEAD_BYTES)
             return _known(key, nbytes, *decode_place(data))
@@ -311,7 +311,7 @@ class PageStore:
 
 
 def file_of(place: Place, data: Sequence[Buffer]) -> File:
-    """What an entry's file is to be known as."""
+    """An entry's row and tokens, with the bytes of its file."""
     link = place.link
     nbytes = size_on_disk(sum(map(len, data)))
     about = link.parent, place.part, link.tokens, dict(link.identity)

@@ -1,4 +1,4 @@
-"""What waits to be written, and the thread that writes it."""
+"""The queue of entries to write, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paged_kv.store.entry_file import Entry
 from paged_kv.store.faults import Faults
 from paged_kv.store.page_store import FAULTS, Outcome, PageStore
 
-# A batch shares one look at the folder. It is short, as other processes wait for its end.
+# A batch scans the folder once. It is short, as other processes wait for its lock.
 _BATCH_BYTES = 64 << 20
-# Notes of use that wait beside entries: without bytes of their own, but not for ever more of them.
+# Notes of use have no bytes that the queue's limit would count, so their number has a limit.
 _MOST_NOTES = 1000
-# An uncommonly slow disk may lose what is behind this when a process ends.
+# With an uncommonly slow disk, entries still queued after this time are lost at process exit.
 CLOSE_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Something to do with the folder: store an entry, or note others as used, or damaged."""
+    """A job for the writer: store an entry, note entries as used, or remove damaged ones."""
 
     entry: Entry | None = None
     path: Sequence[str] = ()
@@ -53,11 +53,11 @@ class WriteQueue:
         self._thread.start()
 
     def knows(self, key: str) -> bool:
-        """Whether an entry is stored or waits to be."""
+        """Whether an entry is stored or queued."""
         return key in self._known
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes may wait too; any number may if nothing else does."""
+        """Whether `nbytes` more fit in the queue; an empty queue takes any number."""
         with self._changed:
             fits = not self._waiting_bytes or self._waiting_bytes + nbytes <= self._max_bytes
         if not fits:
@@ -65,31 +65,31 @@ class WriteQueue:
         return fits
 
     def save(self, entry: Entry, path: Sequence[str]) -> None:
-        """Let an entry be written."""
+        """Queue an entry to be written."""
         self._add(_Job(entry, path))
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Let entries be noted as used."""
+        """Queue a note that entries were used."""
         self._add(_Job(path=keys))
 
     def discard(self, keys: Sequence[str]) -> None:
-        """Let damaged entries be taken away."""
+        """Queue the removal of damaged entries."""
         self._known.difference_update(keys)
         self._add(_Job(damaged=keys))
 
     def mend(self) -> None:
-        """Let the index be made anew, if it is damaged."""
+        """Queue a repair of the index, if it is damaged."""
         self._add(_Job(damaged=()))
 
     def flush(self) -> bool:
-        """Wait until nothing waits; false if that takes too long."""
+        """Wait until the queue is empty; false if that takes too long."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._jobs and not self._is_writing, CLOSE_PATIENCE_S
             )
 
     def close(self) -> bool:
-        """Write what waits, and end the thread; false if it hangs in the disk."""
+        """Write the queued entries and end the thread; false if it hangs on the disk."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -122,7 +122,7 @@ class WriteQueue:
                     self._changed.notify_all()
 
     def _next_batch(self) -> list[_Job]:
-        """Waits for work; none means the end."""
+        """Wait for the next batch; an empty one ends the thread."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._jobs) or self._is_closing)
             batch: list[_Job] = []
@@ -132,7 +132,7 @@ class WriteQueue:
             return batch
 
     def _do(self, jobs: Sequence[_Job]) -> None:
-        """One batch. Whatever fails, the thread goes on with the next."""
+        """Do one batch. After any failure the thread continues with the next."""
         entries = [job.entry for job in jobs if job.entry is not None]
         paths = [job.path for job in jobs if job.path]
         damaged = [job.damaged for job in jobs if job.damaged is not None]
