@@ -1,9 +1,9 @@
-"""Attention that reads pages, put in the place of mlx-lm's.
+"""Replaces mlx-lm's attention by one that reads pages.
 
-All but a few of mlx-lm's models call `mlx_lm.models.base.scaled_dot_product_attention`, most of
-them through a name of their own. The replacement looks at what keys and values are, and never at
-the cache that is passed beside them: models share one layer's keys with another, pass another
-layer's cache, or one latent as both keys and values.
+Nearly all of mlx-lm's models call `mlx_lm.models.base.scaled_dot_product_attention`, most of them
+through a name of their own. The replacement looks only at the keys and values and never at the
+cache argument: models share one layer's keys with another, pass another layer's cache, or pass one
+latent as both keys and values.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def paged_attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """What `scaled_dot_product_attention` computes, from pages where keys and values stand for
-    some, and by mlx-lm's own function otherwise."""
+    """`scaled_dot_product_attention`: over pages if keys and values stand for pages, else by
+    mlx-lm's own function."""
     if isinstance(keys, PagedKeys) and isinstance(values, PagedValues):
         if keys.read is values.read:
             output = keys.read.attend(queries, mask, scale=scale, sinks=sinks)
@@ -41,9 +41,9 @@ def paged_attention(
 
 
 def install_attention_hook() -> None:
-    """Replace mlx-lm's attention in every module that has imported it; once is enough.
+    """Replace mlx-lm's attention in every module that has imported it; repeated calls do nothing.
 
-    For arrays that are not pages the replacement calls the original, so models that use other
-    caches are not affected.
+    For other arrays the replacement calls the original, so models with other caches are not
+    affected.
     """
     rebind(_stock_attention, paged_attention)

@@ -1,4 +1,4 @@
-"""What a factory is handed of mlx-lm, checked before anything is done with it."""
+"""Checks a factory's mlx-lm arguments: models, bounds and prompt caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paged_kv.sequences.sequence import Sequence
 
 
 def require_model(model: object) -> None:
-    """Raises a TypeError unless mlx-lm can make prompt caches for it."""
+    """Raises TypeError unless mlx-lm can make prompt caches for the model."""
     if isinstance(model, Module) and (hasattr(model, "make_cache") or hasattr(model, "layers")):
         return
     advice = ": load() returns a model and its tokenizer" if isinstance(model, tuple) else ""
@@ -27,11 +27,11 @@ def require_model(model: object) -> None:
 
 
 def used_bound(model: Module, max_kv_size: int | None) -> int | None:
-    """`max_kv_size`, where mlx-lm's `make_prompt_cache` looks at it: only for models that leave
-    their caches to it.
+    """`max_kv_size` if mlx-lm's `make_prompt_cache` would use it, else None. It ignores the bound
+    for models with a `make_cache` of their own.
 
     Raises:
-        TypeError, ValueError: it is no integer, or negative.
+        TypeError, ValueError: `max_kv_size` is not an integer, or negative.
     """
     if max_kv_size is None:
         return None
@@ -39,18 +39,18 @@ def used_bound(model: Module, max_kv_size: int | None) -> int | None:
     if not hasattr(model, "make_cache"):
         return bound
     warn_once(
-        f"max_kv_size is ignored for {model_file(model)}, which makes caches of its own, as mlx-lm "
-        "ignores it: max_bytes bounds the memory of all caches"
+        f"max_kv_size is ignored for {model_file(model)}, as in mlx-lm: the model makes its own "
+        "caches. max_bytes bounds the memory of all caches"
     )
     return None
 
 
 def caches_of(model: Module, prompt_cache: object) -> list[Any]:
-    """A prompt cache, as long as the ones that mlx-lm makes for the model.
+    """Check that a prompt cache is as long as mlx-lm's for the model.
 
     Raises:
-        TypeError: it is no list.
-        ValueError: it is of another length.
+        TypeError: `prompt_cache` is not a list.
+        ValueError: it has another length.
     """
     expected = len(stock_make_prompt_cache(model))
     if not isinstance(prompt_cache, list):
@@ -64,11 +64,11 @@ def caches_of(model: Module, prompt_cache: object) -> list[Any]:
 
 
 def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> Sequence:
-    """The sequence that a prompt cache holds, in all its layers.
+    """The one sequence that all layers of a prompt cache hold.
 
     Raises:
-        TypeError: it is no list.
-        ValueError: it is not of a model of `num_caches` caches, not of this pool, or holds several
+        TypeError: `prompt_cache` is not a list.
+        ValueError: it does not have `num_caches` caches, is of another pool, or holds several
             sequences.
     """
     if not isinstance(prompt_cache, list):
@@ -88,6 +88,6 @@ def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> S
     if len(sequences) != 1:
         raise ValueError(
             f"prompt_cache must hold one sequence, got one of {len(sequences)}: extract(i) of its "
-            "caches gives one row of a batch"
+            "caches gives one sequence of a batch"
         )
     return sequences.pop()

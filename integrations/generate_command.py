@@ -1,4 +1,4 @@
-"""`paged-kv generate`: text from a model of mlx-lm, on paged caches."""
+"""The command `paged-kv generate`: generates text with mlx-lm on paged caches."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from paged_kv.commands.arguments import name, page_format, positive, seed, tempe
 from paged_kv.commands.store_command import add_store_options
 from paged_kv.sizes import parse_size
 
-# Shorter prompts are read before anyone would look at a progress bar.
+# Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512
 
 
@@ -28,25 +28,32 @@ def add_generate_parser(
     parser.add_argument(
         "--model",
         type=name,
-        help="folder or Hugging Face repository of a model; without it, a small model that comes "
-        "with this package and writes what looks like Python",
+        help="folder or Hugging Face repository of a model (default: a small model in this "
+        "package, which writes text that looks like Python)",
     )
     parser.add_argument(
         "--prompt",
         action="append",
         required=True,
-        help="the prompt, or - to read standard input; several are generated as one batch",
+        help="the prompt, or - for standard input; several prompts are generated as one batch",
     )
     parser.add_argument(
-        "--ignore-chat-template", action="store_true", help="give the model the prompt as it is"
+        "--ignore-chat-template",
+        action="store_true",
+        help="give the model the prompt without its chat template",
     )
     parser.add_argument(
         "--num-samples",
         type=positive,
         default=1,
-        help="texts for each prompt, which share its pages; with --temp (default: 1)",
+        help="samples for each prompt, which share its pages; set --temp too (default: 1)",
     )
-    parser.add_argument("--max-tokens", type=positive, default=100, help="default: 100")
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=100,
+        help="the most tokens to generate (default: 100)",
+    )
     parser.add_argument(
         "--temp", type=temperature, default=0.0, help="temperature (default: 0, greedy)"
     )
@@ -55,8 +62,8 @@ def add_generate_parser(
         "--page-format",
         type=page_format,
         default="fp16",
-        help="what pages hold: fp16, q8 or q4, two of these for keys and for values such as q8/q4, "
-        "or auto (default: fp16)",
+        help="how pages hold numbers: fp16, q8 or q4, two of these for keys and values such as "
+        "q8/q4, or auto (default: fp16)",
     )
     parser.add_argument(
         "--max-bytes", type=parse_size, help="the most memory for pages, such as 4GB"
@@ -66,13 +73,13 @@ def add_generate_parser(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate, and print a summary; returns the exit status."""
+    """Generate, print a summary, return the exit status."""
     try:
         prompts = [_prompt(text) for text in arguments.prompt]
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
-    # Loading mlx-lm takes seconds, which --help and usage errors need not wait for.
+    # Imported here because loading mlx-lm takes seconds: --help and usage errors do not need it.
     from paged_kv.integrations.text_generation import TextGeneration
 
     generation = TextGeneration(
@@ -105,14 +112,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(text: str) -> str:
-    """The prompt that an option names.
+    """The text of a --prompt option.
 
     Raises:
-        ValueError: it is empty, or not UTF-8.
+        ValueError: the prompt is empty, or not UTF-8.
     """
     try:
         prompt = sys.stdin.read() if text == "-" else text
-        # What is not UTF-8 in an argument arrives as surrogates.
+        # Bytes of an argument that are not UTF-8 arrive as surrogates.
         prompt.encode()
     except UnicodeError:
         raise ValueError("a prompt is not UTF-8: give --prompt some text") from None
@@ -122,7 +129,7 @@ def _prompt(text: str) -> str:
 
 
 def embedded_model() -> str:
-    """The folder of the model that comes with this package."""
+    """The folder of the model in this package."""
     return str(files("paged_kv") / "models" / "stdlib-llama")
 
 
@@ -130,7 +137,7 @@ class _Progress:
     """A progress bar for the prompt, on a terminal and for long prompts only."""
 
     def __init__(self, tokens: int) -> None:
-        # None lets tqdm look whether standard error is a terminal.
+        # With None, tqdm shows the bar only if standard error is a terminal.
         disable = True if tokens < _LONG_PROMPT else None
         self._bar = tqdm(total=tokens, unit="token", desc="prompt", leave=False, disable=disable)
 

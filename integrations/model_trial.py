@@ -1,9 +1,9 @@
-"""What a model does with keys and values, found out by running it symbolically.
+"""Runs a model symbolically to find out what it does with keys and values.
 
-Most layers hand the arrays of `update_and_fetch` to attention and to nothing else, and then nobody
-needs to be able to compute them. Which layers these are is not listed but tried: a prompt, a token
-behind it, and both in a batch with padding, on mlx-lm's own caches. The graph then tells whose keys
-and values a result depends on. Nothing is computed.
+Most layers pass the arrays of `update_and_fetch` to attention only, and then the arrays need not be
+computable. The trial finds these layers without a list of models: it runs a prompt, a token after
+it, and both in a batch with padding, on mlx-lm's own caches. The graph then shows which layers'
+keys and values a result depends on. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PROMPT, SHORTER = 5, 3
 
 @dataclass
 class Trial:
-    """What was found.
+    """The result of a trial.
 
     Attributes:
-        geometries: what each layer writes.
-        attending: the layers of which only attention takes keys and values.
-        in_order: whether it does before the next layer writes.
+        geometries: the shapes and dtypes that each layer writes.
+        attending: the layers whose keys and values only attention reads.
+        in_order: whether attention reads each of these layers before the next one writes.
     """
 
     geometries: dict[int, LayerGeometry] = field(default_factory=dict)
@@ -46,10 +46,11 @@ class Trial:
 
 
 class _Arrays:
-    """The arrays of all layers.
+    """The stand-in arrays of all layers.
 
     Attributes:
-        written_and_read: the layers in that order, each again when attention reads it.
+        written_and_read: a layer's number for each write of it and each read by attention, in
+            order.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class _Arrays:
         self._numbers: dict[tuple[int, mx.Dtype], mx.array] = {}
 
     def of(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
-        """Arrays like these, of which nothing can be computed."""
+        """Stand-ins of the same shapes that cannot be computed."""
         stands = [mx.broadcast_to(self._number(layer, each), each.shape) for each in (keys, values)]
         found = PagedKeys(stands[0]), PagedValues(stands[1])
         read: Any = _TriedRead(lambda: self.written_and_read.append(layer), keys, values)
@@ -67,7 +68,7 @@ class _Arrays:
         return found
 
     def reaching(self, results: Iterable[mx.array]) -> set[int]:
-        """The layers on whose arrays results depend."""
+        """The layers whose arrays the results depend on."""
         names = {f"of_{at}": layer for at, (layer, _) in enumerate(self._numbers)}
         graph = io.StringIO()
         arrays = dict(zip(names, self._numbers.values(), strict=True))
@@ -82,7 +83,7 @@ class _Arrays:
 
 
 class _TriedRead:
-    """What the attention hook finds on a layer's keys and values, as on those of pages."""
+    """Takes the place of a lazy read of pages, for the attention hook."""
 
     def __init__(self, note: Callable[[], None], keys: mx.array, values: mx.array) -> None:
         self._note, self._gathered = note, (keys, values)
@@ -96,7 +97,7 @@ class _TriedRead:
 
 
 class _TriedCache:
-    """A cache of mlx-lm in the place of which pages will be."""
+    """Wraps an mlx-lm cache that pages will replace."""
 
     def __init__(self, stock: Any, layer: int, arrays: _Arrays) -> None:
         self._stock, self._layer, self._arrays = stock, layer, arrays
@@ -114,10 +115,10 @@ class _TriedCache:
 
 
 def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]]) -> Trial:
-    """What a model does with keys and values.
+    """Run the trial of a model.
 
-    `new_cache` makes a prompt cache of mlx-lm, with what a function gives for them in the place of
-    the caches that will be paged.
+    `new_cache(wrap)` makes an mlx-lm prompt cache, with `wrap(cache)` in the place of each cache
+    that will be paged.
     """
     arrays = _Arrays()
     trial = arrays.trial
@@ -128,13 +129,13 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
 
     try:
         results = [*_alone(model, tried_cache())]
-    except Exception as error:  # whatever a model raises: gathered arrays are right for any
+    except Exception as error:  # models raise anything; gathering works for any model
         name = model_file(model)
         logger.warning("%s cannot be tried out, so keys and values are gathered: %r", name, error)
         return trial
     try:
         results += _in_a_batch(model, tried_cache(), tried_cache())
-    except Exception as error:  # some models cannot be batched, with mlx-lm's caches neither
+    except Exception as error:  # mlx-lm's caches cannot batch some models either
         logger.info("a batch cannot be tried out: %r", error)
     trial.attending = frozenset(trial.geometries) - arrays.reaching(results)
     order = [layer for layer in arrays.written_and_read if layer in trial.attending]
@@ -158,7 +159,7 @@ def _in_a_batch(model: Any, first: list[Any], second: list[Any]) -> list[mx.arra
 
 
 def _results(output: Any, cache: Iterable[Any]) -> Iterator[mx.array]:
-    """What a step has given, and what it has left in caches that are not paged."""
+    """The output of a step, and the states that it left in caches that are not paged."""
     yield from _arrays_in(output)
     for each in cache:
         if isinstance(each, CacheList):

@@ -1,4 +1,4 @@
-"""Tells when a model's weights were exchanged, so that nothing computed before is used after."""
+"""Detects changes of a model's weights, so that prefixes computed before are not reused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-# Bytes up to which a parameter is held, to be compared with what takes its place.
+# Parameters of up to so many bytes are kept, to be compared with their replacements.
 SMALL = 1 << 20
 
 
 class ModelVersion:
-    """Counts how often parameters of a model became others: weights that were loaded, adapters
-    that were added, taken off or fused, a new dtype.
+    """Counts the changes of a model's parameters: loaded weights, adapters that were added, removed
+    or fused, a new dtype.
 
-    MLX replaces arrays and does not change them, so an array that is still there is what it was.
-    Some models put an equal array in the place of a small one whenever they run; those are
-    compared.
+    MLX replaces arrays and never changes them, so the same array has the same content. Some models
+    replace a small array by an equal one whenever they run; small arrays are compared by content.
     """
 
     def __init__(self, model: Module) -> None:

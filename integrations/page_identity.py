@@ -1,8 +1,9 @@
-"""What the content of a model's pages depends on, the same in every process.
+"""Computes the identity of a model's pages: everything that determines their content. It is the
+same in every process.
 
-The weights are hashed, all of them: a name or a date does not tell one model from another. So are
-the settings, every number and text that a module of the model holds: bases of rope, scales, sizes.
-Weights and scales of adapters are among them.
+The identity hashes all weights, as a name or a date does not tell models apart. It also hashes the
+settings: every number and text in the model's modules, such as rope bases, scales and sizes. Both
+include those of adapters.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.store.keys import Identity, Salt, salt_bytes
 
-# What a module remembers that changes no number.
+# Attributes of modules that change no result.
 _ASIDE = frozenset({"_no_grad"})
 
 
 class PageIdentity:
-    """Says what pages of a namespace are stored as.
+    """Returns the identity under which a namespace's pages are stored.
 
     Args:
-        model: whose pages these are.
-        versions: of its weights, as the namespaces count them.
-        pool: in which all layers are known.
+        model: the model that computes the pages.
+        versions: counts the versions of its weights, as namespaces do.
+        pool: the pages' pool, which knows all layers.
         name: of the model, for people.
     """
 
@@ -41,12 +42,12 @@ class PageIdentity:
         self._versions = versions
         self._pool = pool
         self._name = name
-        # Now, and not when the first prompt waits for it.
+        # Hash the weights here, so that the first prompt does not wait for it.
         self._of = {versions.count: fingerprints(model)}
 
     def __call__(self, namespace: Hashable) -> Identity | None:
-        """None for pages of other weights than the present ones, or of another format than this
-        pool begins with: nobody will ask for these.
+        """The identity; None for pages of earlier weights, or not of the pool's first format: no
+        later lookup asks for these.
 
         Raises:
             ValueError: the salt is of a type that cannot be stored.
@@ -76,7 +77,7 @@ class PageIdentity:
 
 
 def fingerprints(model: Module) -> tuple[str, str]:
-    """Hashes of all arrays of a model, and of all else that it is made of. O(bytes)."""
+    """Hashes of a model's arrays, and of its other content. O(bytes)."""
     weights, settings = sha256(), sha256()
     for path, leaf in _leaves(model, "", set()):
         if isinstance(leaf, mx.array):
@@ -88,7 +89,7 @@ def fingerprints(model: Module) -> tuple[str, str]:
 
 
 def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Arrays, and the text of everything else, with the path that leads to each."""
+    """Arrays, and the text of all other values, each with its path."""
     match value:
         case mx.array() | None | bool() | int() | float() | str():
             yield path, value if isinstance(value, mx.array) else repr(value)
@@ -118,7 +119,7 @@ def _content(array: mx.array) -> str:
     """A hash of an array's bytes."""
     whole = mx.contiguous(array if array.ndim else array.reshape(1)).view(mx.uint8)
     mx.eval(whole)
-    # MLX's arrays have the buffer protocol, and do not say so.
+    # MLX's arrays have the buffer protocol, but their types do not declare it.
     content: Any = whole
     return xxh3_128(memoryview(content)).hexdigest() if whole.size else ""
 

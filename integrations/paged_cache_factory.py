@@ -1,4 +1,4 @@
-"""Paged prompt caches for a model of mlx-lm."""
+"""Makes paged prompt caches for an mlx-lm model."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from paged_kv.sizes import size_in_bytes
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.page_store import DEFAULT_STORE_BYTES, PageStore
 
-# mlx-lm's load_prompt_cache looks classes up by name among its own.
+# mlx-lm's load_prompt_cache looks classes up by name in its own module.
 setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)
 
-# Models that pair a layer's cache with one for the keys of an indexer, whose arrays they read and
-# replace themselves: only the first of each pair holds keys and values for attention.
+# These models pair a layer's cache with one for an indexer's keys, whose arrays they read and
+# replace themselves. Only the first cache of each pair holds keys and values for attention.
 _INDEXER_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
 
 
@@ -56,33 +56,33 @@ class PagedCacheFactory:
     Args:
         model: a model of mlx-lm.
         page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
-            of these, for keys and for values. With "auto", pages begin with 16 bits, and the
-            oldest become q8 and then q4 when `max_bytes` gets short; pass a `RequantisationPolicy`
-            to choose otherwise.
-        max_bytes: the most that pages may take, a number of bytes or a text such as "4GB". None
-            means 80 % of what the machine recommends, less what is in use; `stats()` tells. What is
-            kept of recurrent layers by `insert_cache` takes up to a quarter of that besides.
+            of these, for keys and for values. With "auto", pages begin in 16 bits, and the oldest
+            are requantised to q8 and then q4 when `max_bytes` gets short; pass a
+            `RequantisationPolicy` to choose otherwise.
+        max_bytes: the most that pages may take, in bytes or as a text such as "4GB". None means
+            80 % of what the machine recommends, less what is in use; `stats()` shows it. Snapshots
+            of recurrent layers by `insert_cache` take up to a quarter of that besides.
         write_chunk: in layers with a sliding window, the longest step that is written before it
-            is read, and one more than the tokens that can always be rolled back. None means 256,
-            or the window where that is smaller.
-        trace: a new file in which to record what happens to blocks, for `paged-kv trace replay`.
-            None means the one that PAGED_KV_TRACE names, if it does.
-        store: a folder on disk for what `insert_cache` is given; `fetch_cache` finds it there, in
+            is read. One token less can always be rolled back. None means 256, or the window if
+            that is smaller.
+        trace: a new file to record block allocations in, for `paged-kv trace replay`. None means
+            the file that PAGED_KV_TRACE names, if it is set.
+        store: a folder on disk for the pages of inserted prompts; `fetch_cache` reuses them, in
             this process or a later one. None keeps prompts in memory only.
-        store_bytes: the most that the folder may take of the disk, a number or a text as well.
-        always_gather: let every layer have keys and values that can be computed. Needed only for a
-            model that does other things with them later than when the factory tries it out, which
-            then raises `PagesNotRead`, or a RuntimeError of MLX for an array without a primitive.
+        store_bytes: the most that the folder may take on disk, as for `max_bytes`.
+        always_gather: give every layer keys and values that can be computed. Only a model that uses
+            them later in other ways than in the factory's trial needs this; without it, such a use
+            raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
 
     Threads may share a factory, each with prompt caches of its own: one thread at a time writes a
-    layer or attends to it. A write that would change a page which another thread has still to read
-    lazily raises `ThreadConflict`, and can be tried again.
+    layer or attends to it. A write that would change a page which another thread still reads lazily
+    raises `ThreadConflict`; it has no effect and can be retried.
 
     Attributes:
-        pool: where the pages are.
-        prefixes: what is known of prompts.
+        pool: holds the pages.
+        prefixes: the prefix cache.
         num_caches: the length of a prompt cache.
-        store: what is on disk, if anything is: `store.stats()` counts.
+        store: the store on disk, if there is one; `store.stats()` returns its counts.
 
     Raises:
         TypeError: an argument is of the wrong type; the message says which.
@@ -93,7 +93,7 @@ class PagedCacheFactory:
     Example:
         >>> factory = PagedCacheFactory(model, max_bytes=4 * 2**30)
         >>> generate(model, tokenizer, prompt, prompt_cache=factory.make_cache())
-        >>> with factory:  # everything in mlx-lm that makes its own caches for this model
+        >>> with factory:  # mlx-lm's functions then make paged caches for this model
         ...     batch_generate(model, tokenizer, prompts)
     """
 
@@ -139,31 +139,31 @@ class PagedCacheFactory:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
         `PagedKVCache` in the place of every `KVCache` and `RotatingKVCache`.
 
-        Layers without keys and values keep mlx-lm's caches. With `max_kv_size` every layer keeps
-        the first four tokens and the latest others, so many in all, as mlx-lm's do. Models that
-        make caches of their own, such as Llama, ignore it, as with mlx-lm.
+        Layers without keys and values keep mlx-lm's caches. With `max_kv_size`, every layer holds
+        so many tokens, as in mlx-lm: 4 sink tokens plus the most recent tokens. Models that make
+        their own caches, such as Llama, ignore it, as in mlx-lm.
 
         Raises:
-            TypeError: `max_kv_size` is no integer.
-            ValueError: `max_kv_size` is less than 5 where it is not ignored.
+            TypeError: `max_kv_size` is not an integer.
+            ValueError: `max_kv_size` is less than 5 and not ignored.
             RuntimeError: the factory was closed.
         """
         self._require_open()
         self._try_out()
         bound = used_bound(self._model, max_kv_size)
         if self.pool.windows and not self.pool.is_open:
-            # Pages that windows pass are kept only once it is known how large they all are.
+            # The pool caches out-of-window blocks only once it knows the sizes of all groups.
             self._learn_geometry()
         return self._layers(bound)
 
     def fetch_cache(self, tokens: TokenIds, *, salt: Hashable = None) -> tuple[list[Any], int]:
-        """A prompt cache that already holds as much of a prompt as was inserted before, and how
-        many tokens that is. At least the last token is left to compute.
+        """A prompt cache that holds the longest cached prefix of a prompt, and its length in
+        tokens. At least the last token is left to compute.
 
-        `tokens` are signed 64-bit integers, in a sequence or an array of one dimension.
+        `tokens` are signed 64-bit integers, in a sequence or a one-dimensional array.
 
-        Pages are shared, and copied when one of two that share them writes. Only prompts of the
-        same `salt` are found: give each user one of their own, and whatever else the numbers depend
+        Sequences share pages, and copy one when they write to it. Only prompts inserted with the
+        same `salt` can hit: give each user one, and add to it anything else that the results depend
         on, such as the content of images.
 
         Example:
@@ -172,7 +172,7 @@ class PagedCacheFactory:
             >>> factory.insert_cache(tokens, cache)
 
         Raises:
-            TypeError, ValueError: `tokens` are no token ids, or `salt` is not hashable.
+            TypeError, ValueError: `tokens` are not token ids, or `salt` is not hashable.
             RuntimeError: the factory was closed.
         """
         known = token_ids(tokens)
@@ -193,15 +193,16 @@ class PagedCacheFactory:
     def insert_cache(
         self, tokens: TokenIds, prompt_cache: list[Any], *, salt: Hashable = None
     ) -> int:
-        """Let `fetch_cache` find what a prompt cache of one sequence holds of these tokens; returns
-        with how many of them a longer prompt begins then. It costs no copy, and the cache can be
-        used further, or be inserted under another salt too: then its pages are found under both.
+        """Let `fetch_cache` reuse what a prompt cache of one sequence holds of these tokens;
+        returns how many of them a longer prompt can reuse. It copies nothing. The cache stays
+        usable, and can also be inserted under another salt: then both salts hit.
 
-        The pages stay until they are evicted for others, or `clear()`. Of a model without any
-        nothing is kept: only pages tell how many tokens the other layers have seen.
+        The pages stay until they are evicted, or `clear()`. A model without pages caches nothing:
+        only pages tell how many tokens the other layers have processed.
 
         Raises:
-            TypeError: `tokens` are no token ids, `prompt_cache` is no list, or `salt` not hashable.
+            TypeError: `tokens` are not token ids, `prompt_cache` is not a list, or `salt` is not
+                hashable.
             ValueError: the cache holds several sequences, or is not of this factory.
         """
         known = token_ids(tokens)
@@ -212,31 +213,32 @@ class PagedCacheFactory:
         return self.prefixes.insert(namespace, known, sequence, unpaged_caches(prompt_cache))
 
     def pin(self, tokens: TokenIds, *, salt: Hashable = None) -> int:
-        """Never evict what is known of a prompt until `unpin`; returns how many tokens that is,
-        maybe 0. What is inserted later is not pinned by that. Pins nest.
+        """Do not evict the cached prefix of a prompt until `unpin`; returns its length in tokens,
+        which may be 0. Blocks inserted later are not pinned. Pins nest.
 
         Raises:
-            TypeError: `tokens` are no token ids, or `salt` is not hashable.
+            TypeError: `tokens` are not token ids, or `salt` is not hashable.
         """
         namespace = self._namespace(self.pool.page_format.name, salt)
         return self._pins.pin(salt, namespace, token_ids(tokens))
 
     def unpin(self, tokens: TokenIds, *, salt: Hashable = None) -> int:
-        """Undo the latest `pin` of the same tokens and salt, whatever was inserted since; returns
-        how many tokens that one pinned.
+        """Undo the latest `pin` of the same tokens and salt, also if more was inserted since;
+        returns how many tokens that `pin` returned.
 
         Raises:
-            NotPinned: there is none; nothing was changed.
+            NotPinned: there is no such pin. The call has no effect then.
             TypeError: as for `pin`.
         """
         require_hashable("salt", salt)
         return self._pins.unpin(salt, token_ids(tokens))
 
     def install(self) -> bool:
-        """Let mlx-lm use paged caches for this model wherever it is given none; false if it does.
+        """Let mlx-lm make paged caches for this model wherever it is given none; false if this was
+        installed already.
 
-        Other models are not affected. `with factory:` installs it, and afterwards leaves things
-        as they were before.
+        Other models are not affected. `with factory:` installs it, and restores the earlier state
+        at the end.
 
         Raises:
             ValueError: another factory is installed for this model.
@@ -246,7 +248,7 @@ class PagedCacheFactory:
         return install_factory(self._model, self)
 
     def uninstall(self) -> None:
-        """Undo `install()`; caches that were made go on working."""
+        """Undo `install()`; existing caches keep working."""
         uninstall_factory(self._model, self)
 
     def __enter__(self) -> PagedCacheFactory:
@@ -261,7 +263,7 @@ class PagedCacheFactory:
         """Whether a new sequence of `tokens` tokens would fit in the pool now.
 
         Raises:
-            TypeError: `tokens` is no integer: it is a number of tokens, and not their ids.
+            TypeError: `tokens` is not an integer: pass a number of tokens, not their ids.
             ValueError: `tokens` is negative.
         """
         tokens = whole_number("tokens", tokens, least=0)
@@ -270,22 +272,22 @@ class PagedCacheFactory:
         return self.pool.can_admit(tokens)
 
     def stats(self) -> PoolStats:
-        """A snapshot of what the factory's caches hold."""
-        with self.pool.lock:  # which all of them share
+        """A snapshot of the statistics of all the factory's pools."""
+        with self.pool.lock:  # all of them share it
             first, *others = [pool.stats() for pool in self._pools.values()]
         return sum(others, first)
 
     def clear(self) -> None:
-        """Forget the prompts that are not pinned, and give back all memory that no sequence uses.
-        What is on disk stays there, and is found."""
+        """Evict all prompts that are not pinned, and free all memory that no sequence uses. Pages
+        on disk stay, and still hit."""
         for pool in self._pools.values():
             pool.clear()
 
     def close(self) -> None:
-        """Uninstall, make no more caches, and give back what no sequence uses. What is known is
-        stored before, if there is a store; that is waited for.
+        """Uninstall, make no more caches, and free all memory that no sequence uses. If there is a
+        store, this first writes all cached prompts to it, and waits for that.
 
-        The caches that are still held go on working, and free their pages when they are dropped.
+        Existing caches keep working, and free their pages when they are dropped.
         """
         self._closed = True
         self.uninstall()
@@ -301,7 +303,7 @@ class PagedCacheFactory:
         states = unpaged_caches(self._layers())
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
-            raise ValueError(f"a store cannot hold what this model keeps beside pages: {kinds}")
+            raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
         self.store = BackgroundStore(PageStore(path, max_bytes))
         if not self.pool.is_open:
             self._learn_geometry()
@@ -310,8 +312,8 @@ class PagedCacheFactory:
         self.prefixes.put_below(self._stored)
 
     def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
-        """What the contents of pages depend on beside the tokens; the model's version is the
-        present one unless it is known."""
+        """Everything besides the tokens that the content of pages depends on. `version` None means
+        the model's present one."""
         require_hashable("salt", salt)
         return self._version.count if version is None else version, page_format, salt
 
@@ -326,7 +328,7 @@ class PagedCacheFactory:
         ]
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
-        """The pool of the caches with that bound; all pools share one budget."""
+        """The pool of the caches with this bound; all pools share one budget."""
         if max_kv_size not in self._pools:
             self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
             self._tell(self._pools[max_kv_size], self._try_out())
@@ -351,7 +353,7 @@ class PagedCacheFactory:
         )
 
     def _try_out(self) -> Trial:
-        """What the model does with keys and values; found out once."""
+        """The trial of the model; it runs once."""
         if self._trial is None:
             install_attention_hook()
             self._trial = try_out(self._model, self._stock_layers)
@@ -364,7 +366,7 @@ class PagedCacheFactory:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
 
     def _learn_geometry(self) -> None:
-        """Tell the pool what the layers write."""
+        """Tell the pool the geometry of all layers."""
         trial = self._try_out()
         with self.pool.lock:
             for layer, geometry in trial.geometries.items():
@@ -373,7 +375,7 @@ class PagedCacheFactory:
                 group.settle()
 
     def _stock_layers(self, paged: Callable[[Any], Any]) -> list[Any]:
-        """mlx-lm's prompt cache, with `paged(...)` in the place of what can be paged."""
+        """mlx-lm's prompt cache, with `paged(cache)` replacing each cache that can be paged."""
         return [self._convert(cache, paged) for cache in stock_make_prompt_cache(self._model)]
 
     def _require_open(self) -> None:
@@ -381,7 +383,7 @@ class PagedCacheFactory:
             raise RuntimeError("this factory was closed: make a new PagedCacheFactory(model)")
 
     def _convert(self, cache: Any, paged: Any) -> Any:
-        """`cache` with `paged(...)` in the place of what can be paged."""
+        """`cache`, with `paged(cache)` in the place of each cache that can be paged."""
         if type(cache) in (KVCache, RotatingKVCache):
             return paged(cache)
         if type(cache) is CacheList:

@@ -1,10 +1,10 @@
-"""mlx-lm's own functions that make, find and share prompt caches, for models that have a
-factory installed.
+"""Replaces the functions of mlx-lm that make, find and share prompt caches, for models with an
+installed factory.
 
-Everything in mlx-lm that is not given a prompt cache makes one with `make_prompt_cache`. Its
-LRUPromptCache trims what it finds without asking how far a cache with a window can be rolled back;
-here it is told. Its BatchGenerator computes what prompts share once for each; here it is computed
-once.
+mlx-lm's functions that are not given a prompt cache make one with `make_prompt_cache`. Its
+LRUPromptCache trims a found cache without asking how far a window can be rolled back; the
+replacement handles the refusal. Its BatchGenerator computes a shared prefix once per prompt; the
+replacement computes it once.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cac
 _stock_fetch_nearest_cache = LRUPromptCache.fetch_nearest_cache
 _stock_insert_segments = BatchGenerator.insert_segments
 
-# Models are dictionaries, which cannot be keys. Each is held here, so that its id stays its own.
+# Models are dictionaries and cannot be keys. The reference keeps each model's id from being reused.
 _installed: dict[int, tuple[Module, Factory]] = {}
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
-    """What mlx-lm's function of this name makes, or the model's factory if it has one."""
+    """mlx-lm's function of this name; a model's installed factory makes its caches instead."""
     factory = _factory_of(model)
     if factory is not None:
         return factory.make_cache(max_kv_size)
@@ -48,10 +48,10 @@ def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any
 
 
 def install_factory(model: Module, factory: Factory) -> bool:
-    """Let mlx-lm make this model's prompt caches with a factory; false if it did already.
+    """Let mlx-lm make this model's prompt caches with a factory; false if it already does.
 
     Raises:
-        ValueError: another one is installed for this model.
+        ValueError: another factory is installed for this model.
     """
     before = len(_installed)
     _, installed = _installed.setdefault(id(model), (model, factory))
@@ -65,7 +65,7 @@ def install_factory(model: Module, factory: Factory) -> bool:
 
 
 def uninstall_factory(model: Module, factory: Factory) -> None:
-    """Undo `install_factory`; what was not installed is left as it is."""
+    """Undo `install_factory`; does nothing if this factory is not installed."""
     if _factory_of(model) is not factory:
         return
     del _installed[id(model)]
@@ -77,7 +77,7 @@ def uninstall_factory(model: Module, factory: Factory) -> None:
 def fetch_nearest_cache(
     prompts: LRUPromptCache, model: Any, tokens: list[int]
 ) -> tuple[list[Any] | None, list[int]]:
-    """What LRUPromptCache's method of this name finds, without what cannot be trimmed so far."""
+    """LRUPromptCache's method of this name, without caches that cannot be trimmed so far."""
     try:
         found, rest = _stock_fetch_nearest_cache(prompts, model, tokens)
         return found, rest
@@ -98,8 +98,8 @@ def insert_segments(
     *others: Any,
     **named: Any,
 ) -> Any:
-    """What BatchGenerator's method of this name does; prompts that come without a cache begin with
-    what is known of them, or shared with another one of them."""
+    """BatchGenerator's method of this name. Prompts without a cache start from their longest cached
+    prefix, or from one that they share with another of the prompts."""
     factory = _factory_of(generator.model)
     if factory is None or generator.max_kv_size is not None:
         return _stock_insert_segments(

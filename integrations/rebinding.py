@@ -1,4 +1,4 @@
-"""Putting one of mlx-lm's functions in the place of another, wherever it was imported."""
+"""Replaces a function of mlx-lm in every module that imported it."""
 
 import sys
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def rebind(function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Give `replacement` every name that `function` has in a module of mlx-lm or of others.
+    """Bind `replacement` to every name that `function` has in modules outside this package.
 
-    Modules that are imported later get the replacement from the module that defines it. This
-    package's own modules keep what they hold, or the replacement could not call the original.
+    Modules imported later get the replacement from the module that defines it. This package's own
+    modules keep the original, so that the replacement can call it.
 
-    To look through all modules takes 10 ms, and is left out where the one that defines `function`
+    Searching all modules takes 10 ms, so a call returns early if the module that defines `function`
     has the replacement already.
     """
     defining = sys.modules[function.__module__]

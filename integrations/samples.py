@@ -1,4 +1,4 @@
-"""Several answers to one prompt, which is read and kept once."""
+"""Generates several samples for one prompt, which is computed and held once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged_kv.checks import TokenIds, described, token_ids, whole_number
 from paged_kv.integrations.factory_arguments import caches_of, require_model
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 
-# Arguments of mlx-lm that are not the caller's.
+# Arguments of mlx-lm's functions that this module sets itself.
 _OURS = frozenset(
     {"model", "tokenizer", "prompts", "prompt_caches", "prefill_step_size", "stop_tokens", "kwargs"}
 )
@@ -29,25 +29,27 @@ def generate_samples(
     prefill_step_size: int = 2048,
     **kwargs: Any,
 ) -> BatchResponse:
-    """`n` continuations of one prompt: what `n` of vLLM's `SamplingParams` does.
+    """`n` continuations of one prompt, as `n` of vLLM's `SamplingParams`.
 
-    The samples share all pages of the prompt; each copies the last, partly filled one when it
-    writes its first token, and adds its own behind it.
+    The samples share all pages of the prompt. Each copies the last, partly filled page when it
+    writes its first token, and appends its own pages.
 
     Args:
         model: a model of mlx-lm.
         tokenizer: its tokenizer.
         prompt: text or token ids.
         n: how many samples.
-        prompt_cache: what the prompt continues, from `PagedCacheFactory(model).make_cache()`. It
-            holds all of the prompt but its last token afterwards. None means a new one.
-        prefill_step_size: tokens of the prompt that are read at once.
+        prompt_cache: a cache that the prompt continues, from
+            `PagedCacheFactory(model).make_cache()`. Afterwards it holds all of the prompt but its
+            last token. None means a new one.
+        prefill_step_size: tokens of the prompt that one step computes.
         kwargs: for mlx-lm's `batch_generate`: max_tokens (of a sample), sampler,
-            return_prompt_caches, ... The default sampler is greedy, and samples are alike then.
+            return_prompt_caches, ... With the default sampler, which is greedy, all samples are
+            equal.
 
     Raises:
-        TypeError: an argument is of the wrong type, or `batch_generate` knows none of that name.
-        ValueError: a number is not positive, the prompt is empty or no token ids, or the cache is
+        TypeError: an argument has the wrong type, or `batch_generate` does not know it.
+        ValueError: a number is not positive, the prompt is empty or not token ids, or the cache is
             another model's.
         PoolExhausted: the budget of the cache's pool does not hold the prompt or the samples.
     """
@@ -70,7 +72,7 @@ def generate_samples(
         model,
         tokenizer,
         [[last]] * n,
-        # Batches fork what they are given, so the samples may all be given the same.
+        # A batch forks its caches, so all samples can be given the same one.
         prompt_caches=[cache] * n,
         prefill_step_size=step,
         **kwargs,
@@ -86,7 +88,7 @@ def _require_tokenizer(tokenizer: object) -> None:
 
 
 def _require_options(options: dict[str, Any]) -> None:
-    """Check what mlx-lm would look at only when the prompt is in the cache."""
+    """Check options that mlx-lm would check only after computing the prompt."""
     taken = {*signature(batch_generate).parameters, *signature(BatchGenerator).parameters} - _OURS
     if unknown := sorted(options.keys() - taken):
         raise TypeError(

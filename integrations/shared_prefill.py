@@ -1,8 +1,7 @@
-"""Prompts that are inserted together and begin alike are computed once.
+"""Computes the common prefix of prompts that are inserted together once.
 
-mlx-lm's batch generator computes each prompt of a batch as a row of its own. Before it is given
-the prompts, what several of them share is computed for one of them; the others fork it, and each
-goes on with the rest.
+mlx-lm's batch generator computes each prompt of a batch separately. Before it gets the prompts,
+this computes their shared prefix for one of them; the others fork it and compute only the rest.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Tokens = list[int]
 
-# What two prompts share is worth a step of its own from a page on.
+# A shared prefix of at least a page is worth a step of its own.
 WORTH_SHARING = PAGE_SIZE
 
-# Recurrent layers go on only where their state was kept: besides where prompts end, after so many
-# tokens each. mlx-lm computes as many in a step, so none gets shorter for it, and states, which can
-# be as large as the pages of a thousand tokens or more, stay fewer than pages.
+# Recurrent layers resume only where a snapshot was taken: where prompts end, and after each
+# SNAPSHOT_TOKENS tokens. That is mlx-lm's prefill step, so no step gets shorter. A state can be as
+# large as the pages of a thousand tokens or more, so snapshots must be fewer than pages.
 SNAPSHOT_TOKENS = 8 * PAGE_SIZE
 
 
 class Reuses(Protocol):
-    """What knows prompts that were computed before."""
+    """Finds and keeps cached prompts."""
 
     def fetch_cache(self, tokens: Tokens, *, salt: Hashable = None) -> tuple[list[Any], int]: ...
 
@@ -40,14 +39,14 @@ class Reuses(Protocol):
 def begin_together(
     factory: Reuses, model: Any, prompts: Sequence[Tokens], step_size: int
 ) -> list[tuple[list[Any], int]]:
-    """For each prompt a cache that holds what is known of it or shared with another of them, and
-    how many tokens that is."""
+    """For each prompt a cache with its longest prefix that is cached or shared with another of the
+    prompts, and the prefix's length in tokens."""
     order = sorted(range(len(prompts)), key=lambda index: prompts[index])
     found: list[tuple[list[Any], int]] = [([], 0)] * len(prompts)
     for index, following in zip_longest(order, order[1:]):
         prompt = prompts[index]
         cache, cached = factory.fetch_cache(prompt)
-        # In their order each prompt shares most with a neighbour.
+        # In sorted order each prompt shares its longest prefix with a neighbour.
         shared = 0 if following is None else common_prefix(prompt, prompts[following])
         goal = min(shared, len(prompt) - 1)
         if goal - cached >= WORTH_SHARING:
@@ -61,7 +60,7 @@ def begin_together(
 
 
 def without_first(segments: Sequence[Tokens], count: int) -> list[Tokens]:
-    """Segments of a prompt without its first tokens; none that is left is empty."""
+    """Segments of a prompt without its first `count` tokens; empty segments are left out."""
     rest = []
     for segment in segments:
         rest.append(segment[count:])
@@ -75,8 +74,8 @@ def joined(segments: Sequence[Tokens]) -> Tokens:
 
 
 def step_ends(start: int, end: int, step_size: int) -> list[int]:
-    """Where the steps end that compute the tokens [start, end) of a prompt: wherever recurrent
-    layers are to be remembered, and before they are too long."""
+    """The ends of the steps that compute the tokens [start, end) of a prompt. A step ends wherever
+    a snapshot is due, and has at most `step_size` tokens."""
     ends = []
     while start < end:
         border = (start // SNAPSHOT_TOKENS + 1) * SNAPSHOT_TOKENS
@@ -86,7 +85,7 @@ def step_ends(start: int, end: int, step_size: int) -> list[int]:
 
 
 def cut_for_snapshots(segments: Sequence[Tokens]) -> list[Tokens]:
-    """Segments of a prompt, cut also where recurrent layers are to be remembered."""
+    """Segments of a prompt, also cut wherever a snapshot of recurrent layers is due."""
     cut: list[Tokens] = []
     start = 0
     for segment in segments:

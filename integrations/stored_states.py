@@ -1,7 +1,7 @@
-"""The states of caches that are not paged, as bytes and back.
+"""Packs the states of caches that are not paged into bytes, and unpacks them.
 
-A file names the class of each cache. Only mlx-lm's own classes are made from it, by this list and
-never by looking a name up.
+A file names the class of each cache. Only the mlx-lm classes in this module's list are made from
+it; no name is looked up elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoredStates:
 
 
 def _packed(value: Any, arrays: dict[str, Bytes]) -> Any:
-    """A tree that JSON can hold; its arrays go into `arrays`."""
+    """A value as a tree for JSON; its arrays go into `arrays`."""
     match value:
         case mx.array():
             name = f"state.{len(arrays)}"

@@ -1,4 +1,4 @@
-"""What `paged-kv generate` does: texts to standard output, and a summary to standard error."""
+"""Generates for `paged-kv generate`: texts to standard output, a summary to standard error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paged_kv.sizes import format_size
 
 
 class TextGeneration:
-    """A model of mlx-lm on paged caches, and how to sample from it."""
+    """An mlx-lm model on paged caches, with its sampling options."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TextGeneration:
         """The prompt's tokens, as `mlx_lm.generate` makes them.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the prompt has no tokens.
         """
         tokens = self._encoded(prompt, use_template)
         if not tokens:
@@ -75,8 +75,8 @@ class TextGeneration:
 
         def note(done: int, total: int) -> None:
             progress(done, total)
-            # Behind the last token but one, from which the same prompt goes on: states, and
-            # windows after a long answer, cannot go back to it.
+            # The same prompt resumes after its last token but one. Insert there: states, and
+            # windows after a long answer, cannot be rolled back to it.
             if 0 < done == total - 1:
                 self._factory.insert_cache(prompt[:-1], prompt_cache)
 
@@ -92,14 +92,14 @@ class TextGeneration:
             print(response.text, end="", flush=True)
             text.append(response.token)
         print()
-        known = f", {cached} of them stored before" if cached else ""
+        known = f", {cached} of them cached" if cached else ""
         self._summarise(
             f"{len(prompt)} tokens{known}, {response.prompt_tps:.1f} tokens/s", response
         )
         self._factory.insert_cache(text, prompt_cache)
 
     def batch(self, prompts: list[list[int]], num_samples: int) -> None:
-        """Print `num_samples` texts for each of several prompts, when all are there."""
+        """Print `num_samples` texts for each of several prompts, when all are complete."""
         with self._factory:
             if num_samples == 1:
                 responses = [batch_generate(self._model, self._tokenizer, prompts, **self._options)]
@@ -132,12 +132,12 @@ class TextGeneration:
         return response
 
     def close(self) -> None:
-        """Store what is to be stored, and give back the memory."""
+        """Write pending pages to the store, and free the memory."""
         self._factory.close()
 
     @property
     def _options(self) -> dict[str, Any]:
-        # The caches are kept until the summary has counted their pages.
+        # Return the caches, so that the summary can count their pages.
         return {
             "max_tokens": self._max_tokens,
             "sampler": self._sampler,
@@ -145,7 +145,7 @@ class TextGeneration:
         }
 
     def _summarise(self, prompt: str, figures: Any) -> None:
-        """Print speeds of a `GenerationResponse` or `BatchStats`, and what the pages hold."""
+        """Print speeds of a `GenerationResponse` or `BatchStats`, and the statistics of pages."""
         stats = self._factory.stats()
         print(
             f"prompt      {prompt}\n"
@@ -163,13 +163,13 @@ def _loaded(path_or_repo: str) -> tuple[Any, Any]:
     """A model and its tokenizer.
 
     Raises:
-        ValueError: there is none, or it cannot be loaded; the message says why.
+        ValueError: the model cannot be loaded; the message says why.
     """
     try:
         return load(_existing(path_or_repo))[:2]
     except FileNotFoundError:
         raise
-    # What is wrong with a model's files comes as whatever the first line to stumble over it raises.
+    # Broken model files raise errors of many types, from anywhere in mlx-lm.
     except Exception as error:
         raise ValueError(
             f"--model {path_or_repo} cannot be loaded: {type(error).__name__}: {error}"
@@ -177,10 +177,10 @@ def _loaded(path_or_repo: str) -> tuple[Any, Any]:
 
 
 def _existing(path_or_repo: str) -> str:
-    """What may be a model; mlx-lm takes a folder that does not exist for a repository.
+    """Check that a name may be a model: mlx-lm takes a missing folder for a repository.
 
     Raises:
-        FileNotFoundError: it is neither a folder nor the name of a repository.
+        FileNotFoundError: the name is neither a folder nor of the form of a repository.
     """
     if Path(path_or_repo).is_dir() or fullmatch(r"[\w.-]+/[\w.-]+", path_or_repo):
         return path_or_repo

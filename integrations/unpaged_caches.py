@@ -1,4 +1,5 @@
-"""The caches of a prompt cache that are not paged: of recurrent layers, indexers and the like."""
+"""Separates the paged caches of a prompt cache from others: of recurrent layers, indexers and so
+on."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 
 
 def paged_caches(prompt_cache: list[Any]) -> list[PagedKVCache]:
-    """The paged ones, in order."""
+    """The paged caches, in order."""
     return [cache for cache in _leaves(prompt_cache) if isinstance(cache, PagedKVCache)]
 
 
 def unpaged_caches(prompt_cache: list[Any]) -> list[Any]:
-    """Copies of the others, in order."""
+    """Copies of the caches that are not paged, in order."""
     others = [cache for cache in _leaves(prompt_cache) if not isinstance(cache, PagedKVCache)]
     return copy.deepcopy(others)
 
 
 def with_unpaged(prompt_cache: list[Any], others: list[Any]) -> list[Any]:
-    """A prompt cache with copies of these in the place of those that are not paged."""
+    """A prompt cache with copies of `others` in the place of its caches that are not paged."""
     copies = iter(copy.deepcopy(others))
     return [_replaced(cache, copies) for cache in prompt_cache]
 

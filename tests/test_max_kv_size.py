@@ -91,7 +91,7 @@ def test_installed_caches_honour_it(model: Any) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 4])
 def test_less_than_is_always_kept_is_refused(model: Any, size: int) -> None:
-    with pytest.raises(ValueError, match=f"max_kv_size={size} must be more than the first 4"):
+    with pytest.raises(ValueError, match=f"max_kv_size={size} must be more than the 4 sink tokens"):
         PagedCacheFactory(model).make_cache(size)
 
 
@@ -109,7 +109,7 @@ def test_a_model_with_caches_of_its_own_ignores_it_as_with_mlx_lm(
     factory.make_cache(size)
     said = [record.message for record in caplog.records if "max_kv_size" in record.message]
     assert said == [
-        "max_kv_size is ignored for llama, which makes caches of its own, as mlx-lm ignores it: "
+        "max_kv_size is ignored for llama, as in mlx-lm: the model makes its own caches. "
         "max_bytes bounds the memory of all caches"
     ]
     # What is ignored makes no other pages: prompts are shared with those of other caches.

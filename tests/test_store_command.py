@@ -222,10 +222,10 @@ def test_generate_begins_with_what_is_stored(
 
     expected, _ = generate()
     first, summary = generate("--store", str(folder))
-    assert "stored before" not in summary
+    assert "of them cached" not in summary
     again, summary = generate("--store", str(folder), "--store-bytes", "20MB")
     assert first == again == expected
-    assert "of them stored before" in summary
+    assert "of them cached" in summary
     samples, _ = generate("--store", str(folder), "--num-samples", "2")
     assert samples.count(expected.rstrip("\n")) == 2
     shutil.rmtree(folder)
@@ -243,7 +243,7 @@ def test_a_short_prompt_is_found_again(capsys: pytest.CaptureFixture[str], tmp_p
         captured = capsys.readouterr()
         texts.append(captured.out)
     assert texts[0] == texts[1]
-    tokens, known = re.findall(r"(\d+) tokens, (\d+) of them stored before", captured.err)[0]
+    tokens, known = re.findall(r"(\d+) tokens, (\d+) of them cached", captured.err)[0]
     assert int(known) == int(tokens) - 1
 
 
@@ -275,8 +275,8 @@ def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
         generation.close()
         outputs.append(capsys.readouterr())
     assert outputs[0].out == outputs[1].out
-    assert "stored before" not in outputs[0].err
-    assert "300 tokens, 299 of them stored before" in outputs[1].err
+    assert "of them cached" not in outputs[0].err
+    assert "300 tokens, 299 of them cached" in outputs[1].err
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_and_not_a_traceback(
