@@ -122,12 +122,12 @@ def test_what_can_never_fit_is_refused_when_it_arrives() -> None:
     assert requests.next() is not None
     requests.arrive(demand(1))
     expected = (
-        r"2561 tokens were asked, 2000 of the prompt and max_tokens=561, and 2560 are possible in "
-        r"all: shorten the prompt, lower max_tokens or n, or .* --max-kv-bytes"
+        r"2561 tokens were asked, 2000 of the prompt and max_tokens=561, and at most 2560 fit: "
+        r"shorten the prompt, lower max_tokens or n, or .* --max-kv-bytes"
     )
     with pytest.raises(RequestImpossible, match=expected):
         requests.arrive(demand(2000, 561))
-    with pytest.raises(RequestImpossible, match="2556 are possible"):
+    with pytest.raises(RequestImpossible, match="at most 2556 fit"):
         requests.arrive(demand(2000, 560, drafted=4))
     with pytest.raises(RequestImpossible, match="for each of 3 choices"):
         requests.arrive(demand(2000, 560, choices=3))

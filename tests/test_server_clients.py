@@ -1,4 +1,4 @@
-"""Clients that leave, wait, hurry or know a key."""
+"""Clients that leave, wait, hurry or have a key."""
 
 import asyncio
 import json
@@ -158,7 +158,7 @@ def test_without_patience_an_idle_server_serves_and_a_full_one_refuses() -> None
         assert refused.value.status_code == 503
         assert refused.value.response.headers["Retry-After"] == "1"
         # What can never fit is no question of time.
-        with pytest.raises(APIStatusError, match="are possible in all") as refused:
+        with pytest.raises(APIStatusError, match="fit: shorten the prompt") as refused:
             client.completions.create(model=NAME, prompt="import", max_tokens=3000)
         assert refused.value.status_code == 400
         talking.close()

@@ -1,4 +1,4 @@
-"""The routes of a server, as an ASGI application."""
+"""Makes the server's ASGI application from its routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paged_kv.integrations.server.http.schema import ChatBody, TextBody
 
 
 def make_app(service: Service) -> Starlette:
-    """All that `paged-kv server` answers."""
+    """The application with all routes of `paged-kv server`."""
     handlers = {APIError: error_response, 404: error_response, 405: error_response}
     return Starlette(
         routes=[
@@ -35,7 +35,7 @@ def make_app(service: Service) -> Starlette:
 
 
 def _api_routes(service: Service) -> list[BaseRoute]:
-    """What mlx-lm's server answers too."""
+    """The routes that mlx-lm's server has too."""
     chat = Completions(service, ChatBody)
 
     def models(request: Request) -> Response:
@@ -56,7 +56,7 @@ def _api_routes(service: Service) -> list[BaseRoute]:
 
 
 def _status_routes(service: Service) -> list[BaseRoute]:
-    """What operators look at, and the machines that watch for them."""
+    """The routes for operators and monitoring."""
 
     async def health(_: Request) -> Response:
         return _state(service.is_healthy, "ok", "unavailable")
@@ -65,7 +65,7 @@ def _status_routes(service: Service) -> list[BaseRoute]:
         return _state(service.is_ready, "ready", "not ready")
 
     async def metrics(_: Request) -> Response:
-        # Pools may be busy for a moment.
+        # This takes the pools' locks, which may be held for a moment.
         return await run_in_threadpool(status_page.metrics, service)
 
     async def page(request: Request) -> Response:
@@ -91,7 +91,7 @@ def _state(is_good: bool, good: str, bad: str) -> Response:
 
 
 def _cors(options: argparse.Namespace) -> Middleware:
-    """Pages of other origins may ask, as with mlx-lm's server."""
+    """Allow requests from web pages of other origins, as mlx-lm's server does."""
     return Middleware(
         CORSMiddleware,
         allow_origins=list(options.allowed_origins),

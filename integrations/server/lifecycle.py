@@ -1,7 +1,7 @@
-"""A server from its first request to its last.
+"""Starts the server, runs it and shuts it down.
 
-A signal ends it in order: new requests are refused, those that run are finished, and what is known
-is stored. If the generation thread dies, the server says so for a moment, and ends.
+On a signal the server refuses new requests, finishes the running ones and stores cached prefixes.
+If the generation thread dies, /health reports it for a moment, and the server exits.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-# How long /health says that the generation thread is dead: whoever watches asks now and then.
+# How long /health reports a dead generation thread before the exit, so that a probe can see it.
 DEATH_NOTICE_S = 3.0
 
 
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: uvicorn would end the process by them, and not with a status."""
+        """Install no signal handlers: uvicorn's end the process by a signal, not an exit status."""
         yield
 
 
 class PagedServer:
-    """A server that listens, from `start` on.
+    """A server whose socket listens from its construction on.
 
     Args:
         options: of `paged-kv server`.
@@ -53,7 +53,7 @@ class PagedServer:
 
     Raises:
         ValueError: an option is wrong.
-        OSError: there is no such host, the port is in use, or a file of keys cannot be read.
+        OSError: the host does not exist, the port is in use, or a file of keys cannot be read.
     """
 
     def __init__(self, options: argparse.Namespace, provider: PagedModelProvider) -> None:
@@ -76,11 +76,11 @@ class PagedServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens at."""
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> int:
-        """Serve until `end` is called or the generation thread dies; returns the exit status."""
+        """Serve until `end` is called or the generation thread dies; return the exit status."""
         thread = self.service.thread
         log.info("listening at %s, port %d", self.service.options.host, self.port)
         thread.start()
@@ -102,13 +102,13 @@ class PagedServer:
         return 0 if died.result() else 1
 
     def end(self) -> None:
-        """Finish what runs, and then return from `run`; asked again, do not finish it."""
+        """Let `run` finish the running requests and return; a second call ends the waiting."""
         if self._ending.is_set():
             self._hurry.set()
         self._ending.set()
 
     async def _drain(self) -> None:
-        """Refuse what comes, and wait for what runs."""
+        """Refuse new requests, and wait for the running ones."""
         refusal = busy("the server is shutting down: ask again later")
         self.service.gate.close(refusal)
         self.service.thread.refuse(refusal)
@@ -136,10 +136,10 @@ class PagedServer:
 
 
 def run_server(options: argparse.Namespace, provider: PagedModelProvider) -> int:
-    """Serve until a signal comes; returns the exit status.
+    """Serve until a signal comes; return the exit status.
 
     Raises:
-        Exception: what `PagedServer` raises, or the model could not be loaded.
+        Exception: as `PagedServer`, or the model could not be loaded.
     """
 
     async def run() -> int:

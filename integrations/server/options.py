@@ -1,4 +1,4 @@
-"""The options of `paged-kv server`: all of mlx-lm's, and ours."""
+"""Defines the options of `paged-kv server`: all of mlx-lm's, and those of paged caches."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from paged_kv.sizes import parse_size
 
 
 def server_parser() -> argparse.ArgumentParser:
-    """Parses them."""
+    """The parser of all options."""
     parser = _mlx_lm_parser()
     parser.prog = "paged-kv server"
-    parser.description = "OpenAI's API, as mlx-lm's server has it, on paged caches."
+    parser.description = "Serves OpenAI's API like mlx-lm's server, on paged caches."
     _add_cache_options(parser.add_argument_group("paged caches"))
     _add_api_options(parser.add_argument_group("models and clients"))
     _add_limits(parser.add_argument_group("limits"))
     _redefine(
         parser,
         "prompt_cache_size",
-        "The most prompts to keep, of those that are not the beginning of another (default: as "
-        "many as there is memory for; pages that are needed for requests are taken from them)",
+        "The most prompts to cache, not counting prefixes of others (default: as many as memory "
+        "allows; requests evict them when they need their pages)",
     )
     _redefine(
         parser,
         "prompt_cache_bytes",
-        "The most memory for pages of requests and of prompts that are kept; above it, prompts are "
-        "forgotten. Requests may take more, up to --max-kv-bytes (default: no limit but that)",
+        "The most memory for pages of requests and cached prompts; above it, prompts are evicted. "
+        "Requests alone may take more, up to --max-kv-bytes (default: only --max-kv-bytes)",
     )
     _redefine(
         parser,
         "kv_bits",
         "Quantize keys and values as mlx-lm does: requests are served one at a time, and prompts "
-        "are not reused. --page-format q8 or q4 does without both drawbacks",
+        "are not reused. --page-format q8 or q4 has neither drawback",
     )
     return parser
 
@@ -44,18 +44,17 @@ def _add_cache_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-kv-bytes",
         type=parse_size,
-        help="the most memory for pages, such as 4GB: of all requests, and of what is kept of "
-        "earlier prompts. A draft model gets its share of it. States of recurrent layers take up "
-        "to a quarter of it besides. (default: 80%% of what the machine recommends, less what is "
-        "in use)",
+        help="the most memory for pages of requests and cached prompts, such as 4GB. A draft model "
+        "gets its share of it. Snapshots of recurrent layers take up to a quarter of it besides. "
+        "(default: 80%% of what the machine recommends, less what is in use)",
     )
     group.add_argument(
         "--page-format",
         type=page_format,
         default="fp16",
-        help="what pages hold: fp16, the model's own 16 bits, q8 or q4; or two of these for keys "
-        "and for values, such as q8/q4; or auto, where the oldest pages of requests become q8 and "
-        "then q4 when little memory is left (default: fp16)",
+        help="how pages hold numbers: fp16, the model's own 16 bits, q8 or q4; or two of these for "
+        "keys and values, such as q8/q4; or auto, which requantises the oldest pages to q8 and "
+        "then q4 when memory is short (default: fp16)",
     )
     add_store_options(group)
 
@@ -71,19 +70,19 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allow-model-switch",
         action="store_true",
-        help="load whatever model a request names, in the place of the one that is loaded. Without "
-        "this, a request for another model gets 404",
+        help="load any model that a request names, replacing the loaded one. Without this, a "
+        "request for another model gets 404",
     )
     group.add_argument(
         "--api-key",
         metavar="FILE",
-        help="serve only requests that bring one of the keys in this file, one a line, or in a "
-        "variable of the environment: env:NAME. Prompts are shared among requests of one key only",
+        help="serve only requests with one of the keys in this file, one a line, or in an "
+        "environment variable: env:NAME. Only requests with the same key share prompts",
     )
     group.add_argument(
         "--allow-image-urls",
         action="store_true",
-        help="fetch images that requests name by http URLs, from wherever this machine can",
+        help="fetch images that requests name by http URLs, from any host this machine can reach",
     )
 
 
@@ -92,8 +91,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--admission-timeout",
         type=_seconds,
         default=60.0,
-        help="seconds that a request waits for its turn before it is refused with 503; 0 refuses "
-        "whatever cannot begin at once (default: 60)",
+        help="seconds that a request waits for its turn before it gets 503; 0 refuses requests "
+        "that cannot begin at once (default: 60)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -110,8 +109,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-prompt-tokens",
         type=positive,
-        help="the longest prompt; longer ones get 400 (default: as long as there is room for it in "
-        "--max-kv-bytes)",
+        help="the longest prompt; longer ones get 400 (default: as long as --max-kv-bytes allows)",
     )
     group.add_argument(
         "--max-connections",
@@ -133,13 +131,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _redefine(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
-    """Say what one of mlx-lm's options means with pages; its default becomes None."""
+    """Replace the help text of one of mlx-lm's options; its default becomes None."""
     (action,) = [action for action in parser._actions if action.dest == name]
     action.help, action.default = meaning, None
 
 
 def _mlx_lm_parser() -> argparse.ArgumentParser:
-    """The parser that mlx-lm's `main` makes, and gives to nobody."""
+    """The parser that mlx-lm's `main` makes but does not return."""
     from mlx_lm import server
 
     class Found(Exception):

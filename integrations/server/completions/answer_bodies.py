@@ -1,4 +1,4 @@
-"""The bodies of answers, whole and in the events of a stream, in OpenAI's form."""
+"""Makes the bodies of responses in OpenAI's form, whole and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mlx_lm.server import get_system_fingerprint
 from paged_kv.integrations.server.generation.choice_text import Delta
 from paged_kv.integrations.server.generation.jobs import Token
 
-# What OpenAI tells of a token that is impossible: JSON has no infinity.
+# OpenAI's log probability of an impossible token: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
 
 @dataclass
 class Usage:
-    """How much was computed for a request."""
+    """The token counts of a request."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """As OpenAI has it."""
+        """OpenAI's `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -37,12 +37,12 @@ class Usage:
 
 @dataclass
 class Choice:
-    """One choice, as far as it is known.
+    """One choice, as far as it is generated.
 
     Attributes:
         index: its number.
-        tokens: with their log probabilities, if these were asked; those that were not sent yet.
-        count: of all its tokens.
+        tokens: those not sent yet, with log probabilities, if the request asked for these.
+        count: the number of all its tokens.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Choice:
     count: int = 0
 
     def add(self, delta: Delta) -> None:
-        """Go on with what a token added."""
+        """Append what a token added."""
         self.text += delta.text
         self.reasoning += delta.reasoning
         self.tool_calls += delta.tool_calls
@@ -62,12 +62,12 @@ class Choice:
 
 
 class Answers:
-    """Makes the bodies of the answers to one request.
+    """Makes the bodies of the responses to one request.
 
     Args:
-        request_id: tells it from others.
-        model: as the request named it.
-        tokenizer: names tokens.
+        request_id: identifies the request.
+        model: the name in the request.
+        tokenizer: gives the texts of tokens.
     """
 
     object_name = ""
@@ -84,16 +84,16 @@ class Answers:
         self._tokenizer = tokenizer
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The answer to a request that is no stream."""
+        """The response to a request without `stream`."""
         described = [self._described(choice, is_chunk=False) for choice in choices]
         return self._body(self.object_name, described) | {"usage": usage.as_dict()}
 
     def chunk(self, choice: Choice) -> dict[str, Any]:
-        """What is new of one choice."""
+        """A chunk of a stream with one choice's new part."""
         return self._body(self.chunk_name, [self._described(choice, is_chunk=True)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The end of a stream that includes what was used."""
+        """The last chunk of a stream with `include_usage`."""
         return self._body(self.chunk_name, []) | {"usage": usage.as_dict()}
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Answers:
         raise NotImplementedError
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        """Of each token, as for conversations."""
+        """Log probabilities of each token, in the form of chat completions."""
         return {"content": [self._logprob(token) for token in choice.tokens]}
 
     def _logprob(self, token: Token) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Answers:
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text_of(token)
-        # Of a part of a character the tokenizer does not tell the bytes.
+        # The tokenizer does not give the bytes of a token that is a part of a character.
         octets = None if "\ufffd" in text else list(text.encode())
         return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
 
@@ -130,7 +130,7 @@ class Answers:
 
 
 class ChatAnswers(Answers):
-    """Of /v1/chat/completions."""
+    """Response bodies of /v1/chat/completions."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
@@ -148,11 +148,11 @@ class ChatAnswers(Answers):
 
 
 class TextAnswers(Answers):
-    """Of /v1/completions.
+    """Response bodies of /v1/completions.
 
     Args:
-        is_listed: whether log probabilities are listed as OpenAI lists them here; else as for
-            conversations, as mlx-lm does.
+        is_listed: whether to list log probabilities in OpenAI's form for this path; else in the
+            form of chat completions, as mlx-lm does.
     """
 
     object_name = chunk_name = "text_completion"
@@ -186,7 +186,7 @@ class TextAnswers(Answers):
 
 
 def bounded(logprob: float | None) -> float | None:
-    """A log probability that JSON can tell."""
+    """A log probability that JSON can hold, at least LEAST_LOGPROB."""
     if logprob is None:
         return None
     return LEAST_LOGPROB if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)

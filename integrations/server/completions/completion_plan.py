@@ -1,4 +1,4 @@
-"""From the body of a request to the jobs that answer it."""
+"""Turns the body of a request into jobs for the generation thread."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Number = TypeVar("Number", int, float)
 def jobs_of(
     body: Body, model: ModelKey, salt: str | None, request_id: str, options: argparse.Namespace
 ) -> list[Job]:
-    """One for each prompt. None is read yet. Events go to the running event loop.
+    """One job for each prompt. No prompt is tokenized yet. Events go to the running event loop.
 
     Raises:
-        APIError: 400, as too many choices are asked.
+        APIError: 400, the request asks for too many choices.
     """
     arguments, channel = generation_arguments(body, options), Channel()
     choices = body.n or 1
@@ -45,8 +45,8 @@ def jobs_of(
         readers = [partial(read_chat, body=body, options=options)]
     if len(readers) * choices > MOST_CHOICES:
         raise wrong_value(
-            f"{len(readers)} prompts of n={choices} choices were asked, and {MOST_CHOICES} choices "
-            "are possible in one request",
+            f"{len(readers)} prompts of n={choices} choices were asked, and one request may have "
+            f"{MOST_CHOICES} choices",
             "n",
         )
     return [
@@ -65,11 +65,11 @@ def jobs_of(
 
 
 def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationArguments:
-    """What mlx-lm generates with, from a body and the defaults of the server."""
+    """mlx-lm's generation arguments, from a body and the server's defaults."""
     logprobs, top_logprobs = _logprobs(body)
     temperature = _either(body.temperature, options.temp)
     return GenerationArguments(
-        # Names are resolved before: nothing looks at this.
+        # Unused: the model's name is resolved before.
         model=ModelDescription("", "", ""),
         sampling=SamplingArguments(
             temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
@@ -99,14 +99,14 @@ def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationA
 
 
 def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
-    """Raise an APIError if a token id or a count is beyond the vocabulary of the model."""
+    """Raise APIError if a token id or a count is beyond the model's vocabulary."""
     known = f"the model knows token ids from 0 to {vocab_size - 1}"
     for token in arguments.logits.logit_bias or ():
         if token >= vocab_size:
             raise wrong_value(f"logit_bias has token {token}, and {known}", "logit_bias")
     if arguments.sampling.top_k >= vocab_size:
         raise wrong_value(
-            f"top_k={arguments.sampling.top_k} leaves no token out: {known}, and 0 means no limit",
+            f"top_k={arguments.sampling.top_k} filters no token: {known}, and 0 means no limit",
             "top_k",
         )
     if arguments.top_logprobs > vocab_size:
@@ -124,15 +124,15 @@ def _read(
     if most_tokens is not None and len(prompt.tokens) > most_tokens:
         raise APIError(
             400,
-            f"the prompt has {len(prompt.tokens)} tokens, and {most_tokens} are possible: shorten "
-            "it, or start the server with a larger --max-prompt-tokens",
+            f"the prompt has {len(prompt.tokens)} tokens, more than {most_tokens}: shorten it, or "
+            "start the server with a larger --max-prompt-tokens",
             code="context_length_exceeded",
         )
     return prompt
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:
-    """Whether log probabilities are asked, and for how many tokens beside."""
+    """Whether the request asks for log probabilities, and for how many alternatives."""
     asked = body.logprobs if isinstance(body, (TextBody, ChatBody)) else None
     if asked is not None and not isinstance(asked, bool):
         return True, asked

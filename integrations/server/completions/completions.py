@@ -1,4 +1,4 @@
-"""Answering a request for completions, from its body to its last byte."""
+"""Answers a request for completions, from its body to its last byte."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Completions:
     """Answers the requests of one path.
 
     Args:
-        service: what answers.
-        kind: what bodies must be.
+        service: the server's shared parts.
+        kind: the schema of bodies.
     """
 
     def __init__(self, service: Service, kind: type[Body]) -> None:
@@ -49,7 +49,7 @@ class Completions:
                 await self._receive(request, send)
         except ClientDisconnect:
             self._service.metrics.finished["abort"] += 1
-            log.info("the client has left")
+            log.info("the client has disconnected")
 
     async def _receive(self, request: Request, send: Send) -> None:
         service, options = self._service, self._service.options
@@ -104,7 +104,7 @@ class Completions:
         yield b"data: [DONE]\n\n"
 
     async def _require_model(self, model: ModelKey) -> None:
-        """Raise an APIError unless a model can be loaded: what is there is not given up for it."""
+        """Raise APIError unless a model can be loaded. The loaded model stays for now."""
         check = partial(self._service.thread.provider.check, model)
         try:
             await self._service.readers.run(check, sys.maxsize)

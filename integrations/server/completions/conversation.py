@@ -1,4 +1,4 @@
-"""One request and the generation thread: jobs go there, and what comes back becomes choices."""
+"""Collects the choices of one request from the events of the generation thread."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paged_kv.integrations.server.http.schema import Body, ChatBody
 
 
 class Conversation:
-    """What is known of the choices of a request.
+    """The choices of a request, as far as they are generated.
 
     Args:
-        service: generates for them.
-        jobs: of the request; they were submitted.
+        service: the server's shared parts.
+        jobs: of the request; the caller has submitted them.
         body: of the request.
 
     Attributes:
-        choices: all of them, in their order.
+        choices: all choices, in order.
     """
 
     def __init__(self, service: Service, jobs: Sequence[Job], body: Body) -> None:
@@ -33,7 +33,7 @@ class Conversation:
         self._body = body
         self._events = jobs[0].channel.events
         self._began = monotonic()
-        # Of each choice that has begun: its text, and when its first token came.
+        # For each choice that has begun: its text, and the time of its first token.
         self._texts: dict[int, ChoiceText] = {}
         self._first_token: dict[int, float] = {}
         self._open = {choice.index for choice in self.choices}
@@ -41,12 +41,12 @@ class Conversation:
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model that generates; known once `begin` has returned."""
+        """The model's tokenizer; known once `begin` has returned."""
         return self._tokenizer
 
     @property
     def usage(self) -> Usage:
-        """What was computed so far."""
+        """The token counts so far."""
         prompts = [job.prompt for job in self._jobs if job.prompt is not None]
         return Usage(
             sum(len(prompt.tokens) for prompt in prompts),
@@ -58,7 +58,7 @@ class Conversation:
         """Wait until one of the jobs runs.
 
         Raises:
-            APIError: one of them was refused.
+            APIError: a job was refused.
         """
         while not self._texts:
             self._take(await self._events.get())
@@ -79,7 +79,7 @@ class Conversation:
                 whole.finish_reason = new.finish_reason
 
     async def news(self) -> AsyncIterator[Choice | str]:
-        """What is new of a choice, as it comes, and now and then how far prompts are read.
+        """New parts of choices as they come, and a text of the prompts' progress now and then.
 
         Raises:
             APIError: something went wrong.
@@ -112,7 +112,7 @@ class Conversation:
                 self._note_begun(job, loaded)
             case Token() if event.choice in self._open:
                 return self._note_token(event)
-        # A choice that was cut off at a stop word may get a few more tokens.
+        # A choice that ended at a stop word may still get a few tokens: ignore them.
         return None
 
     def _note_begun(self, job: Job, loaded: LoadedModel) -> None:
@@ -152,5 +152,5 @@ class Conversation:
 
 
 def _numbers(job: Job) -> range:
-    """Of its choices, in the request."""
+    """The numbers of a job's choices in the request."""
     return range(job.first_choice, job.first_choice + job.choices)

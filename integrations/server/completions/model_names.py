@@ -1,4 +1,4 @@
-"""Which model a request means by the names in its body."""
+"""Resolves the model names in a request's body."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paged_kv.integrations.server.generation.paged_model_provider import ModelKe
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body
 
-# What mlx-lm's server takes for a model that it could load.
+# mlx-lm's server lists a repository as a model if it has these files.
 _FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 
 
 class ModelNames:
-    """Names that the server knows.
+    """The model names that the server accepts.
 
     Args:
         options: mlx-lm's, and `served_model_name`, `allow_model_switch`.
@@ -36,10 +36,10 @@ class ModelNames:
         self._names = {DEFAULT_MODEL, *self._listed}
 
     def key_of(self, body: Body) -> ModelKey:
-        """What a request asks.
+        """The model, adapter and draft model that a request names.
 
         Raises:
-            APIError: 404, as there is no such model here.
+            APIError: 404, the server does not serve such a model.
         """
         model, adapter, draft = self._default
         if body.model is not None and body.model not in self._names:
@@ -53,17 +53,17 @@ class ModelNames:
         return model, adapter, draft
 
     def listed(self) -> list[dict[str, Any]]:
-        """The models that a request may name, as OpenAI lists them."""
+        """The models that a request may name, in OpenAI's form."""
         names = dict.fromkeys(self._listed)
         if self._may_switch:
             names |= dict.fromkeys(_downloaded())
         return [self._as_dict(name) for name in names]
 
     def described(self, name: str) -> dict[str, Any]:
-        """One of them.
+        """One model, in OpenAI's form.
 
         Raises:
-            APIError: 404, as there is no such model here.
+            APIError: 404, the server does not serve such a model.
         """
         if name not in self._names and name not in (_downloaded() if self._may_switch else ()):
             self._refuse(name, "model")
@@ -91,7 +91,7 @@ def _not_found(message: str, param: str) -> APIError:
 
 
 def _downloaded() -> list[str]:
-    """Repositories of models on this machine."""
+    """The downloaded repositories of models."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:

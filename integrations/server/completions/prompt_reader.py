@@ -1,7 +1,7 @@
-"""From what clients send to the tokens that a model reads: mlx-lm's templates and segments.
+"""Turns prompts from clients into tokens, with mlx-lm's chat templates and segments.
 
-It takes time, so threads of its own do it: one for short texts, and one for long ones, which short
-ones never wait for.
+This takes time, so two threads do it: one for short bodies and one for long bodies, so that short
+ones do not wait for long ones.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from paged_kv.integrations.shared_prefill import cut_for_snapshots
 
 Made = TypeVar("Made")
 
-# A fifth of a second of stdlib-llama's tokenizer; most prompts are shorter.
+# stdlib-llama's tokenizer takes a fifth of a second for so many; most prompts are shorter.
 LONG_BODY_BYTES = 200_000
 
 
 class ReaderThreads:
-    """Runs what is slow, in the order in which it comes."""
+    """Runs slow work in the order of its arrival."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(1, thread_name_prefix="paged-kv-read-short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="paged-kv-read-long")
 
     async def run(self, work: Callable[[], Made], body_bytes: int) -> Made:
-        """What `work` returns."""
+        """Run `work` on a thread and return its result."""
         threads = self._long if body_bytes > LONG_BODY_BYTES else self._short
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Cancel work that has not begun."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -52,7 +52,7 @@ def read_text(loaded: LoadedModel, prompt: str | Sequence[int]) -> Prompt:
     """The prompt of a completion.
 
     Raises:
-        APIError: 400, as it has no tokens or such that the model does not know.
+        APIError: 400, it has no tokens, or tokens that the model does not know.
     """
     tokens = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     return _checked(loaded, Prompt(tokens, [tokens]), "prompt")
@@ -62,7 +62,7 @@ def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) 
     """The prompt of a conversation.
 
     Raises:
-        APIError: 400, as the template of the model refuses it.
+        APIError: 400, the model's chat template refuses it.
     """
     _require_template_kwargs(loaded, body.chat_template_kwargs or {})
     messages = deepcopy(body.messages)
@@ -74,7 +74,7 @@ def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) 
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
     if vision is not None:
-        # The generation thread cannot compute what this one has put off.
+        # Evaluate here: the generation thread cannot evaluate lazy arrays of this thread.
         mx.eval(vision.pixel_values)
     return _checked(loaded, Prompt(tokens, segments, state, vision), "messages")
 
@@ -85,7 +85,7 @@ def _tokenized(
     if options.allow_image_urls and loaded.processor is not None:
         server._inline_image_urls(messages)
     request = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
-    # All that mlx-lm's method looks at.
+    # mlx-lm's method uses only these attributes.
     provider = SimpleNamespace(processor=loaded.processor, cli_args=options)
     generator: Any = SimpleNamespace(model_provider=provider)
     return server.ResponseGenerator._tokenize(
@@ -97,14 +97,15 @@ def _tokenized(
 
 
 def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None:
-    """They are for the template: what the tokenizer takes itself could be anything."""
+    """Raise APIError unless the names are variables of the template: as the tokenizer's own
+    arguments they could do anything."""
     render = loaded.tokenizer._tokenizer.apply_chat_template
     parameters = inspect.signature(render).parameters.values()
     own = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
     for name in named:
         if name in own - {"documents"} or not name.isidentifier():
             raise wrong_value(
-                f"chat_template_kwargs.{name} is no variable of templates: leave it out",
+                f"chat_template_kwargs.{name} is not a variable of templates: leave it out",
                 f"chat_template_kwargs.{name}",
             )
 
@@ -113,9 +114,9 @@ def _require_images(messages: list[Any], loaded: LoadedModel, urls_allowed: bool
     for part in server._image_parts(messages):
         url = server._image_url(part)
         if loaded.processor is None:
-            raise wrong_value("this model sees no images: send text only", "messages")
+            raise wrong_value("this model takes no images: send text only", "messages")
         if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
-            raise wrong_value("an image is given as a data URL", "messages")
+            raise wrong_value("an image must be given as a data URL", "messages")
         if not (url.startswith("data:") or urls_allowed):
             raise wrong_value(
                 "this server fetches no images: send a data URL, or start it with "

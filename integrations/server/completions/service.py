@@ -1,4 +1,4 @@
-"""What the routes of a server share."""
+"""The parts of a server that its routes share."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Service:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are, or will be, generated for."""
+        """Whether the generation thread is alive."""
         return self.thread.is_alive
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now would be answered."""
+        """Whether a request that arrived now would be served."""
         return self.is_healthy and self.gate.is_open and self.thread.loaded.done()
 
     async def loaded(self) -> LoadedModel | None:
-        """What is loaded, once the first model is.
+        """Wait for the first model to load; returns the loaded model, if there is one.
 
         Raises:
-            APIError: 503, as it cannot be, or was and is no more.
+            APIError: 503, the model cannot be loaded, or the generation thread has died.
         """
         try:
             await asyncio.shield(asyncio.wrap_future(self.thread.loaded))
@@ -53,6 +53,6 @@ class Service:
         return self.thread.provider.loaded
 
     def require_healthy(self) -> None:
-        """Raise an APIError, 503, if nothing is generated any more."""
+        """Raise APIError 503 if the generation thread has died."""
         if not self.is_healthy:
             raise APIError(503, "the generation thread has died", code="dead")

@@ -1,8 +1,8 @@
-"""Which requests of a server may begin, so that no step of a batch ever runs out of memory.
+"""Decides which requests may begin, so that no step of a batch runs out of memory.
 
-A request is promised all that it may grow to, its prompt and `max_tokens` for each of its choices,
-until it ends. Prompts that share pages need less than that, and cached pages are not counted: they
-are evicted for what was promised.
+Until it ends, each request is promised the most memory that it may need: its prompt and
+`max_tokens` for each choice. Prompts that share pages need less. Cached pages are not counted, as
+the pool evicts them for promised memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 Request = TypeVar("Request", bound=Hashable)
 
-# Tokens that no memory holds: where they fit, layers see windows only.
+# A length that no memory holds: it fits only if all layers have windows.
 UNENDING = 1 << 50
 
 
@@ -27,12 +27,12 @@ class RequestImpossible(Exception):
 
 @dataclass(frozen=True)
 class GroupSize:
-    """What a sequence takes in a group of layers.
+    """The memory of a sequence in a layer group.
 
     Attributes:
         block_bytes: bytes of a block.
-        blocks_for: says how many blocks so many tokens take.
-        is_ring: whether blocks are written over, so that sequences cannot share them for long.
+        blocks_for: returns the number of blocks for a number of tokens.
+        is_ring: whether blocks are overwritten, so that sequences cannot share them for long.
     """
 
     block_bytes: int
@@ -42,12 +42,12 @@ class GroupSize:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """What a pool can promise.
+    """The memory that a pool can promise.
 
     Attributes:
         budget: the bytes that it may map.
-        slack: those of them that may lie idle, because memory is mapped in slabs.
-        groups: all of the pool.
+        slack: bytes of the budget that may stay unused, because memory is mapped in slabs.
+        groups: all layer groups of the pool.
         page_size: tokens a block.
     """
 
@@ -58,20 +58,20 @@ class PoolSize:
 
     @property
     def promisable(self) -> int:
-        """Bytes that can be promised in all."""
+        """The total number of bytes that can be promised."""
         return max(0, self.budget - self.slack)
 
     def bytes_for(self, tokens: int) -> int:
-        """The most that a sequence of so many tokens takes."""
+        """The most bytes that a sequence of `tokens` tokens takes."""
         return sum(group.block_bytes * group.blocks_for(tokens) for group in self.groups)
 
     def shared_bytes(self, tokens: int) -> int:
-        """What of that all continuations of these tokens share to their end."""
+        """The bytes of these tokens that all their continuations share to their end."""
         shared = [group for group in self.groups if not group.is_ring]
         return sum(group.block_bytes * (tokens // self.page_size) for group in shared)
 
     def tokens_in(self, nbytes: int) -> float:
-        """The longest sequence for which so many bytes suffice; infinite if any would do."""
+        """The length of the longest sequence that fits in `nbytes`; infinite if any fits."""
         if self.bytes_for(UNENDING) <= nbytes:
             return math.inf
         most = nbytes // min(group.block_bytes for group in self.groups) + 1
@@ -81,14 +81,14 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request may grow to.
+    """The most that a request may need.
 
     Attributes:
         prompt_tokens: of its prompt.
-        max_tokens: the most that is generated for each choice.
-        choices: how many continuations of the prompt are asked.
-        drafted: tokens that a draft model may be ahead by.
-        is_alone: whether it is computed while nothing else is.
+        max_tokens: the most tokens generated for each choice.
+        choices: the number of continuations of the prompt.
+        drafted: the most tokens that a draft model may be ahead by.
+        is_alone: whether it cannot run together with other requests.
     """
 
     prompt_tokens: int
@@ -100,7 +100,7 @@ class Demand:
     def bytes_in(self, pool: PoolSize) -> int:
         """The most bytes that all choices take together."""
         one = pool.bytes_for(self.prompt_tokens + self.max_tokens + self.drafted)
-        # The last token of a prompt is computed by each choice.
+        # Each choice computes the prompt's last token itself.
         shared = pool.shared_bytes(max(0, self.prompt_tokens - 1))
         return one + (self.choices - 1) * (one - shared)
 
@@ -113,14 +113,13 @@ class _Waiting(Generic[Request]):
 
 @dataclass
 class Admission(Generic[Request]):
-    """Lets requests begin one after the other, each when there is room for all that it may become.
+    """Lets requests begin in order, each when the pools can promise all that it may need.
 
     Attributes:
-        demand_of: what a request may grow to; asked when it arrives, and when its turn has come.
-        patience_s: how long a request may wait for its turn.
-        places: the most choices that are computed at the same time. A request that asks for more
-            begins alone.
-        pools: in each of which there must be room.
+        demand_of: returns the most that a request may need; called on its arrival and its turn.
+        patience_s: seconds that a request may wait for its turn.
+        places: the most choices that run at the same time. A request with more begins alone.
+        pools: each of them must have room.
     """
 
     demand_of: Callable[[Request], Demand]
@@ -132,16 +131,16 @@ class Admission(Generic[Request]):
     _begun: dict[Request, Demand] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """The number of waiting requests."""
         return len(self._line)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is promised, and nobody waits."""
+        """Whether no request waits or holds a promise."""
         return not self._line and not self._begun
 
     def arrive(self, request: Request) -> None:
-        """Wait behind those that came before.
+        """Queue a request after the earlier ones.
 
         Raises:
             RequestImpossible: there is no room for it even alone.
@@ -150,8 +149,8 @@ class Admission(Generic[Request]):
         self._line.append(_Waiting(request, self.clock()))
 
     def next(self) -> Request | None:
-        """The request whose turn it is, if it can begin now. It no longer waits, and is promised
-        what it may grow to until `leave`."""
+        """Dequeue the next request if it can begin now, and promise it what it may need until
+        `leave`."""
         if not self._line:
             return None
         first = self._line[0].request
@@ -163,7 +162,7 @@ class Admission(Generic[Request]):
         return first
 
     def renew(self, request: Request) -> None:
-        """Promise a request that has begun what it may grow to by now.
+        """Update the promise of a request that has begun to its present demand.
 
         Raises:
             RequestImpossible: there is no room for it even alone.
@@ -173,12 +172,12 @@ class Admission(Generic[Request]):
         self._begun[request] = demand
 
     def leave(self, request: Request) -> None:
-        """Neither wait any more nor keep what was promised."""
+        """Remove a request from the queue, or release its promise."""
         if self._begun.pop(request, None) is None:
             self._line = deque(each for each in self._line if each.request is not request)
 
     def late(self) -> list[Request]:
-        """The requests that have waited too long; they no longer wait. Ask after `next`."""
+        """Dequeue the requests that have waited too long. Call it after `next`."""
         before = self.clock() - self.patience_s
         late = []
         while self._line and self._line[0].since <= before:
@@ -186,7 +185,7 @@ class Admission(Generic[Request]):
         return late
 
     def why_late(self) -> str:
-        """What to tell those that are late."""
+        """The error message for requests that have waited too long."""
         shares = [self._promised_bytes(pool) / max(1, pool.promisable) for pool in self.pools]
         return (
             f"the request could not begin in {self.patience_s:g} s: {len(self._begun)} others run, "
@@ -203,7 +202,7 @@ class Admission(Generic[Request]):
         each = f" for each of {demand.choices} choices" if demand.choices > 1 else ""
         raise RequestImpossible(
             f"{asked} tokens were asked{each}, {demand.prompt_tokens} of the prompt and max_tokens="
-            f"{demand.max_tokens}, and {max(0, most)} are possible in all: shorten the prompt, "
+            f"{demand.max_tokens}, and at most {max(0, most)} fit: shorten the prompt, "
             "lower max_tokens or n, or start the server with a larger --max-kv-bytes"
         )
 

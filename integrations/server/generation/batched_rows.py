@@ -1,4 +1,4 @@
-"""The choices of jobs that are computed together: mlx-lm's BatchGenerator, by job."""
+"""Runs the choices of several jobs as one batch of mlx-lm's BatchGenerator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Row:
 
     Attributes:
         number: of the choice, in the request.
-        followers: how the other choices are made, if they wait for the prompt of this one.
+        followers: the sampling of the other choices, while they wait for this one's prompt.
     """
 
     job: Job
@@ -73,7 +73,7 @@ class BatchedRows:
         return len(self._rows)
 
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
-        """Compute a job with the next steps."""
+        """Add a job; the next steps compute it."""
         cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
         job.cached_tokens = cached
         first, *others = samplings
@@ -85,10 +85,10 @@ class BatchedRows:
             self._fork(uid)
 
     def step(self) -> Happened:
-        """Compute one token of every choice, and a part of the prompts that are not yet read.
+        """Compute one token of every choice, and a part of the unfinished prompts.
 
-        A step reads as many tokens of prompts as one chunk has, of all together: no choice waits
-        longer for its next token, however many prompts there are.
+        A step computes at most one chunk of prompt tokens in total. So the time to a choice's next
+        token does not grow with the number of prompts.
         """
         prompts = min(self._prompts_at_once, len(self._reading))
         self._generator.prefill_step_size = max(1, self._step_tokens // max(1, prompts))
@@ -99,7 +99,7 @@ class BatchedRows:
             yield from self._note_sampled(response)
 
     def drop(self, job: Job, number: int | None = None) -> None:
-        """Compute a job no further, or one of its choices; what was is kept for others."""
+        """Stop a job, or one of its choices; its computed prefix is cached for reuse."""
         uids = [
             uid
             for uid, row in self._rows.items()
@@ -114,11 +114,11 @@ class BatchedRows:
                 self._keep(row, tokens, cache)
 
     def holds(self, job: Job) -> bool:
-        """Whether a choice of the job is not finished."""
+        """Whether the job has an unfinished choice."""
         return any(row.job is job for row in self._rows.values())
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all sequences."""
         self._rows.clear()
         self._generator.close()
 
@@ -144,7 +144,7 @@ class BatchedRows:
         return int(uid)
 
     def _fork(self, uid: int) -> None:
-        """Begin the choices that wait for a prompt, of which all but the last token is read."""
+        """Begin the choices that wait for a prompt, once all but its last token is computed."""
         row = self._rows[uid]
         if not row.followers:
             return
@@ -181,7 +181,7 @@ class BatchedRows:
 
 
 def as_token(job: Job, number: int, response: Any) -> Token:
-    """What is told of a token that mlx-lm has generated for a choice."""
+    """The event for a token that mlx-lm generated for a choice."""
     options = job.arguments
     logprob = response.logprobs[response.token].item() if options.logprobs else None
     top = _top(response.logprobs, options.top_logprobs)

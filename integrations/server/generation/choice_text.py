@@ -1,8 +1,8 @@
-"""The text of one choice, from its tokens: mlx-lm's detokenizer and its state machine, which tells
-reasoning and tool calls from text.
+"""Turns one choice's tokens into text with mlx-lm's detokenizer and its state machine, which
+separates reasoning and tool calls from text.
 
-Stop words are looked for in the text. mlx-lm looks for their tokens, and misses those that the
-model writes with other tokens.
+This searches the text for stop words. mlx-lm searches for their tokens, and misses a stop word that
+the model writes with other tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TEXT = "text"
 
 @dataclass
 class Delta:
-    """What a token adds to a choice.
+    """The part that a token adds to a choice.
 
     Attributes:
-        text: to be read.
+        text: of the answer.
         reasoning: of a model that thinks before it answers.
         tool_calls: in OpenAI's form.
-        finish_reason: why the choice ends with this.
+        finish_reason: why the choice ends here; None if it continues.
     """
 
     text: str = ""
@@ -41,14 +41,14 @@ class Delta:
 
 
 class ChoiceText:
-    """Makes text of tokens, one after the other.
+    """Turns tokens into text, one by one.
 
     Args:
         loaded: the model that generates them.
-        initial_state: what it writes first.
-        stop_words: texts before which the choice ends.
-        tools: that the model was told of, as in the request.
-        is_streamed: whether tool calls are numbered, as streams do.
+        initial_state: the kind of text that it writes first.
+        stop_words: the choice ends before any of these texts.
+        tools: the tools in the request.
+        is_streamed: whether to number tool calls, as in streams.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ChoiceText:
     ) -> None:
         self._detokenizer = loaded.tokenizer.detokenizer
         self._state = loaded.text_machine.make_state(initial_state)
-        # After a stop word there is no state.
+        # A stop word leads to the state None.
         ends = {_TEXT: [(word, None) for word in stop_words]} if stop_words else None
         self._stop = TextStateMachine(ends).make_state(_TEXT)
         self._format = ToolCallFormatter(loaded.tokenizer.tool_parser, tools, is_streamed)
@@ -70,8 +70,8 @@ class ChoiceText:
         self._made_call = False
 
     def take(self, token: Token) -> Delta:
-        """What the next token adds. The last one has a reason to finish."""
-        # The token that ends a text is no part of it.
+        """The part that the next token adds. The last one has a finish reason."""
+        # The end token is not part of the text.
         if token.finish_reason != "stop":
             self._detokenizer.add_token(token.token)
         if token.finish_reason is not None:
@@ -91,7 +91,7 @@ class ChoiceText:
         return delta
 
     def _up_to_stop(self, text: str, finish_reason: str | None) -> tuple[str, bool]:
-        """What of a text is known to come before any stop word, and whether there is one."""
+        """The part of a text that is certainly before any stop word, and whether one was found."""
         self._stop, segments = TextStateMachine.split(self._stop, text)
         safe = "".join(part for _, part in segments)
         is_stopped = self._stop[0] is None

@@ -1,9 +1,8 @@
-"""The thread that generates: it alone touches models, caches and arrays.
+"""Runs the generation thread: only it touches models, caches and arrays.
 
-Between two steps it takes what other threads sent, lets go of those whose clients have left, begins
-whoever's turn it is, and refuses whoever has waited too long. What goes wrong with one job ends
-that job; what goes wrong in a step ends the jobs of that step. If the thread ends all the same,
-`ended` says so.
+Between two steps the thread takes commands from other threads, drops jobs of disconnected clients,
+begins the jobs that admission lets begin, and refuses jobs that waited too long. An error in one
+job ends that job; an error in a step ends the jobs of that step. If the thread dies, `ended` tells.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from paged_kv.integrations.server.http.api_errors import APIError, busy, wrong_v
 
 log = logging.getLogger(__name__)
 
-# A step may have met one bad moment. If every step fails, nothing is served by going on.
+# One failed step may be a passing fault. After so many in a row, continuing serves no request.
 MOST_FAILED_STEPS = 3
 
 
@@ -36,13 +35,14 @@ class GenerationThread:
     """Generates for the jobs that are submitted, from `start` to `stop`.
 
     Args:
-        provider: loads models; it is this thread's from now on, but for what others may read.
-        metrics: counts what happens.
+        provider: loads models. From now on only this thread uses it, apart from attributes that
+            say otherwise.
+        metrics: counts tokens and requests.
 
     Attributes:
-        loaded: done when the first model is loaded, or when that has failed.
+        loaded: done when the first model is loaded, or has failed to load.
         ended: done when the thread has ended; false if it has died.
-        jobs: that wait or run; other threads may look.
+        jobs: the waiting and running jobs; other threads may read it.
     """
 
     def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
@@ -59,39 +59,39 @@ class GenerationThread:
         self._mailbox = Mailbox()
         self._outbox = Outbox()
         self._refusal: APIError | None = None
-        # Somebody has, since pools were told to take back what was theirs.
+        # Whether a job has left since the pools last released dropped caches.
         self._has_left = False
         self._stopped = False
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="paged-kv-generate")
 
     def start(self) -> None:
-        """Load the model, and begin to serve."""
+        """Start the thread: it loads the model and serves."""
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether jobs that are submitted will be generated for."""
+        """Whether the thread runs, so that it will serve submitted jobs."""
         return self._thread.is_alive() and not self.ended.done()
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Generate for these; events go to their channels."""
+        """Queue jobs; their events go to their channels."""
         self._mailbox.put(*[lambda job=job: self._arrive(job) for job in jobs])
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Let go of jobs, wherever they are; those that have ended already may be among them."""
+        """Drop jobs that wait or run; jobs that have ended are ignored."""
         self._mailbox.put(*[lambda job=job: self._drop(job) for job in jobs])
 
     def cancel_choice(self, job: Job, number: int) -> None:
-        """Generate no more for one choice of a job."""
+        """Stop one choice of a job."""
         self._mailbox.put(lambda: self._drop_choice(job, number))
 
     def refuse(self, error: APIError) -> None:
-        """Answer those that wait, and all that come, with an error; finish those that run."""
+        """Answer waiting and later jobs with an error; finish the running ones."""
         self._mailbox.put(lambda: self._refuse(error))
 
     def stop(self) -> None:
-        """End after the present step. What is known is stored, if there is a store."""
+        """End after the present step. If there is a store, cached prefixes are written to it."""
         self._mailbox.put(self._note_stop)
 
     def join(self) -> None:
@@ -106,7 +106,7 @@ class GenerationThread:
             self._serve()
             died = False
         except BaseException as error:
-            # Whoever waits for the model is told why there is none.
+            # `loaded` already reports a failure to load the model.
             if self.loaded.exception() is not error:
                 log.exception("the generation thread has died")
         try:
@@ -115,7 +115,7 @@ class GenerationThread:
             died = True
             log.exception("the generation thread could not close its caches")
         self.ended.set_result(not died)
-        # Whoever submits from now on sees that it has ended.
+        # Submitters check `ended` from now on: answer the last jobs that did not see it.
         self._obey(self._mailbox.take(wait=False))
         self._outbox.flush()
 
@@ -138,13 +138,13 @@ class GenerationThread:
             self._outbox.flush()
 
     def _use_loaded(self) -> None:
-        """Compute with what the provider has loaded, if anything."""
+        """Run jobs on the provider's loaded model, if there is one."""
         loaded = self.provider.loaded
         if loaded is not None:
             self._rows = Rows(self.provider, loaded, self._options, self._stream)
 
     def _close(self, died: bool) -> None:
-        """Whatever has happened, nobody waits for ever, and the caches are stored."""
+        """Fail the remaining jobs, so that no client waits for ever, and store the caches."""
         error = busy("the server is shutting down: ask again later")
         if died:
             error = APIError(503, "the generation thread has died", code="dead")
@@ -191,7 +191,7 @@ class GenerationThread:
 
     def _demand(self, job: Job) -> Demand:
         if job.prompt is None or self._rows is None or self._rows.loaded.key != job.model:
-            # Its model is loaded, and its prompt read, when nothing else runs.
+            # Loading its model and reading its prompt happen while no other job runs.
             return Demand(0, 0, is_alone=True)
         return self._rows.demand(job, job.prompt)
 
@@ -224,7 +224,7 @@ class GenerationThread:
         self._outbox.put(job, Begun(job, rows.loaded))
 
     def _rows_for(self, job: Job) -> Rows:
-        """Those of the model of a job, which is loaded in the place of another one if need be."""
+        """The rows of a job's model, which replaces the loaded one if that is another."""
         rows = self._rows
         if rows is None or rows.loaded.key != job.model:
             if rows is not None:
@@ -254,12 +254,12 @@ class GenerationThread:
                 self._leave(job)
 
     def _note_failed_step(self, error: Exception) -> None:
-        """Nothing is known any more of what was computed: begin anew, with others."""
+        """Fail the running jobs and start an empty batch: the old one's state is unknown."""
         self._failed_steps += 1
         if self._failed_steps >= MOST_FAILED_STEPS:
             raise error
         log.error("a step failed, and its requests with it", exc_info=error)
-        # Whoever keeps what was logged would keep the caches that its frames refer to.
+        # A kept log record would keep the caches that the traceback's frames refer to.
         traceback.clear_frames(error.__traceback__)
         for job in self._running():
             self._fail(job, APIError(500, "the server failed to compute this", code="internal"))
@@ -272,12 +272,12 @@ class GenerationThread:
         if self._rows is not None and job.stage is Stage.RUNNING:
             self._rows.drop(job, number)
             self._has_left = True
-            # What it was promised is for others, who may be of the same request.
+            # Release its promise now: another job, maybe of the same request, may wait for it.
             if not self._rows.holds(job):
                 self._leave(job)
 
     def _drop(self, job: Job) -> None:
-        """A client has left, or has all that it wanted."""
+        """Drop a job whose client has left, or has received everything."""
         if self._rows is not None and job.stage is Stage.RUNNING:
             self._rows.drop(job)
         self._leave(job)
@@ -299,7 +299,7 @@ class GenerationThread:
 
 
 def _told(error: Exception) -> APIError:
-    """What a client is told of what went wrong with its job."""
+    """The error that a client gets for a job that could not begin."""
     match error:
         case APIError():
             return error

@@ -1,4 +1,4 @@
-"""What the threads of clients hand to the generation thread, and what it hands back."""
+"""Jobs for the generation thread, and the events that it sends back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Prompt:
     """A prompt as a model reads it.
 
     Attributes:
-        tokens: all of it; not empty.
-        segments: the same in parts, after each of which others may go on.
-        initial_state: what the model writes first, such as "normal" or "reasoning".
+        tokens: of the whole prompt; not empty.
+        segments: the same tokens in parts; other prompts may share the end of each part.
+        initial_state: the kind of text that the model writes first: "normal" or "reasoning".
         vision: the images in it.
     """
 
@@ -33,12 +33,12 @@ class Prompt:
 
     @property
     def cache_key(self) -> list[int]:
-        """The tokens, with those of images told apart by what is to be seen."""
+        """The tokens; image tokens differ by the image's content."""
         return self.tokens if self.vision is None else self.vision.cache_key
 
 
 class Channel:
-    """Where the events of a request arrive, in the event loop that made it."""
+    """Receives the events of a request, in the event loop that made it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -46,7 +46,7 @@ class Channel:
 
 
 class Stage(StrEnum):
-    """Where a job is."""
+    """The stage of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -55,20 +55,20 @@ class Stage(StrEnum):
 
 @dataclass(eq=False)
 class Job:
-    """One prompt, and the choices that are asked for it. A request has one or several.
+    """One prompt and the choices to generate for it. A request has one or several jobs.
 
     Attributes:
         request_id: of the HTTP request.
-        model: what it asks.
-        read: makes the prompt for that model; maybe slow.
-        arguments: how to generate, as mlx-lm has it; in their bounds.
-        choices: how many continuations.
-        first_choice: the number of the first of them in the request.
-        salt: prompts are shared among jobs of the same salt.
-        channel: where to send events.
-        prompt: what was read, if the model was loaded when the job was made.
-        stage: see `Stage`; the generation thread sets it, as all that follows.
-        cached_tokens: of the prompt, that were not computed.
+        model: the model to use.
+        read: makes the prompt for that model; may be slow.
+        arguments: mlx-lm's generation arguments, within their bounds.
+        choices: the number of continuations.
+        first_choice: the number of the first choice in the request.
+        salt: only jobs with the same salt share prompts.
+        channel: receives the events.
+        prompt: the prompt, if the model was loaded when the job was made.
+        stage: see `Stage`. The generation thread sets it and the fields that follow.
+        cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
     """
 
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A job runs, on the model that is loaded."""
+    """A job runs on the loaded model."""
 
     job: Job
     loaded: LoadedModel
@@ -97,7 +97,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """So many tokens of a prompt are computed."""
+    """`done` of a prompt's `total` tokens are computed."""
 
     done: int
     total: int
@@ -118,9 +118,9 @@ class Token:
     Attributes:
         choice: its number in the request.
         token: the id.
-        logprob: log probability, if it was asked.
-        top: the likeliest tokens, the likeliest first, if they were asked.
-        finish_reason: why this is the last one: "stop" or "length".
+        logprob: log probability, if requested.
+        top: the likeliest tokens, the likeliest first, if requested.
+        finish_reason: "stop" or "length" if this is the last token.
     """
 
     choice: int
@@ -132,7 +132,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Nothing more will come."""
+    """The job has failed; no event follows."""
 
     error: APIError
 
@@ -142,8 +142,8 @@ Event = Begun | Progress | Token | Failed
 
 @dataclass
 class Outbox:
-    """Events on their way from the generation thread, sent together: to wake an event loop once
-    for each of many would take longer than to make them."""
+    """Buffers events of the generation thread to send them together: waking an event loop once per
+    event would take longer than making the event."""
 
     _events: list[tuple[Channel, Event]] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ class Outbox:
         self._events.append((job.channel, event))
 
     def flush(self) -> None:
-        """Hand over what was put."""
+        """Send the buffered events."""
         events, self._events = self._events, []
         loops: dict[Any, list[tuple[Channel, Event]]] = {}
         for channel, event in events:

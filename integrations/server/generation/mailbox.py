@@ -1,4 +1,4 @@
-"""Commands from other threads to one that takes them when it can."""
+"""A queue of commands from other threads to one thread."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ Command = Callable[[], None]
 
 
 class Mailbox:
-    """Commands in the order in which they came."""
+    """Commands in the order of their arrival."""
 
     def __init__(self) -> None:
         self._commands: list[Command] = []
         self._news = threading.Condition()
 
     def put(self, *commands: Command) -> None:
-        """Add commands, which `take` returns together; any thread may."""
+        """Add commands, which `take` returns together; any thread may call this."""
         with self._news:
             self._commands += commands
             self._news.notify()
 
     def take(self, *, wait: bool) -> list[Command]:
-        """What has come; it waits for something if that is asked."""
+        """Take all queued commands; with `wait`, wait for at least one."""
         with self._news:
             while wait and not self._commands:
                 self._news.wait()

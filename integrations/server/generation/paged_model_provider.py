@@ -1,4 +1,4 @@
-"""mlx-lm's ModelProvider, which gives each model that it loads paged caches."""
+"""mlx-lm's ModelProvider, extended to give each loaded model paged caches."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from paged_kv.kernels.pages.memory import recommended_bytes
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.page_pool import PagePool
 
-# Path or repository of a model, of its adapter and of its draft model, as mlx-lm's `model_key`.
+# Paths or repositories of a model, its adapter and its draft model, as in mlx-lm's `model_key`.
 ModelKey = tuple[str | None, str | None, str | None]
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """What other threads may know of a model that is loaded.
+    """A description of the loaded model that other threads may read.
 
     Attributes:
         key: names it.
         tokenizer: mlx-lm's.
-        processor: of images; None if the model sees none.
-        vocab_size: the token ids that it knows are less than that.
+        processor: of images; None if the model takes none.
+        vocab_size: its token ids are less than this.
         has_draft: whether a draft model is loaded with it.
-        is_batchable: whether several sequences can be computed together.
+        is_batchable: whether several sequences can run as a batch.
         has_states: whether it has recurrent layers.
-        text_machine: tells reasoning and tool calls from text.
+        text_machine: separates reasoning and tool calls from text.
     """
 
     key: ModelKey
@@ -57,9 +57,9 @@ class PagedModelProvider(ModelProvider):
 
     Attributes:
         factories: of the loaded model and of its draft model. They are installed, and closed when
-            others are loaded.
-        loaded: what is loaded, if anything is; other threads may read this.
-        reuse: what prompts for it can begin with.
+            another model is loaded.
+        loaded: the loaded model, if there is one; other threads may read this.
+        reuse: the cached prompts of the loaded models.
     """
 
     def __init__(self, cli_args: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ class PagedModelProvider(ModelProvider):
         self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
 
     def reset(self) -> None:
-        """Unload what is loaded."""
+        """Unload the model."""
         self.loaded = None
         self.reuse = PromptReuse([])
         for factory in self.factories:
@@ -79,8 +79,8 @@ class PagedModelProvider(ModelProvider):
         super().reset()
 
     def check(self, key: ModelKey) -> None:
-        """Raise what loading a model would raise. It takes no memory for weights, and may be called
-        by any thread; what is not on this machine yet is downloaded."""
+        """Raise what loading a model would raise, without memory for weights. It downloads the
+        model if necessary. Any thread may call this."""
         model, adapter, draft = key
         assert model is not None, "there is a name to check"
         load(
@@ -94,24 +94,23 @@ class PagedModelProvider(ModelProvider):
             load(draft, lazy=True)
 
     def switch_to(self, key: ModelKey) -> None:
-        """Load another model in the place of what is loaded; if that fails, what was there is
-        loaded again."""
+        """Replace the loaded model by another; if that fails, load the earlier one again."""
         before = self.loaded
         try:
             self._load(*key)
         except Exception:
             if before is not None:
-                logging.warning("going back to %s", before.key[0])
+                logging.warning("loading %s again", before.key[0])
                 self._load(*before.key)
             raise
 
     def pool_sizes(self) -> list[PoolSize]:
-        """What the pools of the loaded models can promise."""
+        """The memory that the pools of the loaded models can promise."""
         return [pool_size(factory.pool) for factory in self.factories]
 
     def settle(self) -> None:
-        """Take back the blocks of caches that were dropped: pools do that when they are next asked
-        for something, which on an idle server may be much later."""
+        """Release the blocks of dropped caches. Pools do that at their next call, which on an idle
+        server may be much later."""
         for factory in self.factories:
             factory.stats()
 
@@ -121,7 +120,7 @@ class PagedModelProvider(ModelProvider):
             self._make_factories()
             self.loaded = self._describe()
         except BaseException:
-            # With a key it would be taken for loaded the next time, and served without pages.
+            # Else mlx-lm would take the model for loaded next time, and serve it without pages.
             self.reset()
             raise
 
@@ -132,7 +131,7 @@ class PagedModelProvider(ModelProvider):
         )
         key: Any = self.model_key
         tokenizer: Any = self.tokenizer
-        # Tokenizers change their settings at the first use only: later ones may be in any thread.
+        # Tokenizers change their settings at the first use; after it any thread may use them.
         tokenizer.encode("")
         return LoadedModel(
             key=key,
@@ -148,7 +147,7 @@ class PagedModelProvider(ModelProvider):
     def _make_factories(self) -> None:
         models = [model for model in (self.model, self.draft_model) if model is not None]
         budget = self.cli_args.max_kv_bytes or recommended_bytes()
-        # Both models keep the same tokens, so memory is divided as a token of theirs takes it.
+        # Both models hold the same tokens, so each gets memory in proportion to its token's bytes.
         sizes = [self._token_bytes(model) if len(models) > 1 else 1 for model in models]
         shares = [budget * size // max(1, sum(sizes)) for size in sizes]
         self.factories = [
@@ -159,7 +158,7 @@ class PagedModelProvider(ModelProvider):
             factory.install()
 
     def _token_bytes(self, model: Any) -> int:
-        """What a token takes in all layers, but for a common factor."""
+        """Bytes of a token in all layers, up to a common factor."""
         pool = self._factory(model, recommended_bytes()).pool
         return sum(group.block_bytes for group in pool_size(pool).groups)
 
@@ -171,14 +170,14 @@ class PagedModelProvider(ModelProvider):
             store=store,
             store_bytes=self.cli_args.store_bytes,
         )
-        # Learns how large a block is, which promises are made of.
+        # This makes the factory learn the size of a block, which promises are computed from.
         factory.can_admit(0)
         return factory
 
 
 def pool_size(pool: PagePool) -> PoolSize:
-    """What a pool can promise, once it is known what its layers write. With "auto" pages that is
-    what fits in 16 bits: pages become smaller for what is cached, never for a promise."""
+    """The memory that a pool can promise, once it knows its layers' geometry. With "auto" pages
+    promises count 16 bits: requantisation makes room for cached pages, never for a promise."""
     groups = [group for group in pool.groups if group.is_open]
     return PoolSize(
         pool.budget.max_bytes,
@@ -194,6 +193,6 @@ def pool_size(pool: PagePool) -> PoolSize:
 
 
 def _vocab_size(model: Any) -> int:
-    """How many logits a model has, from a step that is never computed."""
+    """The number of a model's logits, from a step that is never evaluated."""
     logits = model(mx.array([[0]]), cache=stock_make_prompt_cache(model))
     return int(logits.shape[-1])

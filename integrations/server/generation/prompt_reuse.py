@@ -1,7 +1,7 @@
-"""What the prompts of requests can begin with: the prefix caches of the loaded models.
+"""Reuses prefixes of requests' prompts from the prefix caches of the loaded models.
 
-mlx-lm's server keeps whole prompt caches, by the prompts' tokens. Here prompts share pages, any
-prompt finds the longest beginning that is known, and pages are evicted when memory gets short.
+mlx-lm's server keeps whole prompt caches by the prompts' tokens. Here prompts share pages, every
+prompt reuses the longest cached prefix, and pages are evicted when memory gets short.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 
 
 class PromptReuse:
-    """Finds and keeps beginnings of prompts.
+    """Finds and keeps prefixes of prompts.
 
     Args:
         factories: of the loaded model and, if there is one, of its draft model.
-        max_prompts: prompts to keep, of those that are not the beginning of another; None for as
-            many as memory allows.
-        max_bytes: bytes of all pages, in use or kept, above which none are kept; None for as many
-            as memory allows.
+        max_prompts: the most prompts to cache, not counting prefixes of others; None for as many as
+            memory allows.
+        max_bytes: the most bytes of all pages, in use or cached; above it, cached ones are evicted.
+            None for as many as memory allows.
     """
 
     def __init__(
@@ -28,23 +28,23 @@ class PromptReuse:
         max_prompts: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        # One model without pages leaves nothing that both can begin with.
+        # If one model has no pages, no prefix can be reused by both.
         has_pages = all(each.pool.num_layers for each in factories)
         self._factories = factories if has_pages else []
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
 
     def fetch(self, tokens: list[int], salt: str | None) -> tuple[list[Any] | None, int]:
-        """A prompt cache that holds as much of a prompt as is known, maybe nothing, and how many
-        tokens that is; at least one is left. None if a model has no pages.
+        """A prompt cache with the longest cached prefix of a prompt, which may be empty, and its
+        length in tokens; at least one token is left. None if a model has no pages.
 
-        What holds nothing is worth having too: layers with a window keep what they pass in it.
+        An empty cache is useful too: in it, layers with a window cache their out-of-window blocks.
         """
         if not self._factories:
             return None, 0
         known = len(tokens) - 1
         while True:
-            # A prompt's last token is never found, so one more is asked for than is known.
+            # A hit never includes a prompt's last token, so ask with one more token.
             asked = tokens[: known + 1]
             found = [factory.fetch_cache(asked, salt=salt) for factory in self._factories]
             known = min(cached for _, cached in found)
@@ -52,8 +52,8 @@ class PromptReuse:
                 return [cache for caches, _ in found for cache in caches], known
 
     def insert(self, tokens: list[int], prompt_cache: list[Any], salt: str | None) -> None:
-        """Keep what a prompt cache, of all models, holds of these tokens. The list is emptied: the
-        pages would be in use for as long as somebody refers to it."""
+        """Cache what a prompt cache of all models holds of these tokens. This empties the list:
+        its pages would stay in use as long as a reference to it exists."""
         start = 0
         for factory in self._factories:
             end = start + factory.num_caches
@@ -63,7 +63,7 @@ class PromptReuse:
         self._trim()
 
     def _trim(self) -> None:
-        """Evict what was used least recently, until no more is kept than was asked."""
+        """Evict the least recently used prompts until both limits hold."""
         if self._max_prompts is None and self._max_bytes is None:
             return
         in_all = sum(factory.pool.budget.max_bytes for factory in self._factories)

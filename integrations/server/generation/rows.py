@@ -1,4 +1,4 @@
-"""What is computed on one loaded model: jobs in a batch, or one of them alone."""
+"""Runs jobs on one loaded model: in a batch, or one job alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paged_kv.integrations.server.generation.single_row import SingleRow
 
 
 class Rows:
-    """The jobs that are computed. All of this runs on the generation thread.
+    """The running jobs of a model. All of this runs on the generation thread.
 
     Args:
         provider: has loaded `loaded`.
@@ -43,44 +43,44 @@ class Rows:
         return len(self._batch) + len(self._single)
 
     def demand(self, job: Job, prompt: Prompt) -> Demand:
-        """What a job may grow to."""
+        """The most that a job may need."""
         is_alone = self._is_alone(prompt)
         return Demand(
             len(prompt.tokens),
             job.arguments.max_tokens,
-            # Alone, one choice follows the other.
+            # A job that runs alone computes its choices one after the other.
             choices=1 if is_alone else job.choices,
             drafted=job.arguments.num_draft_tokens + 1 if self.loaded.has_draft else 0,
             is_alone=is_alone,
         )
 
     def begin(self, job: Job, prompt: Prompt) -> None:
-        """Compute a job with the next steps.
+        """Add a job; the next steps compute it.
 
         Raises:
-            APIError: 400, as its tokens cannot be chosen as it asks.
+            APIError: 400, its sampling options do not work.
         """
         samplings = self._samplers.of(job.arguments, job.choices)
         rows = self._single if self._is_alone(prompt) else self._batch
         rows.begin(job, prompt, samplings)
 
     def step(self) -> Happened:
-        """Compute a token of every choice, and a part of the prompts that are not yet read."""
+        """Compute a token of every choice, and a part of the unfinished prompts."""
         for rows in (self._batch, self._single):
             if len(rows):
                 yield from rows.step()
 
     def drop(self, job: Job, number: int | None = None) -> None:
-        """Compute a job no further, or one of its choices."""
+        """Stop a job, or one of its choices."""
         self._batch.drop(job, number)
         self._single.drop(job, number)
 
     def holds(self, job: Job) -> bool:
-        """Whether a choice of the job is not finished."""
+        """Whether the job has an unfinished choice."""
         return self._batch.holds(job) or self._single.holds(job)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all jobs."""
         self._batch.close()
         self._single.close()
 

@@ -1,5 +1,5 @@
-"""How the tokens of a job are chosen: with mlx-lm's filters and logits processors, tried out before
-they join a batch, in which an exception would end the work for all."""
+"""Makes the samplers of jobs from mlx-lm's filters and logits processors. Each is tried before it
+joins a batch, as an exception in a batch would fail all its jobs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _MOST_KNOWN = 256
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one choice are chosen."""
+    """The sampler and logits processors of one choice."""
 
     sampler: Sampler
     processors: list[Any]
 
 
 class RandomSampler:
-    """Draws tokens as the sampler of mlx-lm's `make_sampler` does, and with a seed the same ones.
+    """Samples tokens as mlx-lm's `make_sampler` does; with a seed, reproducibly.
 
     Args:
         options: mlx-lm's; the temperature is not 0.
-        special_tokens: that XTC spares.
-        seed: of random numbers of its own, so that other rows of a batch make no difference. None
-            means those of MLX.
+        special_tokens: tokens that XTC never filters.
+        seed: of its own random numbers, so that other sequences of a batch have no influence. None
+            means MLX's global ones.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RandomSampler:
         return logprobs
 
     def _next(self) -> mx.array | None:
-        """A key to draw with, as MLX makes it of its own state."""
+        """The next random key, split off as MLX splits its global state; None without a seed."""
         if self._key is None:
             return None
         self._key, key = mx.random.split(self._key)
@@ -74,10 +74,10 @@ class RandomSampler:
 
 
 class Samplers:
-    """Makes what jobs for one model choose their tokens with.
+    """Makes the samplings of jobs for one model.
 
-    Rows of a batch that have the same sampler are sampled in one call, so one is made for all jobs
-    that may have the same.
+    mlx-lm samples all sequences of a batch with the same sampler in one call, so jobs with equal
+    options share a sampler.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -87,10 +87,10 @@ class Samplers:
         self._known: dict[Any, Sampler] = {}
 
     def of(self, arguments: GenerationArguments, choices: int) -> list[Sampling]:
-        """One for each choice.
+        """One sampling for each choice.
 
         Raises:
-            APIError: 400, as it does not work.
+            APIError: 400, the options do not work.
         """
         try:
             processors = _make_logits_processors(arguments)
@@ -110,7 +110,7 @@ class Samplers:
         if seed is not None:
             return RandomSampler(options, self._special_tokens, (seed + number) % 2**64)
         if options.xtc_probability:
-            # Its coin is thrown once for all rows of a call.
+            # XTC draws one random number per call, so each choice needs a sampler of its own.
             return RandomSampler(options, self._special_tokens)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -126,8 +126,9 @@ class Samplers:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Compute without `mx.compile`: it compiles mlx-lm's filters anew for every temperature and
-    top_p that a client sends. On a CPU a C++ compiler runs for 0.6 and 0.7 s, and all wait."""
+    """Compute without `mx.compile`, which compiles mlx-lm's filters anew for every temperature and
+    top_p that a client sends. On a CPU that runs a C++ compiler for 0.6 and 0.7 s, while all
+    requests wait."""
     if "MLX_DISABLE_COMPILE" in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a server counts. Numbers only grow, and each is written by one thread."""
+"""Counters and histograms of a server. Numbers only grow, and one thread writes each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-# As vLLM's of the same names, so that its dashboards fit.
+# The same buckets as vLLM's metrics of these names, so that its dashboards fit.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -23,7 +23,7 @@ WHOLE_REQUEST_S = (
 
 
 class Histogram:
-    """Durations, by upper bounds of their size in seconds."""
+    """Counts durations in buckets, by upper bounds in seconds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -31,29 +31,29 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def note(self, seconds: float) -> None:
-        """Count one."""
+        """Count a duration."""
         self._counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
     def buckets(self) -> list[tuple[str, int]]:
-        """For each bound, and for "+Inf", how many were not larger."""
+        """For each bound, and for "+Inf", the number of durations up to it."""
         names = [*map(str, self.bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True))
 
 
 @dataclass
 class ServerMetrics:
-    """Of one server.
+    """The metrics of one server.
 
     Attributes:
-        prompt_tokens: of jobs that began.
-        cached_tokens: those of them that were not computed.
-        generation_tokens: that were generated.
-        refused: jobs that were answered with 503.
-        finished: choices, by the reason why they ended; "abort" where the client left.
-        first_token: until a request's first token was sent.
-        output_token: of a choice, between its tokens, on average.
-        whole_request: until all was sent.
+        prompt_tokens: prompt tokens of jobs that began.
+        cached_tokens: those of them that hit a cached prefix.
+        generation_tokens: generated tokens.
+        refused: jobs answered with 503.
+        finished: choices by finish reason; "abort" if the client left.
+        first_token: time to a request's first token.
+        output_token: mean time between the tokens of a choice.
+        whole_request: time until a request's last token.
     """
 
     prompt_tokens: int = 0
@@ -66,6 +66,6 @@ class ServerMetrics:
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
 
     def note_prompt(self, tokens: int, cached: int) -> None:
-        """A job began."""
+        """Count the prompt of a job that began."""
         self.prompt_tokens += tokens
         self.cached_tokens += cached

@@ -1,5 +1,5 @@
-"""A job that is computed alone: with a draft model, images, quantised keys and values of mlx-lm, or
-a model whose caches cannot be batched."""
+"""Runs one job alone: with a draft model, images, mlx-lm's quantised keys and values, or a model
+whose caches cannot be batched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SingleRow:
         return int(self._job is not None)
 
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
-        """Compute a job with the next steps; none may be computed now."""
+        """Add a job; the next steps compute it. No other job may be running."""
         self._job, self._dropped = job, set()
         fetched = self._fetch(job, prompt)
         job.cached_tokens = fetched[1]
@@ -56,18 +56,18 @@ class SingleRow:
         self._job = None
 
     def drop(self, job: Job, number: int | None = None) -> None:
-        """Compute a job no further, or one of its choices."""
+        """Stop a job, or one of its choices."""
         if self._job is job and number is None:
             self.close()
         elif self._job is job and number is not None:
             self._dropped.add(number)
 
     def holds(self, job: Job) -> bool:
-        """Whether a choice of the job is not finished."""
+        """Whether the job has an unfinished choice."""
         return self._job is job
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop the job."""
         self._job, self._events = None, iter(())
 
     def _choices(
@@ -75,7 +75,7 @@ class SingleRow:
     ) -> Happened:
         for number, sampling in enumerate(samplings, job.first_choice):
             cache, cached = fetched
-            # Nothing else holds what is inserted at the end.
+            # Drop this reference, so that only the choice holds the pages inserted at its end.
             fetched = [], 0
             for token in self._choice(job, prompt, number, sampling, cache, cached):
                 yield token
@@ -114,7 +114,7 @@ class SingleRow:
                 response.finish_reason = "stop"
             job.generated_tokens += 1
             if response.finish_reason is not None:
-                # Before the client knows the end, and lets go of the job.
+                # Insert before the client sees the end and drops the job.
                 self._provider.reuse.insert(told, cache, job.salt)
             yield job, as_token(job, number, response)
             if response.finish_reason is not None:
@@ -144,12 +144,12 @@ class SingleRow:
         )
 
     def _read(self, tokens: list[int], start: int, cache: list[Any]) -> Iterator[int]:
-        """Compute a prompt but for its last token, in steps; yields where each ends. mlx-lm would
-        not come back before its end, and the client may have left."""
+        """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
+        return only at the prompt's end, and the client may leave before."""
         model, draft = self._provider.model, self._provider.draft_model
         parts = [(model, cache)]
         if draft is not None:
-            # mlx-lm divides them so.
+            # mlx-lm splits the list in the same way.
             parts = [(model, cache[: len(model.layers)]), (draft, cache[len(model.layers) :])]
         while start < len(tokens) - 1:
             end = min(start + self._options.prefill_step_size, len(tokens) - 1)
@@ -172,7 +172,7 @@ class SingleRow:
         mx.clear_cache()
 
     def _embeddings(self, prompt: Prompt, cached: int) -> mx.array | None:
-        """Of the tokens that are not cached, with the images among them."""
+        """Embeddings of the tokens and images that are not cached; None if there are no images."""
         if prompt.vision is None:
             return None
         seen = sum(start < cached for start in prompt.vision.starts)
@@ -183,6 +183,6 @@ class SingleRow:
         embeddings: mx.array = model.embed_inputs(
             mx.array(prompt.tokens[cached:]), pixel_values=pixels
         )
-        # The prompt is read on another stream: compute what is seen before.
+        # The prompt is computed on another stream: evaluate the images first.
         mx.eval(embeddings)
         return embeddings

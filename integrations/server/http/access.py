@@ -1,4 +1,4 @@
-"""Who may ask: keys of the API, and the Host header of pages."""
+"""Checks who may send requests: API keys, and the Host header of pages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ENVIRONMENT = "env:"
 
 
 def read_api_keys(source: str | None) -> list[str]:
-    """The keys that an option names: the lines of a file, or of a variable of the environment.
+    """The keys that an option names: the lines of a file, or of an environment variable.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it holds no key.
         OSError: the file cannot be read.
     """
     if source is None:
@@ -40,22 +40,22 @@ def read_api_keys(source: str | None) -> list[str]:
 
 
 class APIKeys:
-    """The keys with one of which requests must come; any request may if there are none."""
+    """The accepted API keys. Without keys every request is accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
     def require(self, request: Request) -> str | None:
-        """What keeps the prompts of this key apart from those of others; None without keys.
+        """A salt that separates this key's prompts from those of others; None without keys.
 
         Raises:
-            APIError: 401, as the request brings none of them.
+            APIError: 401, the request has none of the keys.
         """
         if not self._digests:
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Headers are latin-1 text; keys were read as UTF-8. All digests are compared, so that it
-        # always takes the same time.
+        # Headers are latin-1 text; keys were read as UTF-8. Comparing all digests takes the same
+        # time for every request.
         digest = _digest(given.strip().encode("latin-1"))
         fits = [hmac.compare_digest(digest, each) for each in self._digests]
         if scheme.lower() != "bearer" or not any(fits):
@@ -69,18 +69,18 @@ class APIKeys:
 
 
 def salt_of(key: str | None, cache_salt: str | None) -> str | None:
-    """What keeps the prompts of a request apart: its key, its salt, or both."""
+    """The salt that separates a request's prompts: its key, its salt, or both."""
     return cache_salt if key is None else f"{key}:{cache_salt or ''}"
 
 
 class KnownHosts:
-    """The names under which browsers may reach pages.
+    """The host names under which browsers may open pages.
 
-    A page of another site can make a browser send requests to this server under a name that leads
-    here (DNS rebinding), and would then read the answers.
+    A page of another site could make a browser send requests here under its own name (DNS
+    rebinding), and read the answers.
 
     Args:
-        host: what the server listens at.
+        host: the name or address that the server listens at.
     """
 
     def __init__(self, host: str) -> None:
@@ -88,8 +88,8 @@ class KnownHosts:
         self._names = {"localhost", host.lower(), own, f"{own.partition('.')[0]}.local"}
 
     def require(self, request: Request) -> None:
-        """Raise an APIError unless the Host header is an address, or a name of this machine."""
-        # Of "[::1]:8080", "127.0.0.1:8080" and "localhost" without what follows.
+        """Raise APIError unless the Host header is an address, or a name of this machine."""
+        # The host without its port, from "[::1]:8080", "127.0.0.1:8080" or "localhost".
         host = request.headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name.lower() in self._names or _is_address(name):

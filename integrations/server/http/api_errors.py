@@ -77,7 +77,7 @@ def from_validation(error: ValidationError) -> APIError:
 
 
 def shortened(value: Any) -> str:
-    """What an error quotes of a value that somebody sent."""
+    """A client's value as an error quotes it."""
     return _short.repr(value)
 
 
@@ -90,5 +90,5 @@ def error_response(_: Request, error: Exception) -> JSONResponse:
         code = codes.get(error.status_code)
         answered = APIError(error.status_code, error.detail, code=code, headers=error.headers)
         return answered.response()
-    # The exception goes on to the log; what it says may not be for everybody.
+    # The exception goes to the log only: its message may hold private data.
     return APIError(500, "the server failed to answer: see its log", code="internal").response()

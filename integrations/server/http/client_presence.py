@@ -1,4 +1,4 @@
-"""Work for a client ends when the client leaves, or reads nothing any more."""
+"""Ends the work for a client that has disconnected or stopped reading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Send
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do some work for a client whose request was received whole.
+    """Run work for a client whose request was received completely.
 
     Raises:
         ClientDisconnect: the client has left, and the work was cancelled.
@@ -30,14 +30,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 
 
 def within(send: Send, timeout_s: float) -> Send:
-    """A `send` that raises ClientDisconnect where the client takes longer to read a part."""
+    """A `send` that raises ClientDisconnect if the client takes longer to read a part."""
 
     async def timed(message: Message) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await send(message)
         except TimeoutError:
-            # It is there, and reads nothing.
+            # The client is connected but does not read.
             raise ClientDisconnect from None
 
     return timed

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, with limits for clients that are slow or many, and
+"""Extends uvicorn's HTTP/1.1 protocol by a limit of connections, a time limit for headers, and
 errors in OpenAI's form."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Connection(H11Protocol):
     """One client. `limited` gives it limits.
 
     Attributes:
-        max_connections: more than so many at once are answered with 503.
-        header_timeout_s: how long the head of a request may take to arrive, from the opening of
+        max_connections: the most connections at once; more get 503.
+        header_timeout_s: seconds that a request's header may take to arrive, from the opening of
             the connection or from its first byte.
     """
 
@@ -30,14 +30,14 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        # An answer is written in parts. asyncio sets this only where a socket names its protocol;
-        # without it a part waits for the client's acknowledgement of the last, 40 ms on Linux.
+        # Without TCP_NODELAY each part of an answer waits for the client's acknowledgement of the
+        # part before, 40 ms on Linux. asyncio sets it only for sockets that name their protocol.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.max_connections:
             self._refuse(
                 busy(
-                    f"{self.max_connections} connections are open, and no more are possible: ask "
-                    "again later, or start the server with a larger --max-connections"
+                    f"{self.max_connections} connections are open, the most allowed: ask again "
+                    "later, or start the server with a larger --max-connections"
                 )
             )
         else:
@@ -46,7 +46,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         super().data_received(data)
-        # Idle: no head of a request has come to its end since the last request.
+        # Idle: no complete header has arrived since the last request.
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
         elif self._timer is None:
@@ -58,7 +58,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP. What was answered before cannot be taken back."""
+        """Answer bytes that are not HTTP; if an answer has begun, close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(wrong_value(msg))
         else:
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
         self._refuse(
             APIError(
                 408,
-                f"the head of a request did not come in {self.header_timeout_s:g} s",
+                f"the header of a request did not arrive in {self.header_timeout_s:g} s",
                 code="timeout",
             )
         )
@@ -98,6 +98,6 @@ class Connection(H11Protocol):
 
 
 def limited(max_connections: int, header_timeout_s: float) -> type[Connection]:
-    """A kind of connections with these limits: uvicorn makes them, and passes on no others."""
+    """A class of connections with these limits, as uvicorn makes connections without arguments."""
     limits = {"max_connections": max_connections, "header_timeout_s": header_timeout_s}
     return type("LimitedConnection", (Connection,), limits)

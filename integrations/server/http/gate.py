@@ -1,4 +1,4 @@
-"""Lets requests in while the server can answer them, and counts those that are inside."""
+"""Lets requests in while the server accepts them, and counts those in progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Gate:
     """Open until `close`. All of this runs in one event loop.
 
     Attributes:
-        inside: requests that are being answered.
+        inside: the number of requests in progress.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Gate:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Be inside.
+        """Count a request as in progress.
 
         Raises:
-            APIError: the one that the gate was closed with.
+            APIError: the error that the gate was closed with.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -46,9 +46,9 @@ class Gate:
                 self._empty.set()
 
     def close(self, refusal: APIError) -> None:
-        """Let nobody in any more; the first refusal counts."""
+        """Refuse all later requests; the error of the first call counts."""
         self._refusal = self._refusal or refusal
 
     async def wait_until_empty(self) -> None:
-        """Wait until everybody has left."""
+        """Wait until no request is in progress."""
         await self._empty.wait()

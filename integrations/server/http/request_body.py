@@ -1,4 +1,4 @@
-"""Reading the body of a request: not too long, not too slowly, JSON, and of its schema."""
+"""Reads a request's body with limits of size and time, and checks it against its schema."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from paged_kv.integrations.server.http.schema import Body
 
 Kind = TypeVar("Kind", bound=Body)
 
-# A client hears of it only when it has sent all; it may send so many times too much.
+# Most clients read an error only after sending the whole body, so discard up to so many times the
+# limit.
 MOST_DISCARDED = 8
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The body.
+    """The bytes of a body.
 
     Raises:
-        APIError: 413 or 408, as it is too long or comes too slowly.
+        APIError: 413 or 408, the body is too long or arrives too slowly.
         ClientDisconnect: the client has left.
     """
     try:
@@ -30,15 +31,15 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
             return await _read(request, max_bytes)
     except TimeoutError:
         raise APIError(
-            408, f"the body did not come in {timeout_s:g} s", code="timeout", headers=_CLOSE
+            408, f"the body did not arrive in {timeout_s:g} s", code="timeout", headers=_CLOSE
         ) from None
 
 
 def parse_body(content: bytes, kind: type[Kind]) -> Kind:
-    """What a body says.
+    """A body as an object of its schema.
 
     Raises:
-        APIError: 400, as it is not JSON, or does not fit the schema.
+        APIError: 400, the body is not JSON, or does not fit the schema.
     """
     try:
         said: Any = pydantic_core.from_json(content, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""A name for every request: in each line that is logged for it, and in its answer."""
+"""Gives every request an id, which its log lines and its answer carry."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _PLAIN = re.compile(rb"[\w.:-]{1,64}", re.ASCII)
 
 
 def request_id() -> str:
-    """Of the request that is answered now."""
+    """The id of the present request."""
     return _current.get()
 
 
 class RequestIds(logging.Filter):
-    """Gives records of a log the name of the request that they belong to."""
+    """Adds the id of the present request to log records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Never leaves a record out."""
+        """Keeps every record."""
         name = _current.get()
         record.request_id = f"{name}: " if name else ""
         return True
 
 
 class RequestLog:
-    """Names requests, and logs how each was answered.
+    """Gives requests ids, and logs the answer to each.
 
-    A client may name its request in the header that answers carry.
+    A client may choose the id with the request header of the same name.
     """
 
     def __init__(self, app: ASGIApp) -> None:

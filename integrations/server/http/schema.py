@@ -1,7 +1,7 @@
-"""What the body of a request may hold: OpenAI's fields, and mlx-lm's beside them.
+"""The schemas of request bodies: OpenAI's fields and mlx-lm's.
 
-Types are strict, as JSON has them: "5" is no number. Other fields are ignored. A field that is
-null means the same as one that is not there.
+Types are strict, as in JSON: "5" is not a number. Unknown fields are ignored. A field that is null
+means the same as a missing one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 
 DEFAULT_MODEL = "default_model"
 
-# Far beyond any logit, and float16 holds it: no sum of such numbers is infinite or NaN.
+# Far beyond any logit, and small enough for float16: no sum of such numbers is infinite or NaN.
 LARGEST_LOGIT = 1e4
 # Counts end up in 32-bit integers.
 LARGEST_COUNT = 2**31 - 1
-# Below this mlx-lm's 1/temperature is no float32 any more; vLLM draws the same line.
+# Far below this, mlx-lm's 1/temperature overflows float32; vLLM has the same limit.
 LEAST_TEMPERATURE = 1e-5
 MOST_CHOICES = 128
 MOST_TOP_LOGPROBS = 20
@@ -34,7 +34,7 @@ _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside texts."""
+    """Options of a stream."""
 
     model_config = _STRICT
 
@@ -42,7 +42,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What all requests for completions have in common."""
+    """The fields that all requests for completions have."""
 
     model_config = _STRICT
 
@@ -88,28 +88,28 @@ class Body(BaseModel):
 
     @property
     def stop_words(self) -> list[str]:
-        """Texts before which a choice ends; none of them is empty."""
+        """The stop texts that are not empty; a choice ends before any of them."""
         words = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [word for word in words if word]
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to logits, by token id."""
+        """The logit biases by token id."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class TextBody(Body):
-    """Of /v1/completions.
+    """A request body of /v1/completions.
 
     Attributes:
         prompt: a text, its token ids, or a list of either.
-        logprobs: how many alternatives to list for each token, as OpenAI has it; or whether to
-            list log probabilities, as mlx-lm has it.
+        logprobs: the number of alternatives to list for each token, as in OpenAI's API; or whether
+            to list log probabilities, as in mlx-lm's.
     """
 
     prompt: Any
@@ -133,12 +133,12 @@ class TextBody(Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Texts or token ids."""
+        """The prompts, each as text or token ids."""
         return _prompts(self.prompt)
 
 
 class Part(TypedDict):
-    """Of what a message says."""
+    """One part of a message's content."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic's name for it
 
@@ -147,7 +147,7 @@ class Part(TypedDict):
 
 
 class Message(TypedDict):
-    """Of a conversation; templates of models know what else it may have."""
+    """A chat message; a model's chat template may read further fields."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic's name for it
 
@@ -157,7 +157,7 @@ class Message(TypedDict):
 
 
 class ChatBody(Body):
-    """Of /v1/chat/completions."""
+    """A request body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -172,5 +172,5 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _are(kind: type, values: Any) -> bool:
-    """Whether it is a list of these; a bool is no int."""
+    """Whether `values` is a list of exactly this type; a bool is not an int."""
     return isinstance(values, list) and all(type(value) is kind for value in values)
