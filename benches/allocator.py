@@ -1,7 +1,7 @@
 """How fast the allocator hands out blocks: python -m benches.allocator
 
-Everything is measured on one allocator of which every second block is in use, 100,000 of them, and
-the 100,000 between them are free, with time.perf_counter_ns and the garbage collector on:
+All parts use one allocator of 200,000 blocks of which every second is in use. Times are from
+time.perf_counter_ns, with the garbage collector on:
 
 - pairs: allocate one block and release it, as a stream that grows and ends does. The rate is that
   of a loop of pairs; the latencies are of single pairs, each with one reading of the clock in it.

@@ -6,18 +6,18 @@ A prompt cache of 4 layers with 4 heads of 64 in float16, and 8 rows of which th
     merge      8 caches of one sequence each become a batch; the caches stay in use
     extend     a batch of 4 takes over another 4
     filter     a batch of 8 keeps every second row
-    extract    one row of a batch of 8 becomes a cache of its own; the batch stays in use
+    extract    one sequence of a batch of 8 becomes a cache of its own; the batch stays in use
     deepcopy   a copy of a batch of 8; the batch stays in use
 
 All but merge begin with a batch that has written one token since it was merged, so that mlx-lm's
 arrays have room for more. The next write appends one token to each row of the result.
 
-Each phase is timed until what it computes is there, as nothing in MLX is before it is asked for.
-New bytes are MLX's peak of active memory in the phase less what was active before it, and MLX's
-cache of freed memory is emptied before each phase. Both caches take turns, and each figure is the
-median of its repetitions. Blocks used are counted in a pool whose only other sequences are the 8
-that were merged, and copied blocks are what the pool reports as copied on write: the last, partly
-filled block of a row that somebody else holds too. Ratios are mlx-lm's median over that of pages.
+Each phase is timed until its results are evaluated, as MLX is lazy. New bytes are MLX's peak of
+active memory in the phase less the active memory before it; MLX's cache of freed memory is emptied
+before each phase. Both caches take turns, and each figure is the median of its repetitions. Blocks
+used are counted in a pool whose only other sequences are the 8 merged ones. Copied blocks are those
+that the pool reports as copied on write: a sequence's last, partly filled block, if it is shared.
+Ratios are mlx-lm's median over that of pages.
 """
 
 import copy

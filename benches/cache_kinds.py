@@ -1,9 +1,9 @@
-"""Prompt caches that hold keys and values with fewer bits: pages, and mlx-lm's.
+"""Prompt caches with quantised keys and values: pages, and mlx-lm's.
 
-mlx-lm's quantised attention takes twice as long on a CPU as all the rest of a step, and it has none
-for sliding windows. So its numbers are rounded as its QuantizedKVCache would, by its own
-`mx.quantize`, and held in its caches of full precision: the same numbers, up to the order of sums.
-`quantised_quality` checks that on a piece of text.
+mlx-lm's quantised attention takes twice as long on a CPU as the rest of a step, and it has none for
+sliding windows. So the bench rounds its numbers as its QuantizedKVCache would, with its own
+`mx.quantize`, and holds them in its caches of full precision: the same numbers, up to the order of
+sums. `quantised_quality` checks that on a piece of text.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Reading and writing pages on a CPU, beside MLX and the machine: python -m benches.cpu_kernels
+"""Times reading and writing pages on a CPU, beside MLX and the machine:
+python -m benches.cpu_kernels
 
 One layer of 8 key-value heads of 128 and 32 query heads. Sides that are compared take turns, and
 each figure is the median of its repetitions; ratios are medians of ratios within a turn.
@@ -7,14 +8,14 @@ each figure is the median of its repetitions; ratios are medians of ratios withi
                  same numbers. Bytes are those of the keys and values that are read
     bandwidth    what two threads of numpy read, each the maximum of half of an array of 1 GiB: by
                  itself, and in turns with the decode of 8 rows, whose share of it is reported
-    short        decode of one row at 1K in turns with one at 32K, which leaves nothing of the short
-                 one in the processor's caches: the time of a byte beside that of a byte
-    prefill      512 new tokens behind 4,096, beside MLX over contiguous arrays, and beside the rate
+    short        time per KV byte, 1K against 32K: decode of one sequence at 1K in turns with one at
+                 32K, which evicts the short one from the processor's caches
+    prefill      512 new tokens after 4,096, beside MLX over contiguous arrays, and beside the rate
                  of numpy's product of two float32 matrices of 4,096
     write        one token for 8 rows into a small and a large pool, beside numpy's copy of as many
                  bytes
-    overhead     a layer's write and attend of one token behind 299, beside the same behind 1: what
-                 does not depend on the tokens that are read
+    overhead     a layer's write and attend of one token after 299, beside the same after 1: the
+                 time that does not depend on the tokens that are read
     pages        decode with pages in order, and in an order drawn at random
 """
 

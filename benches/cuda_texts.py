@@ -1,4 +1,4 @@
-"""The text of the CUDA kernels as a whole, for a machine that has CuPy and no MLX."""
+"""Assembles the whole text of the CUDA kernels, for a machine with CuPy and without MLX."""
 
 from collections.abc import Collection
 from importlib.util import module_from_spec, spec_from_file_location

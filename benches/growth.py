@@ -1,15 +1,15 @@
-"""What growing to 16K tokens costs, beside mlx-lm's own cache: python -m benches.growth
+"""The memory cost of growing to 16K tokens, beside mlx-lm's own cache: python -m benches.growth
 
 Both caches take the same tokens, float16 of 8 layers with 8 heads of 128, and nothing attends.
-Every step appends to one layer after the other, and evaluates what holds the layer's tokens
-before it goes on, as layers that follow each other do; all layers in one evaluation would make
-KVCache hold eight old arrays beside eight new ones. Decode appends one token at a time, prefill
-2,048. All bytes are MLX's own count of active memory.
+Every step appends to one layer after the other, and evaluates the layer's arrays before the next
+layer, as consecutive layers do; all layers in one evaluation would make KVCache hold eight old
+arrays beside eight new ones. Decode appends one token at a time, prefill 2,048. All bytes are MLX's
+own count of active memory.
 
-    held                what the cache holds at the end
-    peak above held     the highest peak of any step, less what is held at the end
-    largest spike       the most that one step's peak lies above what was held before the step
-    largest transient   the same, above the larger of before and after: what the step gave back
+    held                bytes of the cache at the end
+    peak above held     the highest peak of any step, less the bytes held at the end
+    largest spike       the most that one step's peak lies above the bytes held before the step
+    largest transient   the same, above the larger of before and after: bytes that the step freed
     copied for growth   KVCache: not counted but derived, from the sizes of its arrays: each time
                         they change, the tokens before are concatenated into the new ones.
                         Pages: slabs that exist, whenever their address changes, and pages that

@@ -1,4 +1,4 @@
-"""Text that the models of this repository have not seen, and the models.
+"""Loads the models of this repository, and text that they have not seen.
 
 They were trained on the standard library of CPython 3.11.7 without these modules. A file is tokens
 that begin with the end-of-text token, as in training.

@@ -1,8 +1,8 @@
-"""What Python spends on a step, with mlx-lm's caches and with pages: python -m benches.host_cost
+"""The Python time of a step, with mlx-lm's caches and with pages: python -m benches.host_cost
 
-A decode step of a small llama of 24 layers is built, and not computed, in turns on both kinds of
-caches: what a GPU would wait for. Kernels only make arrays here ("metal", "cuda"), and calls of
-the CPU library return at once ("native", where what a step waits for is computed besides). Figures
+A decode step of a small llama of 24 layers is built but not computed, in turns on both kinds of
+caches: a GPU would wait for this. Kernels only make arrays here ("metal", "cuda"), and calls of the
+CPU library return at once ("native"; there a step's awaited arrays are computed as well). Figures
 are microseconds of the calling thread's time a layer, medians, and medians of the ratios within a
 turn.
 """

@@ -1,22 +1,22 @@
-"""What each model file of mlx-lm gets from paged caches: python -m benches.model_families
+"""Tests the support of each mlx-lm model file: python -m benches.model_families
 
 Every small random model of tests/zoo.py generates greedily, alone with generate_step and in a
 ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Recorded are:
 
     gets               "paged": attention read pages, and never gathered them
-                       "gather": keys and values are in pages, and were gathered for attention of
-                       the model's own
+                       "gather": keys and values are in pages, and were gathered for the model's own
+                       attention
                        "own": there is no KVCache to page, and all caches are mlx-lm's
                        "not run": not here, for the reason given
                        "fails": pages raise where mlx-lm's caches do not
-    mlx_lm_caches      what keeps mlx-lm's caches, and how many of them
+    mlx_lm_caches      the layers with mlx-lm's caches, and how many they are
     alone              tokens of each prompt alone: equal to mlx-lm's, or not
     batch              tokens of the batch: equal to those of mlx-lm's batch, or not. Where mlx-lm
                        cannot batch the model, or its own batch gives other tokens than the same
                        prompts alone (some recurrent layers read padding as text), it says whose
                        tokens those on pages are
 
-`stock_repeats` tells whether mlx-lm gives the same tokens alone when it is asked twice.
+`stock_repeats` tells whether mlx-lm gives the same tokens in two runs alone.
 """
 
 import gc

@@ -1,7 +1,8 @@
-"""OpenBLAS in the place of the BLAS that MLX's Linux wheel links; import this before mlx.
+"""Loads OpenBLAS in the place of the BLAS that MLX's Linux wheel links; import this before mlx.
 
-The wheel links a reference BLAS. Symbols of a library that was loaded before win, and models in
-float32 then run ten times faster, stock and paged alike. Half precision does not go through BLAS.
+The wheel links a reference BLAS. Symbols of a library that was loaded before take precedence, and
+models in float32 then run ten times faster, stock and paged alike. Half precision does not use
+BLAS.
 """
 
 import ctypes

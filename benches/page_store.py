@@ -1,12 +1,12 @@
-"""Pages on disk: python -m benches.page_store
+"""Times pages on disk and measures their size: python -m benches.page_store
 
     first token    the time to the first token of a prompt of 4,096 tokens on stdlib-llama, cold,
-                   and from disk: each time with a new factory, and with the files taken out of the
-                   system's page cache, which is looked at. Beside it, how long it takes to open the
-                   store, the fingerprint of the weights included. Whether the logits are equal
+                   and from disk: each time with a new factory, and with the files dropped from the
+                   system's page cache, which the bench verifies. Beside it, the time to open the
+                   store, with the fingerprint of the weights, and whether the logits are equal
     throughput     of the store, in files of 16 MB, beside plain files of that size on the same
                    disk, written and flushed by one thread, read by as many as the store has
-    on disk        bytes that a token takes there, of whole blocks, in each format
+    on disk        bytes of a token on disk, of whole blocks, in each format
 
 Sides that are compared take turns, and each figure is the median of its repetitions.
 """

@@ -1,9 +1,9 @@
-"""What a page store makes of writers that are killed and of damaged files, many times more often
-than the tests do: python -m benches.page_store_faults
+"""Kills writers of a page store and damages its files, many times more often than the tests:
+python -m benches.page_store_faults
 
     killed     kill -9 of a writer at a random moment, then everything is read and verified
     damaged    files with flipped bits, cut off, with bytes appended or zeros in them, or exchanged
-               for others; one that is accepted ends this
+               for others; an accepted one ends the bench
 """
 
 import random

@@ -1,9 +1,8 @@
-"""The pictures of the documents: python -m benches.pictures
+"""Draws the pictures of the documents: python -m benches.pictures
 
-A pool is filled as a server fills it, and its pages get smaller: prompts that begin alike,
-continued for a while, some of them forked, most of them dropped and kept for others. What
-`paged-kv stats --watch` then draws is written to docs/pictures/watch.svg, and the plot of the trace
-of all that to docs/pictures/plot.svg.
+A pool is filled as by a server, and requantises its pages: prompts with common prefixes, continued
+for a while, some of them forked, most of them dropped but cached. The picture of `paged-kv stats
+--watch` goes to docs/pictures/watch.svg, the plot of the trace to docs/pictures/plot.svg.
 """
 
 import copy

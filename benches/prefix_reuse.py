@@ -1,14 +1,13 @@
-"""What sharing prefixes saves, on stdlib-llama: python -m benches.prefix_reuse
+"""The savings of shared prefixes, on stdlib-llama: python -m benches.prefix_reuse
 
     first token    the time to the first token of a prompt of 3,500 tokens and 32 more, cold, and
-                   warm: behind the 3,500 that were computed before, with paged caches and with
-                   mlx-lm's LRUPromptCache, whose hit copies the cache
-    conversation   20 turns of 32 new tokens and 64 answered; how many of all prompt tokens were
-                   found
-    together       32 requests of 16 tokens behind a common prefix of 2,048, answered with 16 tokens
+                   warm: with the first 3,500 cached, with paged caches and with mlx-lm's
+                   LRUPromptCache, whose hit copies the cache
+    conversation   20 turns of 32 new tokens and 64 answered; how many of all prompt tokens hit
+    together       32 requests of 16 tokens after a common prefix of 2,048, answered with 16 tokens
                    by mlx-lm's batch generator: blocks in use beside those of one prefix and the
-                   tails, and the time to the last answer. With paged caches all are inserted at
-                   once; with mlx-lm's the prefix is computed first and put into its
+                   last blocks, and the time to the last answer. With paged caches all are inserted
+                   at once; with mlx-lm's the prefix is computed first and put into its
                    LRUPromptCache, which then gives each request a copy
     fork           of a sequence of 32,768 tokens, in all its layers
     look-up        of 8,192 tokens in an index of 100,000 blocks

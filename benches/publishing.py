@@ -1,11 +1,11 @@
-"""What it costs to be looked at, and to look: python -m benches.publishing
+"""Monitoring overhead of the watched process, and of a look: python -m benches.publishing
 
-stdlib-llama decodes with 8 rows, in turns with and without the thread that publishes what the pool
-holds, as often as it does by default, and once more without. Ratios are medians of those within a
-turn; that of the two sides without the thread says what cannot be told. The thread's own time is
-measured too, which other load does not change: how much of the processor one look takes, and so
-what share of the time that is. Last, what a snapshot takes where 10,000 blocks
-are used, and what reserving a token takes with and without a trace.
+stdlib-llama decodes a batch of 8, in turns with and without the thread that publishes the pool's
+statistics at its default interval, and once more without. Ratios are medians of those within a
+turn; the ratio of the two sides without the thread is the noise. The thread's own processor time is
+measured too, which other load does not change: the time of one look, and so its share of the
+processor. Last, the times of a snapshot with 10,000 used blocks, and of reserving a token with and
+without a trace.
 """
 
 import os

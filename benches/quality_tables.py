@@ -1,4 +1,4 @@
-"""The tables of what fewer bits for keys and values cost."""
+"""Makes the tables of the quality of quantised keys and values."""
 
 from collections.abc import Iterator
 from typing import Any

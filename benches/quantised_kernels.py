@@ -1,11 +1,11 @@
-"""Quantised pages beside 16-bit ones and mlx-lm's: python -m benches.quantised_kernels
+"""Times quantised pages beside 16-bit ones and mlx-lm's: python -m benches.quantised_kernels
 
 One layer of 8 key-value heads of 128 and 32 query heads, float16. Sides that are compared take
 turns, and each figure is the median of its repetitions; ratios are medians of ratios within a turn.
 
-    decode   one query token for each row: pages of each format, beside those of 16 bits
-    mlx_lm   the same at 1 row of 32K, beside mlx-lm's attention to keys and values of 4 bits
-    prefill  512 new tokens behind 4,096
+    decode   one query token for each sequence: pages of each format, beside those of 16 bits
+    mlx_lm   the same at 1 sequence of 32K, beside mlx-lm's attention to keys and values of 4 bits
+    prefill  512 new tokens after 4,096
     write    a step of 1 token, and of 512
 """
 

@@ -1,4 +1,4 @@
-"""What fewer bits for keys and values cost: python -m benches.quantised_quality
+"""The quality of quantised keys and values: python -m benches.quantised_quality
 
 Models run in float32 on modules of the standard library that they were not trained on
 (`heldout_text`). "16-bit" are pages of the format "fp16", which hold the model's own numbers bit
@@ -11,17 +11,17 @@ bytes       of one token in all layers of stdlib-llama in float16, scales includ
             pool statistics after 256 tokens, and nbytes of mlx-lm's caches.
 text        perplexity of each model on contexts of 2,048 tokens, of one file each. A context goes
             through a cache in steps of 128 tokens. A step is written before it is read, so every
-            token is predicted from pages that were written and read back, its own row included;
+            token is predicted from pages that were written and read back, its own slot included;
             this holds in sliding windows too. `loss_percent` is how much larger the perplexity is
             than with 16-bit pages, with the standard error over contexts. `kl_nats` is the mean
             Kullback-Leibler divergence of next-token distributions, from that of 16-bit pages.
-            The budget of "auto" is what rings take, and a share of what all other 16-bit pages of
-            a context take: the smallest of 40 %, 45 % and so on that a context fits in. (In
-            float32 q4 is a seventh of that, and not 28 %.) `blocks_by_format` is what a context
-            ended with, in a layer without a window.
+            The budget of "auto" is the bytes of rings, and a share of the bytes of all other 16-bit
+            pages of a context: the smallest of 40 %, 45 % and so on that a context fits in. (In
+            float32 q4 is a seventh of that, and not 28 %.) `blocks_by_format` counts the blocks at
+            the end of a context, in a layer without a window.
 greedy      16 prompts of 512 tokens, continued together with 128 tokens: how many are the same as
             with 16-bit pages until the first that is not. "auto" is left out: a budget for so few
-            pages would hold no requantisations.
+            pages would cause no requantisation.
 outliers    the perplexity of stdlib-llama on four such contexts, with some channels of keys and
             values 16 times as large, and queries and output projection so much smaller that the
             function of the model is the same, bit for bit: 16 is a power of 2. Keys have two

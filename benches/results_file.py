@@ -1,4 +1,4 @@
-"""Where benches put their numbers: one file for each bench, machine and version of MLX."""
+"""Writes the numbers of benches to files: one for each bench, machine and version of MLX."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What layers with a sliding window cost on rings of pages: python -m benches.rings
+"""The cost of layers with a sliding window on rings of pages: python -m benches.rings
 
 memory       bytes of one sequence in the geometry of gemma3 1B: 22 layers with a window of 1,024
              and 4 full ones, one KV head of 256 in float16. Those of pages are what the caches

@@ -1,4 +1,4 @@
-"""A server's load through mlx-lm's BatchGenerator, on its caches and on pages:
+"""Runs a server's load through mlx-lm's BatchGenerator, on its caches and on pages:
 python -m benches.serving
 
 The embedded model in float32 serves 32 requests. Their prompts are 64 to 2,000 tokens of Python's
@@ -7,9 +7,8 @@ generator: all drawn from one seed, and the same for both caches. A step is one 
 
 Both caches take turns in one process, and each figure is the median of its repetitions.
 
-    prompt and generation speeds   as BatchGenerator.stats() counts them. What it has not waited
-                                   for counts where it is waited for, so only the wall time is
-                                   exact.
+    prompt and generation speeds   as BatchGenerator.stats() counts them. Lazy work counts where it
+                                   is waited for, so only the wall time is exact.
     peak KV bytes                  the most after any step. mlx-lm: nbytes of all batches, which is
                                    BatchGenerator.prompt_cache_nbytes. Pages: bytes of the pages in
                                    use, and of all that is mapped.
@@ -18,8 +17,8 @@ Both caches take turns in one process, and each figure is the median of its repe
                                    `token_bytes`.
     peak memory                    of everything MLX holds, weights and what models compute included
 
-A request whose tokens differ is looked into: the gap between the best two logits of mlx-lm's own
-run over the same text, at the first token that differs, says whether that was a tie.
+For a request whose tokens differ, the bench reports the gap between the best two logits of mlx-lm's
+own run over the same text, at the first differing token: it says whether that was a tie.
 """
 
 import gc

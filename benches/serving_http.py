@@ -1,11 +1,9 @@
-"""Servers under load, over HTTP: `mlx_lm.server` and `paged-kv server`:
-python -m benches.serving_http
+"""Loads `mlx_lm.server` and `paged-kv server` over HTTP: python -m benches.serving_http
 
 Each is a process of its own, on the embedded model in float32 and on loopback. 16 clients, threads
-of this process, ask for streams of text; when one has its answer it sends the next request of a
-list, which was drawn from one seed: prompts of 64 to 1,000 tokens of Python's standard library, and
-16 to 96 new tokens, greedy. Before each run the server has never seen its prompts: runs differ in
-where texts begin.
+of this process, ask for streams of text. A client with its answer sends the next request of a list
+drawn from one seed: prompts of 64 to 1,000 tokens of Python's standard library, and 16 to 96 new
+tokens, greedy. The prompts of each run are new to the server: runs differ in where texts begin.
 
 Both servers take turns, and figures are of all requests of all runs together.
 

@@ -1,4 +1,4 @@
-"""The tables of how fast pages are read and written."""
+"""Makes the tables of the speed of reading and writing pages."""
 
 from collections.abc import Iterator
 from typing import Any

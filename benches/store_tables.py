@@ -1,4 +1,4 @@
-"""The tables about pages on disk."""
+"""Makes the tables about pages on disk."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Numbers and names as the tables show them."""
+"""Formats numbers and names for the tables."""
 
 from collections.abc import Iterable
 

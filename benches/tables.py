@@ -1,4 +1,5 @@
-"""The tables of README.md and docs/, from the files of benches/results: python -m benches.tables
+"""Makes the tables of README.md and docs/ from the files of benches/results:
+python -m benches.tables
 
 Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a bench, "why" or
 "headlines". The newest mlx and mlx-lm of a bench are shown, one table for each machine. --check

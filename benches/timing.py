@@ -1,4 +1,4 @@
-"""Times of things that are compared, taken in turns."""
+"""Times things that are compared, in turns."""
 
 import time
 from collections.abc import Callable

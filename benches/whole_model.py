@@ -1,14 +1,14 @@
-"""Decoding with a whole model, on mlx-lm's caches and on pages: python -m benches.whole_model
+"""Times decoding with a whole model, on mlx-lm's caches and on pages: python -m benches.whole_model
 
-    stdlib-llama     the trained model that comes with the package, in float32
+    stdlib-llama     the trained model in this package, in float32
     half a billion   a random llama as large as a 0.5B model (24 layers, 14 query heads on
                      2 key-value heads of 64, hidden size 896), in float32 and bfloat16
 
-Caches are filled with random keys and values up to the context, the same for both kinds, and steps
-of one token for each row, which go on from there, are timed in turns. Each figure is the median of
+Caches are filled with random keys and values up to the context, the same for both kinds. Steps of
+one token for each sequence, which resume there, are timed in turns. Each figure is the median of
 its repetitions, and the ratio of speeds the median of the ratios within a turn. The share of
-attention is that part of a step that goes when its context is one token: the time of the same step
-behind an empty cache, taken in the same turns, is what everything else takes.
+attention is 1 - E/T: T is the time of a step, E that of the same step after an empty cache, taken
+in the same turns.
 """
 
 from collections.abc import Callable

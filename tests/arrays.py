@@ -1,4 +1,4 @@
-"""Arrays as tests make them, and as they compare them."""
+"""Makes and compares the arrays of tests."""
 
 import mlx.core as mx
 import numpy as np

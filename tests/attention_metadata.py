@@ -1,4 +1,4 @@
-"""Batches of pages, as tests write them."""
+"""Makes attention metadata of batches for tests."""
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 

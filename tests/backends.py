@@ -1,4 +1,4 @@
-"""The backends that tests run on: the plain one, and the native one on each instruction set."""
+"""Lists the backends of tests: the plain one, and the native one on each instruction set."""
 
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.cpu.native_backend import NativeBackend

@@ -1,4 +1,4 @@
-"""Bodies that a server must refuse, with what each gets; many are generated."""
+"""Request bodies that a server must refuse, each with the expected status; many are generated."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Figures as benches write them, one set for each table."""
+"""Sample figures of benches, one set for each table."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Attention in float64, one query after the other: what kernels are compared with."""
+"""Dense attention in float64, one query at a time: the reference for kernels."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: few in the plain run, more in CI."""
+"""Sets how many examples hypothesis tries: few in the plain run, more in CI."""
 
 import os
 from typing import Any

@@ -1,10 +1,10 @@
-"""Paged caches that oracles follow: every layer's attention is compared on the same input.
+"""Compares paged caches layer by layer with oracles that get the same input.
 
-Logits are no measure of quantised pages. Another CPU rounds otherwise, a number falls on the other
-side of the border between two codes, the next layer's keys change by that, and so on: an embedding
-scaled by 1 + 1e-6 moves logits by up to 0.6. Here the oracle of each layer is written with the keys
-and values that the paged cache got, so no layer hears of what another one rounded. What the pages
-hold is compared with the oracle, and what attention makes of it with mlx-lm's attention over it.
+Logits are no measure of quantised pages. Another CPU rounds differently, a number falls into
+another code, the next layer's keys change, and so on: scaling an embedding by 1 + 1e-6 moves logits
+by up to 0.6. Here each layer's oracle is written with the keys and values that the paged cache got,
+so one layer's rounding does not reach another. The pages' content is compared with the oracle, and
+attention over pages with mlx-lm's attention over the oracle.
 """
 
 from __future__ import annotations

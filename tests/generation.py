@@ -1,4 +1,4 @@
-"""Greedy generation with logits, the comparison of two runs, and what is left after them."""
+"""Generates greedily with logits, compares two runs, and checks the pool after them."""
 
 import gc
 from collections.abc import Sequence

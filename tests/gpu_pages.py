@@ -1,4 +1,4 @@
-"""Pages that GPU kernels write and read, on this CPU; and what they must give."""
+"""Pages that GPU kernels write and read on this CPU, with the expected results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test the plain run takes; the others are slow ones."""
+"""Chooses the cases of a parametrised test for the plain run; the others are marked slow."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence

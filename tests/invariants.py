@@ -1,4 +1,4 @@
-"""What must be so of the numbers of any snapshot."""
+"""Checks the invariants of the numbers in any snapshot."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What is done with the caches of all layers of one batch, as mlx-lm does it."""
+"""mlx-lm's operations on the caches of all layers of a batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The Python calls of the project's own that a layer makes in a step, counted."""
+"""Counts the project's own Python calls in a layer's step."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The numbers that pages hold, whatever their formats: what kernels are to compute with."""
+"""The numbers that pages of any format hold: the input that kernels must compute with."""
 
 import mlx.core as mx
 

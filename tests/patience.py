@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, however busy the machine is."""
+"""Waits for another thread or process, however busy the machine is."""
 
 from collections.abc import Callable
 from time import monotonic, sleep

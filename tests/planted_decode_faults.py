@@ -1,4 +1,4 @@
-"""Faults where simdgroups join what they have, and where the kernel that attends writes a step."""
+"""Faults to plant where simdgroups merge their partials, and where decode writes a step."""
 
 from tests.planted_faults import BOTH, Fault
 

@@ -1,4 +1,4 @@
-"""Faults in GPU kernels that are sound without them."""
+"""Faults to plant into correct GPU kernels."""
 
 from dataclasses import dataclass
 from typing import Any

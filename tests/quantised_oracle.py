@@ -1,7 +1,7 @@
-"""A contiguous cache of mlx-lm that holds what quantised pages should hold.
+"""A contiguous mlx-lm cache with the numbers that quantised pages should hold.
 
-It shares number formats with paged_kv, which have tests of their own, and nothing else: no pages,
-tables, rings or kernels. Windows are masks over all tokens.
+It shares only the number formats with paged_kv, which have tests of their own: no pages, tables,
+rings or kernels. Windows are masks over all tokens.
 """
 
 from itertools import groupby

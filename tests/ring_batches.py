@@ -1,4 +1,4 @@
-"""Batches of caches of windowed and other layers, and lists that say what their rows must hold."""
+"""Batches of windowed and other caches, beside lists of the tokens that they must hold."""
 
 import contextlib
 import copy

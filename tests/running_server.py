@@ -1,4 +1,4 @@
-"""A server in threads of this process, mlx-lm's own or the one on paged caches."""
+"""Runs a server in threads of this process: mlx-lm's own, or the one on paged caches."""
 
 import asyncio
 from collections.abc import Iterator

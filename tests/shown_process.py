@@ -1,4 +1,4 @@
-"""A process with a pool, for others to look at."""
+"""Runs a process with a pool that other processes can show."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Page files that something has happened to."""
+"""Damages page files in different ways."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Entries whose content is known from their place, so that a wrong read is seen."""
+"""Entries whose content follows from their place, so that a wrong read is seen."""
 
 import random
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
-"""Writers of a page store are killed: python -m tests.store_torture FOLDER --cycles 100
+"""Kills writers of a page store: python -m tests.store_torture FOLDER --cycles 100
 
-A process is forked that opens the store and puts entries into it as fast as it can, most of them
-into a store that is full. Meanwhile it is stopped a few times, and the folder is measured; then it
-is killed. Whoever opens the store next must read nothing wrong, and `verify` may name only what a
-dead writer left, which is gone by then.
+A forked process opens the store and puts entries into it as fast as it can; most of the time the
+store is full. Meanwhile the parent stops it a few times, measures the folder, and then kills it.
+The next process that opens the store must read nothing wrong, and `verify` may name only files that
+a dead writer left and that it has removed.
 
-With --steps the writer is killed at each system call of a put in turn, instead of at random.
+With --steps the parent kills the writer at each system call of a put in turn, instead of at random.
 
-Prints JSON. Needs nothing that knows a GPU, so a cycle is short.
+Prints JSON. It imports nothing that uses a GPU, so a cycle is short.
 """
 
 import argparse

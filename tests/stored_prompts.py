@@ -1,4 +1,4 @@
-"""Prompts that factories compute, store and find."""
+"""Prompts that factories compute, store and reuse."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The `os` of a module, in which one call does something else."""
+"""Replaces one call in the `os` of a module."""
 
 import os
 from collections.abc import Callable, Collection

@@ -1,4 +1,4 @@
-"""Requests begin in order, and only when there is room for all that they may become."""
+"""Requests begin in order, each only when the pools can promise all that it may need."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sizes and counts that make no sense are refused."""
+"""The allocator refuses invalid sizes and counts."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Random histories of an allocator against an oracle that shares nothing and moves nothing.
 
-Pages are lists of rows, in memory that lives as long as its slab, so that a copy left out, a page
-moved without its tables, or a page used after its slab was given back shows as wrong contents.
+Pages are lists of slots, in memory that lives as long as its slab. So a missing copy, a page moved
+without its tables, or a page used after its slab was unmapped shows as wrong content.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The rooms of paged_kv: what each may import, that nothing goes in a circle, and their size."""
+"""The rooms of paged_kv: the allowed imports of each, no import cycles, and their size."""
 
 import ast
 import sys

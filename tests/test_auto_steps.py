@@ -1,4 +1,4 @@
-"""Steps that fit an "auto" pool only because pages become smaller while they are reserved."""
+"""Steps that fit an "auto" pool only because the reservation requantises pages."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""mlx-lm's BatchGenerator gives every row of a paged batch what it gives the row alone."""
+"""mlx-lm's BatchGenerator gives every sequence of a paged batch the same tokens as alone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The members of a cache that mlx-lm uses for batches, beside its own `BatchKVCache`."""
+"""The members of a cache that mlx-lm uses for batches, compared with its own `BatchKVCache`."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""The allocator: states, order, slabs, and what a refused call leaves as it was."""
+"""The allocator: block states, order, slabs, and refused calls without side effects."""
 
 from collections.abc import Callable
 from typing import Any

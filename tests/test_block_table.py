@@ -1,4 +1,4 @@
-"""Block tables: which entries a write needs, who copies a shared block, and how tables end."""
+"""Block tables: the entries that a write needs, copies of shared blocks, and the end of tables."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Text of tokens: stop words, reasoning and tool calls."""
+"""The text of tokens: stop words, reasoning and tool calls."""
 
 import json
 from types import SimpleNamespace

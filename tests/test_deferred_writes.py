@@ -1,4 +1,4 @@
-"""Steps that pages are owed until attention, or anything else, is asked of them."""
+"""Pages defer the write of a step until attention or any other read needs it."""
 
 from collections.abc import Callable
 from threading import Thread

@@ -1,4 +1,4 @@
-"""`paged-kv doctor` names what runs. Its checks have tests in test_gpu_backend.py."""
+"""`paged-kv doctor` names the active backend. Its checks have tests in test_gpu_backend.py."""
 
 from collections.abc import Iterator
 

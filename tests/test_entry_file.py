@@ -1,4 +1,4 @@
-"""The bytes of a page file: what was written comes back, and nothing else does."""
+"""The bytes of a page file: decoding returns exactly what was encoded, and refuses all else."""
 
 import random
 import struct

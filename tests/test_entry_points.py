@@ -1,4 +1,4 @@
-"""An installed factory reaches everything in mlx-lm that makes its own caches."""
+"""An installed factory reaches every function of mlx-lm that makes its own caches."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What a factory promises: limits, memory that comes back, caches that outlive the process."""
+"""The promises of a factory: limits, freed memory, caches saved beyond the process."""
 
 import gc
 import json

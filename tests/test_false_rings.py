@@ -1,4 +1,4 @@
-"""A file of the store that is sound, and says of a ring what cannot be, is not believed."""
+"""The store rejects a sound file with an impossible statement about a ring."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The comparison of quantised pages passes however sums are rounded, and notices faults."""
+"""The comparison of quantised pages passes with any rounding of sums, and finds faults."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which blocks can be made smaller, and how old each of them is."""
+"""The blocks that can be requantised, and the age of each."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Which backend serves a device, and what the GPU backend leaves to plain operations."""
+"""The choice of a backend for a device, and the calls that the GPU backend leaves to plain ones."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What runs GPU kernels on this CPU notices faults: each is planted into a kernel that is sound."""
+"""Running GPU kernels on this CPU finds faults: each is planted into a correct kernel."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The GPU kernels on this CPU, each access looked at, against dense attention in float64 over the
-numbers that the pages hold, and against the plain backend's bytes."""
+"""GPU kernels on this CPU, with every access checked, against dense attention in float64 over the
+numbers in the pages, and against the plain backend's bytes."""
 
 from itertools import product
 from typing import Any

@@ -1,4 +1,4 @@
-"""The CUDA text goes through NVIDIA's own compiler, where its wheels are installed."""
+"""NVIDIA's own compiler accepts the CUDA text, where its wheels are installed."""
 
 from typing import Any
 

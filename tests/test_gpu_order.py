@@ -1,5 +1,5 @@
-"""Kernels that write pages and kernels that read them are in order for MLX, which knows of them
-only what they take and give."""
+"""MLX runs kernels that write pages and kernels that read them in order, although it knows only
+their inputs and outputs."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,5 +1,5 @@
 """The kernel that attends and also writes the step, on this CPU: against dense attention over the
-numbers that pages hold then, and against the kernel that only writes."""
+numbers in the pages afterwards, and against the kernel that only writes."""
 
 from itertools import product
 from typing import Any

@@ -1,4 +1,4 @@
-"""What MLX is given of a kernel at each call, all of which it joins and hashes."""
+"""The text of a kernel that MLX gets at each call: MLX joins and hashes all of it."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,4 +1,4 @@
-"""The plain run takes few cases of a grid, and leaves out no value."""
+"""The plain run takes few cases of a grid, and covers every value."""
 
 from itertools import combinations, product
 

@@ -1,4 +1,4 @@
-"""Growth to 16K tokens: it maps one more slab, and never moves what is there."""
+"""Growth to 16K tokens maps one slab at a time, and moves no existing page."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What is installed is undone, and does not touch what belongs to others."""
+"""Uninstalling restores mlx-lm, and keeps the patches of others."""
 
 import importlib
 import sys

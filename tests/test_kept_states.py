@@ -1,4 +1,4 @@
-"""States of layers without pages: behind which tokens they are found, and which of them stay."""
+"""Snapshots of recurrent layers: the positions where they hit, and the order of eviction."""
 
 from dataclasses import dataclass
 from typing import Any

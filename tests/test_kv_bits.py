@@ -1,4 +1,4 @@
-"""kv_bits of mlx-lm turns the pages of the caches that the caller holds into smaller ones."""
+"""mlx-lm's kv_bits requantises the pages of the caches that the caller holds."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""What was read lazily stays what it was, whatever is written before it is computed."""
+"""A lazy read keeps its values, whatever is written before it is computed."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread

@@ -1,4 +1,4 @@
-"""What of a prompt is stored, against trying every end that there is."""
+"""The lookup of stored blocks, against trying every possible end."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`max_kv_size`: the first tokens and the latest ones, as mlx-lm's rotating caches keep them."""
+"""`max_kv_size`: 4 sink tokens plus the most recent tokens, as in mlx-lm's rotating caches."""
 
 from typing import Any
 

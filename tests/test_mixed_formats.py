@@ -1,4 +1,4 @@
-"""A sequence that holds pages of several formats at once, beside a list of what each token is."""
+"""A sequence with pages of several formats at once, beside a list of its tokens."""
 
 import copy
 import gc

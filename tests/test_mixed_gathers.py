@@ -1,4 +1,4 @@
-"""Batches are gathered row by row where their pages are not alike, and at once where they are."""
+"""A batch is gathered one sequence at a time if page formats differ, else in one call."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""One small random model of each family that asks something of its own from a cache."""
+"""One small random model of each family with special demands on a cache."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a model's steps take beside the pages, where mlx-lm's caches copy all that they hold."""
+"""The memory of a model's steps besides the pages; mlx-lm's caches copy all their content there."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What was read is attended to where its pages are once they were converted."""
+"""Attention to an earlier read follows its pages when they are converted and move."""
 
 from typing import Any
 

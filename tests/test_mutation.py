@@ -1,4 +1,4 @@
-"""The list of mutants fits the code, and the tool says what became of each."""
+"""The list of mutants fits the code, and the tool reports the outcome of each."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What only the native kernels do: tails, log-sum-exp, any strides, threads, forks."""
+"""Features of only the native kernels: unwritten keys, log-sum-exp, any strides, threads, forks."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Choosing a backend, an instruction set and threads; and doing without a library."""
+"""The choice of a backend, an instruction set and threads; and running without a library."""
 
 import logging
 import os

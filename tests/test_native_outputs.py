@@ -1,5 +1,5 @@
-"""What the native kernels give: nobody else's memory, and right where later keys outweigh earlier
-ones."""
+"""The outputs of native kernels: they share memory with no other array, and are right where later
+keys outweigh earlier ones."""
 
 from collections.abc import Iterator
 from itertools import product

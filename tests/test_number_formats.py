@@ -1,4 +1,4 @@
-"""Quantised rows against an implementation of llama.cpp's q8_0 and q4_0 that is numpy alone."""
+"""Quantised rows against an implementation of llama.cpp's q8_0 and q4_0 in numpy alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Blocks that have left a ring: which of them go first, and which stay."""
+"""Cached out-of-window blocks: the order of their eviction, and the blocks that stay."""
 
 import random
 from collections.abc import Callable

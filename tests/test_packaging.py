@@ -1,4 +1,4 @@
-"""What is built from a checkout: where each file goes, and that nothing else is installed."""
+"""Wheels and sdists of a checkout: the place of each file, and no other files."""
 
 import os
 import shutil

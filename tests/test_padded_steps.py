@@ -1,4 +1,4 @@
-"""Steps of which rows have only a part: nothing of the padding is stored, attended to or NaN."""
+"""Steps with padding: padding is not stored, not attended to, and makes no NaN."""
 
 import mlx.core as mx
 import pytest

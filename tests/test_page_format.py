@@ -1,4 +1,4 @@
-"""What the bytes of a page are: the numbers of the model bit for bit, plane behind plane."""
+"""The bytes of a page: the model's numbers bit for bit, one plane after the other."""
 
 from math import prod
 

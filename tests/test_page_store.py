@@ -1,4 +1,4 @@
-"""A folder of page files: what is stored is found, the cap holds, and others may come and go."""
+"""The page store: entries are found again, the cap holds, and processes may come and go."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The prefix index: what it finds, what it holds, and what it lets go."""
+"""The prefix index: its matches, its references and its evictions."""
 
 import random
 from collections.abc import Sequence

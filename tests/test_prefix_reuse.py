@@ -1,4 +1,4 @@
-"""What was computed once is not computed again, and the results are those of a cold prompt."""
+"""A cached prefix is not computed again, and the results equal those of a cold prompt."""
 
 import copy
 import random

@@ -1,5 +1,5 @@
-"""Random histories of a prefix index with several namespaces, pins, moves and evictions: what it
-finds is what the pages hold, its counts are right, and without pins everything can be evicted."""
+"""Random histories of a prefix index with several namespaces, pins, moves and evictions: its
+matches are what the pages hold, its counts are right, and without pins all can be evicted."""
 
 from collections import Counter
 from itertools import chain

@@ -1,4 +1,4 @@
-"""What an `Admission` has promised can always be had, whatever was cached, forked or mapped."""
+"""The memory that an `Admission` promises is available, whatever is cached, forked or mapped."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""mlx-lm's LRUPromptCache, once it is told how far a window can be rolled back."""
+"""mlx-lm's LRUPromptCache respects how far a window can be rolled back."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What prompts can begin with, of one model or of two together."""
+"""Reusable prefixes of prompts, for one model or for two together."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""mlx-lm on quantised pages attends to what a contiguous cache of the same numbers holds."""
+"""mlx-lm on quantised pages attends to the same numbers as a contiguous cache of them."""
 
 import copy
 import subprocess

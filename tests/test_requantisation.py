@@ -1,4 +1,4 @@
-"""page_format="auto": the oldest pages get smaller when memory is short, and no limit is broken."""
+"""page_format="auto": the oldest pages are requantised when memory is short; limits hold."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Models with sliding windows write on rings of pages what they write on mlx-lm's caches."""
+"""Models with sliding windows generate the same on rings of pages as on mlx-lm's caches."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Block tables that use their entries again, the arithmetic of windows, and what rings promise."""
+"""Block tables that reuse their entries, the arithmetic of windows, and the promises of rings."""
 
 import gc
 

@@ -1,5 +1,4 @@
-"""Rings hold what a window sees, and still know what they have written over when they were rolled
-back."""
+"""Rings hold what a window sees, and remember after a rollback what they have overwritten."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Queries of 16 bits may be rounded to bytes for keys of 4 bits: they are where that is faster."""
+"""Queries of 16 bits may be rounded to bytes for keys of 4 bits; they are where it is faster."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Under which salts a prompt is found, and what keeps it there."""
+"""The salts under which a prompt hits, and the pins that keep it."""
 
 import copy
 from typing import Any

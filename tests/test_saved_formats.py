@@ -1,4 +1,4 @@
-"""A cache that was saved goes on in the format that it had."""
+"""A saved cache continues in its own format."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""Keys of the API, and the names under which browsers may look at pages."""
+"""API keys, and the host names under which browsers may open pages."""
 
 from pathlib import Path
 

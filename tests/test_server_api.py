@@ -1,4 +1,4 @@
-"""What the openai package's client gets: the shapes of OpenAI's API."""
+"""The answers that the openai package's client gets have the shapes of OpenAI's API."""
 
 import json
 import logging

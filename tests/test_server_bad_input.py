@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer in OpenAI's form, and the next request is served."""
+"""Any input gets an answer in OpenAI's form, and the next request is served."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""How a server ends: in order by a signal, and with a status that says so when it cannot go on."""
+"""The end of a server: in order on a signal, and with an exit status of 1 after a failure."""
 
 import http.client
 import json

@@ -1,6 +1,6 @@
-"""Mixed traffic for a while: nothing grows, and nothing is left.
+"""Mixed traffic for a while: memory does not grow, and nothing stays behind.
 
-PAGED_KV_SOAK_S says for how many seconds: 60 unless it is set, 600 before a release.
+PAGED_KV_SOAK_S sets the seconds: 60 by default, 600 before a release.
 """
 
 import asyncio

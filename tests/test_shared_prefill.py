@@ -1,4 +1,4 @@
-"""Prompts that are inserted together and begin alike are computed once, and say the same."""
+"""The common prefix of prompts inserted together is computed once, and results do not change."""
 
 from itertools import islice, pairwise
 from typing import Any

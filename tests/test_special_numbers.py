@@ -1,7 +1,7 @@
-"""What the native kernels of each instruction set make of NaN, of infinity, of numbers that 16 bits
-do not hold, and of pages in another format.
+"""The native kernels of each instruction set with NaN, infinity, numbers outside 16 bits, and pages
+in another format.
 
-The cases are loops: what one instruction set does wrong, it does in few of them.
+Each test loops over its cases: a fault of one instruction set shows in only a few of them.
 """
 
 from itertools import permutations, product

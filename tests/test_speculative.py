@@ -1,4 +1,4 @@
-"""Speculative decoding on paged caches writes what greedy decoding on mlx-lm's caches does."""
+"""Speculative decoding on paged caches generates the same as greedy decoding on mlx-lm's."""
 
 import dataclasses
 import gc

@@ -1,8 +1,8 @@
-"""Random use of everything, in any order, beside what must come of it.
+"""Random use of the whole package, in any order, beside the expected results.
 
     PAGED_KV_SOAK=2000 ./test tests/test_state_machine.py
 
-tries so many random examples of each kind instead of the same few. What fails is printed step by
+tries so many random examples of each kind instead of the same few. A failure is printed step by
 step.
 """
 

@@ -1,4 +1,4 @@
-"""The statistics of a pool: every byte is told, cheaply, and at any moment."""
+"""A pool's statistics count every byte, cheaply, and at any moment."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""`paged-kv stats`: of processes, snapshots and traces, in every form, and why it cannot."""
+"""`paged-kv stats` shows processes, snapshots and traces in every form, or says why it cannot."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Numbers of several pools: what is added up, and what metrics say of each."""
+"""Statistics of several pools: the sums, and the metrics of each."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `paged-kv server` tells about its pools: metrics, and a page, seen in a real browser."""
+"""The metrics of `paged-kv server` and its status page, in a real browser."""
 
 import json
 import shutil

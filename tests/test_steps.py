@@ -1,4 +1,4 @@
-"""A step is decided once for all layers, and a model's leaves nothing lazy behind."""
+"""A step is planned once for all layers, and leaves no lazy arrays behind."""
 
 import gc
 from typing import Any

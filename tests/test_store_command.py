@@ -1,4 +1,4 @@
-"""The commands `paged-kv store ...`, and --store of the others."""
+"""The commands `paged-kv store ...`, and the option --store of other commands."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A disk that fails: a clear error when a store is opened, afterwards misses and nothing else."""
+"""A failing disk: a clear error when a store is opened, afterwards only misses."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""What a stored block is found by: everything that determines it, and no two things alike."""
+"""Keys of stored blocks depend on everything that determines the content, and never collide."""
 
 import dataclasses
 from typing import Any

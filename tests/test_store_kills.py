@@ -1,4 +1,4 @@
-"""Writers that die at any moment leave nothing that is read wrongly, nor a folder over its cap."""
+"""Writers killed at any moment leave nothing that is read wrongly, and no folder over its cap."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pages on disk are found by who computed them with what, and by nobody else."""
+"""Pages on disk hit only for the model, settings and versions that computed them."""
 
 import copy
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What was computed once comes back from disk, in every format and for every kind of layer; what
-fails is a miss."""
+"""Prefixes come back from disk in every format and for every kind of layer; failures are misses."""
 
 import os
 import subprocess

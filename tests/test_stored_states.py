@@ -1,4 +1,4 @@
-"""What layers without pages hold comes back from bytes as it was."""
+"""States of layers without pages survive packing into bytes unchanged."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
-"""Prompts of models with windows and states begin with what is on disk behind every block whose
-ring is stored, and never with a wrong page."""
+"""Models with windows and states resume from disk after every block whose ring is stored, and never
+with a wrong page."""
 
 import random
 from collections import Counter, abc

@@ -1,5 +1,4 @@
-"""What a `PoolExhausted` says would have been enough is enough, and where blocks are of one size a
-byte less is not."""
+"""The budget that `PoolExhausted` names is enough; with blocks of one size, a byte less is not."""
 
 import gc
 import random

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/: made from results files, and up to date."""
+"""The tables of README.md and docs/ come from results files and are up to date."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""One factory in several threads: it generates right or raises a typed error, and never crashes."""
+"""Threads that share a factory generate right or raise a typed error, and never crash."""
 
 import gc
 import os

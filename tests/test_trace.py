@@ -1,4 +1,4 @@
-"""Traces: what is recorded is what happened, and replays come to it, and to what changes."""
+"""Traces record what happened, and replays give the same results, or those of other parameters."""
 
 import argparse
 import copy

@@ -1,4 +1,4 @@
-"""In which order a trace tells what happened."""
+"""The order of a trace's lines."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A step that one layer refuses is as if it had never begun, in every layer."""
+"""A step that one layer refuses has no effect on any layer."""
 
 import contextlib
 from typing import Any

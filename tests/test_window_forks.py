@@ -1,4 +1,4 @@
-"""Pages that windows have passed: each sequence leaves its own, and what was used goes last."""
+"""Cached out-of-window blocks of forks: each sequence has its own; recently used ones go last."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""From which pages that are known a ring can be made, and from which not."""
+"""The cached pages from which a ring can be rebuilt, and those from which it cannot."""
 
 import pytest
 

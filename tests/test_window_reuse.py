@@ -1,5 +1,5 @@
-"""Prompts of models with windows go on behind any block that was computed, while there is room for
-the pages that their windows have passed, and never with a wrong one."""
+"""Prompts of models with windows resume after any computed block, as long as memory holds the
+cached out-of-window blocks, and never with a wrong one."""
 
 import copy
 import random

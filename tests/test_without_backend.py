@@ -1,5 +1,5 @@
-"""On Linux the package mlx has no backend of its own: without an extra nothing can be computed,
-which is said in one sentence, and everything else works."""
+"""On Linux the package mlx has no backend of its own: without an extra, commands that compute fail
+with one sentence, and all others work."""
 
 import subprocess
 import sys

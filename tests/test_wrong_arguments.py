@@ -1,5 +1,5 @@
-"""What callers hand in is checked at the door: each wrong value is a TypeError or ValueError that
-names the argument and says what there was, and changes nothing."""
+"""Public functions check their arguments: each wrong value raises a TypeError or ValueError that
+names the argument and the value, and has no effect."""
 
 import os
 from collections.abc import Callable

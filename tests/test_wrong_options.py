@@ -1,5 +1,5 @@
-"""What is given on the command line is checked at the door: each wrong value is one line that names
-the option and says what to change, and an exit status; nothing is made or written over."""
+"""The command line checks its options: each wrong value gives one line that names the option and
+the remedy, and an exit status; no file is made or overwritten."""
 
 import io
 import os

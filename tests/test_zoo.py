@@ -1,4 +1,4 @@
-"""Every model file of mlx-lm that can be built small: alone and in a batch, paged as with stock."""
+"""Every model file of mlx-lm that can be built small: alone and in a batch, paged and stock."""
 
 from collections.abc import Callable
 from typing import Any
