@@ -101,9 +101,11 @@ def test_no_part_of_an_answer_waits_for_the_client_to_acknowledge_another(
     running: PagedRunningServer,
 ) -> None:
     client = send(running, stream=True, max_tokens=1900)
-    (connection,) = running.server._uvicorn.server_state.connections
+    connections = running.server._uvicorn.server_state.connections
+    wait_until(lambda: len(connections) == 1)
+    (connection,) = connections
     its_socket = connection.transport.get_extra_info("socket")
-    assert its_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    wait_until(lambda: bool(its_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
     client.close()
     running.wait_until_idle()
 

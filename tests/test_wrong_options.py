@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
+from paged_kv.monitor.publisher import Publisher
 from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.store_entries import open_store
 
@@ -131,6 +132,8 @@ def test_it_is_refused_in_words(
     monkeypatch.chdir(files)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(files / "none"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    # Pools of earlier tests are published from a thread, which would write into that folder.
+    monkeypatch.setattr(Publisher, "publish", lambda self: None)
     before = tree(files)
     try:
         status = main(argv)
