@@ -1,4 +1,4 @@
-"""A copy of an allocator that owns no memory, in which something can be tried."""
+"""Copies an allocator without its memory, so that a plan can be tried on the copy."""
 
 from collections.abc import Container
 
@@ -10,8 +10,8 @@ from paged_kv.allocator.format_slabs import SlabPlan
 def copy_of(
     allocator: BlockAllocator, budget: ByteBudget, unwanted: Container[int]
 ) -> BlockAllocator:
-    """The same slabs, tables and used blocks under another budget, which counts the slabs as its
-    own. `unwanted` blocks, which no table holds, are free. O(slabs + table entries)."""
+    """A copy with the same slabs, tables and used blocks. `budget` counts the copy's slabs. The
+    `unwanted` blocks, which no table may hold, are free in it. O(slabs + table entries)."""
     first, *others = allocator.formats
     copy = BlockAllocator(budget, first.block_bytes, allocator.page_size, page_format=first.name)
     for theirs in (first, *others):

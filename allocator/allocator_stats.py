@@ -1,17 +1,17 @@
-"""What blocks hold, as numbers: a frozen snapshot, made from counts that are kept.
+"""Defines the memory statistics: frozen snapshots, made from running counts.
 
-Every byte of a slab is in exactly one of these, of each page format:
+Every byte of a slab is in exactly one of these, for each page format:
 
     mapped  = active + retained + spare + stranded
-    active  = allocated + tail + ring slack
+    active  = allocated + tail + out of window
 
-    allocated     rows of live tokens
-    tail          rows behind the last token of a sequence
-    ring slack    rows that a window has left, and that are not written over yet
-    retained      blocks that nobody holds but who keeps them for prompts that begin alike: the
-                  prefix index, or what was known of a ring that has passed them
-    spare         free blocks of slabs that hold nothing, and can be given back
-    stranded      free blocks of slabs that hold something: external fragmentation
+    allocated        slots of live tokens
+    tail             unwritten slots after a sequence's last token
+    out of window    slots whose tokens the window has passed, until they are overwritten
+    retained         cached blocks: no sequence holds them, but the prefix index or
+                     `OutOfWindowBlocks` keeps them for prompts with the same prefix
+    spare            free blocks of empty slabs, which can be unmapped
+    stranded         free blocks of partly used slabs: external fragmentation
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import NamedTuple
 
 
 class FormatStats(NamedTuple):
-    """The blocks of one page format. Counts are blocks unless a name says bytes or rows.
+    """The blocks of one page format. Counts are blocks unless a name says bytes or rows (slots).
 
     Attributes:
         page_format: its name.
-        block_bytes: bytes of a block, the pages of all layers of the group together.
-        page_size: rows of a block.
-        slabs: slabs mapped.
+        block_bytes: bytes of a block: the pages of all layers of the group together.
+        page_size: slots of a block.
+        slabs: mapped slabs.
         used: blocks that a sequence holds.
-        cached: blocks that nobody holds but who keeps them for later.
-        spare: free blocks of slabs that hold nothing.
-        stranded: free blocks of slabs that hold something.
-        tail_rows: rows of used blocks behind the last token of every sequence that holds them.
-        ring_rows: rows of used blocks that every window has left.
-        compactable: blocks of the slabs that `compact()` would give back.
+        cached: blocks that no sequence holds, kept for later prompts.
+        spare: free blocks of empty slabs.
+        stranded: free blocks of partly used slabs.
+        tail_rows: slots of used blocks after the last token of every sequence that holds them.
+        ring_rows: slots of used blocks that every window has passed.
+        compactable: blocks of the slabs that `compact()` would unmap.
     """
 
     page_format: str
@@ -63,7 +63,7 @@ class FormatStats(NamedTuple):
 
 
 class BlockTotals:
-    """The sums over the blocks of several formats, and maybe of several groups of layers."""
+    """Sums over the blocks of several formats, possibly of several groups of layers."""
 
     formats: tuple[FormatStats, ...]
 
@@ -74,12 +74,12 @@ class BlockTotals:
 
     @property
     def blocks_cached(self) -> int:
-        """Blocks that are only kept for later, and are evicted for others."""
+        """Blocks that no sequence holds, kept for later prompts; evicted when memory is short."""
         return sum(each.cached for each in self.formats)
 
     @property
     def blocks_free(self) -> int:
-        """Blocks of mapped slabs that nobody holds."""
+        """Blocks of mapped slabs that are neither used nor cached."""
         return sum(each.spare + each.stranded for each in self.formats)
 
     @property
@@ -99,22 +99,22 @@ class BlockTotals:
 
     @property
     def slabs(self) -> int:
-        """Slabs mapped, each in every layer of its group."""
+        """Mapped slabs; a slab spans every layer of its group."""
         return sum(each.slabs for each in self.formats)
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of the rows of live tokens; what several sequences share counts once."""
+        """Bytes of the slots of live tokens; shared blocks count once."""
         return self.bytes_active - self.bytes_tail - self.bytes_out_of_window
 
     @property
     def bytes_tail(self) -> int:
-        """Bytes of the rows behind the last token of a sequence."""
+        """Bytes of the unwritten slots after a sequence's last token."""
         return sum(each.bytes_tail for each in self.formats)
 
     @property
     def bytes_out_of_window(self) -> int:
-        """Bytes of the rows of rings that the window has left."""
+        """Bytes of the slots of rings that the window has passed."""
         return sum(each.bytes_out_of_window for each in self.formats)
 
     @property
@@ -129,17 +129,17 @@ class BlockTotals:
 
     @property
     def bytes_spare(self) -> int:
-        """Bytes of slabs that hold nothing."""
+        """Bytes of empty slabs."""
         return sum(each.spare * each.block_bytes for each in self.formats)
 
     @property
     def bytes_stranded(self) -> int:
-        """Bytes of free pages in slabs that hold something."""
+        """Bytes of free pages in partly used slabs."""
         return sum(each.stranded * each.block_bytes for each in self.formats)
 
     @property
     def bytes_compactable(self) -> int:
-        """Bytes of the slabs that `compact()` would give back: call it when this is worth it."""
+        """Bytes of the slabs that `compact()` would unmap."""
         return sum(each.compactable * each.block_bytes for each in self.formats)
 
     @property
@@ -172,11 +172,11 @@ class AllocatorStats(BlockTotals):
         formats: the blocks of each page format.
         blocks_shared: blocks that more than one sequence holds.
         table_entries: entries of all block tables.
-        tables: block tables, one a sequence.
-        tables_dropped: those of them that were dropped, and whose blocks the next call frees.
-        cow_copies: blocks copied because a shared one was written.
-        allocation_failures: times that there were not enough blocks.
-        bytes_metadata: about what the bookkeeping takes in Python's memory.
+        tables: block tables, one per sequence.
+        tables_dropped: dropped tables among them, whose blocks the next call frees.
+        cow_copies: blocks copied on a write to a shared block.
+        allocation_failures: allocations that failed for lack of blocks.
+        bytes_metadata: estimated bytes of the bookkeeping in Python's memory.
     """
 
     formats: tuple[FormatStats, ...]
@@ -190,13 +190,13 @@ class AllocatorStats(BlockTotals):
 
     @property
     def sharing_factor(self) -> float:
-        """Table entries for each used block; 1.0 if nothing is shared."""
+        """Table entries per used block; 1.0 if nothing is shared."""
         return _ratio(self.table_entries, self.blocks_used)
 
 
 def metadata_bytes(ref_counts: dict[int, int], free: int, tables: int, entries: int) -> int:
-    """About what the bookkeeping takes: the dictionary of counts and the ids in it, free ids and
-    their places in a list, and block tables. The constants are measured with tracemalloc."""
+    """Estimated bytes of the bookkeeping: the dictionary of counts with its ids, the list of free
+    ids, and the block tables. The constants were measured with tracemalloc."""
     ids = len(ref_counts) * 32 + free * 40
     return sys.getsizeof(ref_counts) + ids + tables * 1000 + entries * 8
 

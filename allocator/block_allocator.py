@@ -1,9 +1,9 @@
-"""Hands out blocks by reference count, under a byte budget.
+"""Allocates reference-counted blocks under a byte budget.
 
-The states of a block and what moves it between them:
+The states of a block and the calls that change them:
 
     free --allocate--> used (1 reference) --retain/release--> used (n) --last release--> free
-    used --last release but that of who keeps it--> cached --match--> used
+    used and kept --release by the last table--> cached --match--> used
     cached --evict--> free
 
     free + used + cached == capacity, at all times
@@ -30,23 +30,23 @@ from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
 class BlockAllocator:
     """The blocks of one group of layers.
 
-    A block has one page format for life, because its slab has. Formats are names here, and all
-    that differs is the bytes of a block.
+    A block keeps the page format of its slab. To the allocator a format is a name and a number of
+    bytes per block.
 
     Args:
         budget: the bytes that this and other groups may map together.
-        block_bytes: bytes of one block, the pages of all layers of the group together.
+        block_bytes: bytes of one block: the pages of all layers of the group together.
         page_size: tokens a block holds.
-        map_slab: called with (slab, pages, page format) when a slab is needed; what it raises
-            leaves everything as it was.
-        unmap_slab: called with (slab) when a slab is given back.
-        page_format: the format of those blocks, and of new tables that are not told another.
-        events: is told what happens.
+        map_slab: called with (slab, pages, page format) to map a slab; if it raises, nothing is
+            changed.
+        unmap_slab: called with (slab) to unmap a slab.
+        page_format: the format of blocks and new tables unless a call names another.
+        events: notified of each change.
 
     Attributes:
         refs: the reference counts.
-        idle_rows: which rows of used blocks hold no live token.
-        tables: those that were made and not dropped.
+        idle_rows: the slots of used blocks that hold no live token.
+        tables: the tables that were made and not dropped.
         tokens_reserved: tokens that all tables ever reserved blocks for.
     """
 
@@ -79,7 +79,7 @@ class BlockAllocator:
         events.sized(self, {page_format: block_bytes})
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
-        """Let blocks be of another format too; one that is known is returned as it is."""
+        """Add a page format; a known one is returned unchanged."""
         if page_format not in self._formats:
             self._formats[page_format] = FormatSlabs(page_format, block_bytes)
             self.events.sized(self, {page_format: block_bytes})
@@ -87,11 +87,11 @@ class BlockAllocator:
 
     @property
     def formats(self) -> tuple[FormatSlabs, ...]:
-        """What there is of each format."""
+        """The slabs of each format."""
         return tuple(self._formats.values())
 
     def format_named(self, page_format: str) -> FormatSlabs:
-        """What there is of one format."""
+        """The slabs of one format."""
         return self._formats[page_format]
 
     def format_of(self, block: int) -> FormatSlabs:
@@ -109,24 +109,24 @@ class BlockAllocator:
         return sum(each.capacity for each in self.formats)
 
     def ref_count(self, block: int) -> int:
-        """References to a block, those of dropped tables included until `drain`; 0 if free."""
+        """References to a block, including those of dropped tables until `drain`; 0 if free."""
         return self.refs.counts.get(block, 0)
 
     def available(self, page_format: str | None = None) -> int:
-        """Blocks that can be had now, those of slabs still to be mapped included. O(slabs)."""
+        """Blocks that can be allocated now, including those of slabs to be mapped. O(slabs)."""
         self.drain()
         slabs = self._formats[page_format or self.page_format]
         growth = slabs.plan(self.budget.left, self.budget.left, self._slab_format, self.budget)
         return len(slabs.free) + sum(plan.pages for plan in growth)
 
     def room_in_one_slab(self, page_format: str) -> int:
-        """Blocks of a format that are free, and those of one slab that could be mapped."""
+        """Free blocks of a format, plus those of one slab that could be mapped."""
         slabs = self._formats[page_format]
         growth = slabs.plan(1, self.budget.left, self._slab_format, self.budget)
         return len(slabs.free) + sum(plan.pages for plan in growth)
 
     def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:
-        """An empty block table, known to this allocator until it is dropped."""
+        """Make an empty block table, known to this allocator until it is dropped."""
         self.drain()
         table = BlockTable(self, (), page_format or self.page_format, ring)
         self.tables.add(table)
@@ -134,7 +134,7 @@ class BlockAllocator:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table of the same blocks, each with one reference more. O(blocks)."""
+        """Make a second table of the same blocks, adding a reference to each. O(blocks)."""
         self.drain()
         self.retain(table.blocks)
         table.forget_reserved()
@@ -150,17 +150,17 @@ class BlockAllocator:
         self._forget(table)
 
     def drop_later(self, table: BlockTable) -> None:
-        """Drop a table at the next call. For finalisers, which may run in the middle of one."""
+        """Drop a table at the next call. For finalisers, which may interrupt a call."""
         self._dropped.append(table)
 
     def drain(self) -> None:
-        """Drop the tables that finalisers left, so that reference counts are those of now."""
-        # Finalisers append in the middle of anything; both operations are atomic.
+        """Drop the tables of collected sequences, so that the reference counts are current."""
+        # A finaliser may append at any moment; append and popleft are atomic.
         while self._dropped:
             self._forget(self._dropped.popleft())
 
     def ensure_free(self, needs: Mapping[str, int]) -> None:
-        """Map slabs until so many blocks of each format are free; all or nothing.
+        """Map slabs until `needs` blocks of each format are free; all or nothing.
 
         Raises:
             PoolExhausted: the budget does not allow it; nothing was changed.
@@ -169,23 +169,22 @@ class BlockAllocator:
         self._grow(needs)
 
     def room_after(self, needs: Mapping[str, int], left: int) -> int:
-        """What remains of `left` bytes when slabs were mapped until so many blocks of each format
-        are free.
+        """Bytes that would remain of `left` after `ensure_free(needs)`.
 
         Raises:
-            PoolExhausted: they do not suffice.
+            PoolExhausted: `left` bytes do not suffice.
         """
         for slabs, plan in self._plans(needs, left):
             left -= plan.pages * slabs.block_bytes
         return left
 
     def allocate(self, count: int, page_format: str | None = None) -> list[int]:
-        """The `count` free blocks of lowest id, with one reference each: all or none.
+        """Allocate the `count` lowest free blocks, with one reference each: all or none.
 
-        O(count + log n). Lowest first, so that high slabs drain and can be given back.
+        O(count + log n). Lowest first, so that high slabs drain and can be unmapped.
 
         Raises:
-            PoolExhausted: there are not enough; nothing was changed.
+            PoolExhausted: too few blocks are available; nothing was changed.
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
@@ -194,8 +193,8 @@ class BlockAllocator:
         return self.take_free({name: count})[name]
 
     def take_free(self, needs: Mapping[str, int]) -> dict[str, list[int]]:
-        """As `allocate`, so many of each format; it drops no table, so that a plan made from
-        reference counts holds."""
+        """Allocate `needs` blocks of each format. Unlike `allocate` it drops no table, so a plan
+        made from reference counts stays valid."""
         self._grow(needs)
         taken = {name: self._formats[name].take(count) for name, count in needs.items()}
         for blocks in taken.values():
@@ -206,14 +205,14 @@ class BlockAllocator:
         """Add a reference to each block.
 
         Raises:
-            BlockStateError: one of them is not in use; nothing was changed.
+            BlockStateError: a block is not in use; nothing was changed.
         """
         blocks = list(blocks)
         self.refs.retain(blocks)
         self.idle_rows.recount(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take a reference from each block; those without any become free. O(n log n).
+        """Remove a reference from each block; blocks without any become free. O(n log n).
 
         Raises:
             BlockStateError: a block is named more often than it has references, or is not in
@@ -226,13 +225,13 @@ class BlockAllocator:
             self._free(sorted(freed))
 
     def keep(self, block: int, on_move: OnMove) -> None:
-        """Take a reference to a block in use, for who may want it later; `follow` is called with
-        (allocator, block, other block) when its pages were moved."""
+        """Keep a used block for later with a reference of its own; `on_move` is called with
+        (allocator, block, other block) after its pages moved."""
         self.refs.keep(block, on_move)
         self.events.kept(self, block)
 
     def let_go(self, block: int) -> None:
-        """Give back the reference that `keep` took."""
+        """Remove the reference of `keep`."""
         self._free(self.refs.let_go(block))
         self.events.let_go(self, block)
 
@@ -246,7 +245,7 @@ class BlockAllocator:
     def compaction_plan(self) -> dict[int, int]:
         """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
 
-        No move needs a page that is not free now, and none goes into a slab that is emptied.
+        Every target is free now, and lies in a slab that stays.
         """
         self.drain()
         moves: dict[int, int] = {}
@@ -258,8 +257,8 @@ class BlockAllocator:
         return moves
 
     def apply_moves(self, moves: Mapping[int, int]) -> None:
-        """Let every table and reference count follow blocks whose pages were copied to free ones,
-        maybe of another format."""
+        """Update every table and reference count after pages were copied to free blocks, possibly
+        of another format."""
         for source, target in moves.items():
             self.format_of(target).take_block(target)
             on_move = self.refs.move(source, target)
@@ -273,7 +272,7 @@ class BlockAllocator:
         self.events.moved(self, moves)
 
     def unmap_empty_slabs(self) -> int:
-        """Give back every slab in which no block is used; returns how many."""
+        """Unmap every empty slab; returns how many."""
         self.drain()
         empty = [slab for slabs in self.formats for slab in slabs.empty_slabs()]
         for slab in empty:
@@ -281,11 +280,11 @@ class BlockAllocator:
         return len(empty)
 
     def set_block_bytes(self, block_bytes: Mapping[str, int]) -> None:
-        """Correct the size of a block of each format, as more of the group's layers become known.
+        """Correct the bytes of a block of each format, as more of the group's layers become known.
 
         Raises:
-            ValueError: it is not a positive integer.
-            PoolExhausted: what is mapped would no longer fit; nothing was changed.
+            ValueError: a size is not a positive integer.
+            PoolExhausted: the mapped slabs would no longer fit; nothing was changed.
         """
         growth = 0
         for name, size in block_bytes.items():
@@ -309,7 +308,7 @@ class BlockAllocator:
         return self.snapshot()
 
     def snapshot(self) -> AllocatorStats:
-        """As `stats`, but nothing is released that finalisers left: for threads that only look."""
+        """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
         refs = self.refs
         entries = refs.total - len(refs.kept)
         return AllocatorStats(
@@ -331,7 +330,7 @@ class BlockAllocator:
         check_books(self)
 
     def _plans(self, needs: Mapping[str, int], left: int) -> list[tuple[FormatSlabs, SlabPlan]]:
-        """The slabs to map, until so many blocks of each format are free."""
+        """The slabs to map so that `needs` blocks of each format are free."""
         plans: list[tuple[FormatSlabs, SlabPlan]] = []
         taken = set(self._slab_format)
         for name, count in needs.items():
@@ -375,14 +374,14 @@ class BlockAllocator:
         self._unmap_slab(slab)
 
     def _free(self, blocks: list[int]) -> None:
-        """Make blocks free, given in ascending order."""
+        """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""
         for slabs, theirs in self._by_format(blocks):
             for slab in slabs.give(theirs):
                 if slabs.is_spare(slab):
                     self._unmap(slab)
 
     def _by_format(self, blocks: list[int]) -> list[tuple[FormatSlabs, list[int]]]:
-        """Blocks of ascending ids, apart by format."""
+        """Split ascending blocks by format."""
         if len(self._formats) == 1:
             return [(self.formats[0], blocks)]
         parts: dict[FormatSlabs, list[int]] = {}

@@ -1,8 +1,8 @@
-"""The state of every block, as a string for each slab that is short where neighbours are alike.
+"""Describes the state of every block as a run-length encoded string for each slab.
 
-    .  free       u  used by one       s  shared by several       c  cached, only kept
+    .  free       u  held by one table       s  shared by several       c  cached
 
-A run of n blocks alike is its letter and n, and n is left out where it is 1: "u3.c12".
+A run of n equal states is the letter followed by n, or the letter alone if n is 1: "u3.c12".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SlabMap:
 
     Attributes:
         slab: its number in its group.
-        page_format: of all its pages.
+        page_format: the format of all its pages.
         states: a letter for each block.
     """
 
@@ -37,8 +37,8 @@ class SlabMap:
 
 
 def block_map(allocator: BlockAllocator) -> Callable[[], list[SlabMap]]:
-    """What makes the map of the blocks as they are now. Only this call needs the allocator to stand
-    still, and it only copies; O(blocks), as is the other."""
+    """Copy the reference counts, and return a function that makes the map from the copy. Hold the
+    allocator's lock for this call only. Both are O(blocks)."""
     slabs = {slab: (each.name, n) for each in allocator.formats for slab, n in each.slabs.items()}
     counts, kept = dict(allocator.refs.counts), list(allocator.refs.kept)
 
@@ -50,7 +50,7 @@ def block_map(allocator: BlockAllocator) -> Callable[[], list[SlabMap]]:
             letters[block >> PAGE_BITS][block & mask] = used if count == 1 else shared
         for block in kept:
             holders = counts[block]
-            # One of its references is that of who keeps it.
+            # One of the references is that of `keep`.
             letters[block >> PAGE_BITS][block & mask] = (
                 cached if holders == 1 else used if holders == 2 else shared
             )
@@ -60,18 +60,18 @@ def block_map(allocator: BlockAllocator) -> Callable[[], list[SlabMap]]:
 
 
 def packed(states: str) -> str:
-    """A map's states with runs of the same letter counted."""
+    """Run-length encode a map's states."""
     runs = [(letter, len(list(run))) for letter, run in groupby(states)]
     return "".join(letter if n == 1 else f"{letter}{n}" for letter, n in runs)
 
 
 def unpacked(text: str) -> str:
-    """The states that `packed` was given.
+    """Decode the output of `packed`.
 
     Raises:
-        ValueError: it is none of its texts.
+        ValueError: `text` is not such an output.
     """
     if not re.fullmatch(r"([.usc]\d{0,6})*", text, re.ASCII):
-        raise ValueError(f"{text[:40]!r} is no map of blocks: letters of .usc and numbers make one")
+        raise ValueError(f"{text[:40]!r} is no map of blocks: expected letters of .usc and numbers")
     runs = re.findall(r"([.usc])(\d*)", text, re.ASCII)
     return "".join(letter * int(n or 1) for letter, n in runs)

@@ -1,5 +1,5 @@
-"""A sequence's blocks in one group: the token at position p lives in the entry of block
-p // page_size, row p % page_size. The entry of block b is b, or what the ring says."""
+"""Maps the tokens of a sequence to blocks of one group. The token at position p lives in the entry
+of page b = p // page_size, slot p % page_size. That entry is b, or `Ring.entry(b)`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 class BlockTable:
     """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.
 
-    Only blocks with one reference are written. A block that `fork` shares is replaced by a copy
-    before the first write to it, by whoever writes first.
+    Copy on write: only blocks with one reference are written. Before its first write to a shared
+    block, a table replaces the block by a copy.
 
     Attributes:
-        blocks: the ids. A tuple, which is replaced when it changes: whoever reads tables, layer
-            after layer, may keep it, and sees by its identity that nothing has changed.
-        page_format: the format of the blocks that are appended from now on.
-        ring: how entries are used again; None if they are not.
-        last_reserved: what the allocator's `tokens_reserved` was when this table last reserved.
-        tokens: how many tokens there are, those of a step that is about to be written included.
-        partly: the rows that it uses of blocks that are not full of them.
-        owner: names the sequence, the same in all groups.
+        blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
+            identities to see that nothing has changed.
+        page_format: the format of blocks appended from now on.
+        ring: how a sliding window reuses entries; None if entries are not reused.
+        last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
+        tokens: number of tokens, including those reserved but not yet written.
+        partly: the used slots of each partly used block.
+        owner: the sequence's name, the same in all groups.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class BlockTable:
         self._reserved_end = 0
 
     def change(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """Hold these blocks, which have a reference for it, and so many tokens in them. Returns the
-        blocks held before, whose references are still to be released."""
+        """Replace the blocks and the number of tokens. The caller has added a reference to each new
+        block, and releases the references of the returned, former blocks."""
         before = self.blocks
         self.blocks, self.tokens = blocks, tokens
         self.allocator.idle_rows.note(self)
         return before
 
     def partly_used(self) -> dict[int, Rows]:
-        """The rows in use of each block in which not all are. O(1), or O(entries) of a ring."""
+        """The used slots of each partly used block. O(1), or O(entries) with a ring."""
         size = self.allocator.page_size
         if self.ring is None:
             tail = len(self.blocks) * size - self.tokens
@@ -69,24 +69,24 @@ class BlockTable:
         return {b: each for b, each in zip(self.blocks, rows, strict=True) if each.live != full}
 
     def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
-        """The blocks that hold the tokens at [start, end), in their order. In a ring the last may
-        be the first again."""
+        """The blocks that hold the tokens at [start, end), in order. In a ring the last block may
+        be the first one again."""
         first, last = start // self.allocator.page_size, self._pages(end)
         if self.ring is None:
             return self.blocks[first:last]
         return tuple([self.blocks[self.ring.entry(block)] for block in range(first, last)])
 
     def is_reserved(self, end: int) -> bool:
-        """Whether `reserve` has been up to `end`, and nothing was forked or truncated since."""
+        """Whether `reserve` covered `end`, with no fork or truncation since."""
         return end <= self._reserved_end
 
     def forget_reserved(self) -> None:
-        """Look at the blocks again before the next write: some may be shared now."""
+        """Let the next write check for shared blocks again."""
         self._reserved_end = 0
 
     def owns(self, start: int, end: int) -> bool:
-        """Whether the tokens at [start, end) go to the last block, which nobody else holds, as a
-        step of decoding mostly does."""
+        """Whether the tokens at [start, end) all go to an unshared last block: the usual decode
+        step."""
         size, blocks = self.allocator.page_size, self.blocks
         return (
             self.ring is None
@@ -95,16 +95,16 @@ class BlockTable:
         )
 
     def reserve(self, start: int, end: int) -> dict[int, int]:
-        """Own entries for the tokens at [start, end); all or nothing.
+        """Reserve unshared blocks for the tokens at [start, end); all or nothing.
 
-        Appends blocks, and replaces those that are shared. Returns the copies (from block, to
-        block) that the pages need before the first write.
+        Appends blocks, and replaces shared ones. Returns the page copies (from block, to block)
+        to make before the first write.
 
         Raises:
-            PoolExhausted: there are not enough blocks; nothing was changed.
+            PoolExhausted: too few blocks are available; nothing was changed.
         """
         allocator = self.allocator
-        # No table is dropped between the plan and the copies: a block to copy from stays in use.
+        # Drop tables now, not between the plan and the copies, where sources must stay in use.
         allocator.drain()
         assert self in allocator.tables, "this table was dropped"
         allocator.tokens_reserved += end - start
@@ -137,10 +137,10 @@ class BlockTable:
         return copies
 
     def append(self, formats: list[str]) -> None:
-        """Own new blocks of these formats, full of tokens, behind the others; all or none.
+        """Append new blocks of these formats, counted as full of tokens; all or none.
 
         Raises:
-            PoolExhausted: there are not enough blocks; nothing was changed.
+            PoolExhausted: too few blocks are available; nothing was changed.
         """
         self.allocator.drain()
         fresh = {
@@ -153,7 +153,7 @@ class BlockTable:
         self.allocator.events.written(self, begin, self.tokens, len(formats), 0)
 
     def exchange(self, others: Mapping[int, int]) -> None:
-        """Hold other blocks in use in the place of some, which are released."""
+        """Replace blocks (old -> new, which is in use) and release the old ones."""
         self.forget_reserved()
         mine = [block for block in self.blocks if block in others]
         self.allocator.retain([others[block] for block in mine])
@@ -161,10 +161,9 @@ class BlockTable:
         self.allocator.release(mine)
 
     def truncate(self, num_tokens: int) -> None:
-        """Release the blocks behind the first `num_tokens` tokens.
+        """Release the blocks after the first `num_tokens` tokens.
 
-        Those of a ring that was used again hold earlier tokens too: call this only for one that
-        was not.
+        Do not call this after a ring has wrapped: its blocks hold earlier tokens too.
         """
         assert num_tokens >= 0, num_tokens
         self.forget_reserved()
@@ -175,8 +174,8 @@ class BlockTable:
         self.allocator.events.trimmed(self)
 
     def rewind(self, num_tokens: int) -> None:
-        """Note that there are so many tokens; the blocks stay. For a ring that was used again, and
-        for blocks that were filled."""
+        """Set the number of tokens and keep the blocks: for a ring that has wrapped, and for
+        blocks that were filled."""
         self.forget_reserved()
         self.change(self.blocks, num_tokens)
         self.allocator.events.trimmed(self)
@@ -204,7 +203,7 @@ class BlockTable:
         )
 
     def _needs(self, shared: list[int], missing: int) -> Counter[str]:
-        """Blocks of each format to allocate: a copy is of the format of what it copies."""
+        """Blocks of each format to allocate: a copy has the format of its source."""
         allocator = self.allocator
         needs = Counter([allocator.format_of(self.blocks[entry]).name for entry in shared])
         if missing > 0:
@@ -214,14 +213,14 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Write:
-    """Tokens at [start, end) that are about to be written through a table."""
+    """A coming write of the tokens at [start, end) through a table."""
 
     table: BlockTable
     start: int
     end: int
 
     def by_page(self) -> list[Write]:
-        """The same tokens in one write a page."""
+        """The same tokens as one write per page."""
         size = self.table.allocator.page_size
         borders = range(self.start - self.start % size + size, self.end, size)
         starts, ends = (self.start, *borders), (*borders, self.end)
@@ -232,7 +231,7 @@ def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
     """Blocks of each format that reserving all `writes`, through tables of one allocator, will
     allocate.
 
-    Of the tables that share a block, the last one to write it keeps it.
+    Of the tables that share a block, the last writer keeps it and needs no copy.
     """
     needs: Counter[str] = Counter()
     writers: Counter[int] = Counter()

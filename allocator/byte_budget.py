@@ -1,11 +1,11 @@
-"""The limit that all slabs of a pool share, in bytes."""
+"""Limits the bytes that all slabs of a pool map together."""
 
 import threading
 from dataclasses import dataclass, field
 
 
 def require_positive(name: str, number: int) -> None:
-    """Raises a ValueError that names the number, unless it is a positive integer."""
+    """Raise a ValueError with the argument's name unless `number` is a positive integer."""
     if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
         raise ValueError(f"{name} must be a positive integer, got {number!r}")
 
@@ -14,8 +14,8 @@ def require_positive(name: str, number: int) -> None:
 class ByteBudget:
     """Counts mapped bytes against a limit: `0 <= mapped <= max_bytes`, at all times.
 
-    What shares a budget shares blocks' fates too, so its lock is what keeps threads apart that
-    look up, insert, fork, trim and reserve.
+    Allocators that share a budget also evict for each other. So the budget's lock guards
+    look-ups, insertions, forks, trims and reservations from several threads.
     """
 
     max_bytes: int
@@ -31,6 +31,6 @@ class ByteBudget:
         return self.max_bytes - self.mapped
 
     def take(self, nbytes: int) -> None:
-        """Count `nbytes` as mapped; negative gives back."""
+        """Count `nbytes` as mapped; a negative number as unmapped."""
         assert 0 <= self.mapped + nbytes <= self.max_bytes, (nbytes, self)
         self.mapped += nbytes

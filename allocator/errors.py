@@ -1,31 +1,31 @@
-"""The exceptions of the pool's bookkeeping.
+"""Defines the exceptions of the allocator.
 
 PagedKVError
-├── PoolExhausted       the byte budget cannot hold the blocks that were asked for
-├── BlockStateError     a block was used in a state that does not allow it
-├── RollbackError       tokens that a trim would need were written over
-└── NotPinned           a prompt was to be unpinned that nobody had pinned
+├── PoolExhausted       the byte budget cannot hold the requested blocks
+├── BlockStateError     the state of a block forbids the call
+├── RollbackError       later writes overwrote tokens that a trim would need
+└── NotPinned           `unpin` names a prompt that is not pinned
 """
 
 from __future__ import annotations
 
 
 class PagedKVError(Exception):
-    """The base of every exception that is this package's own."""
+    """The base class of this package's exceptions."""
 
 
 class PoolExhausted(PagedKVError):
     """The byte budget cannot hold the blocks that a step needs; nothing was changed.
 
     Attributes:
-        needed: blocks that were asked for.
-        free: blocks that could have been had, those of slabs still to be mapped included.
-        evictable: blocks that no sequence holds and that could be evicted.
+        needed: requested blocks.
+        free: available blocks, including those of slabs that could still be mapped.
+        evictable: cached blocks that could be evicted.
         budget: the pool's limit in bytes.
         block_bytes: bytes of one of these blocks.
-        sufficient_budget: a limit in bytes under which everything that is held and this step fit;
-            the smallest one where all blocks are of one size. None where that is not known: in the
-            first step of a pool whose layers have different windows, and of a single allocator.
+        sufficient_budget: a limit in bytes that fits all held blocks and this step; the smallest
+            such limit if all blocks have one size. None if unknown: in the first step of a pool
+            whose layers have different windows, and for a single allocator.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PoolExhausted(PagedKVError):
 
     @property
     def shortage(self) -> str:
-        """What was needed and what there was."""
+        """States the needed, free and evictable blocks and the budget."""
         return (
             f"{self.needed} blocks ({self.needed * self.block_bytes:,} bytes) were needed, "
             f"{self.free} ({self.free * self.block_bytes:,} bytes) are free and {self.evictable} "
@@ -61,23 +61,23 @@ class PoolExhausted(PagedKVError):
         )
 
     def remedy(self, option: str) -> str:
-        """What to do with the option that sets the budget."""
+        """Advises how to set `option`, the name of the budget's option."""
         known = self.sufficient_budget
         return f"raise {option}" if known is None else f"raise {option} to at least {known:,}"
 
     def with_sufficient_budget(self, nbytes: int | None) -> PoolExhausted:
-        """The same, from who knows the whole pool."""
+        """The same error with a `sufficient_budget`, which only the whole pool knows."""
         return PoolExhausted(
             self.needed, self.free, self.evictable, self.budget, self.block_bytes, nbytes
         )
 
 
 class BlockStateError(PagedKVError):
-    """A block was used in a state that does not allow it, such as a second release.
+    """The state of a block forbids the call, such as a second release.
 
     Attributes:
         block: the block's id.
-        state: the state it was found in, in words.
+        state: the block's state, in words.
     """
 
     def __init__(self, block: int, state: str) -> None:
@@ -93,8 +93,8 @@ class RollbackError(PagedKVError, ValueError):
     """A sequence with a sliding window cannot be trimmed so far; nothing was changed.
 
     Attributes:
-        asked: tokens that were to be trimmed.
-        possible: the most that can be.
+        asked: tokens that the caller asked to trim.
+        possible: the most tokens that can be trimmed.
     """
 
     def __init__(self, asked: int, possible: int) -> None:
@@ -104,18 +104,18 @@ class RollbackError(PagedKVError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"{self.asked} tokens were to be trimmed, and {self.possible} can be: tokens that the "
-            "window would need behind those were written over. Ask can_trim(n) first, or begin "
-            "again from a copy that was made before"
+            f"cannot trim {self.asked} tokens, only {self.possible}: later writes overwrote "
+            "earlier tokens that the window would need. Call can_trim(n) first, or start again "
+            "from a copy that you made earlier"
         )
 
 
 class NotPinned(PagedKVError, ValueError):
-    """A prompt was to be unpinned that is not pinned; nothing was changed.
+    """`unpin` names a prompt that is not pinned; nothing was changed.
 
     Attributes:
-        num_tokens: how many tokens were named.
-        pins: how many pins there are, of other prompts or salts.
+        num_tokens: number of tokens in the prompt.
+        pins: number of pins, all of other prompts or salts.
     """
 
     def __init__(self, num_tokens: int, pins: int) -> None:
@@ -126,6 +126,6 @@ class NotPinned(PagedKVError, ValueError):
     def __str__(self) -> str:
         return (
             f"this prompt of {self.num_tokens} tokens is not pinned under this salt; there are "
-            f"{self.pins} pins of other prompts or salts: give unpin exactly the tokens and the "
-            "salt that pin was given, and call it once for each pin"
+            f"{self.pins} pins of other prompts or salts: call unpin once for each pin, with "
+            "exactly the same tokens and salt"
         )

@@ -1,4 +1,4 @@
-"""What a block allocator tells whoever records it."""
+"""Defines the events that an allocator reports to a recorder."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """Is told what happens, after it has happened; this one records nothing."""
+    """Receives each event after it happened; this base class records nothing."""
 
     def sized(self, allocator: BlockAllocator, block_bytes: Mapping[str, int]) -> None:
-        """Blocks of these formats take so many bytes from now on."""
+        """`block_bytes` gives the new bytes of a block of each named format."""
 
     def made(self, table: BlockTable) -> None:
-        """A new, empty table."""
+        """An empty table was made."""
 
     def forked(self, table: BlockTable, fork: BlockTable) -> None:
-        """A second table holds the blocks of one."""
+        """`fork` now shares the blocks of `table`."""
 
     def written(self, table: BlockTable, start: int, end: int, fresh: int, copied: int) -> None:
-        """Tokens [start, end) get rows; for that, `fresh` blocks were appended and `copied` shared
-        ones were replaced by copies."""
+        """Slots were reserved for the tokens [start, end): `fresh` blocks were appended and
+        `copied` shared blocks were replaced by copies."""
 
     def trimmed(self, table: BlockTable) -> None:
-        """A table holds `table.tokens` tokens from now on."""
+        """A table now holds `table.tokens` tokens."""
 
     def dropped(self, table: BlockTable) -> None:
-        """A table holds nothing any more."""
+        """A table was dropped and its blocks released."""
 
     def kept(self, allocator: BlockAllocator, block: int) -> None:
-        """The prefix index holds a block, or `OutOfWindowBlocks` does."""
+        """The prefix index or `OutOfWindowBlocks` keeps a block."""
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
-        """They no longer do."""
+        """The prefix index or `OutOfWindowBlocks` no longer keeps a block."""
 
     def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
-        """Blocks have other ids."""
+        """The pages of blocks moved; `moves` maps old ids to new ids."""
 
     def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
-        """A table begins with blocks that are kept; `trimmed` follows."""
+        """An empty table took over cached blocks; `trimmed` follows."""
 
     def inserted(self, table: BlockTable, num_tokens: int) -> None:
-        """The prefix index knows the first tokens of a table, by the blocks of `kept`."""
+        """The prefix index holds the first `num_tokens` tokens of a table; `kept` named their
+        blocks."""
 
     def looked_up(self, num_tokens: int, found: int) -> None:
         """A prompt was looked up in the prefix index."""

@@ -1,7 +1,7 @@
-"""The slabs of one page format, and which of their blocks are free.
+"""Tracks the slabs of one page format, and which of their blocks are free.
 
-A format's i-th slab holds min(first * 2**i, an eighth of the budget, what the budget leaves)
-blocks. A slot whose slab was given back is used again before a new one is opened.
+A format's i-th slab holds min(first * 2**i, an eighth of the budget, the rest of the budget)
+blocks. The number of an unmapped slab is reused before a new number is taken.
 """
 
 from collections.abc import Container
@@ -28,18 +28,18 @@ class SlabPlan:
 
 
 class FormatSlabs:
-    """Free and used blocks of one page format: slabs hold pages of one format for life.
+    """Free and used blocks of one page format; a slab never changes its format.
 
     Attributes:
         name: the format.
-        block_bytes: bytes of one block, the pages of all layers of the group together.
-        max_slab_pages: the most pages of a slab; lower it where memory has a limit of its own.
+        block_bytes: bytes of one block: the pages of all layers of the group together.
+        max_slab_pages: the most pages of a slab; lower it if the device limits one allocation.
         slabs: pages of each slab.
         free: free blocks, the lowest first.
         used: used and cached blocks of each slab.
         num_used: used and cached blocks of all slabs.
-        num_cached: those of them that nobody holds but who keeps them for later.
-        spare: blocks of slabs of which none is used.
+        num_cached: the cached ones among them, which no table holds.
+        spare: blocks of empty slabs.
         tail_rows, ring_rows: see `IdleRows`.
     """
 
@@ -72,7 +72,7 @@ class FormatSlabs:
     ) -> list[SlabPlan]:
         """The slabs to map, in order, until they hold `needed` blocks or `left` bytes are spent.
 
-        `taken` are the slabs that exist, of all formats. O(slabs).
+        `taken` holds the existing slabs of all formats. O(slabs).
         """
         plans: list[SlabPlan] = []
         largest = self.largest_slab(budget)
@@ -90,14 +90,14 @@ class FormatSlabs:
         return plans
 
     def add_slab(self, slab: int, pages: int) -> None:
-        """All of a new slab's blocks are free."""
+        """Add a slab; all of its blocks are free."""
         self.slabs[slab] = pages
         self.used[slab] = 0
         self.spare += pages
         self.free.update(block_range(slab, pages))
 
     def remove_slab(self, slab: int) -> int:
-        """Forget a slab of which all blocks are free; returns its pages."""
+        """Forget an empty slab; returns its number of pages."""
         pages = self.slabs.pop(slab)
         del self.used[slab]
         self.spare -= pages
@@ -106,7 +106,7 @@ class FormatSlabs:
         return pages
 
     def take(self, count: int) -> list[int]:
-        """The `count` free blocks of lowest id become used."""
+        """Mark the `count` lowest free blocks as used."""
         if count == 1:
             blocks = [self.free.pop(0)]
         else:
@@ -117,12 +117,12 @@ class FormatSlabs:
         return blocks
 
     def take_block(self, block: int) -> None:
-        """This free block becomes used."""
+        """Mark this free block as used."""
         self.free.remove(block)
         self._use(slab_of(block), 1)
 
     def give(self, blocks: list[int]) -> list[int]:
-        """Used blocks of ascending ids become free; returns the slabs that none uses any more."""
+        """Free used blocks, given in ascending order; returns the slabs that are empty now."""
         if len(blocks) == 1:
             self.free.add(blocks[0])
         else:
@@ -141,11 +141,10 @@ class FormatSlabs:
         return [slab for slab, used in self.used.items() if not used]
 
     def is_spare(self, slab: int) -> bool:
-        """Whether an empty slab can go without having to be mapped again soon.
+        """Whether an empty slab can be unmapped without being mapped again soon.
 
-        Keeping half a slab free elsewhere means that at least that many blocks must be
-        allocated before a slab is mapped again: sequences that come and go at the edge of a
-        slab do not map and unmap it each time.
+        True if at least half as many blocks are free elsewhere. Then sequences that come and go
+        at the edge of a slab do not map and unmap it each time.
         """
         pages = self.slabs[slab]
         return 2 * (len(self.free) - pages) >= pages
@@ -159,8 +158,8 @@ class FormatSlabs:
         victims: set[int] = set()
         room = len(self.free)
         for slab in sorted(self.slabs, key=emptiest_first):
-            # Emptying a slab takes all its pages from the room: the free ones go with it, and
-            # each used one fills a free page elsewhere.
+            # Emptying a slab costs as many free pages as the slab has pages: its own free pages
+            # go, and each used page fills a free one elsewhere.
             if self.slabs[slab] <= room:
                 victims.add(slab)
                 room -= self.slabs[slab]
@@ -184,8 +183,8 @@ class FormatSlabs:
 
     @property
     def compactable(self) -> int:
-        """Blocks of the slabs that compaction would give back. O(slabs log slabs)."""
-        # Most pools fill their slabs in order, and have less free than any slab holds.
+        """Blocks of the slabs that compaction would unmap. O(slabs log slabs)."""
+        # Most pools fill their slabs in order, and have fewer free blocks than any slab holds.
         if not self.slabs or len(self.free) < min(self.slabs.values()):
             return 0
         return sum(self.slabs[slab] for slab in self.slabs_to_empty())

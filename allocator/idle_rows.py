@@ -1,12 +1,12 @@
-"""The rows of used blocks that hold no live token, counted as tables change.
+"""Counts the slots (rows) of used blocks that hold no live token, as tables change.
 
-A table uses all rows of its blocks but two kinds:
+A table uses all slots of its blocks but two kinds:
 
-    tail    rows behind the last token, which were not written yet
-    ring    rows of a ring whose tokens the window has left, until they are written over
+    tail    unwritten slots after the last token
+    ring    slots of a ring whose tokens the window has passed, until they are overwritten
 
-A block that several tables hold is idle only in rows that none of them uses. They may be at
-different tokens, so which rows each uses is kept, a bit for each.
+A slot of a shared block is idle only if none of its tables uses it. The tables may have different
+lengths, so a bit set for each table records the slots that it uses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """What a table makes of one block: bit i is row i."""
+    """A table's slots in one block, as bit sets: bit i is slot i."""
 
     written: int
     live: int
 
 
 class Idle(NamedTuple):
-    """How many rows of one block are not used."""
+    """Numbers of unused slots in one block."""
 
     tail: int
     ring: int
@@ -39,12 +39,12 @@ NONE = Idle(0, 0)
 
 
 class IdleRows:
-    """Keeps `FormatSlabs.tail_rows` and `ring_rows` of all formats.
+    """Keeps `FormatSlabs.tail_rows` and `ring_rows` of all formats up to date.
 
     Args:
-        page_size: rows of a block.
-        holders: how many tables hold a block.
-        format_of: the format of a block.
+        page_size: slots of a block.
+        holders: returns the number of tables that hold a block.
+        format_of: returns the format of a block.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class IdleRows:
         self._counted: dict[int, Idle] = {}
 
     def note(self, table: BlockTable) -> None:
-        """A table's blocks or tokens have changed. Those that it let go are still in use."""
+        """Update the counts after a table changed, before the blocks that it gave up are
+        released."""
         before, now = table.partly, table.partly_used()
         table.partly = now
         for block in before:
@@ -76,7 +77,7 @@ class IdleRows:
                 self._count(block)
 
     def recount(self, blocks: Iterable[int]) -> None:
-        """The number of holders of these blocks has changed."""
+        """Update the counts after the number of holders of these blocks changed."""
         if self._views:
             for block in self._views.keys() & blocks:
                 self._count(block)

@@ -1,4 +1,4 @@
-"""Verifies every invariant of an allocator against its tables."""
+"""Verifies every invariant of an allocator against its block tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_books(allocator: BlockAllocator) -> None:
-    """An AssertionError names the invariant that is broken. O(n log n)."""
+    """Raise an AssertionError that names the first broken invariant. O(n log n)."""
     refs, formats = allocator.refs, allocator.formats
     free = [block for slabs in formats for block in slabs.free]
     used = refs.counts

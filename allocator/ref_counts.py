@@ -1,5 +1,5 @@
-"""References to blocks, and what follows from them, counted as they change: how many there are, how
-many blocks are shared, and which are only kept for later."""
+"""Counts the references to each block, and keeps the totals up to date: all references, shared
+blocks and cached blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RefCounts:
     """The reference count of each block that is not free.
 
     Args:
-        count_cached: called with (block, change) when a block becomes one that nobody holds but who
-            keeps it (1), or is no longer one (-1).
-        not_used: the error for a block that has no reference.
+        count_cached: called with (block, change) when a block becomes cached (1), or is no longer
+            cached (-1).
+        not_used: makes the error for a block without a reference.
 
     Attributes:
         counts: references of each block; a free block is missing.
-        kept: the blocks that the prefix index or `OutOfWindowBlocks` hold, and whom to tell when
-            their pages move.
+        kept: the blocks that the prefix index or `OutOfWindowBlocks` keeps; the value is called
+            when their pages move.
         total: references of all blocks.
         shared: blocks that several tables hold.
     """
@@ -48,11 +48,11 @@ class RefCounts:
         return self.counts.get(block, 0) - (block in self.kept)
 
     def is_cached(self, block: int) -> bool:
-        """Whether nobody holds a block but who keeps it."""
+        """Whether a block is kept for later and no table holds it."""
         return block in self.kept and self.counts[block] == 1
 
     def begin(self, blocks: list[int]) -> None:
-        """The first reference of free blocks."""
+        """Give free blocks their first reference."""
         self.counts.update(dict.fromkeys(blocks, 1))
         self.total += len(blocks)
 
@@ -60,7 +60,7 @@ class RefCounts:
         """Add a reference to each block.
 
         Raises:
-            BlockStateError: one of them has none; nothing was changed.
+            BlockStateError: a block has no reference; nothing was changed.
         """
         counts, kept = self.counts, self.kept
         for block in blocks:
@@ -78,7 +78,7 @@ class RefCounts:
         self.total += len(blocks)
 
     def release(self, blocks: list[int]) -> list[int]:
-        """Take a reference from each block; returns those that have none left.
+        """Remove a reference from each block; returns the blocks that have none left.
 
         Raises:
             BlockStateError: a block is named more often than it has references;
@@ -108,10 +108,10 @@ class RefCounts:
         return freed
 
     def keep(self, block: int, on_move: OnMove) -> None:
-        """Take the reference of who keeps a block in use for later.
+        """Add the reference that keeps a used block for later.
 
         Raises:
-            BlockStateError: it has none; nothing was changed.
+            BlockStateError: the block has no reference; nothing was changed.
         """
         if block not in self.counts:
             raise self._not_used(block)
@@ -120,7 +120,7 @@ class RefCounts:
         self.kept[block] = on_move
 
     def let_go(self, block: int) -> list[int]:
-        """Give that reference back; returns the block if that was the last one."""
+        """Remove the reference of `keep`; returns the block if that was the last one."""
         was_cached = self.is_cached(block)
         del self.kept[block]
         self.total -= 1
@@ -132,7 +132,7 @@ class RefCounts:
         return []
 
     def move(self, source: int, target: int) -> OnMove | None:
-        """All references are to another block now; returns whom to tell."""
+        """Move all references to another block; returns the callback of `keep`, if any."""
         is_cached = self.is_cached(source)
         self.counts[target] = self.counts.pop(source)
         on_move = self.kept.pop(source, None)

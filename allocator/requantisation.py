@@ -1,8 +1,8 @@
-"""Which pages become smaller when memory gets short.
+"""Chooses which pages to requantise to fewer bits when memory gets short.
 
-Attention reads all pages of a sequence at every step, so none is cold by use. What tells pages
-apart is age: the older a token is, the less an error in its numbers matters, but for the first
-ones, which nearly every query looks at.
+Attention reads all pages of a sequence at every step, so recency of use does not rank pages. Age
+does: the older a token, the less a rounding error matters. The first tokens are an exception,
+because nearly every query attends to them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class FullBlock:
 
     Attributes:
         block: its id.
-        page_format: what its pages are now.
+        page_format: its present format.
         is_first: whether a sequence begins with it.
-        age: blocks that came after it, in its own sequence and, since that was last written, in
-            others; of several sequences that hold it, what is least.
+        age: blocks written after it in its own sequence, plus blocks written by others since that
+            sequence's last write; the minimum over the sequences that share it.
     """
 
     block: int
@@ -37,17 +37,17 @@ class FullBlock:
 
 @dataclass(frozen=True)
 class Requantisation:
-    """A block, and the format that its pages are to get."""
+    """A block and the new format of its pages."""
 
     block: int
     page_format: str
 
 
 class RequantisationPolicy(Protocol):
-    """Chooses pages to make smaller. Give one as `page_format` in the place of "auto".
+    """Chooses pages to requantise. Pass one as `page_format` instead of "auto".
 
     Attributes:
-        watermark: the share of the budget from which on pages are demoted, in (0, 1].
+        watermark: the share of the budget above which pages are requantised, in (0, 1].
         page_formats: all formats that requantisations name.
     """
 
@@ -58,27 +58,26 @@ class RequantisationPolicy(Protocol):
     def page_formats(self) -> tuple[str, ...]: ...
 
     def requantisations(self, blocks: list[FullBlock], pressure: float) -> Iterable[Requantisation]:
-        """What could be made smaller, in the order in which it is to be; as much of it is as is
-        needed, and then the policy is asked again. `pressure` is the share of the budget that
-        would be mapped without; above 1 the step fails."""
+        """Requantisations, the first choice first. The pool applies as many as it needs, and then
+        asks again. `pressure` is the share of the budget that would be mapped without them; above
+        1 the step would fail."""
         ...
 
 
 @dataclass(frozen=True)
 class OldestFirst:
-    """Pages become q8, the oldest first; when all are, q4. A sequence's first page and its `recent`
-    latest ones are spared until the budget is nearly full.
+    """Requantises pages to q8, the oldest first; when all are q8, to q4. Spares a sequence's first
+    page and its `recent` latest pages until the budget is nearly full.
 
     Attributes:
-        watermark: see `RequantisationPolicy`. What lies above is room for the smaller pages.
-        last_resort: the share of the budget from which on no page is spared. Slabs take up to an
-            eighth of the budget, and what lies above must hold the smaller pages of one.
-        recent: how many of the latest pages of a sequence are spared.
-        page_formats: the formats that pages go through.
+        watermark: see `RequantisationPolicy`. The rest of the budget holds the smaller pages.
+        last_resort: the share of the budget above which no page is spared. A slab takes up to an
+            eighth of the budget, and the rest of the budget must hold its pages made smaller.
+        recent: number of latest pages that are spared in each sequence.
+        page_formats: the formats that a page goes through, in order.
 
     Raises:
-        ValueError: `recent` or `last_resort` is out of its range. A pool that is given the policy
-            says so of the others.
+        ValueError: `recent` or `last_resort` is out of range. The pool checks the other two.
     """
 
     watermark: float = 0.75
@@ -111,8 +110,7 @@ class OldestFirst:
 
 
 def full_blocks(allocator: BlockAllocator) -> list[FullBlock]:
-    """The blocks of an allocator whose pages are full: all but the last of each table. O(table
-    entries)."""
+    """The blocks with full pages: all but the last of each table. O(table entries)."""
     allocator.drain()
     tails = {table.blocks[-1] for table in allocator.tables if table.blocks}
     firsts = {table.blocks[0] for table in allocator.tables if table.blocks}

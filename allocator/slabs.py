@@ -1,4 +1,4 @@
-"""The ids of blocks: they name places, so that a table entry is all that a kernel needs.
+"""Encodes block ids: an id is a location, so a kernel needs nothing but the table entry.
 
 block = slab * 65536 + page        (slab_of, page_of)
 """
@@ -15,7 +15,7 @@ def slab_of(block: int) -> int:
 
 
 def page_of(block: int) -> int:
-    """The place of a block's pages within their slab."""
+    """The index of a block's page within its slab."""
     return block & (MAX_SLAB_PAGES - 1)
 
 
@@ -25,8 +25,8 @@ def block_range(slab: int, pages: int) -> range:
 
 
 def count_by_slab(blocks: list[int]) -> list[tuple[int, int]]:
-    """(slab, how many of the blocks it holds) of an ascending list. O(slabs log n)."""
-    # Nearly always they are in one, and this is most of what a single block costs.
+    """(slab, number of these blocks in it), for an ascending list of blocks. O(slabs log n)."""
+    # The blocks are nearly always in one slab, and this is most of the cost of a single block.
     if blocks and slab_of(blocks[0]) == slab_of(blocks[-1]):
         return [(slab_of(blocks[0]), len(blocks))]
     counts = []

@@ -1,7 +1,7 @@
-"""What callers pinned, by the tokens and the salt that they named.
+"""Records the pinned prompts, by tokens and salt.
 
-Which nodes a prompt leads to changes as others are inserted. So each pin notes which it kept, and
-`unpin` lets go of those.
+Later insertions may change the nodes that match a prompt. So each pin records its own nodes, and
+`unpin` releases those.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Pins:
         self._pinned: dict[tuple[Hashable, tuple[int, ...]], list[Match]] = {}
 
     def pin(self, salt: Hashable, namespace: Hashable, tokens: Sequence[int]) -> int:
-        """Keep what is known of a prompt in a namespace until `unpin` with the same salt; returns
-        how many tokens that is, maybe 0. Pins nest."""
+        """Protect the cached prefix of a prompt in a namespace from eviction until `unpin` with the
+        same salt. Returns the number of pinned tokens, possibly 0. Pins nest."""
         with self._index.lock:
             pinned = self._index.pin(namespace, tokens)
             self._pinned.setdefault((salt, tuple(tokens)), []).append(pinned)
             return pinned.num_tokens
 
     def unpin(self, salt: Hashable, tokens: Sequence[int]) -> int:
-        """Undo the latest `pin` of exactly these tokens with the same salt; returns how many tokens
-        that one pinned.
+        """Undo the latest `pin` of exactly these tokens with the same salt. Returns the number of
+        tokens that it had pinned.
 
         Raises:
-            NotPinned: there is none; nothing was changed.
+            NotPinned: there is no such pin; nothing was changed.
         """
         with self._index.lock:
             asked = salt, tuple(tokens)

@@ -1,4 +1,4 @@
-"""A block's worth of tokens in the prefix index, and what is known of them."""
+"""Defines the node of the prefix index: the tokens of one block, and where they are cached."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 
 Blocks = Mapping[BlockAllocator, int]
-"""The block of each group that holds the same tokens."""
+"""For each group, the block that holds the tokens."""
 
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Some of a node's tokens, in a block of a group whose layers see a window.
+    """Some of a node's tokens, in a block of a group with a sliding window.
 
     Attributes:
-        retired: the block; of its rows those from `first` on, up to but not `last`.
-        is_end: whether a prefix ended here, so that its window is of use as long as it is known.
+        out_of_window: the block.
+        first: the first slot, inclusive.
+        last: the last slot, exclusive.
+        is_end: whether a prefix ends here, so that a later prompt can resume from its window.
     """
 
     out_of_window: OutOfWindowBlock
@@ -32,14 +34,14 @@ class WindowRows:
 
 
 Windows = Mapping[BlockAllocator, Sequence[WindowRows]]
-"""What each group with a window has of the same tokens."""
+"""For each group with a window, where it holds the tokens."""
 
 
 class Checkpoint(Protocol):
-    """What one can go on with behind a token, for whoever knows what that is.
+    """A state from which a sequence can resume after a token; opaque to the index.
 
     Attributes:
-        pins: how often it was pinned.
+        pins: number of pins.
     """
 
     pins: int
@@ -50,14 +52,14 @@ class Node:
     """One block of a prefix.
 
     Attributes:
-        tokens: what the block holds, a full block's tokens or, in a leaf, fewer.
-        blocks: the block of each group whose sequences hold all their tokens.
-        parent: what comes before; None for a root, which has no tokens.
-        children: what comes after, by their tokens.
-        windows: what is held in groups with a window, by the rows that these are.
-        checkpoints: what one can go on with behind so many of its tokens.
-        last_used: larger the later it was matched or inserted.
-        pins: how often it was pinned.
+        tokens: the block's tokens; a leaf may have fewer than a full block.
+        blocks: the block of each group whose sequences keep all their tokens.
+        parent: the node before; None for a root, which has no tokens.
+        children: the nodes after, by their tokens.
+        windows: the tokens held in groups with a window, by (first, last) slot.
+        checkpoints: states to resume from, by the number of this node's tokens before them.
+        last_used: time of the latest match or insertion; larger is later.
+        pins: number of pins.
     """
 
     tokens: tuple[int, ...]
@@ -70,12 +72,12 @@ class Node:
     pins: int = 0
 
     def rows_of(self, allocator: BlockAllocator) -> list[WindowRows]:
-        """What there is still in a group with a window."""
+        """The tokens that a group with a window still holds."""
         known = self.windows.get(allocator, {}).values()
         return [rows for rows in known if rows.out_of_window.block is not None]
 
     def hold(self, allocator: BlockAllocator, rows: WindowRows) -> None:
-        """Hold rows of a group with a window, unless the same ones are held."""
+        """Hold slots of a group with a window, unless the node holds the same slots."""
         held = self.windows.setdefault(allocator, {})
         known = held.get((rows.first, rows.last))
         if known is not None:
@@ -87,7 +89,7 @@ class Node:
         self._count(rows, 1)
 
     def hold_checkpoint(self, end: int, checkpoint: Checkpoint) -> None:
-        """Hold what one can go on with behind the first `end` tokens, in the place of another."""
+        """Hold the state after the first `end` tokens, replacing an earlier one."""
         replaced = self.checkpoints.get(end)
         if replaced is not None:
             replaced.pins -= self.pins
@@ -95,7 +97,7 @@ class Node:
         checkpoint.pins += self.pins
 
     def inherit(self, shorter: Node) -> None:
-        """Hold what another one does, which holds the first of these tokens."""
+        """Take over the windows and checkpoints of a node with the first of these tokens."""
         for end, checkpoint in shorter.checkpoints.items():
             self.hold_checkpoint(end, checkpoint)
         for allocator, held in shorter.windows.items():
@@ -103,13 +105,13 @@ class Node:
                 self.hold(allocator, rows)
 
     def let_go(self) -> None:
-        """Hold nothing of any window any more."""
+        """Release the tokens held in groups with a window."""
         for rows in self._all_rows():
             self._count(rows, -1)
         self.windows.clear()
 
     def add_pins(self, change: int) -> None:
-        """Pin this and what it holds so many times more."""
+        """Add `change` pins to this node, its windows and its checkpoints."""
         self.pins += change
         for rows in self._all_rows():
             rows.out_of_window.pins += change
