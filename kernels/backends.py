@@ -1,4 +1,4 @@
-"""The backends, and the choice of one."""
+"""Chooses the backend: the code that reads and writes pages on this device."""
 
 import os
 from collections.abc import Callable
@@ -19,8 +19,8 @@ def _native() -> Backend:
     library, reason = load_native_library()
     if library is None:
         raise ValueError(
-            f"PAGED_KV_BACKEND is 'native', and there is no native library: {reason}. Install a "
-            "C++ compiler and paged-kv again (pip install --force-reinstall --no-deps paged-kv)"
+            f"PAGED_KV_BACKEND is 'native', but there is no native library: {reason}. Install a "
+            "C++ compiler, then paged-kv again (pip install --force-reinstall --no-deps paged-kv)"
         )
     return NativeBackend(library)
 
@@ -34,11 +34,11 @@ def _cuda() -> Backend:
 
 
 def _on_gpu(name: str, is_there: bool, maker: Maker) -> Maker:
-    """The maker of kernels, where MLX computes on such a GPU."""
+    """Return `maker` if MLX computes on such a GPU; raise a ValueError otherwise."""
     if not is_there or mx.default_device().type != mx.gpu:
         device = f"computes on {mx.default_device()}" if is_there else f"has no {name} here"
         raise ValueError(
-            f"PAGED_KV_BACKEND is {name!r}, and MLX {device}. Unset it, or let MLX compute on such "
+            f"PAGED_KV_BACKEND is {name!r}, but MLX {device}. Unset it, or let MLX compute on such "
             "a GPU (mx.set_default_device(mx.gpu))"
         )
     return maker
@@ -56,8 +56,8 @@ def choose_backend() -> Backend:
     """The best backend for this device, or the one that PAGED_KV_BACKEND names.
 
     Raises:
-        ValueError: PAGED_KV_BACKEND names none, or one that is not there; or another variable
-            that a backend reads is wrong.
+        ValueError: PAGED_KV_BACKEND names no backend, or one that is missing here; or another
+            environment variable of the backend is wrong.
     """
     name = os.environ.get("PAGED_KV_BACKEND")
     if name is None:
@@ -69,12 +69,12 @@ def choose_backend() -> Backend:
 
 
 def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
-    """The backend for one layer's pages: the given one, or the plain one where that cannot."""
+    """The backend for one layer: the given one if it supports the layer, else the plain one."""
     if backend.supports(geometry):
         return backend
     warn_once(
-        f"no {backend.name} kernel takes layers of {geometry}: MLX's own operations serve them, "
-        "which is right but slower (stats() counts such layers)"
+        f"no {backend.name} kernel takes layers of {geometry}: plain MLX operations serve them, "
+        "with the same results but slower (stats() counts such layers)"
     )
     return PlainBackend()
 
@@ -84,6 +84,6 @@ def _best() -> Backend:
         return _metal() if mx.metal.is_available() else _cuda()
     library, reason = load_native_library()
     if library is None:
-        warn_once(f"attention runs on MLX's own operations, which is slow on a CPU: {reason}")
+        warn_once(f"attention runs on plain MLX operations, which is slow on a CPU: {reason}")
         return PlainBackend()
     return NativeBackend(library)

@@ -1,6 +1,7 @@
-"""Every kernel of a backend once, on this device, against plain operations and float64.
+"""Runs every kernel of a backend once on this device, and compares with plain operations and
+float64.
 
-Pages begin with all bits set, so that what a kernel does not write, or must not read, shows.
+All bits of the pages are set at first, so that an unwritten slot, or a read of one, shows.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +29,9 @@ LENGTHS = (300, 31)
 TABLES = ((1, 0), (2,))
 # Numbers are of size 1; float16 has 11 significant bits, bfloat16 has 8.
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
-# The native backend may round queries to bytes for keys of 4 bits: that is 5.3e-3 here.
+# The native backend may round queries to bytes for keys of 4 bits: an error of 5.3e-3 here.
 ROUNDED_QUERIES = 8e-3
-# Of a page's bytes: sums that are made in another order may give the next code.
+# Share of a page's bytes: summing in another order may round to the neighbouring code.
 OTHER_BYTES = 1e-4
 
 Numbers = npt.NDArray[np.float64]
@@ -41,8 +42,8 @@ class Check:
     """One kernel on one kind of page.
 
     Attributes:
-        run: does it; returns how far off the result is.
-        tolerance: how far it may be.
+        run: runs the kernel and returns the error of its result.
+        tolerance: the largest error that passes.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Check:
 
 
 def checks(backend: Backend) -> Iterator[Check]:
-    """All checks of a backend. Each makes its own pages."""
+    """All checks of a backend. Each check makes its own pages."""
     for dtype_name, dtype in DTYPES.items():
         for page_format in FORMATS:
             test = _Test(backend, page_format, dtype)
@@ -70,7 +71,7 @@ def checks(backend: Backend) -> Iterator[Check]:
 
 
 class _Test:
-    """Pages of one format that a backend writes, and the same that plain operations write."""
+    """Pages of one format, written by the backend and by plain operations for comparison."""
 
     def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype) -> None:
         self.backend, self.page_format, self.dtype = backend, page_format, dtype
@@ -78,7 +79,7 @@ class _Test:
         self.rows = AttentionMetadata(TABLES, LENGTHS, (0,) * len(LENGTHS))
 
     def write(self) -> float:
-        """The share of bytes that differ."""
+        """The share of bytes that differ from those of plain operations."""
         ours, theirs = (
             np.concatenate([np.array(pages.page(page)).reshape(-1) for page in range(SLAB_PAGES)])
             for pages in (self._written(self.backend), self._written(PlainBackend()))
@@ -94,8 +95,8 @@ class _Test:
         return self._error(pages, self.rows, queries, found, window)
 
     def write_and_decode(self) -> float:
-        """The same of one more token, which the kernel that attends writes, over pages that plain
-        operations have written."""
+        """The largest difference from float64 after a kernel that writes one more token and attends
+        in one launch. Plain operations write the same token to the expected pages."""
         pages, expected = self._written(self.backend), self._written(PlainBackend())
         batch = len(LENGTHS)
         rows = AttentionMetadata(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
@@ -132,19 +133,20 @@ class _Test:
         return worst
 
     def gather(self) -> float:
-        """The largest difference from what plain operations gather."""
+        """The largest difference from the result of plain operations."""
         pages = self._written(self.backend)
         pairs = zip(pages.gather(self.rows), self._plain(pages).gather(self.rows), strict=True)
         return max(float(np.abs(_numbers(a) - _numbers(b)).max()) for a, b in pairs)
 
     def copy(self) -> float:
-        """How many bytes of a copy differ."""
+        """The number of bytes of a copy that differ."""
         pages = self._written(self.backend)
         pages.copy({1: STRIDE})
         return float(np.sum(np.array(pages.page(1)) != np.array(pages.page(STRIDE))))
 
     def convert(self) -> float:
-        """How far numbers move from a page of 16 bits, or of 8 bits to one, of the largest."""
+        """The largest change of a number when a page is converted to another format, relative to
+        the largest number."""
         pages = self._written(self.backend)
         pages.convert({1: 2 * STRIDE})
         rows = AttentionMetadata(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
@@ -152,7 +154,7 @@ class _Test:
         return float(np.abs(before - after).max() / np.abs(before).max())
 
     def _written(self, backend: Backend) -> LayerPages:
-        """A slab that is written, one more of its format, and one of another."""
+        """Pages in three slabs: a written one, another of its format, and one of another format."""
         pages = LayerPages(self.geometry, backend_for(backend, self.geometry), STRIDE)
         other = "q8" if self.page_format == "fp16" else "fp16"
         for slab, name in enumerate((self.page_format, self.page_format, other)):
@@ -165,8 +167,8 @@ class _Test:
         return pages
 
     def _plain(self, pages: LayerPages) -> LayerPages:
-        """The same memory, read by plain operations."""
-        pages.page(0)  # what was asked of it is done then
+        """The same memory for the plain backend."""
+        pages.page(0)  # waits for pending writes
         plain = LayerPages(self.geometry, PlainBackend(), STRIDE)
         plain.slabs = pages.slabs
         return plain
@@ -182,7 +184,8 @@ def _numbers(array: mx.array) -> Numbers:
 def _attention(
     queries: Numbers, keys: Numbers, values: Numbers, sinks: Numbers, window: int
 ) -> Numbers:
-    """[heads, S, dim] of scaled queries, the last tokens of [heads, T, dim]."""
+    """Attention in float64 [heads, S, dim] of scaled queries [heads, S, dim], which are the last of
+    T tokens, to keys and values [heads, T, dim]."""
     count, length = queries.shape[1], keys.shape[1]
     at = np.arange(length - count, length)[:, None]
     tokens = np.arange(length)

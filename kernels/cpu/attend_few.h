@@ -67,8 +67,8 @@ constexpr const MultiplyValues* MULTIPLY_VALUES[FORMATS] = {
     ForGroup<0>::values, ForGroup<1>::values, ForGroup<2>::values, ForGroup<3>::values,
     ForGroup<4>::values};
 
-// Turns the scores [from, to) of `count` into weights, the others into 0; returns what earlier
-// weighted sums are to be multiplied with.
+// Turns the scores [from, to) of `count` into weights, the others into 0; returns the factor that
+// rescales earlier weighted sums.
 INLINE float online_softmax(float* scores, int count, int from, int to, float* maximum, float* sum) {
   int end = (count + W - 1) / W * W;
   for (int i = 0; i < from; i++) scores[i] = NEVER;

@@ -1,4 +1,4 @@
-// What a thread reads next is fetched while it computes.
+// Prefetches the memory that a thread reads next while it computes.
 #pragma once
 
 #include "attention.h"

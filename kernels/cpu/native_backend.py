@@ -1,7 +1,7 @@
-"""Pages through the compiled CPU kernels, which write them in place.
+"""Reads and writes pages with the compiled CPU kernels, which write in place.
 
-Nothing here is lazy but `gather`: what a call needs is computed first, and when it returns the
-pages are written, or the output is there.
+Only `gather` is lazy. Every other call first computes its inputs, and has written the pages or the
+output when it returns.
 """
 
 import ctypes
@@ -33,11 +33,11 @@ from paged_kv.kernels.plain.page_gather import gather
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
 
-# Where pages and rows keep what the library is told of them.
+# The key of the library's structs in the `memo` of layers and batches.
 STRUCT = "native"
 
-# Bytes up to which copying zeros into a new array takes less than computing zeros, which goes
-# through MLX's scheduler: 2 microseconds against 23 for 8 KiB, and as long at 64 KiB.
+# Up to this many bytes, copying zeros is faster than computing them, which goes through MLX's
+# scheduler: 2 microseconds against 23 for 8 KiB, and equal at 64 KiB.
 COPIED_BYTES = 1 << 16
 
 
@@ -66,8 +66,7 @@ class NativeBackend:
         require_memory((count + spare) * WORD.size)
         memory = untouched((1, count + spare)).reshape(-1)
         mx.eval(memory)
-        # 2 MiB at a time are translated at once: decode of rows at 32K takes 0.83 to 0.95 of the
-        # time.
+        # One address translation then covers 2 MiB: decode at 32K takes 0.83 to 0.95 of the time.
         self.library.ask_for_huge_pages(_address(memory), memory.nbytes)
         first = -_address(memory) % ALIGNMENT // WORD.size
         slab = memory[first : first + count].reshape(pages * page_units, unit_words)
@@ -100,7 +99,7 @@ class NativeBackend:
         return gather(pages, rows, tail)
 
     def gather_now(self, pages: LayerMemory, rows: AttentionMetadata) -> tuple[mx.array, mx.array]:
-        """What `gather` gives, computed by the library."""
+        """As `gather`, but computed by the library before it returns."""
         geometry, (batch, length) = pages.geometry, (len(rows.context_lens), max(rows.ends))
         keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
         values = mx.zeros((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype)
@@ -109,7 +108,7 @@ class NativeBackend:
         return keys, values
 
     def settle(self, pages: LayerMemory) -> None:
-        """All is done when a call returns."""
+        """Does nothing: every call is complete when it returns."""
 
     def attend(
         self,
@@ -153,11 +152,10 @@ class NativeBackend:
         sinks: mx.array | None = None,
         tail: Tail | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """What `attend` gives, and the log-sum-exp of each query, float32 [B, q_heads, S].
+        """The output of `attend`, and the log-sum-exp of each query, float32 [B, q_heads, S].
 
-        `tail` is a step of keys [B, heads, N, k_dim] and values [B, heads, N, v_dim], of any of
-        the dtypes of pages, which the rows count as theirs but which no page holds: it stands for
-        the last tokens of each row, as if it had been written.
+        `tail` is a step of unwritten keys [B, heads, N, k_dim] and values [B, heads, N, v_dim], of
+        any of the pages' dtypes: the last tokens of each sequence, counted in its length.
         The log-sum-exp counts the sinks; it is -inf where a query is padding.
         """
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
@@ -176,7 +174,7 @@ class NativeBackend:
         tail: Tail | None,
         step: Tail | None = None,
     ) -> mx.array:
-        """Attention over pages and a tail, once a step was written. Waits once."""
+        """Write a step, if given, then attend to pages and the tail. Waits for MLX once."""
         waited_for = (queries,) if step is None else (queries, *step)
         others: list[mx.array] = []
         if tail is not None:
@@ -190,7 +188,7 @@ class NativeBackend:
         mx.eval(*waited_for, *others)
         if step is not None:
             self.library.write(page_structs, row_structs, *step)
-        # The struct holds addresses only: what they point to must live until the call is over.
+        # The struct holds addresses only: the tensors must live until the call is over.
         tensors = [Tensor(each) for each in others] if others else []
         if tail is not None:
             options.tail_k, options.tail_v = tensors[0].address, tensors[1].address
@@ -200,7 +198,7 @@ class NativeBackend:
         return output
 
     def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """An array whose memory is nobody else's."""
+        """An array of zeros with memory of its own, which the library may write."""
         if math.prod(shape) * dtype.size > COPIED_BYTES:
             array = mx.zeros(shape, dtype=dtype)
             mx.eval(array)
@@ -220,7 +218,7 @@ def _address(array: mx.array) -> int:
 
 
 def _pages_struct(pages: LayerMemory) -> PagesStruct:
-    """Made when the layer's slabs have changed."""
+    """Made again when the layer's slabs have changed."""
     if STRUCT not in pages.memo:
         pages.memo[STRUCT] = _new_pages_struct(pages)
     struct: PagesStruct = pages.memo[STRUCT]
@@ -269,7 +267,7 @@ def _format_number(number_format: NumberFormat, dtype: mx.Dtype) -> int:
 
 
 def _rows_struct(rows: AttentionMetadata) -> RowsStruct:
-    """Made once for all layers that read the same rows."""
+    """Made once for all layers that read the same batch."""
     if STRUCT not in rows.memo:
         tables = rows.block_table_array
         context_lens = np.array(rows.context_lens, np.int32)
@@ -281,7 +279,7 @@ def _rows_struct(rows: AttentionMetadata) -> RowsStruct:
             batch=len(rows.context_lens),
             table_stride=tables.shape[1],
         )
-        # The struct points to the arrays.
+        # Keeps the arrays alive: the struct points to them.
         rows.memo[STRUCT] = struct, context_lens, right_padding
     result: RowsStruct = rows.memo[STRUCT][0]
     return result

@@ -1,7 +1,7 @@
-"""The compiled CPU kernels, as Python calls them.
+"""Loads the compiled CPU kernels and calls them.
 
-kernels/cpu/paged_kv_cpu.h is the interface; the structures here are the ones of that file. Arrays
-are handed over as DLPack tensors, without a copy.
+kernels/cpu/paged_kv_cpu.h is the interface; the structures here mirror that file. Arrays are
+passed as DLPack tensors, without a copy.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from paged_kv.kernels.cpu.threads import thread_count
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = Path(__file__).parents[1] / f"libpaged_kv_cpu.{SUFFIX}"
 
-# How floats are held, and codes of so many bits.
+# The header's number formats: floats by dtype, codes by bits.
 FLOATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
 CODES = {8: 3, 4: 4}
 
@@ -89,7 +89,7 @@ _address.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class Tensor:
-    """A DLPack tensor of a computed array, at `address` for as long as this lives."""
+    """A DLPack tensor of a computed array; `address` is valid as long as this object lives."""
 
     __slots__ = ("_capsule", "address")
 
@@ -102,11 +102,11 @@ class NativeLibrary:
     """The functions of the library; see the header for what they do.
 
     Raises:
-        OSError: the file is missing, or is not a library of this machine.
+        OSError: the file is missing, or is no library for this machine.
     """
 
     def __init__(self, path: Path) -> None:
-        # Not PyDLL: the interpreter runs other threads meanwhile.
+        # Not PyDLL: CDLL releases the interpreter's lock during a call.
         self._library = ctypes.CDLL(str(path))
         self._library.paged_kv_instruction_sets.restype = ctypes.c_char_p
         pages, rows = ctypes.POINTER(PagesStruct), ctypes.POINTER(RowsStruct)
@@ -123,20 +123,20 @@ class NativeLibrary:
 
     @property
     def instruction_set(self) -> str:
-        """The one in use."""
+        """The instruction set in use."""
         return self._instruction_set
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """Those that the library has and this machine supports, the best first."""
+        """The library's instruction sets that this machine supports, the best first."""
         names: bytes = self._library.paged_kv_instruction_sets()
         return tuple(names.decode().split(","))
 
     def use_instruction_set(self, name: str) -> None:
-        """Use one from now on.
+        """Use an instruction set from now on.
 
         Raises:
-            ValueError: the library has none of that name that runs here.
+            ValueError: `name` is not one of `instruction_sets`.
         """
         if name not in self.instruction_sets:
             known = ", ".join(self.instruction_sets)
@@ -148,10 +148,10 @@ class NativeLibrary:
         self._library.paged_kv_use_threads(count)
 
     def ask_for_huge_pages(self, address: int, size: int) -> None:
-        """Have the system back `size` bytes with huge pages as they are written, if it can."""
+        """Ask the system to back `size` bytes with huge pages as they are written, if it can."""
         self._ask_for_huge_pages(address, size)
 
-    # Arrays are computed. What stands for one here must live until the call is over.
+    # Arrays must be computed already. Their DLPack capsules must live until the call is over.
 
     def write(self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array) -> None:
         k, v = keys.__dlpack__(), values.__dlpack__()
@@ -202,19 +202,17 @@ class NativeLibrary:
 def _fail(status: int) -> NoReturn:
     if status == 1:
         raise MemoryError("the CPU kernels found no memory for their intermediate results")
-    raise ValueError(
-        "the CPU kernels were given arrays whose shapes or dtypes do not fit the pages"
-    )
+    raise ValueError("the shapes or dtypes of the arrays do not fit the pages")
 
 
 @cache
 def load_native_library() -> tuple[NativeLibrary | None, str]:
-    """The library, ready for use; or None, and why there is none.
+    """The library, ready for use; or None and the reason.
 
     PAGED_KV_ISA names the instruction set to use, PAGED_KV_THREADS the number of threads.
 
     Raises:
-        ValueError: one of the two is set to what cannot be.
+        ValueError: one of the two variables is invalid.
     """
     if not LIBRARY.exists():
         return None, "it was not built: there was no C++ compiler when paged_kv was installed"

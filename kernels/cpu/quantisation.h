@@ -1,7 +1,7 @@
 // Codes of groups of 32 numbers, as kernels/pages/number_format.py defines them.
 //
-// A row goes through in passes over its groups: what one group needs is known late, after sums and
-// divisions, and a machine that waits for it has the other groups to go on with.
+// Each pass goes over all groups of a row: while one group waits for its sums and divisions, the
+// machine computes the other groups.
 #pragma once
 
 #include "attention.h"
@@ -25,7 +25,7 @@ struct PerGroup {
 INLINE vec negative(vec x) { return sub(zero(), x); }
 INLINE vec clipped(vec x, float low, float high) { return min(max(x, set1(low)), set1(high)); }
 
-// The largest numbers of a row's groups, and the largest of what is below 0, without its sign.
+// The largest number of each group of a row, and the largest negated number.
 INLINE void find_largest(const float* row, int groups, PerGroup& above, PerGroup& below) {
   for (int i = 0; i < groups; i++, row += GROUP) {
     vec high = load(row), low = negative(load(row));
@@ -41,7 +41,7 @@ INLINE void find_largest(const float* row, int groups, PerGroup& above, PerGroup
   below.pad(groups);
 }
 
-// 0 for a group of nothing that float16 could hold, whose codes are all 0.
+// 0 for a scale far below float16's range: all codes of the group are then 0.
 INLINE vec inverse_of(vec scale) {
   vec magnitude = max(scale, negative(scale));
   return between(magnitude, set1(LEAST), set1(INFINITY), div(set1(1.f), scale), zero());

@@ -7,7 +7,7 @@ namespace {
 
 class Sums {
  public:
-  // Empty ones, plain. `rows` is what is used of the values of a part.
+  // Begins with zeros, in the plain basis. `rows` is the number of used rows of a part's values.
   Sums(const SplitPartial& part, int rows, int dim) : part_(part), rows_(rows), dim_(dim) {
     memset(part.values, 0, sizeof(float) * rows * padded(dim));
   }

@@ -1,4 +1,4 @@
-// What is asked of arrays and pages by the code that plans the kernels' work.
+// Access to arrays and pages, for the code that plans the kernels' work.
 #pragma once
 
 #include <math.h>

@@ -64,7 +64,7 @@ class Pool {
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;  // who has not woken yet will find nothing to do
+    job_ = nullptr;  // a thread that wakes late finds nothing to do
     lock.unlock();
     for (int i = 0; working_ != 0 && i < SPINS; i++) pause();
     lock.lock();

@@ -1,4 +1,4 @@
-"""How many threads the CPU kernels use."""
+"""Chooses how many threads the CPU kernels use."""
 
 import os
 from math import ceil
@@ -9,7 +9,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def thread_count() -> int:
-    """The cores that this process may use, or what PAGED_KV_THREADS says.
+    """The number that PAGED_KV_THREADS gives, or else the cores that this process may use.
 
     Raises:
         ValueError: PAGED_KV_THREADS is not a number from 1 on.
@@ -23,7 +23,7 @@ def thread_count() -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may run on, and that its control group pays for."""
+    """The cores that this process's affinity and its control groups' quotas allow; at least 1."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -32,7 +32,7 @@ def available_cores() -> int:
 
 
 def _own_groups() -> list[Path]:
-    """The folders of this process's control groups and of those around them."""
+    """The folders of this process's control groups and of their parents."""
     names = {"/"}
     for line in _read(OWN_CGROUPS).splitlines():
         names.add(line.rpartition(":")[2])
@@ -45,7 +45,7 @@ def _own_groups() -> list[Path]:
 
 
 def _quotas(folders: list[Path]) -> list[int]:
-    """Whole cores that limits of version 2 and of version 1 allow."""
+    """The cores, rounded up, that quotas of control groups (version 2 or 1) allow."""
     quotas = []
     for folder in folders:
         limit, _, period = _read(folder / "cpu.max").partition(" ")

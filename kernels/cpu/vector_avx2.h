@@ -20,7 +20,7 @@ typedef __m256 vec;
 INLINE vec zero() { return _mm256_setzero_ps(); }
 INLINE vec set1(float x) { return _mm256_set1_ps(x); }
 INLINE vec load(const float* p) { return _mm256_loadu_ps(p); }
-// Else the compiler may load it again for each use, and loads are what there are too few of.
+// Otherwise the compiler may load it again for each use, and load units are the bottleneck.
 INLINE void keep_in_register(vec& x) { __asm__("" : "+x"(x)); }
 INLINE void store(float* p, vec x) { _mm256_storeu_ps(p, x); }
 INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }

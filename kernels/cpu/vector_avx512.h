@@ -20,7 +20,7 @@ typedef __m512 vec;
 INLINE vec zero() { return _mm512_setzero_ps(); }
 INLINE vec set1(float x) { return _mm512_set1_ps(x); }
 INLINE vec load(const float* p) { return _mm512_loadu_ps(p); }
-// Else the compiler may load it again for each use, and loads are what there are too few of.
+// Otherwise the compiler may load it again for each use, and load units are the bottleneck.
 INLINE void keep_in_register(vec& x) {
 #ifdef __AVX512F__  // tests emulate it where it is missing
   __asm__("" : "+v"(x));

@@ -21,7 +21,7 @@ typedef float32x4_t vec;
 INLINE vec zero() { return vdupq_n_f32(0.f); }
 INLINE vec set1(float x) { return vdupq_n_f32(x); }
 INLINE vec load(const float* p) { return vld1q_f32(p); }
-// Else the compiler may load it again for each use, and loads are what there are too few of.
+// Otherwise the compiler may load it again for each use, and load units are the bottleneck.
 INLINE void keep_in_register(vec& x) { __asm__("" : "+w"(x)); }
 INLINE void store(float* p, vec x) { vst1q_f32(p, x); }
 INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }

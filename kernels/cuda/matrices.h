@@ -1,4 +1,4 @@
-// Products of matrices on tensor cores: what prefill does with the units for them.
+// Products of matrices on tensor cores: the matrix code of prefill.
 //
 // kernels/cuda/mma.h says which numbers of a matrix a lane has.
 

@@ -1,4 +1,7 @@
-"""What a GPU kernel is told of pages and rows; kernels/gpu/pages.h is the other end."""
+"""Makes the arrays that describe pages and batches to GPU kernels. kernels/gpu/pages.h reads them.
+
+An entry of a table is slab * slab_stride + page, as everywhere, but numbers only the bound slabs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,14 +39,15 @@ PARAMETERS = (
 PLACES = 16
 ROW_FIELDS = 4
 LAYOUT_FIELDS = 8
-# Tables are a multiple of so many numbers wide, so that few are made of sizes of their own.
+# The width of tables is a multiple of this, so that few different widths occur.
 TABLE_WIDTH = 16
 
 
-# Typed, as 1 and 1.0 are different bits.
+# Typed, because 1 and 1.0 have different bits.
 @lru_cache(maxsize=1024, typed=True)
 def parameters(**given: int | float) -> mx.array:
-    """int32 [16]; floats as their bits, and 0 where nothing is given. Made once, and computed."""
+    """int32 [16]: integers, floats as their bits, and 0 for parameters that are not given.
+    Cached."""
     array = np.zeros(PLACES, np.int32)
     for name, number in given.items():
         bits = np.float32(number).view(np.int32) if isinstance(number, float) else number
@@ -53,13 +57,13 @@ def parameters(**given: int | float) -> mx.array:
 
 @dataclass(frozen=True)
 class Tables:
-    """A batch's tables, whose entries count only the slabs that occur.
+    """A batch's block tables, whose entries number only the slabs that occur.
 
     Attributes:
-        array: int32 [rows, width]: context length, right padding, tokens of the head, the first of
-            the others, then entries.
-        slabs: the numbers of the slabs.
-        plans: what is made of the rows for all layers of a kind, by what it depends on.
+        array: int32 [B, width]: context length, right padding, head tokens, first token after
+            them, then the table entries.
+        slabs: the numbers of the slabs that occur.
+        plans: launch plans shared by layers of one kind, by all that they depend on.
     """
 
     array: mx.array
@@ -67,12 +71,12 @@ class Tables:
     plans: dict[Any, Any] = field(default_factory=dict)
 
 
-# Where rows keep theirs.
+# The key of a batch's `Tables` in its `memo`.
 TABLES = "gpu"
 
 
 def tables_of(rows: AttentionMetadata, slab_stride: int) -> Tables:
-    """Made once for all layers that read the same rows."""
+    """Made once for all layers that read the same batch."""
     if TABLES not in rows.memo:
         rows.memo[TABLES] = _new_tables(rows, slab_stride)
     tables: Tables = rows.memo[TABLES]
@@ -97,12 +101,12 @@ def _new_tables(rows: AttentionMetadata, slab_stride: int) -> Tables:
 
 @dataclass(frozen=True, eq=False)
 class PageKind:
-    """What a kernel and its parameters depend on, of the pages of a call. Two of the same kind are
-    one object, so that it is quick to look up.
+    """The properties of a call's pages on which a kernel and its parameters depend. Equal kinds are
+    one object, which makes look-ups quick.
 
     Attributes:
-        flags: which number formats occur, in the words of kernels/gpu/pages.h.
-        bases: which bases of values occur, in order: 0 as they are, 1 rotated.
+        flags: the number formats that occur, as flags of kernels/gpu/pages.h.
+        bases: the bases of values that occur, ascending: 0 plain, 1 rotated.
     """
 
     geometry: LayerGeometry
@@ -115,7 +119,7 @@ class PageKind:
 def page_kind(
     geometry: LayerGeometry, slab_stride: int, bits: frozenset[int], bases: frozenset[bool]
 ) -> PageKind:
-    """Of pages whose keys and values have numbers of so many bits."""
+    """The kind of pages with numbers of `bits` bits, and values rotated or not as in `bases`."""
     names = {16: "HAS_FLOATS", 8: "HAS_Q8", 4: "HAS_Q4"}
     flags = [names[each] for each in sorted(bits)]
     if bits != {16}:
@@ -128,8 +132,8 @@ class BoundSlabs:
     """The slabs of a call.
 
     Attributes:
-        inputs: the memory of 16 slabs, the first again where there are less, and int32 [16, 8]; see
-            kernels/gpu/pages.h.
+        inputs: the memory of 16 slabs, the first one repeated if there are fewer, then their
+            layouts, int32 [16, 8]; see kernels/gpu/pages.h.
     """
 
     inputs: tuple[mx.array, ...]
@@ -137,7 +141,7 @@ class BoundSlabs:
 
 
 def bound_slabs(pages: LayerMemory, numbers: tuple[int, ...]) -> BoundSlabs:
-    """At most 16 slabs of a layer, any one if none is named. Made once, until its slabs change."""
+    """Bind at most 16 slabs of a layer; any one if none is named. Cached until its slabs change."""
     if numbers not in pages.memo:
         slabs = [pages.slabs[number] for number in numbers or tuple(pages.slabs)[:1]]
         memory = [(slab.memory, slab.layout) for slab in slabs]
@@ -147,11 +151,11 @@ def bound_slabs(pages: LayerMemory, numbers: tuple[int, ...]) -> BoundSlabs:
 
 
 def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> BoundSlabs:
-    """Slabs as a kernel takes them, in their order."""
+    """Bind slabs as inputs of a kernel, in the given order."""
     assert 0 < len(slabs) <= SLABS
     memory = [memory for memory, _ in slabs]
     for array in memory:
-        # A kernel writes through the array: of one that is not one piece MLX might take a copy.
+        # A kernel writes through the array, and MLX might copy one that is not contiguous.
         assert np.asarray(array).flags.c_contiguous
     layouts = [layout for _, layout in slabs]
     spare = SLABS - len(slabs)
@@ -167,7 +171,7 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
 
 
 def _fields(layout: PageLayout) -> list[int]:
-    """In words."""
+    """A slab's row of `layouts`; offsets are in words."""
     keys, geometry, at = layout.page_format.keys, layout.geometry, layout.offsets
     first = len(keys.row_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
     k_bits, v_bits = _bits(layout)
@@ -176,7 +180,7 @@ def _fields(layout: PageLayout) -> list[int]:
 
 
 def _bits(layout: PageLayout) -> list[int]:
-    """Of a number of keys and of one of values."""
+    """Bits of a number of keys and of one of values."""
 
     def of(number_format: NumberFormat) -> int:
         return number_format.bits if isinstance(number_format, Quantised) else 16

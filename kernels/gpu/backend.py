@@ -1,6 +1,6 @@
-"""Pages through kernels on a GPU, which write them in place.
+"""Reads and writes pages with GPU kernels, which write in place.
 
-Everything here is lazy. `gpu_order` says what makes reads wait for writes and writes for reads.
+Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and writes for reads.
 """
 
 import math
@@ -33,8 +33,8 @@ class GpuBackend:
         maker: compiles a kernel of that dialect.
 
     Attributes:
-        fallbacks: how often plain MLX operations had to do it, because a batch has pages in more
-            slabs than a kernel takes.
+        fallbacks: how often plain MLX operations stood in, because a batch had pages in more slabs
+            than a kernel takes.
     """
 
     writes_in_place = True
@@ -76,10 +76,10 @@ class GpuBackend:
         self._rows.write(pages, slabs, tables, keys, values)
 
     def begin(self, *arrays: mx.array) -> None:
-        """No write waits for anything: kernels are computed with all the rest of a step."""
+        """Does nothing: no write waits, because MLX computes it with the rest of the step."""
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
-        """By copying from an array that is laid out as a slab of only these pages."""
+        """Copies from an array that is laid out as a slab of these pages."""
         stride = pages.slab_stride
         for layout in {pages.layout_of(entry) for entry in contents}:
             entries = [entry for entry in contents if pages.layout_of(entry) == layout]
@@ -180,8 +180,8 @@ class GpuBackend:
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """What `write` and then `attend` give; a step of one token a row takes no launch more than
-        `attend` alone."""
+        """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
+        than `attend` alone."""
         tables, slabs = self._bound(pages, rows)
         if queries.shape[2] != 1 or slabs is None or not tables.slabs:
             self.write(pages, *step, rows)
@@ -213,7 +213,7 @@ class GpuBackend:
     def _bound(
         self, pages: LayerMemory, rows: AttentionMetadata
     ) -> tuple[Tables, BoundSlabs | None]:
-        """What kernels are told of rows and of their pages; None where no kernel takes them."""
+        """The tables and bound slabs of a batch; None for the slabs if no kernel takes them."""
         tables: Tables = rows.memo.get(TABLES) or tables_of(rows, pages.slab_stride)
         if len(tables.slabs) > SLABS or not pages.slabs:
             return tables, None
@@ -226,17 +226,17 @@ class GpuBackend:
         return keys.astype(pages.geometry.k_dtype), values.astype(pages.geometry.k_dtype)
 
     def _fall_back(self, pages: LayerMemory) -> None:
-        """Plain operations may follow: what kernels were asked for is done."""
+        """Count and log a fallback, and wait for the kernels before plain operations follow."""
         self.fallbacks += 1
         warn_once(
             f"a batch has pages in more than {SLABS} slabs, so plain MLX operations serve it, "
-            "which are slower. A smaller max_bytes makes fewer slabs, and compact() empties some"
+            "which are slower. Use a smaller max_bytes for fewer slabs, or call compact()"
         )
         self.settle(pages)
 
 
 def _padded(sinks: mx.array) -> mx.array:
-    """As many as an input must have; kernels read them in any dtype."""
+    """Sinks padded to the least size of an input; kernels read them in any dtype."""
     if sinks.size >= LEAST_ELEMENTS:
         return sinks
     return mx.pad(sinks, (0, LEAST_ELEMENTS - sinks.size))

@@ -1,7 +1,7 @@
-"""Attention of a step of one token a row: one launch, or two where contexts are long.
+"""Plans and runs attention of one token per sequence: one launch, or two for long contexts.
 
-The kernel that attends also writes the step, if it is given one. What a launch needs beside a
-layer's own arrays is the same in all layers of a kind, and is made once a step.
+The attention kernel also writes the step, if it gets one. All inputs but a layer's own arrays are
+the same in all layers of a kind, and are made once per step.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory
 
 @dataclass(frozen=True)
 class Asked:
-    """What the launches of several layers have in common.
+    """The arguments that the launches of several layers share.
 
     Attributes:
-        scale: of logits in base 2.
+        scale: the scale of logits in base 2.
         window: 0 for none.
-        sinks: their dtype.
-        writes: whether the step is written too.
+        sinks: the dtype of the sinks; None for none.
+        writes: whether the kernel also writes the step.
     """
 
     kind: PageKind
@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Launches, and what they take that no layer has of its own."""
+    """Launches, and the inputs that all layers share."""
 
     attend: Launch
     merge: Launch | None
@@ -47,7 +47,7 @@ class _Plan:
 
 
 class Decode:
-    """Attention of one query a row."""
+    """Attention of one query token per sequence."""
 
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels
@@ -66,7 +66,7 @@ class Decode:
         sinks: mx.array | None,
         step: Tail | None,
     ) -> mx.array:
-        """[B, q_heads, 1, v_dim], of queries [B, q_heads, 1, k_dim] of the pages' dtype."""
+        """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
         heads, dtype = queries.shape[1], None if sinks is None else sinks.dtype
         key = (slabs.kind, heads, scale, window, dtype, step is None)
         plan: _Plan | None = tables.plans.get(key)
@@ -84,7 +84,7 @@ class Decode:
         return plan.merge([partials, measures, *of_sinks, plan.params])[0]
 
     def _plan(self, asked: Asked, tables: Tables, rows: AttentionMetadata) -> _Plan:
-        """Of lengths that make the same parts there is one."""
+        """Context lengths that split into the same parts share a plan."""
         longest = max(rows.context_lens)
         if asked.window:
             longest = min(longest, asked.window) + TILE

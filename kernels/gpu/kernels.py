@@ -1,8 +1,8 @@
-"""The GPU kernels, as MLX runs them.
+"""Compiles and launches the GPU kernels through MLX.
 
-A kernel that reads pages takes its own arguments, then 16 slabs, of which those that are not
-needed repeat the first, then what says where pages and rows are. So growing never compiles a
-kernel again, and none binds more than the 31 buffers that Metal has.
+A kernel that reads pages takes its own arguments, then always 16 slabs (the first one repeated if
+there are fewer), then the arrays that locate pages and sequences. So growing never compiles a
+kernel again, and no kernel binds more than the 31 buffers that Metal has.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,8 +17,8 @@ from paged_kv.kernels.gpu.text import WITHOUT_PAGES, kernel_text, own_words
 SLABS = 16
 OF_PAGES = (*(f"slab{i}" for i in range(SLABS)), "layouts", "tables", "params", "before")
 
-# Own inputs and outputs of each operation, and the flag of the variants that have them; all have
-# those without one. One that reads or writes pages also gives `done`.
+# The inputs and outputs of each operation, with the flag of the variants that have them; "" means
+# all variants. An operation on pages has the output `done` too.
 INPUTS: dict[str, dict[str, str]] = {
     "write": {"keys": "", "values": ""},
     "decode": {"queries": "", "keys": "STEP", "values": "STEP", "sinks": "SINKS"},
@@ -37,26 +37,26 @@ OUTPUTS: dict[str, dict[str, str]] = {
 }
 
 Maker = Callable[..., Any]
-"""`mx.fast.metal_kernel` or `mx.fast.cuda_kernel`, or what stands for it."""
+"""`mx.fast.metal_kernel` or `mx.fast.cuda_kernel`, or a stand-in of the tests."""
 
 Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a kernel gives."""
+    """The shape and dtype of a kernel's output."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
-# Inputs of less than 8 elements would be another kind of argument on Metal, and another kernel.
+# On Metal, MLX passes inputs of fewer than 8 elements differently, which needs another kernel.
 LEAST_ELEMENTS = 8
 DONE = Output((LEAST_ELEMENTS,), mx.int32)
 
 
 class Launch:
-    """A kernel with all that is the same in every layer but its arrays."""
+    """A kernel with its grid and output shapes: everything but a layer's arrays."""
 
     def __init__(self, kernel: Any, groups: Size, threads: int, outputs: Sequence[Output]) -> None:
         self._kernel = kernel
@@ -78,7 +78,7 @@ class GpuKernels:
 
     Args:
         dialect: "metal" or "cuda".
-        maker: compiles one.
+        maker: compiles a kernel.
     """
 
     def __init__(self, dialect: str, maker: Maker) -> None:
@@ -93,7 +93,7 @@ class GpuKernels:
         constants: Mapping[str, int],
         flags: Collection[str],
     ) -> Any:
-        """A variant of an operation; see `gpu_text.kernel_text`."""
+        """A variant of an operation; see `kernels.gpu.text.kernel_text`."""
         number = str(dtype).rpartition(".")[2]
         parts = [operation, *sorted(flags), number, *map(str, constants.values())]
         name = "_".join(["paged_kv", *parts]).lower()
@@ -122,6 +122,6 @@ class GpuKernels:
             output_names=outputs,
             source=body,
             header=header,
-            # Or a slab might be copied, and the copy be written.
+            # True might make MLX copy a slab, and the kernel write the copy.
             ensure_row_contiguous=False,
         )

@@ -1,14 +1,14 @@
-"""In which order a GPU reads and writes the pages of a layer.
+"""Orders a GPU's reads and writes of the pages of a layer.
 
-MLX orders kernels by the arrays that they take and give. A kernel that writes a slab in place gives
-none that readers of the slab would take; so every kernel that touches pages gives a small token,
-and takes the one of the kernel before it. One chain for each layer of a pool: a read waits for
-the writes before it, and a write for the reads, so that a page is never written again while an
-earlier kernel may still read it.
+MLX orders kernels by their input and output arrays. A kernel that writes a slab in place has no
+output that readers of the slab take as input. So every kernel that touches pages also outputs a
+small token, and takes the token of the kernel before it. Each layer has one chain: a read waits
+for earlier writes, and a write for earlier reads. No page is written again while an earlier kernel
+may still read it.
 
-What one thread leaves to be computed no other thread can compute. So where a second thread comes,
-what the first has asked for must have been computed, as it is when a step has ended; and from then
-on every kernel of the layer is handed to the GPU at once.
+No thread can compute the lazy arrays of another. So when a second thread uses a layer, the first
+thread's kernels must have been computed, as they are when a step has ended. From then on, every
+kernel of the layer is sent to the GPU at once.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,11 @@ class _Chain:
 
 
 class Order:
-    """The latest token of each layer, which its pages keep."""
+    """Chains the kernels of each layer. The layer's `kept` holds the latest token."""
 
     def run(self, pages: LayerMemory, launch: Launch, inputs: list[mx.array]) -> list[mx.array]:
-        """What a kernel that touches pages gives, its token last, after all kernels before it."""
+        """Run a kernel that touches pages after all earlier ones; returns its outputs, the token
+        last."""
         chain: _Chain | None = pages.kept
         if chain is None or chain.thread != get_ident():
             chain = self._chain(pages)
@@ -43,10 +44,10 @@ class Order:
         return outputs
 
     def latest(self, pages: LayerMemory) -> mx.array:
-        """What the next kernel takes.
+        """The token for the next kernel.
 
         Raises:
-            ThreadConflict: another thread has asked for something that it has not computed yet.
+            ThreadConflict: another thread's kernels are not computed yet.
         """
         return self._chain(pages).latest
 

@@ -1,4 +1,4 @@
-"""Attention of a step of several tokens a row, of which pages may hold all or only the earlier."""
+"""Plans and runs attention of several tokens per sequence, whether or not pages hold them yet."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,15 +15,15 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory
 
 @dataclass(frozen=True)
 class Asked:
-    """What the launches of several layers have in common.
+    """The arguments that the launches of several layers share.
 
     Attributes:
-        shape: of the queries.
-        table_stride: numbers of a row of the tables.
-        scale: of logits in base 2.
+        shape: the shape of the queries.
+        table_stride: the width of the tables.
+        scale: the scale of logits in base 2.
         window: 0 for none.
-        sinks: their dtype.
-        tail: tokens of the step that no page holds.
+        sinks: the dtype of the sinks; None for none.
+        tail: number of unwritten tokens of the step.
     """
 
     kind: PageKind
@@ -37,7 +37,7 @@ class Asked:
 
 
 class Prefill:
-    """Attention of any number of queries a row."""
+    """Attention of any number of query tokens per sequence."""
 
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels
@@ -56,7 +56,7 @@ class Prefill:
         sinks: mx.array | None,
         tail: Tail | None,
     ) -> mx.array:
-        """[B, q_heads, S, v_dim], of queries [B, q_heads, S, k_dim] of the pages' dtype."""
+        """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
         asked = Asked(
             slabs.kind,
             queries.shape,

@@ -63,7 +63,7 @@ void read_row(Rows rows, uint token, uint lane, THREAD float* x) {
   }
 }
 
-// 0 for a group of nothing that float16 could hold, whose codes are all 0.
+// 0 for a scale far below float16's range: all codes of the group are then 0.
 float inverse_of(float scale) {
   return magnitude(scale) < 1.17549435e-38f ? 0.0f : 1.0f / scale;
 }

@@ -1,4 +1,4 @@
-"""Kernels that move rows of pages: write, gather and copy."""
+"""Runs the kernels that move tokens in and out of pages: write, gather and copy."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 
 class RowKernels:
-    """A simdgroup of theirs takes a token's keys, or values, of one head."""
+    """Launches the kernels. Each simdgroup moves a token's keys, or its values, of one head."""
 
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels
@@ -53,7 +53,7 @@ class RowKernels:
         return keys, values
 
     def copy(self, pages: LayerMemory, slabs: BoundSlabs, pairs: Sequence[tuple[int, ...]]) -> None:
-        """Copy pages by their entries among these slabs."""
+        """Copy pages (from entry, to entry), with entries that number the bound slabs."""
         table = np.zeros((len(pairs), TABLE_WIDTH), np.int32)
         table[:, :2] = pairs
         launch, params = self._launch("copy", slabs.kind, len(pairs), PAGE_SIZE, TABLE_WIDTH)
@@ -62,7 +62,7 @@ class RowKernels:
     def _launch_of(
         self, operation: str, kind: PageKind, batch: int, tokens: int, width: int, tail: int = 0
     ) -> tuple[Launch, mx.array]:
-        """For so many rows of the tables, and tokens of each."""
+        """The launch for `batch` rows of the tables with `tokens` tokens each."""
         geometry = kind.geometry
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         flags = [*kind.flags, *(["TAIL"] if tail else [])]

@@ -1,9 +1,9 @@
-"""Short names for the words of a kernel's text.
+"""Shortens the names in a kernel's text.
 
-Half of a text is names, and the whole of it is joined and hashed at every call. Only words of our
-own get another name: those that occur in kernels/gpu, which is written in C++ and what dialect.h
-defines, and those that dialect.h declares. The same word is the same name everywhere in a text. The
-most frequent words of C++ become macros.
+Half of a text is names, and MLX joins and hashes the whole text at every call. Only this project's
+words are renamed: those in kernels/gpu, which uses only C++ and the words of dialect.h, and those
+that dialect.h declares. A word gets the same name everywhere in a text. The most frequent words of
+C++ become macros.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from itertools import count, product
 from string import ascii_lowercase, ascii_uppercase
 
-# Words of C++ that a header has often.
+# Frequent words of C++ in headers.
 FREQUENT = (
     "uint",
     "float",
@@ -25,7 +25,7 @@ FREQUENT = (
     "bool",
     "void",
 )
-# Its others, those of both dialects, and members of vectors.
+# Other words of C++, words of both dialects, and members of vectors.
 _CPP = """
 asm and auto break constexpr continue device constant do double else enum false half bfloat if
 inline int metal namespace new not or paged_kv static std struct thread threadgroup true typedef
@@ -37,18 +37,17 @@ _SPACE = re.compile(r" ?([^\w\s\"#]) ?")
 
 
 def words_of(text: str) -> list[str]:
-    """The names and keywords in it, without those in strings and numbers."""
+    """The names and keywords of a text, without those in strings and numbers."""
     return [word for word in _TOKEN.findall(text) if word[0].isalpha() or word[0] == "_"]
 
 
 def shortened(
     header: str, body: str, ours: Collection[str], arguments: Collection[str]
 ) -> tuple[str, str]:
-    """The two parts of a text with short names for words of `ours`, and without spaces that nobody
-    needs. Lines stay.
+    """Rename the words of `ours` in both parts of a text, and drop needless spaces. Lines stay.
 
     Args:
-        arguments: names in the body that are not ours there.
+        arguments: names of kernel arguments, which stay in the body.
     """
     words = Counter(words_of(header) + words_of(body))
     foreign = OTHERS.union(re.findall(r"metal::(\w+)", header + body))
@@ -76,7 +75,7 @@ def _renamed(text: str, names: dict[str, str]) -> str:
 
 
 def _dense(text: str) -> str:
-    """Macros and lines with strings stay as they are."""
+    """Drop needless spaces; macros and lines with strings stay as they are."""
     lines = [
         line if line.startswith("#") or '"' in line else _SPACE.sub(r"\1", line)
         for line in text.splitlines()

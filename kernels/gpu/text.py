@@ -1,14 +1,14 @@
-"""The text of the GPU kernels, as MLX takes it.
+"""Assembles the source text of the GPU kernels for MLX.
 
-kernels/gpu holds what Metal and CUDA have in common, in words that kernels/metal/dialect.h and
+kernels/gpu holds the code that Metal and CUDA share, in words that kernels/metal/dialect.h and
 kernels/cuda/dialect.h define. A file kernels/metal/OPERATION.metal or kernels/cuda/OPERATION.cu is
-the body of a kernel, behind the file `begin` that all bodies share; MLX writes the signature.
+the body of a kernel, after the file `begin` that all bodies share; MLX writes the signature.
 
 MLX joins and hashes the whole text at every call, so a text holds only what its kernel uses: no
-comments, no parts of other variants (`#ifdef` is decided here), and of the headers only what is
-reached from the body.
+comments, no parts of other variants (`#ifdef` is decided here), and of the headers only the
+declarations that the body reaches.
 
-This file imports nothing of MLX, so that benches/cuda_texts.py can load it alone.
+This file does not import MLX, so that benches/cuda_texts.py can load it alone.
 """
 
 import re
@@ -20,12 +20,12 @@ from pathlib import Path
 KERNELS = Path(__file__).parents[1]
 SUFFIXES = {"metal": "metal", "cuda": "cu"}
 
-# All headers, in an order in which none uses a later one; each is in the dialect's folder or in
-# kernels/gpu. Only CUDA has `mma`. Constants of a variant follow the first.
+# All headers; none uses a later one. Each is in the dialect's folder or in kernels/gpu. Only CUDA
+# has `mma`. The constants of a variant follow the first header.
 HEADERS = ["dialect", "pages", "rows", "reading", "write", "copy", "gather", "decode", "merge"]
 HEADERS += ["mma", "matrices", "prefill_plan", "prefill"]
 
-# Operations whose arguments are not pages.
+# Operations that take no pages.
 WITHOUT_PAGES = {"merge"}
 
 # The model's dtype in each dialect.
@@ -37,7 +37,7 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class KernelText:
-    """What MLX takes: what stands before the kernel, and the kernel without its signature."""
+    """A kernel's text for MLX: the declarations before it, and its body without a signature."""
 
     header: str
     body: str
@@ -54,8 +54,8 @@ def kernel_text(
 
     Args:
         dtype: the model's, "float16" or "bfloat16".
-        constants: numbers by the names that the text has for them.
-        flags: what `#ifdef` asks for.
+        constants: numbers by their names in the text.
+        flags: the names for which `#ifdef` holds.
     """
     flags = {*flags, dtype.upper()}
     suffix = SUFFIXES[dialect]
@@ -72,8 +72,8 @@ def kernel_text(
 
 
 def own_words(dialect: str) -> set[str]:
-    """The words that are ours, so that they may have other names: those of kernels/gpu, and what
-    the dialect declares for it."""
+    """This project's words, which may be renamed: those in kernels/gpu, and the dialect's
+    declarations."""
     ours: set[str] = set()
     for name in HEADERS:
         path = header_path(dialect, name)
@@ -102,7 +102,7 @@ def source(path: Path) -> str:
 
 
 def plain(text: str, flags: Collection[str] = ()) -> str:
-    """A text without comments, indentation, blank lines, and parts for other flags."""
+    """A text without comments, indentation, blank lines and parts for other flags."""
     lines, holds = [], [True]
     for line in text.splitlines():
         line = line.partition("//")[0].strip()
@@ -119,8 +119,7 @@ def plain(text: str, flags: Collection[str] = ()) -> str:
 
 
 def _items(text: str) -> list[str]:
-    """The declarations of a plain text: each ends where no brace is open, with a semicolon or a
-    brace."""
+    """The declarations of a plain text. Each ends with a semicolon or brace, outside all braces."""
     items: list[str] = []
     lines: list[str] = []
     depth = 0
@@ -145,7 +144,7 @@ _NAMES = (
 
 
 def _names(item: str) -> set[str]:
-    """What a declaration declares."""
+    """The names that a declaration declares."""
     if item.startswith("CONSTANT"):
         return set(re.findall(r"(\w+) =", item))
     if item.startswith("enum"):
@@ -157,7 +156,7 @@ def _names(item: str) -> set[str]:
 
 
 def _reached(items: Iterable[str], body: str) -> list[str]:
-    """Those declarations that the body uses, or what it uses does."""
+    """The declarations that the body uses, directly or through others."""
     used, kept = set(_WORD.findall(body)), []
     for item in reversed([*items]):
         if _names(item) & used:

@@ -1,7 +1,7 @@
-"""Constants of the GPU kernels that were chosen, each with its reason.
+"""Sets the tuning constants of the GPU kernels, each with its reason.
 
 None was measured: no Mac and no NVIDIA GPU has run these kernels yet. The reasons are arithmetic
-on what is published of the devices; kernels/metal/*.metal and kernels/cuda/*.cu do it in full.
+on published figures of the devices; kernels/metal/*.metal and kernels/cuda/*.cu do it in full.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ LANES = 32
 # Simdgroups of a threadgroup that writes, copies or gathers rows, one each.
 ROW_SIMDGROUPS = 4
 
-# Query heads that share one reading of keys and values in a simdgroup. Each costs a lane v_dim / 32
-# floats of sums: 8 heads of 128 are 32 registers, and with 16 sums of products, 8 numbers of two
-# keys and addresses about 90 of the 128 that let an Apple core run 24 simdgroups at full size.
+# Query heads of a simdgroup, which read keys and values once for all. Each head costs a lane
+# v_dim / 32 floats of sums: 8 heads of 128 take 32 registers. With 16 sums of products, 8 numbers
+# of two keys, and addresses that is about 90 of the 128 registers that let an Apple core run 24
+# simdgroups at full size.
 MOST_ROWS = 8
 
-# Bytes of queries that a threadgroup of decode keeps: with weights of 8 simdgroups, 1 KiB each, two
-# threadgroups fit an Apple core's 60 KiB, and 32 KiB is what one may have.
+# Bytes of queries that a threadgroup of decode keeps. With the weights of 8 simdgroups, 1 KiB each,
+# two threadgroups fit an Apple core's 60 KiB. One threadgroup may have at most 32 KiB.
 QUERY_BYTES = 16 << 10
 
-# Simdgroups of a threadgroup that decodes, which share a part of a row's context. A context that is
-# one part takes one launch: the more simdgroups, the longer it may be. With 128 registers a thread
+# Simdgroups of a threadgroup of decode, which share a part of a sequence's context. A context of
+# one part takes one launch, and more simdgroups allow a longer part. With 128 registers per thread,
 # 8 simdgroups take 128 of an Apple core's 208 KiB; 16 would not fit.
 DECODE_SIMDGROUPS = 8
 
@@ -30,22 +31,22 @@ DECODE_SIMDGROUPS = 8
 # with 8 warps each (H200).
 SIMDGROUPS_AT_ONCE = 1024
 
-# Tokens at least that each simdgroup reads of a part: 4 tiles, one after the other. So a part is
-# 1,024 tokens or more for up to 8 query heads to a KV head. It leaves (v_dim + 2) * 4 bytes for
-# each query head, written once and read once, under 2 % of its keys and values in 16 bits.
+# The least number of tokens of a part that each simdgroup reads: 4 tiles, one after the other. So a
+# part has at least 1,024 tokens if the GQA group size is at most 8. A part outputs (v_dim + 2) * 4
+# bytes per query head, written once and read once: under 2 % of its keys and values in 16 bits.
 LEAST_TOKENS = 128
 
 TILE = 32  # tokens that a simdgroup reads at a time; divides a page
 
 
 def query_rows(gqa_group_size: int) -> int:
-    """Query heads of one KV head that a simdgroup takes."""
+    """Query heads of one KV head per simdgroup."""
     return ceil(gqa_group_size / ceil(gqa_group_size / MOST_ROWS))
 
 
 def row_blocks(gqa_group_size: int, k_dim: int, bases: int) -> int:
-    """Simdgroups of a threadgroup that read the same keys for different query heads, so that all
-    but the first find them in the cache."""
+    """Simdgroups of a threadgroup that read the same keys for different query heads; all but the
+    first find the keys in the hardware cache."""
     rows = query_rows(gqa_group_size)
     fitting = QUERY_BYTES // (rows * k_dim * 4 * bases)
     return max(1, min(ceil(gqa_group_size / rows), DECODE_SIMDGROUPS, fitting))
@@ -53,15 +54,15 @@ def row_blocks(gqa_group_size: int, k_dim: int, bases: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """How a threadgroup decodes.
+    """How threadgroups divide the work of decode.
 
     Attributes:
-        rows: query heads of a simdgroup.
+        rows: query heads per simdgroup.
         blocks: simdgroups that read the same keys.
         parts: simdgroups that share a part's tiles.
         groups: threadgroups that read the same part.
-        tiles: of a part.
-        splits: parts of a row's context.
+        tiles: tiles per part.
+        splits: parts of a sequence's context (split KV).
     """
 
     rows: int
@@ -75,7 +76,8 @@ class DecodeShape:
 def decode_shape(
     batch: int, heads: int, kv_heads: int, k_dim: int, longest: int, *, bases: int
 ) -> DecodeShape:
-    """For a batch whose longest row sees so many tokens, with queries in so many bases."""
+    """The shape for a batch whose longest sequence attends to `longest` tokens, with queries in
+    `bases` bases."""
     gqa_group_size = heads // kv_heads
     rows, blocks = query_rows(gqa_group_size), row_blocks(gqa_group_size, k_dim, bases)
     parts, groups = DECODE_SIMDGROUPS // blocks, ceil(gqa_group_size / (rows * blocks))

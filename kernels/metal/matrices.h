@@ -1,4 +1,4 @@
-// Products of 8x8 matrices of a simdgroup: what prefill does with the units for them.
+// Products of 8x8 matrices of a simdgroup, on the matrix units: the matrix code of prefill.
 //
 // A lane has two numbers of a matrix that lie side by side, in this order, on which MLX's own
 // kernels rely too (mlx/backend/metal/kernels/steel/attn/mma.h). Factors are floats, as there.

@@ -1,4 +1,4 @@
-"""A batch as the kernels see it."""
+"""Describes a batch to the kernels: block tables, lengths and padding."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,29 +11,28 @@ import numpy.typing as npt
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 Tail = tuple[mx.array, mx.array]
-"""The keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] of a step that rows count among
-their tokens, as their last, and that no page holds yet."""
+"""Unwritten keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim]: the last tokens of each
+sequence, counted in its length, that no page holds yet."""
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the tokens of each row of a batch are.
+    """Where the tokens of each sequence (row) of a batch are.
 
-    The rows of a step have S tokens each, but some of those may be padding, which no page holds:
-    the step ends `right_padding` tokens behind a row's last token, and what lies before a row's
-    first token is padding too. So token i of the step is at position
-    context_len + right_padding - S + i of its row, and is padding if the row has no such position.
+    Each sequence has S tokens in a step. Some may be padding, which no page holds: those after the
+    last token (`right_padding`) and those before the first. So token i of the step is at position
+    context_len + right_padding - S + i, and is padding if the sequence has no such position.
 
     Attributes:
-        block_tables: per row the entries of its blocks, in the order of their tokens. Position p
-            is row p % 256 of the page that entry p // 256 names.
-        context_lens: per row how many tokens its table reaches, those of this step included.
-        right_padding: per row how many tokens of padding follow the last one.
-        first_tokens: per row how many tokens at the beginning of its table are its own no longer,
-            because the window has passed them: only attention with that window may be asked for.
-            Empty stands for none in any row.
-        head_tokens: per row how many of those are its own all the same, the first of them: they
-            are gathered, and attention must not be asked for. Empty stands for none in any row.
+        block_tables: per sequence, the table entries of its blocks in token order. Position p is
+            slot p % 256 of the page of entry p // 256.
+        context_lens: per sequence, the number of tokens that its table reaches, including this
+            step.
+        right_padding: per sequence, the number of padding tokens after the last token.
+        first_tokens: per sequence, the number of tokens at the start of its table that the window
+            has passed. If not zero, call attention with that window only. Empty means all zero.
+        head_tokens: per sequence, the number of those that are valid all the same: sink tokens at
+            the start. `gather` returns them; `attend` must not be called. Empty means all zero.
     """
 
     block_tables: tuple[tuple[int, ...], ...]
@@ -44,36 +43,36 @@ class AttentionMetadata:
 
     @cached_property
     def visible_lens(self) -> tuple[int, ...]:
-        """Per row the tokens that are its own."""
+        """Per sequence, the number of valid tokens."""
         return tuple(
             [sum(map(len, self.valid_ranges(row))) for row in range(len(self.context_lens))]
         )
 
     def valid_ranges(self, row: int) -> tuple[range, range]:
-        """Which tokens of a row's table are its own: of the head, and the others."""
+        """The valid tokens of a sequence's table: its sink tokens, and the others."""
         first = self.first_tokens[row] if self.first_tokens else 0
         head = self.head_tokens[row] if self.head_tokens else 0
         return range(head), range(first, self.context_lens[row])
 
     @cached_property
     def ends_in_own(self) -> bool:
-        """Whether a step of one token is no padding in any row."""
+        """Whether a step of one token has no padding."""
         return all(self.valid_tokens(1))
 
     @cached_property
     def but_latest(self) -> "AttentionMetadata":
-        """The same rows without their last token, where they end in their own."""
+        """The same sequences without their last token; each must end in a valid token."""
         return replace(self, context_lens=tuple([length - 1 for length in self.context_lens]))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Per row the tokens that are its own and the padding behind them."""
+        """Per sequence, the number of valid tokens plus the right padding."""
         return tuple(map(sum, zip(self.visible_lens, self.right_padding, strict=True)))
 
     @cached_property
     def block_table_array(self) -> npt.NDArray[np.int32]:
-        """The tables as int32 [rows, entries of the longest], behind shorter ones any entry of
-        them."""
+        """The tables as int32 [B, entries of the longest]. Any valid entry fills up the shorter
+        tables."""
         longest = max(self.block_tables, key=len, default=())
         tables = np.full((len(self.block_tables), len(longest)), longest[:1] or 0, np.int32)
         for row, table in zip(tables, self.block_tables, strict=True):
@@ -82,8 +81,7 @@ class AttentionMetadata:
 
     @cached_property
     def memo(self) -> dict[str, Any]:
-        """What a backend has made of these rows, under its name: all layers of a step read the
-        same object."""
+        """Data that a backend derives from this batch, by name. All layers of a step share it."""
         return {}
 
     def last_entries(self, count: int) -> set[int]:
@@ -98,7 +96,7 @@ class AttentionMetadata:
         }
 
     def valid_tokens(self, count: int) -> list[range]:
-        """Which of a step's `count` tokens are not padding, for each row."""
+        """Per sequence, which of a step's `count` tokens are valid (not padding)."""
         return [
             range(max(0, count - end), max(0, count - padding))
             for end, padding in zip(self.ends, self.right_padding, strict=True)

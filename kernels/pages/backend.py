@@ -1,7 +1,7 @@
-"""What a backend does with the pages of a layer.
+"""Defines the interface of backends: the operations on the pages of a layer.
 
-A backend alone decides how a write reaches a slab and what later reads must wait for, so no code
-outside the rooms of backends touches page memory.
+Only the backend decides how a write reaches a slab, and what later reads must wait for. So no
+other code touches page memory.
 """
 
 from collections.abc import Mapping
@@ -15,42 +15,42 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory
 
 
 class Backend(Protocol):
-    """Operations on the pages of one layer. B rows, S new tokens, T tokens in all."""
+    """Operations on the pages of one layer. B sequences (rows), S new tokens, T tokens in all."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def fallbacks(self) -> int:
-        """How often plain MLX operations had to do what a kernel could not."""
+        """How often plain MLX operations stood in for a kernel."""
         ...
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether an array that was read lazily, and is computed after a write, shows it."""
+        """Whether a lazy read that is computed after a write shows the written contents."""
         ...
 
     def supports(self, geometry: LayerGeometry) -> bool:
-        """Whether the other operations work on the pages of such a layer, whatever their format."""
+        """Whether the other operations work on such a layer's pages of any format."""
         ...
 
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
         """Memory for `pages` pages, uint16 [pages * page_units, unit_words].
 
         Raises:
-            MemoryError: the machine has not that much.
+            MemoryError: the machine has too little memory.
         """
         ...
 
     def begin(self, *arrays: mx.array) -> None:
-        """Begin to compute what a write will wait for, if it does wait: any thread can then."""
+        """Start computing arrays that a later write of any thread waits for, if writes wait."""
         ...
 
     def write(
         self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
     ) -> None:
-        """Write a step of keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim], without
-        its padding, as the last of each row's tokens."""
+        """Write the valid tokens of a step, keys [B, k_heads, S, k_dim] and values [B, v_heads, S,
+        v_dim], as the last tokens of each sequence."""
         ...
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -68,12 +68,13 @@ class Backend(Protocol):
     def gather(
         self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
     ) -> tuple[mx.array, mx.array]:
-        """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim], T the longest context
-        with its right padding. Rows end at T, and padding is zeros. Lazy."""
+        """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim]. T is the longest context
+        with its right padding. Sequences are aligned to end at T, and padding is zeros. Lazy."""
         ...
 
     def settle(self, pages: LayerMemory) -> None:
-        """Wait until all that was asked of the pages is done, so that others may look at them."""
+        """Wait until all pending operations on the pages are done, so that other code may read
+        them."""
         ...
 
     def attend(
@@ -88,12 +89,11 @@ class Backend(Protocol):
         sinks: mx.array | None,
         tail: Tail | None,
     ) -> mx.array:
-        """Attention of a step of queries [B, q_heads, S, k_dim], over all tokens of their rows;
-        [B, q_heads, S, v_dim], finite where the step is padding.
+        """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
+        Returns [B, q_heads, S, v_dim], finite where the step is padding.
 
-        `causal` hides later tokens; `window` hides them too, and those that are `window` or more
-        positions back.
-        `sinks` [q_heads] are logits of one more key without a value.
+        `causal` hides later tokens. `window` hides them too, and tokens `window` or more positions
+        back. `sinks` [q_heads] are logits of one more key without a value.
         """
         ...
 
@@ -109,5 +109,5 @@ class Backend(Protocol):
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """`write` a step, and `attend` to all tokens with its queries, at less than both cost."""
+        """`write` a step and `attend` with its queries, at a lower cost than separate calls."""
         ...

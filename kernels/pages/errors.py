@@ -1,8 +1,8 @@
-"""The exceptions of page memory."""
+"""Defines the exceptions of page memory."""
 
 
 class ThreadConflict(RuntimeError):
-    """A second thread needs pages that another thread has not finished with; nothing was changed.
+    """A thread needs pages that another thread has yet to compute with; nothing was changed.
 
     MLX computes a lazy array only in the thread that made it. So a thread cannot write a page that
     another thread's lazy array still has to read, and it cannot compute that array instead.
@@ -16,12 +16,12 @@ class ThreadConflict(RuntimeError):
 
 
 class PagesNotRead(RuntimeError):
-    """A model did not pass keys and values on to attention, as it did when its factory tried it
-    out; nothing was changed."""
+    """A model did not pass keys and values to attention, as it did in its factory's trial step;
+    nothing was changed."""
 
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"{model} got keys and values that stand for pages, and did not pass them on to "
-            "attention in the same step, as it did when the factory tried it out: make its factory "
-            "with PagedCacheFactory(model, always_gather=True)"
+            f"{model} got keys and values that stand for pages, and did not pass them to attention "
+            "in the same step, as it did in the factory's trial step: make the factory with "
+            "PagedCacheFactory(model, always_gather=True)"
         )

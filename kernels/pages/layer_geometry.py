@@ -1,4 +1,4 @@
-"""The shape of what one layer writes."""
+"""Defines the shape of the keys and values of one layer."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ def _name(dtype: mx.Dtype) -> str:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """Heads, head sizes and dtypes of a layer's keys and values; they may differ."""
+    """Heads, head sizes and dtypes of a layer's keys and of its values, which may differ."""
 
     k_heads: int
     k_dim: int
@@ -25,7 +25,7 @@ class LayerGeometry:
         """The geometry of keys and values [batch, heads, tokens, dim].
 
         Raises:
-            ValueError: they have not four dimensions, or differ in batch or tokens.
+            ValueError: they do not have four dimensions, or differ in batch or tokens.
         """
         if keys.ndim != 4 or values.ndim != 4:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The memory of one layer: its slabs."""
+"""Holds the memory of one layer: its slabs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,11 @@ from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
 
 @dataclass(eq=False)
 class Slab:
-    """Pages of one format side by side, for life.
+    """Adjacent pages of one format, which never changes.
 
     Attributes:
         memory: uint16 [pages * page_units, unit_words].
-        layout: what the pages are.
+        layout: the layout of each page.
     """
 
     memory: mx.array
@@ -23,16 +23,16 @@ class Slab:
 
 
 class LayerMemory:
-    """The slabs of one layer. A slab is one allocation, and growing adds one.
+    """The slabs of one layer. A slab is one allocation, and the pool grows by adding slabs.
 
     Args:
-        geometry: what the layer writes.
+        geometry: the shape of the layer's keys and values.
         slab_stride: a table entry is slab * slab_stride + page.
 
     Attributes:
-        slabs: by their numbers.
-        memo: what the backend has made of the slabs, until they change.
-        kept: what the backend keeps of the layer for life.
+        slabs: the slabs by number.
+        memo: data that the backend derives from the slabs; cleared when they change.
+        kept: data that the backend keeps as long as the layer.
     """
 
     def __init__(self, geometry: LayerGeometry, slab_stride: int) -> None:
@@ -46,16 +46,16 @@ class LayerMemory:
         """Bytes of a page of that format.
 
         Raises:
-            ValueError: the format cannot hold what the layer writes.
+            ValueError: the format cannot hold the layer's keys and values.
         """
         return PageLayout(page_format, self.geometry).page_bytes
 
     def layout_of(self, entry: int) -> PageLayout:
-        """What a page is."""
+        """The layout of a page."""
         return self.slabs[entry // self.slab_stride].layout
 
     def view(self, entry: int) -> mx.array:
-        """One page as it is in memory, uint16 [page_units, unit_words]."""
+        """A view of one page in memory, uint16 [page_units, unit_words]."""
         slab, page = divmod(entry, self.slab_stride)
         units = self.slabs[slab].layout.page_units
         return self.slabs[slab].memory[page * units : (page + 1) * units]

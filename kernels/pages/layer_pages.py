@@ -1,8 +1,8 @@
-"""The pages of one layer: its slabs, and the operations on them.
+"""Reads and writes the pages of one layer, and defers the write of each step.
 
-A step is mostly written by the attention that reads it: a write alone would wait for keys and
-values, or be a launch of its own. Until then the pages are owed it. Whatever else is asked of them
-writes it first, and arrays that stand for these rows, and are made before, get it as a tail.
+A write alone would wait for keys and values, or take a kernel launch of its own. So the attention
+call of a step usually writes the step too. Any other call writes the deferred step first, except a
+`gather` of the same batch from unquantised pages: it gets the step as `tail`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ MAX_SLAB_BYTES = 1 << 31
 
 
 class _DeferredWrite(NamedTuple):
-    """The keys and values of a step that ends these rows, and that no page holds yet."""
+    """The unwritten keys and values of a step, and the batch that they belong to."""
 
     step: Tail
     rows: AttentionMetadata
@@ -35,13 +35,12 @@ class LayerPages(LayerMemory):
     """The pages of one layer, and the operations on them.
 
     Args:
-        geometry: what the layer writes.
-        backend: who writes and reads its pages.
+        geometry: the shape of the layer's keys and values.
+        backend: writes and reads its pages.
         slab_stride: a table entry is slab * slab_stride + page.
 
     Attributes:
-        lazy_reads: what was read from the pages and may not be computed yet. It is computed
-            before a page changes.
+        lazy_reads: gathered arrays that may not be computed yet; computed before a page changes.
     """
 
     def __init__(self, geometry: LayerGeometry, backend: Backend, slab_stride: int) -> None:
@@ -49,7 +48,7 @@ class LayerPages(LayerMemory):
         self.lazy_reads = LazyReads()
         self._backend = backend
         self._deferred: _DeferredWrite | None = None
-        self._thread: int | None = None  # that came last with a step
+        self._thread: int | None = None  # the thread that deferred the last step
         self._is_shared = False
 
     @property
@@ -57,36 +56,36 @@ class LayerPages(LayerMemory):
         return self._backend.name
 
     def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
-        """Add a slab of `pages` pages; their contents are not defined."""
+        """Add a slab of `pages` pages with undefined contents."""
         layout = PageLayout(page_format, self.geometry)
         memory = self._backend.new_slab(pages, layout.page_units, layout.unit_words)
         self.slabs[slab] = Slab(memory, layout)
         self.memo.clear()
 
     def unmap_slab(self, slab: int) -> None:
-        """Give a slab's memory back; one that was not mapped is ignored."""
+        """Free a slab's memory; ignores a slab that is not mapped."""
         self._settle_before_unmapping(slab)
         self.slabs.pop(slab, None)
         self.memo.clear()
 
     def page(self, entry: int) -> mx.array:
-        """A view of one page, uint16 [page_units, unit_words]; it costs nothing.
+        """A view of one page, uint16 [page_units, unit_words].
 
-        A later write may show in it, or may have to copy the whole slab because of it: never
-        keep it.
+        Do not keep it: a later write may show in it, or may have to copy the whole slab.
         """
         self.settle()
         self._backend.settle(self)
         return self.view(entry)
 
     def defer(self, keys: mx.array, values: mx.array, rows: AttentionMetadata) -> None:
-        """Write a step when attention reads these rows, or when anything else is asked of the
-        pages. It is written at once where a read that is not computed yet would make a later write
-        copy the slab, and where several threads use the pages: what one of them leaves to be
-        computed later no other can compute.
+        """Write a step later: with the attention call of the same `rows`, or before any other call.
+
+        It is written at once if the backend does not write in place (a pending read would make a
+        later write copy the slab), and if several threads use the pages (no thread can compute
+        another's lazy arrays).
 
         Raises:
-            ThreadConflict: see `write`.
+            ThreadConflict: see `settle` and `LazyReads.compute`.
         """
         if self._deferred is not None:
             self.settle()
@@ -97,17 +96,17 @@ class LayerPages(LayerMemory):
             self.write(keys, values, rows)
             return
         deferred = _DeferredWrite((keys, values), rows)
-        # Not later: what is read until then of the same rows has the step as its tail.
+        # Not later: until then, reads of the same batch get the step as their tail.
         if self.lazy_reads.noted:
             self._compute_lazy_reads(deferred)
         self._backend.begin(keys, values)
         self._deferred = deferred
 
     def settle(self) -> None:
-        """Write the step that the pages are owed.
+        """Write the deferred step.
 
         Raises:
-            ThreadConflict: another thread has not computed it yet.
+            ThreadConflict: another thread made the step and has not computed it yet.
         """
         deferred = self._deferred
         if deferred is not None:
@@ -160,7 +159,7 @@ class LayerPages(LayerMemory):
         sinks: mx.array | None = None,
         tail: Tail | None = None,
     ) -> mx.array:
-        """See `Backend.attend`, and `Backend.write_and_attend` where the step is not written."""
+        """See `Backend.attend`, or `Backend.write_and_attend` if the step is deferred."""
         deferred = self._deferred
         if deferred is None or deferred.rows is not rows:
             self.settle()
@@ -189,13 +188,13 @@ class LayerPages(LayerMemory):
 
     @property
     def _holds_floats(self) -> bool:
-        """Whether a step is the same before and after it is written."""
+        """Whether writing a step keeps its numbers unchanged: no page is quantised."""
         formats = {slab.layout.page_format for slab in self.slabs.values()}
         numbers = {number for each in formats for number in (each.keys, each.values)}
         return not any(isinstance(each, Quantised) for each in numbers)
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
-        """Let lazy reads see the pages of these entries as they are, and the step in its page."""
+        """Write the deferred step, and compute lazy reads before these entries change."""
         self.settle()
         self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
 
@@ -204,8 +203,8 @@ class LayerPages(LayerMemory):
         self.lazy_reads.compute(lambda: deferred.rows.last_entries(count) if in_place else set())
 
     def _settle_before_unmapping(self, slab: int) -> None:
-        """Write what is owed to a slab that holds no block in use any more. It cannot fail: what
-        another thread has not computed is of no use without its page."""
+        """Write a deferred step that goes to this slab, which holds no used block any more. If
+        another thread has not computed the step, drop it: without its page it is of no use."""
         deferred = self._deferred
         if deferred is None:
             return

@@ -1,11 +1,11 @@
-"""What was read from a layer's pages and may not be computed yet.
+"""Tracks lazy arrays that were gathered from a layer's pages and may not be computed yet.
 
-A gathered array reads the pages when it is computed, and a page that is written in place by then
-shows the new contents. So what may still be needed is computed before a page changes: arrays that
-somebody holds, and arrays that only a graph holds.
+A gathered array reads the pages when MLX computes it. If a page was written in place by then, the
+array would show the new contents. So `LazyReads` computes these arrays before a page changes, both
+those that a caller holds and those that only a graph may hold.
 
-MLX computes a lazy array only in the thread that made it. So each thread computes its own, and
-those of other threads must be computed already where they read a page that is about to change.
+MLX computes a lazy array only in the thread that made it. So each thread computes its own arrays.
+Another thread's array must be computed already if it reads a page that is about to change.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from paged_kv.kernels.pages.errors import ThreadConflict
 
 
 class _Read(NamedTuple):
-    """Arrays that a thread gathered from some rows: held by its caller, or maybe by a graph."""
+    """Arrays that a thread gathered: held by its caller, or possibly by a graph."""
 
     thread: Thread
     rows: AttentionMetadata
@@ -33,23 +33,23 @@ class _Read(NamedTuple):
 
 
 class LazyReads:
-    """Arrays by the thread that made them. All methods may be called from any thread.
+    """The gathered arrays of one layer. All methods may be called from any thread.
 
     Attributes:
-        noted: what may not be computed yet.
+        noted: reads that may not be computed yet.
     """
 
     def __init__(self) -> None:
         self.noted: list[_Read] = []
 
     def watch(self, arrays: Iterable[mx.array], rows: AttentionMetadata) -> None:
-        """Note arrays of these rows that the caller holds."""
+        """Note arrays gathered for `rows` that the caller holds."""
         self.noted.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
 
     def leave(self, arrays: tuple[mx.array, ...], rows: AttentionMetadata, thread: Thread) -> None:
-        """Note arrays of these rows that a thread has made, and that only a graph may still hold.
+        """Note arrays gathered for `rows` by `thread` that only a graph may still hold.
 
-        The collector may call this at any time: it only appends.
+        The garbage collector may call this at any time, so it only appends.
         """
         self.noted.append(_Read(thread, rows, in_graph=arrays))
 
@@ -59,13 +59,13 @@ class LazyReads:
         return [array for read in self.noted if read.thread is me for array in read.waiting()]
 
     def compute(self, changing: Callable[[], set[int]]) -> None:
-        """Compute this thread's arrays and forget them, before the entries that `changing` gives
-        are written.
+        """Compute and forget this thread's arrays, before a write to the table entries that
+        `changing` returns.
 
         Raises:
-            ThreadConflict: another thread's array reads one of them, and is not computed yet.
+            ThreadConflict: another thread's array reads such an entry and is not computed yet.
         """
-        # What the collector appends meanwhile stays noted.
+        # Reads that the garbage collector appends meanwhile stay noted.
         reads, self.noted = self.noted, []
         if not reads:
             return
@@ -75,7 +75,7 @@ class LazyReads:
         except BaseException:
             self.noted[:0] = reads
             raise
-        # Nothing will be computed in a thread that has ended.
+        # A thread that has ended will compute nothing.
         others = [read for read in reads if read.thread is not me and read.thread.is_alive()]
         others = [read for read in others if read.waiting()]
         if others:

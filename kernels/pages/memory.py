@@ -1,11 +1,11 @@
-"""How much memory this machine recommends using."""
+"""Finds how much memory this machine has for pages."""
 
 import os
 from pathlib import Path
 
 import mlx.core as mx
 
-# What is left to the system and to a step's activations when no budget was given.
+# Without a given budget, the rest is left to the system and to a step's activations.
 RECOMMENDED_SHARE = 0.8
 
 _CGROUP_LIMITS = (
@@ -15,20 +15,20 @@ _CGROUP_LIMITS = (
 
 
 def recommended_bytes() -> int:
-    """80 % of what the device or the machine recommends, less what MLX holds now.
+    """80 % of the device's memory, less what MLX holds now; at least 1.
 
-    The device is Metal's working set or the CUDA device's memory; on a CPU it is the smaller of
-    the control group's limit and the machine's memory.
+    On a GPU that is Metal's recommended working set or the CUDA device's memory. On a CPU it is
+    the smaller of the control group's limit and the machine's memory.
     """
     usable = int(RECOMMENDED_SHARE * _device_bytes()) - mx.get_active_memory()
     return max(usable, 1)
 
 
 def require_memory(needed: int) -> None:
-    """Check that an array of so many bytes fits beside what MLX holds now.
+    """Check that an array of `needed` bytes fits beside what MLX holds now.
 
     Raises:
-        MemoryError: it does not.
+        MemoryError: it does not fit.
     """
     total, held = _device_bytes(), mx.get_active_memory()
     if needed > total - held:
@@ -54,7 +54,7 @@ def _host_bytes() -> int:
 
 
 def _read(path: Path) -> str:
-    """A file's text, empty where there is none: not every machine has control groups."""
+    """A file's text; empty if it is missing, as on machines without control groups."""
     try:
         return path.read_text().strip()
     except OSError:

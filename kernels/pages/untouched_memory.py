@@ -1,12 +1,12 @@
-"""Memory that costs nothing until it is used.
+"""Allocates slabs whose memory the system commits only when it is used.
 
-A slab of gigabytes that is filled when it is made stalls a step for seconds, and takes the
-machine's memory although most of its pages may never be used.
+Filling a slab of gigabytes would stall a step for seconds, and would commit memory for pages that
+may never be used.
 
-On a CPU the memory comes from an array that MLX reads from a Python object, in a thread of its own
-that needs the interpreter's lock for it. `mx.clear_cache` waits for the streams of all threads
-without giving that lock up, so the two must not meet: a process in which one thread generates and
-another makes a slab would hang. They take turns here.
+On a CPU the memory comes from an array that MLX loads from a Python file object. MLX does that in
+a thread of its own, which needs the interpreter's lock. `mx.clear_cache` holds that lock while it
+waits for the streams of all threads. So a process would hang if one thread calls it while another
+allocates a slab. A lock of this module keeps the two apart.
 """
 
 from functools import wraps
@@ -22,17 +22,17 @@ from paged_kv.kernels.pages.number_format import WORD
 
 
 def untouched(shape: tuple[int, int]) -> mx.array:
-    """uint16 of that shape, with whatever was in its memory before.
+    """A uint16 array of that shape with undefined contents.
 
-    On a CPU the system commits the memory page by page as it is written: 1 GiB takes 9 ms, and
-    730 ms when MLX fills it. A GPU's memory is committed whole, and is filled with zeros.
+    On a CPU the system commits the memory page by page as it is written: 1 GiB takes 9 ms, against
+    730 ms when MLX fills it. On a GPU the whole memory is committed and filled with zeros.
     """
     if mx.default_device() != mx.Device(mx.cpu):
         memory = mx.zeros(shape, dtype=WORD)
         mx.eval(memory)
         return memory
     with _reading:
-        # Every function of MLX that makes an array fills it, but for reading one from a file.
+        # Every other MLX function that makes an array fills it.
         file = cast("BinaryIO", _HollowFile(shape))
         memory = cast("mx.array", mx.load(file, format="npy"))
         mx.eval(memory)
@@ -53,7 +53,7 @@ mx.clear_cache = _clear_cache_between_reads
 
 
 class _HollowFile:
-    """The header of a .npy file, with nothing behind it: what reads the array gets no bytes."""
+    """A .npy file with a header and no data: reading the array leaves its memory untouched."""
 
     name = "untouched memory"
     closed = False

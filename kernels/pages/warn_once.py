@@ -1,4 +1,4 @@
-"""Log messages that are worth reading once."""
+"""Logs each warning once."""
 
 import logging
 from functools import cache
@@ -8,5 +8,5 @@ logger = logging.getLogger("paged_kv")
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, unless it was logged before."""
+    """Log a warning unless this process has logged it before."""
     logger.warning(message)

@@ -1,4 +1,4 @@
-"""Which tokens a query may see."""
+"""Makes boolean masks of the tokens that each query sees."""
 
 import mlx.core as mx
 
@@ -19,8 +19,8 @@ def causal_window_mask(
 def batch_mask(
     rows: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
 ) -> mx.array:
-    """Boolean [B, 1, queries, T] for keys laid out as `Backend.gather` does: the mask above, each
-    row with its own first tokens, and without what lies before them."""
+    """Boolean [B, 1, queries, T] for keys laid out as by `Backend.gather`: `causal_window_mask`
+    with the sink tokens of each sequence, and without the padding before its first token."""
     length = max(rows.ends)
     starts = mx.array([length - end for end in rows.ends])[:, None, None, None]
     keys = mx.arange(length)

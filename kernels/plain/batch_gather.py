@@ -1,8 +1,8 @@
-"""Keys and values of a whole batch, collected from pages of one format in few operations.
+"""Gathers keys and values of a whole batch from pages of one format, in few operations.
 
-For attention of a model's own, in a batch. Where all pages are alike, as they mostly are, they are
-collected for all rows at once: made row by row, a step of 8 rows at 256 tokens of a 6-layer model
-takes 1.1 times as long. For a single row there are fewer operations the other way.
+This serves models with their own attention code. Usually all pages have one format, and one pass
+gathers them for all sequences. Sequence by sequence, a step of 8 sequences at 256 tokens of a
+6-layer model takes 1.1 times as long. For a single sequence, `page_gather` needs fewer operations.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 @dataclass(frozen=True)
 class Alignment:
-    """How rows that differ come to end together. Token t of a row is token t + shift of its pages,
-    and its own from `begin` to `end`. Each is int32 [B, 1, 1, 1]."""
+    """Aligns sequences of different lengths at their ends. Output token t of a sequence is token
+    t + shift of its pages, and is valid in [begin, end). Each array is int32 [B, 1, 1, 1]."""
 
     shift: mx.array
     begin: mx.array
@@ -28,15 +28,16 @@ class Alignment:
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """Where the tokens of a batch are, its pages behind each other row by row.
+    """Where the tokens of a batch are, with the pages concatenated sequence by sequence.
 
     Attributes:
-        page_ids: which pages of each slab there are, int32 [pages of that slab].
-        order: of those of all slabs, the pages of each row, int32 [B, pages of the longest row].
-            None if there is one slab, whose `page_ids` then are in that order.
-        length: T, the tokens of the longest row with its padding.
-        first: which token of its pages is the first of a row.
-        alignment: where rows differ in that or in their length; `first` means nothing then.
+        page_ids: the batch's pages in each slab, int32 [pages of that slab]. With a single slab,
+            int32 [B, pages of the longest sequence], already in table order.
+        order: indices of each sequence's pages among those of all slabs, int32 [B, pages of the
+            longest sequence]. None with a single slab.
+        length: T, the tokens of the longest sequence with its padding.
+        first: the index of a sequence's first token in its pages.
+        alignment: set if the sequences differ in `first` or length; then `first` is not used.
     """
 
     page_ids: dict[int, mx.array]
@@ -47,8 +48,8 @@ class TokenPlaces:
 
 
 def token_places(rows: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
-    """Where the rows' tokens are; None if there are none, or if a row has a head. Made once for
-    all layers that read the same rows."""
+    """Where the batch's tokens are; None if it has none, or has sink tokens. Made once for all
+    layers that read the same batch."""
     if "token_places" not in rows.memo:
         rows.memo["token_places"] = _new_token_places(rows, slab_stride)
     places: TokenPlaces | None = rows.memo["token_places"]
@@ -56,13 +57,13 @@ def token_places(rows: AttentionMetadata, slab_stride: int) -> TokenPlaces | Non
 
 
 def are_alike(pages: LayerMemory, places: TokenPlaces) -> bool:
-    """Whether all those pages have one format."""
+    """Whether all pages of the batch have one format."""
     layouts = [pages.slabs[slab].layout for slab in places.page_ids]
     return all(layout == layouts[0] for layout in layouts[1:])
 
 
 def gather_alike(pages: LayerMemory, places: TokenPlaces) -> tuple[mx.array, mx.array]:
-    """See `Backend.gather`; all pages have one format."""
+    """See `Backend.gather`; all pages must have one format."""
     layout = pages.slabs[next(iter(places.page_ids))].layout
     planes = []
     for number, plane in enumerate(layout.planes):
@@ -117,7 +118,7 @@ def _pages_of(slab: Slab, plane: int) -> mx.array:
 
 
 def _aligned(tokens: mx.array, places: TokenPlaces) -> mx.array:
-    """Of [B, heads, tokens of all pages, dim] each row's own, zeros where it has none."""
+    """The valid tokens of [B, heads, tokens of all pages, dim], aligned, with zeros as padding."""
     alignment = places.alignment
     if alignment is None:
         return tokens[:, :, places.first : places.first + places.length]

@@ -1,7 +1,7 @@
-"""Keys and values collected from pages, lazily.
+"""Gathers keys and values from pages, lazily.
 
-A slab may be written in place once what was read from it has been computed. So what `gather`
-gives never is a view of a slab: computed, it has memory of its own.
+A slab may be written in place once its reads are computed. So `gather` never returns a view of a
+slab: once computed, the result has memory of its own.
 """
 
 from collections.abc import Iterator
@@ -43,8 +43,8 @@ def read_row(
     *,
     own_memory: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values [1, heads, tokens, dim] of a row's own tokens; views of its pages where that
-    is possible and no memory of their own is asked for."""
+    """Keys and values [1, heads, tokens, dim] of a sequence's valid tokens. They may be views of
+    its pages unless `own_memory` is set."""
     tokens = _tokens_of(rows, row, tail[0].shape[2] if tail else 0, pages.slab_stride)
     own_memory = own_memory and len(tokens.in_pages) == 1 and not tail
     parts = [_read_pages(pages, each, own_memory=own_memory) for each in tokens.in_pages]
@@ -56,12 +56,12 @@ def read_row(
 
 
 Run = tuple[int, int, int]
-"""Pages that lie side by side: their slab, the first of them, and how many they are."""
+"""Adjacent pages: their slab, the first page, and their number."""
 
 
 @dataclass(frozen=True)
 class _InPages:
-    """The tokens from `first` to `end` of the pages of some runs, one behind the other."""
+    """The tokens [first, end) of the concatenated pages of some runs."""
 
     runs: list[Run]
     first: int
@@ -70,14 +70,14 @@ class _InPages:
 
 @dataclass(frozen=True)
 class _RowTokens:
-    """Where a row's own tokens are: in pages, and then in a step that no page holds."""
+    """Where a sequence's valid tokens are: in pages, followed by unwritten keys and values."""
 
     in_pages: list[_InPages]
     in_tail: range
 
 
 def _tokens_of(rows: AttentionMetadata, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
-    """Made once for all layers that read the same rows."""
+    """Made once for all layers that read the same batch."""
     memo: dict[tuple[int, int], _RowTokens] = rows.memo.setdefault("row_tokens", {})
     if (row, tail_tokens) not in memo:
         memo[row, tail_tokens] = _new_tokens_of(rows, row, tail_tokens, slab_stride)
@@ -100,7 +100,7 @@ def _new_tokens_of(
 
 
 def _page_runs(table: tuple[int, ...], slab_stride: int) -> Iterator[Run]:
-    """The longest runs of pages that lie side by side, in table order."""
+    """The longest runs of adjacent pages, in table order."""
     start = 0
     for end in range(1, len(table) + 1):
         # The first page of a slab may have the number after the last one of the slab before.
@@ -138,8 +138,8 @@ def _decoded(
 
 
 def _plane(slab: Slab, plane: int, page: int, count: int) -> mx.array:
-    """Words [1, heads, tokens, row_words] of one plane of pages side by side: a view of a single
-    one, a copy of more."""
+    """Words [1, heads, tokens, row_words] of one plane of adjacent pages: a view for one page, a
+    copy for more."""
     layout = slab.layout
     heads, words = layout.planes[plane].heads, layout.planes[plane].row_words
     head_words = PAGE_SIZE * words
@@ -153,7 +153,7 @@ def _plane(slab: Slab, plane: int, page: int, count: int) -> mx.array:
 
 
 def _is_view(layout: PageLayout, count: int) -> bool:
-    """Whether a plane of pages side by side lies without gaps."""
+    """Whether a plane of `count` adjacent pages has no gaps."""
     return count == 1 or sum(plane.words > 0 for plane in layout.planes) == 1
 
 
@@ -166,7 +166,7 @@ def _no_tokens(pages: LayerMemory) -> tuple[mx.array, mx.array]:
 
 
 def _joined(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Parts behind each other."""
+    """Concatenate parts along tokens."""
     if len(parts) == 1:
         return parts[0]
     keys, values = map(list, zip(*parts, strict=True))
@@ -174,8 +174,8 @@ def _joined(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]
 
 
 def _stack(length: int, rows: tuple[mx.array, ...], right_padding: tuple[int, ...]) -> mx.array:
-    """[B, heads, length, dim] of rows [1, heads, tokens, dim] that end where their padding
-    begins."""
+    """Stack sequences [1, heads, tokens, dim], each followed by its right padding, to
+    [B, heads, length, dim]."""
     if len(rows) == 1 and not right_padding[0]:
         return rows[0]
     return mx.concatenate(

@@ -1,11 +1,10 @@
-"""Pages through plain MLX operations: correct on every device, and what faster backends are
-tested against.
+"""Reads and writes pages with plain MLX operations: the portable backend, and the reference that
+faster backends are tested against.
 
-MLX arrays are values. A slab is written by replacing it with the result of a scatter, which MLX
-does in the slab's own memory when nobody else holds it. A read that is still in flight does hold
-it, and the write would copy the whole slab; so a write first waits for the stream to be idle.
-It is computed at once: what one thread leaves to be computed later no other thread can compute,
-and a slab is shared by the sequences of all.
+MLX arrays are values. A write replaces a slab by the result of a scatter, which MLX computes in the
+slab's own memory if nothing else refers to it. A read in flight does refer to it, and the write
+would copy the whole slab. So a write first waits for the stream to be idle. Writes are computed at
+once: sequences of all threads share a slab, and no thread can compute another's lazy arrays.
 """
 
 import math
@@ -40,7 +39,7 @@ class PlainBackend:
         return untouched((pages * page_units, unit_words))
 
     def begin(self, *arrays: mx.array) -> None:
-        """A write waits until the stream is idle in any case."""
+        """Does nothing: a write waits until the stream is idle in any case."""
 
     def write(
         self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
@@ -65,7 +64,7 @@ class PlainBackend:
         mx.eval([pages.slabs[entry // pages.slab_stride].memory for entry in contents])
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
-        # A copy of its own, evaluated: a view of the slab would make the write copy all of it.
+        # Copy and evaluate first: with a view of the slab, the write would copy the whole slab.
         contents = {target: pages.view(source) + 0 for source, target in copies.items()}
         mx.eval(contents)
         self.load(pages, contents)
@@ -85,7 +84,7 @@ class PlainBackend:
         return gather(pages, rows, tail)
 
     def settle(self, pages: LayerMemory) -> None:
-        """Writes are computed at once."""
+        """Does nothing: writes are computed at once."""
 
     def attend(
         self,
@@ -144,7 +143,8 @@ def _write_rows(
     page_ids: Indices,
     slots: Indices,
 ) -> None:
-    """Put some tokens of a step, indices into [B * S] or all, at their pages and rows of a slab."""
+    """Write tokens of a step to pages and slots of a slab. `tokens` are indices into [B * S]; None
+    means all."""
     layout = slab.layout
     encoded = layout.page_format.encode(keys, values)
     for plane, offset, plane_rows in zip(layout.planes, layout.offsets, encoded, strict=True):
@@ -160,7 +160,7 @@ def _write_rows(
 def _row_mask(
     context_len: int, queries: int, *, causal: bool, window: int | None
 ) -> mx.array | str | None:
-    """What hides the least that must be hidden from the last tokens of a row."""
+    """The cheapest mask that suffices for the last `queries` tokens of a sequence."""
     if window is not None and context_len > window:
         return causal_window_mask(context_len, queries, window)
     hides_later = causal or window is not None
@@ -168,7 +168,7 @@ def _row_mask(
 
 
 def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
-    """Zeros for the step's tokens that are not the row's own."""
+    """Pad the outputs of valid tokens with zeros to `count` tokens."""
     if len(own) == count:
         return output
     return mx.pad(output, [(0, 0), (0, 0), (own.start, count - own.stop), (0, 0)])
@@ -177,7 +177,7 @@ def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
 def _places(
     rows: AttentionMetadata, step: list[range], slab_stride: int
 ) -> tuple[Indices, Indices, Indices]:
-    """Slab, page and row in the page of the tokens that a step writes, row by row."""
+    """Slab, page and slot of each valid token of a step, sequence by sequence."""
     entries, positions = [], []
     for table, context_len, own in zip(rows.block_tables, rows.context_lens, step, strict=True):
         at = np.arange(context_len - len(own), context_len)
