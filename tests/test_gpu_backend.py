@@ -45,7 +45,7 @@ FLOAT16_TOLERANCE = 0.05
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_gpu_backend_without_a_gpu_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_BACKEND", name)
-    with pytest.raises(ValueError, match=f"'{name}', and MLX has no {name} here"):
+    with pytest.raises(ValueError, match=f"'{name}', but MLX has no {name} here"):
         choose_backend()
 
 

@@ -68,7 +68,7 @@ def test_forcing_native_without_a_library_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(native_library, "LIBRARY", tmp_path / "missing.so")
     monkeypatch.setenv("PAGED_KV_BACKEND", "native")
-    with pytest.raises(ValueError, match=r"Install a C\+\+ compiler and paged-kv again"):
+    with pytest.raises(ValueError, match=r"Install a C\+\+ compiler, then paged-kv again"):
         PagePool(1)
 
 

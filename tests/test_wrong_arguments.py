@@ -286,7 +286,7 @@ def test_of_samples(trained: Any, model: Any, argument: str, value: Any, message
 def test_a_trace_overwrites_nothing(model: Any, tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"notes.txt is there already, .* remove it, or name"):
+    with pytest.raises(FileExistsError, match=r"notes.txt exists, .* remove it, or name"):
         PagedCacheFactory(model, trace=notes)
     assert notes.read_text() == "mine"
     for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "a" / "b", FileNotFoundError)):

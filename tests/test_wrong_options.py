@@ -73,7 +73,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["trace", "replay", "short"], "line 2 of the trace makes no sense: k 0"),
     (["trace", "replay", "trace", "--page-size", "0"], "argument --page-size: "),
     (["trace", "replay", "trace", "--max-bytes", "0"], "argument --max-bytes: "),
-    (["trace", "synthesize", "text"], "text is there already, and a trace would write over it"),
+    (["trace", "synthesize", "text"], "text exists, and a trace would overwrite it"),
     (["trace", "synthesize", "folder"], "no trace can be written to "),
     (["trace", "synthesize", "no/trace"], "(No such file or directory): name a file in a folder"),
     *[([*SYNTHESIZE, f"--lengths={bad}"], "argument --lengths: ") for bad in (HUGE, ",", "1,²")],

@@ -1,18 +1,18 @@
-"""Page memory of one model: slabs under a byte budget, and the blocks handed out of them.
+"""Page memory of one model: slabs under a byte budget, and the allocation of their blocks.
 
     page_pool    the pool: everything below, together
     arguments    its arguments, checked, with their defaults
-    formats      the page formats that it was asked for
+    formats      parses the argument `page_format`
     layer_group  the layers that share block tables: one allocator, and the pages of each layer
     window       a sliding window, and the ring of pages that holds it
     reservation  blocks for the writes of a step, all or none
-    reclaimer    where blocks come from when the budget gets short
-    rehearsal    whether a sequence would fit, tried out in copies of the allocators
-    counts       what has happened
-    stats        snapshots of what the pool holds
-    trace        records what happens to blocks
+    reclaimer    reclaims memory when the budget gets short
+    rehearsal    tries in copies of the allocators whether a sequence would fit
+    counts       counts evictions, requantisations and look-ups
+    stats        snapshots of the pool's memory
+    trace        records the events of blocks
     registry     the pools that are open
-    locked       one call at a time for all that share a budget
+    locked       one call at a time among pools that share a budget
 
 A pool does not know sequences.
 """

@@ -1,4 +1,4 @@
-"""What a `PagePool` is made of, checked and with its defaults."""
+"""Checks the arguments of `PagePool`, and fills in their defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paged_kv.sizes import size_in_bytes
 
 
 def chosen_budget(max_bytes: float | str | None, beside: ByteBudget | None) -> ByteBudget:
-    """A budget of so many bytes, of what the machine recommends, or the one `beside`.
+    """A budget of `max_bytes`, the budget `beside`, or by default `recommended_bytes()`.
 
     Raises:
         TypeError, ValueError: `max_bytes` is no size, or both are given.
@@ -21,15 +21,15 @@ def chosen_budget(max_bytes: float | str | None, beside: ByteBudget | None) -> B
         own = None if max_bytes is None else size_in_bytes("max_bytes", max_bytes)
         return ByteBudget(recommended_bytes() if own is None else own)
     if max_bytes is not None:
-        raise ValueError("max_bytes is that of the pool `beside`: give one of the two")
+        raise ValueError("a pool `beside` another shares its max_bytes: give one of the two")
     return beside
 
 
 def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> dict[int, Window]:
-    """The windows of the layers that have one.
+    """The windows by layer.
 
     Raises:
-        TypeError: it is no mapping of layers to windows.
+        TypeError: `windows` is no mapping of layers to windows.
         ValueError: the pool has no such layer.
     """
     if not isinstance(windows, Mapping | None):

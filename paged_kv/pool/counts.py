@@ -1,4 +1,4 @@
-"""What has happened in a pool, counted as it happens."""
+"""Counts evictions, requantisations and prefix look-ups of a pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PoolCounts:
     """See `PoolStats`, which has the same names.
 
     Attributes:
-        events: is told what only the pool knows.
+        events: notified of look-ups, which the allocators do not know.
     """
 
     events: Events
@@ -24,13 +24,13 @@ class PoolCounts:
     prefix_hits: int = 0
 
     def look_up(self, num_tokens: int, found: int) -> None:
-        """Count a prompt that was looked up, and how much of it was found."""
+        """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""
         self.prefix_queries += num_tokens
         self.prefix_hits += found
         self.events.looked_up(num_tokens, found)
 
     def frozen(self) -> dict[str, Any]:
-        """The counts of now, by their names."""
+        """A copy of the counts, by name."""
         counts = {name: value for name, value in vars(self).items() if name != "events"}
         return {
             **counts,

@@ -1,4 +1,4 @@
-"""What a user gives as `page_format`: the name of a format, "auto", or a policy."""
+"""Parses the argument `page_format`: the name of a format, two names, "auto", or a policy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paged_kv.kernels.pages.page_format import FP16, FormatName, PageFormat, pag
 
 FormatChoice = FormatName | RequantisationPolicy
 
-# Which of two formats is smaller is the same for all layers.
+# The order of formats by size is the same for all layers.
 _ANY_LAYER = LayerGeometry(1, 32, mx.float16, 1, 32, mx.float16)
 
 
 def chosen_formats(choice: FormatChoice) -> tuple[PageFormat, RequantisationPolicy | None]:
-    """The format that pages begin with, and what makes them smaller, if anything does.
+    """The format of new pages, and the policy that requantises them, if any.
 
     Raises:
-        TypeError: it is neither the name of a format, nor two of them, nor a policy.
-        ValueError: no format has that name, or the policy's watermark is not a share of the budget.
+        TypeError: `choice` is neither the name of a format, nor two names, nor a policy.
+        ValueError: no format has that name, or the policy's watermark or formats are invalid.
     """
     policy = OldestFirst() if choice == "auto" else choice
     if isinstance(policy, str | tuple | list):

@@ -1,5 +1,5 @@
-"""The layers that share one block table: all without a window, or all with the same one. One
-allocator, and the pages of each layer."""
+"""Manages the layers that share block tables: those without a window, or those with the same one.
+A group has one allocator, and pages for each layer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paged_kv.pool.window import Window
 
 
 class LayerGroup:
-    """Block i owns page i of every layer of the group.
+    """Layers that share block tables. Block i owns page i of every layer of the group.
 
-    What a layer writes is known from its first write on, and never from the model's
-    configuration. Until all layers have written once, those that have not are taken to be as
-    large as the first one: else the first slab would be planned as if the model had one layer.
+    A layer's shapes are known from its first write, never from the model's configuration. Until
+    every layer has written once, the group assumes that the others are as large as the first.
+    Otherwise it would plan the first slab as if the model had one layer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LayerGroup:
         self.formats = {each.name: each for each in (page_format, *smaller_formats)}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
-        # How often pages were moved, so that earlier block tables mean nothing any more.
+        # How often pages moved, which invalidates earlier copies of block tables.
         self.moves = 0
         self._backend = backend
         self._budget = budget
@@ -61,32 +61,32 @@ class LayerGroup:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all layers are known that will ever be written."""
+        """Whether the shapes of all layers that write are known."""
         return self._all_layers_known
 
     @property
     def allocator(self) -> BlockAllocator:
-        """The group's allocator; there is one from the first write on."""
+        """The group's allocator, made at the first write; assert `is_open` first."""
         assert self._allocator is not None, "no layer of this group was written yet"
         return self._allocator
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
-        """A block table for a sequence, a ring if the group has a window."""
+        """Make a block table for a sequence, with a ring if the group has a window."""
         self.add_format(page_format)
         ring = self.window.ring if self.window else None
         return self.allocator.new_table(ring, page_format.name)
 
     def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
-        """The same group with another allocator and without pages, to try something out."""
+        """A copy of the group with another allocator and without pages, for a rehearsal."""
         group = copy(self)
         group._allocator, group.pages = allocator, {}
         return group
 
     def add_format(self, page_format: PageFormat) -> None:
-        """Let blocks be of that format too.
+        """Add a page format.
 
         Raises:
-            ValueError: it cannot hold what one of the layers writes; nothing was changed.
+            ValueError: it cannot hold the keys and values of a layer; nothing was changed.
         """
         if page_format.name in self.formats or not self.is_open:
             return
@@ -99,12 +99,12 @@ class LayerGroup:
         self.formats[page_format.name] = page_format
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
-        """The pages of a layer, made at its first write. Layers that write alike have the same
-        object for their geometry.
+        """The pages of a layer, made at its first write. Layers with equal geometry share one
+        `LayerGeometry` object.
 
         Raises:
-            ValueError: the layer wrote something else before, or the format cannot hold it.
-            PoolExhausted: what is mapped does not fit once this layer is counted.
+            ValueError: the layer has another geometry, or a format cannot hold this one.
+            PoolExhausted: the mapped slabs would exceed the budget with this layer.
         """
         pages = self.pages.get(layer)
         if pages is None:
@@ -125,12 +125,12 @@ class LayerGroup:
         return self.allocator.format_named(self.page_format.name).block_bytes
 
     def blocks_for(self, tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens holds."""
+        """The most blocks that a sequence of `tokens` tokens holds."""
         blocks = -(-tokens // PAGE_SIZE)
         return blocks if self.window is None else min(blocks, self.window.ring.size)
 
     def settle(self) -> None:
-        """Note that a second step begins: a layer that wrote nothing in the first never will."""
+        """Note that a second step begins: layers that wrote nothing in the first never write."""
         if self.is_open and not self._all_layers_known:
             self._all_layers_known = True
             self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
@@ -147,16 +147,18 @@ class LayerGroup:
         page_format: PageFormat,
         make_room: Callable[[int], None],
     ) -> None:
-        """Hold the blocks of some tables in that format, slab by slab, so that each slab that is
-        emptied is given back before the next is read. What the tables share they share further.
+        """Convert the blocks of some tables to that format, slab by slab: each emptied slab is
+        unmapped before the next one is read. Blocks that the tables share stay shared.
+
+        `make_room(n)` reclaims memory for n blocks of the format.
 
         Raises:
-            PoolExhausted: the budget does not hold the blocks of the next slab beside the others;
-                those before it are converted, and the next call goes on.
+            PoolExhausted: the budget does not hold the next slab's blocks in both formats. Earlier
+                slabs stay converted, and another call resumes.
         """
         while sources := self._in_last_slab(tables, page_format):
             make_room(len(sources))
-            # Making room may have moved some.
+            # Reclaiming memory may have moved some.
             sources = self._in_last_slab(tables, page_format)[: len(sources)]
             targets = self.allocator.allocate(len(sources), page_format.name)
             copies = dict(zip(sources, targets, strict=True))
@@ -169,10 +171,10 @@ class LayerGroup:
             self.allocator.unmap_empty_slabs()
 
     def requantise(self, policy: RequantisationPolicy, pressure: float) -> dict[str, int]:
-        """Make the next pages smaller that a policy names, as many as one slab holds, and give back
-        the slabs that can be emptied then; returns how many there are now of which format.
+        """Requantise the policy's next pages, as many as one slab holds, then compact and unmap
+        slabs. Returns the number of requantised pages by their new format.
 
-        Nothing is done where no page can be made smaller, or the budget holds no slab to put it in.
+        Does nothing if no page can be requantised, or no slab for the new pages fits the budget.
         """
         allocator = self.allocator
         plan = [
@@ -195,7 +197,7 @@ class LayerGroup:
         return {name: len(moves)}
 
     def stats(self) -> GroupStats:
-        """A snapshot. Nothing is released that finalisers left. O(slabs)."""
+        """A snapshot, which keeps the blocks of collected sequences. O(slabs)."""
         return GroupStats(
             **vars(self.allocator.snapshot()),
             layers=len(self.layers),
@@ -207,7 +209,7 @@ class LayerGroup:
         )
 
     def compact(self) -> int:
-        """Move pages out of the emptiest slabs and give those back; returns the moves."""
+        """Move pages out of the emptiest slabs and unmap those; returns the number of moves."""
         if not self.is_open:
             return 0
         moves = self.allocator.compaction_plan()
@@ -219,8 +221,8 @@ class LayerGroup:
         return len(moves)
 
     def _first_that_fits(self, policy: RequantisationPolicy, page_format: str) -> tuple[str, int]:
-        """A format, or the next of the policy's of which the budget still holds a slab, and how
-        many pages of it there is room for."""
+        """The first of the policy's formats, from `page_format` on, of which the budget still holds
+        a slab, and the number of pages that fit; 0 if none does."""
         formats = policy.page_formats
         for name in formats[formats.index(page_format) :]:
             if reclaimer := self.allocator.room_in_one_slab(name):
@@ -234,7 +236,7 @@ class LayerGroup:
         self.moves += 1
 
     def _in_last_slab(self, tables: list[BlockTable], page_format: PageFormat) -> list[int]:
-        """Of the tables' blocks that are not of a format, those in the last slab that has any."""
+        """The tables' blocks of other formats in the last slab that has such blocks."""
         format_of = self.allocator.format_of
         blocks = {block for table in tables for block in table.blocks}
         others = [block for block in blocks if format_of(block).name != page_format.name]
@@ -308,7 +310,8 @@ def new_groups(
     budget: ByteBudget,
     events: Events,
 ) -> list[LayerGroup]:
-    """The layers without a window, and those of each window. Only the former become smaller."""
+    """Make a group of the layers without a window, and one for each window. Only the former is
+    requantised."""
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)

@@ -1,4 +1,4 @@
-"""One call at a time among all that share a budget."""
+"""Serialises the calls of all pools that share a budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class HasLock(Protocol):
-    """Has the lock of its budget."""
+    """An object with the lock of its budget."""
 
     @property
     def lock(self) -> threading.RLock: ...
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 def locked(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """The method, with its object's lock held."""
+    """Make a method hold its object's lock."""
 
     @wraps(method)
     def under_lock(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,9 +1,8 @@
-"""Where the blocks for a step come from, when the budget gets short.
+"""Finds blocks for a step, and reclaims memory when the budget gets short.
 
-What is free comes first and new slabs next; then what left a ring and was retired is given up,
-cached blocks of the prefix index are evicted, pages are made smaller if the pool has a policy for
-that, what one group has mapped and does not use is given back for another, and at last everything
-is forgotten that only could be found again.
+The order: free blocks, new slabs, eviction of cached out-of-window blocks, eviction of blocks of
+the prefix index, requantisation if the pool has a policy, unmapping of one group's empty slabs for
+another, compaction, and at last eviction of all unpinned prefixes.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, sum_counts
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
-"""Blocks that are to be free in each group, by page format."""
+"""Blocks that a step needs in each group, by page format."""
 
 
 class Reclaimer:
-    """Makes room in the groups of one pool.
+    """Reclaims memory in the groups of one pool.
 
     Args:
-        groups: of the pool.
-        budget: the bytes that they may map, maybe with groups of other pools.
-        index: whose cached blocks may be evicted.
-        retired: what is done without first.
-        policy: which pages become smaller, and from when on; None if none do.
-        counts: where evictions and requantisations are counted.
+        groups: the pool's groups.
+        budget: the bytes that they may map, possibly shared with other pools.
+        index: the prefix index, whose cached blocks may be evicted.
+        out_of_window: the cached out-of-window blocks, which are evicted first.
+        policy: chooses pages to requantise, and when; None for no requantisation.
+        counts: counts evictions and requantisations.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class Reclaimer:
         self._limit = int(watermark * budget.max_bytes)
 
     def make_room(self, needed: Callable[[], Needs]) -> None:
-        """Map slabs until what is needed is free in each group, or none.
+        """Reclaim memory and map slabs until the needed blocks are free in every group.
 
-        `needed` is asked again when blocks have moved.
+        `needed` is called again after blocks moved.
 
         Raises:
             PoolExhausted: the budget does not hold them; no sequence has changed.
@@ -76,35 +75,35 @@ class Reclaimer:
             group.allocator.ensure_free(counts)
 
     def has(self, needs: Needs) -> bool:
-        """Whether there is room now, without anything evicted or made smaller. O(slabs)."""
+        """Whether the needs fit now, without eviction or requantisation. O(slabs)."""
         return self._mapped_after(needs) <= self._limit
 
     def fits(self, needs: Needs) -> bool:
-        """Whether there would be room with cached blocks evicted. O(slabs + cached blocks)."""
+        """Whether the needs would fit after eviction of cached blocks. O(slabs + cached blocks)."""
         left = {group: Counter(counts) - self._evictable(group) for group, counts in needs.items()}
         return self._mapped_after(left) <= self._budget.max_bytes
 
     def may_fit(self, needs: Needs) -> bool:
-        """Whether the bytes would suffice once pages are as small as the policy makes them, if no
-        slab was partly empty. O(used blocks)."""
+        """Whether the needs would fit after requantisation of all pages, if no slab was partly
+        empty. O(used blocks)."""
         smaller = sum(self._bytes_demoted(group, counts) for group, counts in needs.items())
         return smaller <= self._budget.max_bytes
 
     def evictable(self, group: LayerGroup) -> set[int]:
-        """Cached and retired blocks of a group. O(cached blocks)."""
+        """Evictable blocks of a group, in the prefix index and out of window. O(cached blocks)."""
         allocator = group.allocator
         allocator.drain()
         return {*self._index.evictable(allocator), *self._out_of_window.evictable(allocator)}
 
     def slack(self) -> int:
-        """Bytes that may lie idle, because memory is mapped in slabs: when room is made, less than
-        a slab of each kind stays partly empty, and what is mapped last gets exactly what is left.
-        """
+        """Bytes that may stay unused because memory is mapped in slabs: after reclaiming, each
+        format of each group leaves less than a slab empty, but for the one that is mapped last,
+        which gets exactly the rest."""
         return self._slack(self._budget)
 
     def spare_block(self, group: LayerGroup, page_format: str) -> OutOfWindowBlock | None:
-        """A block for what can be done without, maybe in the place of what was retired earlier;
-        None if there is no room."""
+        """A block for an optional page, possibly after evicting older out-of-window blocks; None if
+        the budget does not hold one."""
         needs = {group: {page_format: 1}}
         if self._mapped_after(needs) > self._limit:
             self._out_of_window.give_up(lambda: self._mapped_after(needs) <= self._limit)
@@ -116,19 +115,19 @@ class Reclaimer:
         return out_of_window
 
     def drain(self) -> None:
-        """Release what finalisers left."""
+        """Release the blocks of collected sequences."""
         self._out_of_window.drain()
         for group in self._groups:
             if group.is_open:
                 group.allocator.drain()
 
     def give_back(self) -> int:
-        """Unmap every slab in which no block is used; returns how many."""
+        """Unmap every empty slab; returns how many."""
         open_groups = [group for group in self._groups if group.is_open]
         return sum(group.allocator.unmap_empty_slabs() for group in open_groups)
 
     def compact(self) -> Compaction:
-        """Move pages out of the emptiest slabs and give those back; returns what that did."""
+        """Move pages out of the emptiest slabs and unmap those; returns moves, slabs and bytes."""
         open_groups = [group for group in self._groups if group.is_open]
         slabs = sum(len(group.allocator.slabs) for group in open_groups)
         mapped = self._budget.mapped
@@ -137,10 +136,11 @@ class Reclaimer:
         return Compaction(moved, slabs - left, mapped - self._budget.mapped)
 
     def _make_at_any_price(self, needed: Callable[[], Needs]) -> None:
-        """Make room for what would fit if nothing was cached and no slab was partly empty.
+        """Reclaim everything: unmap empty slabs, compact, evict all unpinned prefixes, compact
+        again; stop as soon as the needs fit.
 
-        Blocks that somebody uses keep cached ones from being evicted: what comes before them in
-        the index, and the rings that were kept beside them.
+        Ordinary eviction spares cached blocks that depend on used ones: their predecessors in the
+        index, and the window blocks kept with them.
         """
 
         def fits() -> bool:
@@ -153,7 +153,7 @@ class Reclaimer:
 
     def _forget(self, is_enough: Callable[[], bool]) -> None:
         self._counts.evictions["exhausted"] += self._index.forget(is_enough)
-        # What no prefix ends with any more may still be known to sequences.
+        # Sequences may still refer to out-of-window blocks that no prefix ends with any more.
         self._give_up(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
@@ -164,8 +164,8 @@ class Reclaimer:
         self._give_up(is_enough)
 
     def _give_up_retired(self, needed: Callable[[], Needs]) -> None:
-        """Do without what was retired, and the slabs that are left partly empty: before anybody
-        else has to do without anything."""
+        """Evict cached out-of-window blocks, then compact their groups if that is not enough,
+        before anything else is reclaimed."""
 
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
@@ -186,8 +186,8 @@ class Reclaimer:
         return Counter([format_of(block).name for block in self.evictable(group)])
 
     def _requantise(self, needed: Callable[[], Needs]) -> None:
-        """Make pages smaller until what is needed stays below the policy's watermark, or no page
-        can be made smaller. Rings hold the latest tokens only, and are left alone."""
+        """Requantise pages until the needs stay below the policy's watermark, or no page is left to
+        requantise. Groups with a window are spared: they hold only the latest tokens."""
         if self._policy is None:
             return
         groups = [group for group in self._groups if group.is_open and group.window is None]
@@ -199,8 +199,8 @@ class Reclaimer:
             self._counts.requantisations.update(sum_counts(requantised))
 
     def _bytes_demoted(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
-        """Bytes of a group's used blocks and of some more, once all pages are as small as the
-        policy makes them; the last page of what is more is not full."""
+        """Bytes of a group's used blocks and of `counts` more, after requantisation of all full
+        pages; in each format of `counts` the last page is not full."""
         allocator, policy = group.allocator, self._policy
         used = Counter({each.name: each.num_used for each in allocator.formats})
         blocks = used - self._evictable(group) + Counter(counts)
@@ -214,8 +214,7 @@ class Reclaimer:
         return sum(allocator.format_named(name).block_bytes * n for name, n in blocks.items())
 
     def _mapped_after(self, needs: Needs) -> int:
-        """Bytes mapped when what is needed is free; more than the budget if it does not hold
-        them."""
+        """Bytes mapped after the needs are free; more than the budget if it does not hold them."""
         try:
             return self._budget.max_bytes - self._left_after(needs)
         except PoolExhausted:
@@ -231,8 +230,8 @@ class Reclaimer:
                 raise error.with_sufficient_budget(self._sufficient_budget(needs)) from None
 
     def _sufficient_budget(self, needs: Needs) -> int | None:
-        """A budget that holds what is in use now and what is needed; None while there are groups
-        of which nothing is known."""
+        """A budget that holds the used blocks and the needs; None while a group has not written, so
+        that its block size is unknown."""
         if not all(group.is_open for group in self._groups):
             return None
         formats = self._formats()
@@ -244,27 +243,27 @@ class Reclaimer:
             for name, count in counts.items()
         )
         most = in_use + others + asked
-        # Slabs get larger with the budget, and with them what may lie idle.
+        # Larger budgets have larger slabs, and so more slack.
         sufficient = most
         while (with_slack := most + self._slack(ByteBudget(sufficient))) > sufficient:
             sufficient = with_slack
         return sufficient
 
     def _slack(self, budget: ByteBudget) -> int:
-        """`slack` with another budget."""
+        """`slack` under another budget."""
         largest = [each.largest_slab(budget) * each.block_bytes for each in self._formats()]
         return sum(largest) - min(largest, default=0)
 
     def _formats(self) -> list[FormatSlabs]:
-        """The slabs of every format of every group that was written."""
+        """The slabs of every format of every open group."""
         groups = [group for group in self._groups if group.is_open]
         return [each for group in groups for each in group.allocator.formats]
 
     def _left_after(self, needs: Needs) -> int:
-        """Bytes of the budget that remain when what is needed is free.
+        """Bytes of the budget that remain after the needs are free.
 
         Raises:
-            PoolExhausted: it does not suffice; nothing was changed.
+            PoolExhausted: the budget does not suffice; nothing was changed.
         """
         self.drain()
         left = self._budget.left

@@ -1,4 +1,4 @@
-"""A list of what is in use, for whoever wants to follow it. It keeps nothing alive."""
+"""Lists objects in use, through weak references, and notifies listeners of new ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 class Registry(Generic[Item]):
-    """Items that somebody still refers to. All methods may be called from any thread."""
+    """Items that are still referenced elsewhere. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._items: weakref.WeakSet[Item] = weakref.WeakSet()
@@ -19,20 +19,20 @@ class Registry(Generic[Item]):
         self._lock = threading.Lock()
 
     def add(self, item: Item) -> None:
-        """Add an item, and tell the listeners."""
+        """Add an item and call the listeners."""
         with self._lock:
             self._items.add(item)
             for listener in self._listeners:
                 listener()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call the listener for each item from now on, and at once if there is one already."""
+        """Call the listener for each new item, and at once if there is an item already."""
         with self._lock:
             self._listeners.append(listener)
             if self._items:
                 listener()
 
     def items(self) -> list[Item]:
-        """All of them, in no order."""
+        """All items, in no order."""
         with self._lock:
             return list(self._items)

@@ -1,7 +1,7 @@
-"""Whether a sequence would fit, tried out in copies of the allocators.
+"""Tries in copies of the allocators whether a sequence would fit.
 
-Where pages become smaller while a sequence is read, what fits depends on how slabs of several
-formats fill the budget. No formula says that exactly, so the very steps are taken.
+If pages are requantised while a sequence is written, the answer depends on how slabs of several
+formats fill the budget. No formula gives that exactly, so the rehearsal makes the real steps.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def would_fit(
     tokens: int,
 ) -> bool:
     """Whether a new sequence of `tokens` tokens could be written now, in steps of any size.
+    `evictable` gives the blocks of a group that could be evicted.
 
     O(pages of the sequence * table entries).
     """

@@ -1,4 +1,4 @@
-"""The blocks of writes, which are owned before any layer writes."""
+"""Reserves blocks for writes before any layer writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
 
 
 def own(reclaimer: Reclaimer, writes: Writes) -> None:
-    """Own blocks for all writes, or none.
+    """Reserve blocks for all writes, or none, and copy shared pages.
 
     Raises:
         PoolExhausted: the budget does not hold them; no table has changed.
-        ThreadConflict: another thread still has to read a page that a shared one is copied to; that
-            one stays shared.
+        ThreadConflict: another thread still has to read the target page of a copy; the source
+            block stays shared.
     """
     reclaimer.make_room(lambda: needs_of(writes))
     for group, group_writes in writes.items():
@@ -37,11 +37,11 @@ def own(reclaimer: Reclaimer, writes: Writes) -> None:
 
 
 def own_by_page(reclaimer: Reclaimer, writes: Writes) -> None:
-    """Own blocks for all writes a page at a time, so that the first pages of a step can become
-    smaller to make room for its last.
+    """Reserve blocks for all writes a page at a time, so that the first pages of a step can be
+    requantised for its last ones.
 
     Raises:
-        PoolExhausted: the budget does not hold them all; tables may own the first.
+        PoolExhausted: the budget does not hold them all; tables may have reserved the first.
     """
     by_page = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
     rounds = max([len(pages) for theirs in by_page.values() for pages in theirs], default=0)

@@ -1,34 +1,34 @@
-"""Records what happens to the blocks of a process, to be replayed with other parameters.
+"""Records the events of a process's blocks, to replay them with other parameters.
 
-A trace is text, one event a line. The first line is JSON, {"paged_kv_trace": 1, "page_size": 256,
-"time": seconds since 1970}. In the others a letter is followed by integers, and a name at the
-end. Tables, groups, prefixes and retired pages have numbers, each kind its own, counted through
-the file.
+A trace is text, one event per line. The first line is JSON, {"paged_kv_trace": 1, "page_size": 256,
+"time": seconds since 1970}. Every other line is a letter, then integers, then possibly a name.
+Pools, groups, tables, prefixes and cached out-of-window pages ("retired") are numbered through the
+file, each kind separately.
 
-    + ms                         so many milliseconds have passed since the last such line
-    P pool budget bytes name     a pool, and its budget of so many bytes, maybe shared with others
-    G group pool entries head window keep    a group of layers, before its first table: the
-                                 entries of its rings, those at the head that stay, and the tokens
-                                 that are seen, the latest and the first; all 0 without a window
-    B group bytes format         from now on a block of that format takes so many bytes
+    + ms                         `ms` milliseconds have passed since the last such line
+    P pool budget bytes name     a pool and its budget of `bytes` bytes, possibly shared
+    G group pool entries head window keep    a group of layers, before its first table: the reused
+                                 entries of its rings, the entries of sink tokens before them, the
+                                 window and the sink tokens in tokens; all 0 without a window
+    B group bytes format         a block of that format takes `bytes` bytes from now on
     n table group format         a new block table
-    w table start end fresh      tokens [start, end) are written, into `fresh` new blocks at the end
-    c table blocks               for that, so many shared blocks were copied
-    f table fork                 a second table shares what one holds
-    t table tokens               a table holds so many tokens from now on
+    w table start end fresh      tokens [start, end) are written, with `fresh` new blocks at the end
+    c table blocks               `blocks` shared blocks were copied for the next write
+    f table fork                 a fork shares all blocks of a table
+    t table tokens               a table now holds `tokens` tokens
     d table                      a table is dropped
-    k table tokens prefix blocks the prefix index holds the first tokens of a table, as a prefix;
-                                 so many of its blocks it did not hold before
-    a table tokens prefix        a table begins with what the index holds of a prefix
-    r retired table entry        a page is kept that a ring passes, for prompts that begin alike
-    s retired group format       so is a page that passes without ever being in the ring
-    u retired                    nobody keeps it any more
-    b table tokens retired...    a ring begins with such pages, in the order of its entries
-    l pool tokens found          a prompt was looked up, and so many of its tokens were found
-    e prefix blocks              so many blocks of a prefix were evicted
+    k table tokens prefix blocks the prefix index holds the first tokens of a table as a prefix,
+                                 with `blocks` blocks that it did not hold before
+    a table tokens prefix        a table takes over a prefix from the index
+    r retired table entry        the page of a ring's entry is cached as the window passes it
+    s retired group format       so is a page that never was in the ring
+    u retired                    the page is no longer cached
+    b table tokens retired...    a ring takes over such pages, in the order of its entries
+    l pool tokens found          a prompt was looked up: `found` of its tokens were cached
+    e prefix blocks              `blocks` blocks of a prefix were evicted
 
-Small writes of one table in a row are joined, up to 16 tokens, if they need no block. There is
-nothing of what tokens say, and nothing made of it.
+Consecutive small writes of one table are joined, up to 16 tokens, if they need no block. A trace
+holds no tokens, and nothing derived from them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ _files: dict[Path, TraceFile] = {}
 
 
 def events_of(budget: ByteBudget, name: str, path: str | os.PathLike[str] | None) -> Events:
-    """Records the events of the pool that has this budget and name into a file; nothing if neither
-    `path` nor PAGED_KV_TRACE names one. "%p" in a file's name becomes the number of the process.
+    """The recorder of a pool with this budget and name, which writes to the file named by `path` or
+    else by PAGED_KV_TRACE. Without a file, it records nothing. "%p" in a file's name becomes the
+    process id.
 
     Raises:
         TypeError, ValueError: `path` is no path.
@@ -81,11 +82,11 @@ def events_of(budget: ByteBudget, name: str, path: str | os.PathLike[str] | None
 
 
 class TraceFile:
-    """Lines of a trace, from any thread. A process that is forked from this one adds none.
+    """Writes the lines of a trace, from any thread. A forked child process writes none.
 
     Args:
-        path: the file, which must not be there yet, or be empty.
-        clock: seconds since whenever.
+        path: the file, which must be missing or empty.
+        clock: returns seconds since any fixed time.
 
     Raises:
         OSError: the file cannot be written, or is not empty.
@@ -102,12 +103,12 @@ class TraceFile:
         self._last = self._flushed = clock()
         header = {"paged_kv_trace": VERSION, "page_size": PAGE_SIZE, "time": time.time()}
         self._file.write(json.dumps(header) + "\n")
-        # From now on nobody takes the file for an empty one.
+        # From now on no other recorder takes the file for an empty one.
         self._file.flush()
         atexit.register(self._end)
 
     def line(self, *words: Any) -> None:
-        """Add a line, and before it how much time has passed."""
+        """Write a line, preceded by a `+` line if time has passed."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -122,7 +123,7 @@ class TraceFile:
                 self._file.flush()
 
     def number_of(self, budget: ByteBudget) -> int:
-        """Budgets count as they come."""
+        """The number of a budget, in the order of first use."""
         for number, known in enumerate(self._budgets):
             if known is budget:
                 return number
@@ -135,7 +136,7 @@ class TraceFile:
         self.flush()
 
     def flush(self) -> None:
-        """Let others read what was added."""
+        """Flush the file, so that readers see all lines."""
         if self.pid == os.getpid():
             with self._lock:
                 self._file.flush()
@@ -147,13 +148,13 @@ def _opened(path: Path) -> IO[str]:
     except OSError as error:
         raise type(error)(
             f"no trace can be written to {path} ({error.strerror}): name a file in a folder that "
-            "is there and can be written"
+            "exists and is writable"
         ) from None
     if os.fstat(file.fileno()).st_size:
         file.close()
         raise FileExistsError(
-            f"{path} is there already, and a trace would write over it: remove it, or name another "
-            "file (%p in a name becomes the number of the process)"
+            f"{path} exists, and a trace would overwrite it: remove it, or name another file (%p "
+            "in a name becomes the process id)"
         )
     return file
 
@@ -177,7 +178,7 @@ class TracedPool(Events):
         file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
 
     def flush(self) -> None:
-        """Let others read all that has happened."""
+        """Write joined events and flush the file."""
         for table in list(self._joined):
             self._settled(table)
         self._file.flush()
@@ -228,7 +229,7 @@ class TracedPool(Events):
             return
         known = self._adopting.pop(table)
         if known is None:
-            # Not of what a table was inserted with: as if they were its own.
+            # The trace does not know this prefix: record the tokens as the table's own write.
             self._file.line("w", number, 0, table.tokens, 0)
         else:
             self._file.line("a" if table.ring is None else "b", number, table.tokens, known)
@@ -266,7 +267,7 @@ class TracedPool(Events):
 
     def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """See `Events`."""
-        # How many of their tokens it begins with is told next, by `trimmed`.
+        # The next event, `trimmed`, gives the number of tokens.
         known = [(table.allocator, block) for block in blocks]
         if table.ring is None:
             prefix = self._prefix_of.get(known[-1])
@@ -298,7 +299,7 @@ class TracedPool(Events):
         return self._tables[table]
 
     def _settled(self, table: BlockTable) -> int:
-        """The table's number; its small writes so far are on file."""
+        """Write the table's joined writes; returns its number."""
         number = self._tables[table]
         if table in self._joined:
             self._file.line("w", number, *self._joined.pop(table), 0)
@@ -310,7 +311,7 @@ def _move(
     allocator: BlockAllocator,
     moves: Mapping[int, int],
 ) -> None:
-    """Let what is known of blocks follow their pages."""
+    """Rename the keys of `known` after blocks moved."""
     found = [(target, (allocator, source)) for source, target in moves.items()]
     moved = {(allocator, target): known.pop(key) for target, key in found if key in known}
     known.update(moved)
