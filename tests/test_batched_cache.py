@@ -353,7 +353,7 @@ def test_caches_of_other_pools_layers_or_classes_are_not_batched(pool: PagePool)
 @pytest.mark.parametrize("name", ["left_padding", "lengths", "right_padding"])
 def test_padding_of_another_batch_is_refused(pool: PagePool, name: str) -> None:
     batch = merged([sequence_of(pool, 5), sequence_of(pool, 6)])
-    with pytest.raises(ValueError, match=f"{name} needs 2 numbers, one a sequence"):
+    with pytest.raises(ValueError, match=f"{name} needs 2 numbers, one per sequence"):
         batch[0].prepare(**{name: [1, 2, 3]})
 
 

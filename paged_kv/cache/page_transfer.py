@@ -1,4 +1,4 @@
-"""Whole pages of one layer of a sequence, out of a pool and into one."""
+"""Copies whole pages of one layer of a sequence out of a pool and into one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def page_views(pool: PagePool, layer: int, sequence: Sequence) -> list[mx.array]:
-    """Views of a layer's pages of a sequence, in the order of its table; they cost nothing.
+    """Views of a sequence's pages in a layer, in table order.
 
-    A later write may show in them, or may have to copy the whole slab: never keep them.
+    Do not keep them: a later write may show in them, or may have to copy the whole slab.
     """
     group = pool.group_of(layer)
     return [group.pages[layer].page(block) for block in _held(pool, layer, sequence)]
 
 
 def page_formats(pool: PagePool, layer: int, sequence: Sequence) -> list[str]:
-    """The formats of those pages."""
+    """The formats of the pages of `page_views`."""
     group = pool.group_of(layer)
     return [group.allocator.format_of(block).name for block in _held(pool, layer, sequence)]
 
@@ -39,12 +39,12 @@ def load_pages(
     formats: list[str],
     contents: list[mx.array],
 ) -> None:
-    """Fill a layer of a sequence that is empty there, with pages as `page_views` gave them, of the
-    formats that `page_formats` gave. Where memory ran short since the first layer of the group was
-    filled, its blocks may have become smaller, and the pages of this one become so too.
+    """Fill an empty layer of a sequence with pages of `page_views`, in the formats of
+    `page_formats`. If the pool requantised the group's blocks since its first layer was filled,
+    these pages are requantised too.
 
     Raises:
-        ValueError: the pages are not what the layer holds, or not as many as the tokens need.
+        ValueError: the pages do not fit the layer, or are not as many as the tokens need.
         PoolExhausted: the budget does not hold them; nothing was changed.
     """
     group = pool.group_of(layer)
@@ -56,8 +56,8 @@ def load_pages(
         found = [tuple(content.shape) for content in contents]
         if len(formats) != needed or found != shapes:
             raise ValueError(
-                f"layer {layer} needs {needed} pages for {context_len} tokens, and its formats "
-                f"pages of {shapes} words, got {found}"
+                f"layer {layer} needs {needed} pages for {context_len} tokens, of shapes {shapes} "
+                f"in words, got {found}"
             )
         table = sequence.table(group)
         pool.append_blocks(group, table, formats[len(table.blocks) :])
@@ -72,13 +72,13 @@ def load_pages(
 
 
 def _held(pool: PagePool, layer: int, sequence: Sequence) -> tuple[int, ...]:
-    """The blocks that hold tokens of a layer."""
+    """The sequence's blocks that hold tokens of a layer."""
     lengths = sequence.context_lens[layer], sequence.written_lens[layer]
     return sequence.blocks(pool.group_of(layer))[: _pages_held(pool, layer, *lengths)]
 
 
 def _pages_held(pool: PagePool, layer: int, context_len: int, written_len: int) -> int:
-    """Entries of a table that hold tokens of a layer: all of a ring that was used again."""
+    """Number of table entries that hold tokens of a layer: all entries of a ring that wrapped."""
     window = pool.windows.get(layer)
     if window is not None and window.first_held(written_len):
         return window.ring.size

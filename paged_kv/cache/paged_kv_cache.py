@@ -1,4 +1,4 @@
-"""The cache that a model sees: one layer of some sequences."""
+"""Implements mlx-lm's cache protocol: one layer of a list of sequences."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from paged_kv.sequences.steps import append, begin_step, convert, read
 
 
 class PagedKVCache:
-    """One layer's view of sequences, with the members that mlx-lm asks of a cache.
+    """One layer's view of sequences, with the members of mlx-lm's caches.
 
-    It holds no memory. Copies and slices of a prompt cache are views of the same pages, and the
-    pages go back to the pool when the last view of a sequence is dropped.
+    It holds no memory. Copies and slices of a prompt cache are views of the same pages. The pool
+    gets the pages back when the last view of a sequence is dropped.
 
     Args:
-        pool: where the pages are.
-        layer: which of the pool's layers this is.
-        sequences: the rows of the batch.
+        pool: the pool that holds the pages.
+        layer: the layer's number in the pool.
+        sequences: the sequences of the batch.
 
     Raises:
-        TypeError: `pool` is no pool, or `sequences` are not of it.
+        TypeError: `pool` is no pool, or a sequence belongs to another pool.
         ValueError: the pool has no such layer.
     """
 
@@ -50,7 +50,7 @@ class PagedKVCache:
         self.layer = layer
         self.sequences = sequences
         self._depends_on: list[mx.array] = []
-        # Sequences do not hold the step that they take part in.
+        # Keeps the step alive: sequences refer to it only weakly.
         self._step: Step | None = None
 
     @property
@@ -74,12 +74,12 @@ class PagedKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
         """Append S tokens and return all T so far.
 
-        keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] go into pages. What comes
-        back are arrays [B, k_heads, T, k_dim] and [B, v_heads, T, v_dim] that attention reads
-        page by page, and that are gathered when anything else looks at them.
+        Writes keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim] to pages. Returns
+        arrays [B, k_heads, T, k_dim] and [B, v_heads, T, v_dim], which attention reads page by
+        page. In layers where other code uses them too, they are gathered when computed.
 
         Raises:
-            ValueError: shapes or dtypes are not what this layer holds.
+            ValueError: shapes or dtypes do not fit this layer.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
         if self._depends_on:
@@ -106,7 +106,7 @@ class PagedKVCache:
             # A new prompt cache takes a batch of any size.
             sequences = sequences[0].batch_of(keys.shape[0])
         arrays = append(self.pool, self.layer, sequences, keys, values)
-        # Not before: after a step that failed it still is a new one.
+        # Not earlier: after a failed step, this is still a new cache.
         self.sequences = sequences
         step = sequences[0].step() if sequences else None
         self._step = step if isinstance(step, Step) else None
@@ -118,7 +118,7 @@ class PagedKVCache:
 
     @property
     def keys(self) -> mx.array:
-        """All keys so far. What is assigned is computed no later than the next write: models
+        """All keys so far. An assigned array is computed no later than the next write: models
         assign `mx.depends(cache.keys, x)` to keep x in the graph."""
         return self.keys_and_values()[0]
 
@@ -128,7 +128,7 @@ class PagedKVCache:
 
     @property
     def values(self) -> mx.array:
-        """All values so far; assigning is as for `keys`."""
+        """All values so far; assign as to `keys`."""
         return self.keys_and_values()[1]
 
     @values.setter
@@ -141,12 +141,11 @@ class PagedKVCache:
         """The mask for the next N tokens.
 
         For one sequence None, "causal", or boolean [N, offset + N]; for a batch always boolean
-        [B, 1, N, T], T the longest of the rows after these tokens.
+        [B, 1, N, T], T the length of the longest sequence after these tokens.
 
-        Models ask for masks before any layer writes, so the blocks that the step needs are
-        reserved here: if there are none, no layer of any kind has changed yet. A new cache that is
-        then given a batch is one sequence here, so the others' blocks are reserved at its first
-        write.
+        Models ask for masks before any layer writes, so this reserves the blocks of the step: if
+        it raises, no layer has changed yet. A new cache has one sequence here even if a batch
+        follows; the first write reserves the blocks of the others.
 
         Raises:
             PoolExhausted: the pool's budget does not hold the tokens.
@@ -156,20 +155,20 @@ class PagedKVCache:
         return step_mask(step.rows, N, window, return_array=return_array, window_size=window_size)
 
     def is_trimmable(self) -> bool:
-        """Whether tokens can be taken off the end: always without a window, and with one as far
-        as it has not written over what it would need."""
+        """Whether the last token can be trimmed: always without a window; with a window, unless the
+        ring has overwritten tokens that would be needed."""
         return self.empty() or self.can_trim(1)
 
     def can_trim(self, n: int) -> bool:
-        """Whether n tokens can be taken off every sequence, or all of one that has fewer."""
+        """Whether `trim(n)` would succeed."""
         return all(
             min(n, sequence.context_lens[self.layer]) <= sequence.rollback
             for sequence in self.sequences
         )
 
     def trim(self, n: int) -> int:
-        """Take the last n tokens off every sequence, or all of one that has fewer; returns the
-        most that were taken off one.
+        """Remove the last n tokens of every sequence, or all if it has fewer; returns the largest
+        number removed.
 
         Raises:
             ValueError: n is negative.
@@ -177,13 +176,13 @@ class PagedKVCache:
         return max(self.trim_per_sequence([n] * len(self.sequences)), default=0)
 
     def trim_per_sequence(self, n: list[int] | mx.array) -> list[int]:
-        """Take the last n[i] tokens off sequence i, or all if it has fewer; returns how many.
+        """Remove the last n[i] tokens of sequence i, or all if it has fewer; returns how many.
 
         n is a list or an integer array [B].
 
         Raises:
             ValueError: there are not B counts, or one is negative; nothing was changed.
-            RollbackError: a window has passed what one of them would need; nothing was changed.
+            RollbackError: a ring has overwritten tokens that would be needed; nothing was changed.
         """
         counts = _integers(n)
         if len(counts) != len(self.sequences):
@@ -207,17 +206,18 @@ class PagedKVCache:
         lengths: list[int] | None = None,
         right_padding: list[int] | None = None,
     ) -> None:
-        """Announce padding in the steps to come, which no page will hold; one number a sequence.
+        """Announce padding in the coming steps, which no page will hold. Each list has one number
+        per sequence.
 
         Args:
             left_padding: how many of the next tokens are padding.
-            lengths: how many tokens follow until padding does.
-            right_padding: how many tokens of padding that is. Without `lengths` it is not known
-                where they begin: they are written, and trimmed by `finalize`.
+            lengths: how many tokens follow before the right padding.
+            right_padding: how many padding tokens follow. Without `lengths` their start is unknown:
+                they are written, and `finalize` trims them.
 
         Raises:
-            ValueError: there are not as many numbers as sequences, or a sequence that has tokens
-                is given padding on the left; nothing was changed.
+            ValueError: a list has not one number per sequence, or a sequence that has tokens gets
+                left padding; nothing was changed.
         """
         batch = len(self.sequences)
         for name, numbers in (
@@ -226,7 +226,7 @@ class PagedKVCache:
             ("right_padding", right_padding),
         ):
             if numbers is not None and len(numbers) != batch:
-                raise ValueError(f"{name} needs {batch} numbers, one a sequence, got {numbers}")
+                raise ValueError(f"{name} needs {batch} numbers, one per sequence, got {numbers}")
         self._require_empty(left_padding or [0] * batch)
         is_padded = right_padding is not None and any(right_padding)
         for row, sequence in enumerate(self.sequences):
@@ -245,7 +245,7 @@ class PagedKVCache:
             sequence.finalize(self.layer)
 
     def filter(self, batch_indices: list[int] | mx.array) -> None:
-        """Keep these sequences, in this order; one that is named again is forked.
+        """Keep these sequences, in this order; a repeated one is forked.
 
         Raises:
             IndexError: there is no such sequence; nothing was changed.
@@ -254,7 +254,7 @@ class PagedKVCache:
         self.sequences, self._step = self._distinct(kept), None
 
     def extend(self, other: PagedKVCache) -> None:
-        """Take over the other cache's sequences, as rows behind this one's.
+        """Append the other cache's sequences to the batch.
 
         Raises:
             ValueError: they are not in the same layer of the same pool.
@@ -283,11 +283,11 @@ class PagedKVCache:
         return cls(first.pool, first.layer, forks)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
-        """Turn the pages of these sequences, in all layers, into 4-bit or 8-bit ones; returns
-        this same cache, so whoever holds it sees every later token.
+        """Requantise the pages of these sequences, in all layers, to 4 or 8 bits. Returns this same
+        cache, so that other references to it see every later token.
 
-        mlx-lm calls this at every step for every layer, once `kv_bits` is given; after the first
-        time it costs nothing. Pages have 32 numbers to a scale whatever `group_size` says.
+        With `kv_bits`, mlx-lm calls this at every step for every layer; only the first call does
+        work. Pages have one scale for 32 numbers whatever `group_size` says.
 
         Raises:
             ValueError: `bits` is not 4 or 8, or a head size does not divide by 32; nothing was
@@ -306,7 +306,7 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this layer's pages that the sequences hold, shared ones once."""
+        """Bytes of this layer's pages that the sequences hold; shared pages count once."""
         group = self.pool.group_of(self.layer)
         pages = group.pages.get(self.layer)
         if pages is None:
@@ -316,24 +316,23 @@ class PagedKVCache:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What saving needs, as a tree of arrays, numbers and strings.
+        """The cache as a tree of arrays, numbers and strings, for saving.
 
-        The arrays are views of pages: making them costs nothing, and evaluating them waits for
-        what was written. Keep them no longer than that: the next write shows in them, or has to
-        copy a slab.
+        The arrays are views of pages; evaluating them waits for pending writes. Do not keep them:
+        the next write shows in them, or has to copy a slab.
         """
         state = saved_state(self.pool, self.layer, self.sequences)
         return {**state, "depends_on": self._depends_on} if self._depends_on else state
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> PagedKVCache:
-        """A cache from what `state` gave, maybe in another process.
+        """A cache from a `state`, possibly of another process.
 
-        Layers of one saved sequence become one sequence again. It lives in the latest pool that
-        has as many layers and the same page format, or in a pool of its own if there is none.
+        Layers of one saved sequence become one sequence again. It goes to the latest open pool with
+        the same number of layers, windows and page format, or else to a new pool.
 
         Raises:
-            ValueError: the state is not one of this version's.
+            ValueError: another version saved the state.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
         pool, layer, sequences = restore_layer(state)
@@ -349,7 +348,7 @@ class PagedKVCache:
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
 
     def _step_of_model(self, count: int) -> Step:
-        """The next step, which a model takes; begun here unless another layer has."""
+        """The model's next step; begun here unless another layer has begun it."""
         sequences = self.sequences
         step = sequences[0].step() if sequences else None
         if (
@@ -364,7 +363,7 @@ class PagedKVCache:
         return step
 
     def _require_empty(self, left_padding: list[int]) -> None:
-        """As mlx-lm's caches do: a step's padding would lie between tokens."""
+        """Refuse left padding after tokens, as mlx-lm's caches do: it would lie between tokens."""
         for row, (sequence, count) in enumerate(zip(self.sequences, left_padding, strict=True)):
             if count and (length := sequence.context_lens[self.layer]):
                 raise ValueError(
@@ -374,7 +373,7 @@ class PagedKVCache:
                 )
 
     def _distinct(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The sequences, with a fork for each that appeared before: rows are written alone."""
+        """The sequences, with a fork for each repeated one: each row is written separately."""
         seen: set[Sequence] = set()
         rows = []
         for sequence in sequences:

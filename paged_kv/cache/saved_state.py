@@ -1,17 +1,17 @@
-"""Sequences as trees of arrays, numbers and strings, and back.
+"""Saves sequences as trees of arrays, numbers and strings, and restores them.
 
-mlx-lm saves a prompt cache layer by layer, and restores each layer knowing nothing of the others.
-So every layer carries its sequences' uids, and layers with one uid become one sequence again.
-A saved layer:
+mlx-lm saves a prompt cache layer by layer, and restores each layer separately. So every layer
+carries its sequences' uids, and layers with one uid become one sequence again. A saved layer:
 
     version, layer, num_layers                  numbers
     page_format                                 of the pool
-    windows                                     [layer, size, write_chunk, keep] of those that have
+    windows                                     [layer, size, write_chunk, sink tokens] of layers
+                                                with a window
     geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
     rows                                        per sequence: uid, context_len, written_len,
-                                                page_format of tokens to come, formats, pages
+                                                page_format of future tokens, formats, pages
 
-Pages are saved whole, each in its format; their rows behind the context length mean nothing.
+Pages are saved whole, each in its format; their slots after the context length are undefined.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ VERSION = 3
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-# The latest sequence restored from each saved uid, while anybody holds it, and its layers that
-# were restored.
+# The latest sequence restored from each saved uid, while it is referenced elsewhere, and its
+# restored layers.
 _restored: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDictionary()
 _layers: weakref.WeakKeyDictionary[Sequence, set[int]] = weakref.WeakKeyDictionary()
 
 
 def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[str, Any]:
-    """One layer of the sequences as a tree. Its arrays are views of pages, which cost nothing."""
+    """One layer of the sequences as a tree. Its arrays are views of pages."""
     commit(sequences)
     rows = [
         {
@@ -68,10 +68,10 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
 
 
 def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]:
-    """The pool, layer and sequences of a saved layer, its pages copied into the pool.
+    """Copy the pages of a saved layer into a pool; returns the pool, layer and sequences.
 
     Raises:
-        ValueError: the state is not one that this version saves.
+        ValueError: another version saved the state.
         PoolExhausted: the pool's budget does not hold the pages.
     """
     _require_version(state)
@@ -113,7 +113,7 @@ def _pool_for(state: dict[str, Any], uid: str, layer: int) -> PagePool:
 
 
 def _open_pool(num_layers: int, page_format: str, windows: Mapping[int, Window]) -> PagePool | None:
-    """The latest pool still in use that has these layers and that format."""
+    """The latest open pool with these layers, windows and page format."""
     wanted = num_layers, page_format, windows
     fitting = [
         pool
@@ -124,8 +124,8 @@ def _open_pool(num_layers: int, page_format: str, windows: Mapping[int, Window])
 
 
 def _sequence_for(pool: PagePool, uid: str, layer: int) -> Sequence:
-    """The sequence that other layers of this uid were restored into, or a new one: a layer that
-    was restored already belongs to an earlier load of the same file."""
+    """The sequence with the other restored layers of this uid. A new one if there is none, or if
+    this layer is already restored: then that sequence belongs to an earlier load of the file."""
     sequence = _restored.get(uid)
     if sequence is None or sequence.pool is not pool or layer in _layers[sequence]:
         sequence = Sequence(pool)
