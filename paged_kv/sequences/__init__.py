@@ -1,16 +1,16 @@
 """Sequences, and the steps that write and read their pages.
 
-sequence             owns blocks, and knows how far each layer has come
-padding              which tokens of a batch are no tokens of a sequence
-step                 the next tokens of some sequences, decided once for all layers
+sequence             owns blocks, and tracks how many tokens each layer has
+padding              counts the padding of a sequence in a batch
+step                 the next tokens of some sequences, planned once for all layers
 step_row             a step in one sequence
 step_view            a step in the layers of one group
-row_views            where kernels find the tokens of a step
+row_views            makes the attention metadata of a step
 step_blocks          reserves the blocks of a step
 masks                the masks that a cache makes
-paged_array          arrays that stand for pages
-stand_in             arrays that have a shape and cannot be computed
-pending_step         a step that a ring takes only after it was read
-out_of_window_pages  pages that a window has passed, cached for prompts that begin alike
-steps                begin, append, read, commit and convert: what callers use
+paged_array          arrays backed by pages
+stand_in             arrays with a shape that cannot be computed
+pending_step         a step that is written to a ring after its queries have attended
+out_of_window_pages  caches pages that a window has passed, for prompts with the same prefix
+steps                the public functions: begin, append, read, commit and convert
 """

@@ -1,4 +1,4 @@
-"""The masks that a cache makes, by mlx-lm's rules."""
+"""Makes the masks of a cache, by mlx-lm's rules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paged_kv.sequences.step_row import StepRow
 
 
 class PagedMask(mx.array):
-    """A causal mask that a cache made, computed when looked at.
+    """A lazy causal mask that a cache made: attention can recognise it without computing it.
 
     Boolean [S, T] for one sequence, [B, 1, S, T] for a batch.
 
     Attributes:
-        visible_lens: tokens of each row, those of this step included.
-        right_padding: tokens of padding behind those, as in `AttentionMetadata`.
-        window: how many tokens a query sees, itself included; None for all.
+        visible_lens: tokens of each sequence, including this step.
+        right_padding: padding tokens after those, as in `AttentionMetadata`.
+        window: number of tokens that a query sees, itself included; None for all.
     """
 
     visible_lens: tuple[int, ...]
@@ -26,7 +26,7 @@ class PagedMask(mx.array):
     window: int | None
 
     def hides_in(self, rows: AttentionMetadata, queries: int) -> bool:
-        """Whether this is the mask of a step of `queries` tokens that ends as `rows` do."""
+        """Whether this is the mask of a step of `queries` tokens with the lengths of `rows`."""
         ends_alike = (self.visible_lens, self.right_padding) == (
             rows.visible_lens,
             rows.right_padding,
@@ -44,7 +44,7 @@ def step_mask(
 ) -> mx.array | str | None:
     """The mask of a step of `count` tokens in layers with that window.
 
-    For one row None, "causal", or boolean [S, T]; for a batch always boolean [B, 1, S, T].
+    For one sequence None, "causal", or boolean [S, T]; for a batch always boolean [B, 1, S, T].
     """
     if len(rows) == 1 and not _is_array(rows[0].before, count, window, return_array, window_size):
         return None if count == 1 else "causal"
@@ -58,7 +58,7 @@ def step_mask(
 def paged_mask(
     rows: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
 ) -> PagedMask:
-    """The mask of a step of `queries` tokens; of `rows` the block tables do not matter."""
+    """The mask of a step of `queries` tokens; ignores the block tables of `rows`."""
     if len(rows.ends) == 1:
         mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, sink_tokens))
     else:
@@ -72,7 +72,7 @@ def paged_mask(
 def _is_array(
     before: int, count: int, window: Window | None, return_array: bool, window_size: int | None
 ) -> bool:
-    """Whether the mask of one sequence must be written out."""
+    """Whether the mask of one sequence must be an array."""
     if window is None:
         return window_size is not None or (return_array and count > 1)
     longest = window.size + window.sink_tokens
@@ -82,7 +82,7 @@ def _is_array(
 
 
 def _ends(rows: list[StepRow], window: Window | None) -> AttentionMetadata:
-    """How rows end after their step; without their tables."""
+    """The lengths and padding after a step, without block tables."""
     lengths = []
     for row in rows:
         passed = (

@@ -1,12 +1,11 @@
-"""What happens to the pages of a ring that its window has passed.
+"""Caches the pages of a ring that its window has passed.
 
-A ring writes over them. For sequences whose prompts others may repeat they are retired instead,
-page by page, and stay while there is room. A page that is retired is shared, so the ring goes on in
-a copy of it: one page in 256 tokens is copied, rings need no page more than otherwise, and
-whatever rings can do they still can.
+A ring overwrites such pages. If later prompts may repeat a sequence's prompt, its pages are cached
+instead, page by page, while memory suffices. A cached page is shared, so copy on write gives the
+ring another block: one page per 256 tokens is copied, and rings need no more pages than otherwise.
 
-A step may be so long that pages pass which were never in the ring, or not with all their rows.
-Those get blocks of their own, which are filled when the step is written.
+In a long step the window may pass pages that never were in the ring, or only in part. Those get
+blocks of their own, which are filled when the step is written.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from paged_kv.sequences.step_row import StepRow
 def cache_leaving(
     blocks: OutOfWindowBlocks, group: LayerGroup, sequence: Sequence, end: int
 ) -> None:
-    """Retire the pages of a ring that writing up to `end` begins to write over, if all their rows
-    are in it."""
+    """Cache the pages that a write up to `end` begins to overwrite, if the ring holds all of their
+    slots."""
     window = group.window
     if window is None or not sequence.caches_out_of_window:
         return
@@ -38,8 +37,8 @@ def cache_leaving(
 
 
 def is_read_first(window: Window | None, rows: list[StepRow], count: int) -> bool:
-    """Whether a step of `count` tokens is attended to before it is written: because its queries see
-    what it writes over, or because a page would be lost."""
+    """Whether the queries of a step of `count` tokens attend before it is written: because they see
+    tokens that it overwrites, or because an uncached page would be lost."""
     if window is None or count > window.write_chunk:
         return window is not None
     return any(
@@ -51,14 +50,14 @@ def is_read_first(window: Window | None, rows: list[StepRow], count: int) -> boo
 def keep_unseen(
     reclaimer: Reclaimer, groups: list[LayerGroup], sequence: Sequence, end: int
 ) -> None:
-    """Own a block for each page that a step up to `end` ends and writes over, in groups with a
-    window, while there is room."""
+    """In groups with a window, allocate a block for each page that a step up to `end` completes and
+    overwrites, while memory suffices."""
     if not sequence.caches_out_of_window:
         return
     start, page_format = sequence.length, sequence.page_format.name
     for group in groups:
         window = group.window
-        # While a layer's size is not known, what is mapped now may turn out to be too much.
+        # While a layer's size is unknown, mapping more now might exceed the budget later.
         if window is None or not group.is_settled:
             continue
         first_held = window.first_held(sequence.written(group))
@@ -70,6 +69,6 @@ def keep_unseen(
 
 
 def _unseen_pages(window: Window, start: int, end: int) -> range:
-    """The pages that writing [start, end) ends and writes over."""
+    """The pages that writing [start, end) completes and overwrites."""
     first = max(window.ring.head, start // PAGE_SIZE)
     return range(first, min(end // PAGE_SIZE, -(-(end - window.capacity) // PAGE_SIZE)))

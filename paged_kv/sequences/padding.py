@@ -1,8 +1,8 @@
-"""What of a batch's steps is padding, in one row.
+"""Counts the padding of one sequence in a batch.
 
-mlx-lm's batches are rectangles: shorter prompts are padded, on the right while prompts are read
+mlx-lm's batches are rectangles: shorter prompts are padded, on the right during prefill
 (`prepare(lengths=, right_padding=)`, then steps, then `finalize()`), or on the left
-(`prepare(left_padding=)`). No page holds padding; only these counts remember it.
+(`prepare(left_padding=)`). No page holds padding; only these counts record it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Padding:
-    """The padding of one row in one layer.
+    """The padding of one sequence in one layer.
 
     Attributes:
-        left: padding still to come before the row's next token.
-        tokens: tokens still to come before padding follows; None if no end was announced.
-        right: padding that has followed the row's last token.
-        to_trim: tokens at the end that will turn out to be padding: it was announced how many
-            they are, and not where they begin.
+        left: padding still to come before the sequence's next token.
+        tokens: valid tokens still to come before padding follows; None if no end was announced.
+        right: padding that has followed the sequence's last token.
+        to_trim: written tokens to trim as padding at the end: their number was announced, but not
+            their start.
     """
 
     left: int = 0
@@ -29,16 +29,16 @@ class Padding:
 
     @property
     def is_none(self) -> bool:
-        """Whether all steps to come are a row's own."""
+        """Whether the coming steps have no padding."""
         return not self.left and self.tokens is None
 
     def own(self, count: int) -> int:
-        """How many of the next `count` tokens are the row's own."""
+        """How many of the next `count` tokens are valid."""
         behind_left = max(0, count - self.left)
         return behind_left if self.tokens is None else min(behind_left, self.tokens)
 
     def after(self, count: int) -> Padding:
-        """What is left when `count` more tokens have come."""
+        """The padding after `count` more tokens."""
         if self.is_none:
             return self
         own, left = self.own(count), min(self.left, count)

@@ -1,10 +1,9 @@
-"""Arrays that stand for pages.
+"""Defines arrays that stand for pages.
 
-mlx-lm's models take what a cache returns for arrays and pass it on to attention. These are arrays
-that say which pages they stand for, so that attention can read the pages instead. For layers of
-which only attention takes keys and values, nothing else is made: the arrays have a shape and a
-dtype, and computing one raises an error. For others they are keys and values that are gathered
-when they are computed.
+mlx-lm's models pass the arrays that a cache returns to attention. The arrays of this file name
+their pages, so that attention can read the pages instead. In layers where only attention uses keys
+and values, the arrays have just a shape and a dtype, and computing one raises an error. In other
+layers, MLX gathers the keys and values when it computes the arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paged_kv.sequences.step_view import StepView
 
 
 class ReadStep(Protocol):
-    """The latest step among the tokens of a read: see `Step`."""
+    """The latest step of a read: see `Step`."""
 
     pool: PagePool
     lock: RLock
@@ -34,13 +33,13 @@ class PagedRead:
     """All keys and values of one layer at one step, as pages.
 
     Args:
-        step: the latest one in them.
-        view: what it sees in the layer's group.
+        step: the latest step.
+        view: the step in the layer's group.
         pages: the layer's pages.
-        tail: the step's keys and values, if no page holds them until they were attended to.
+        tail: the step's unwritten keys and values, if its queries attend before it is written.
 
     Attributes:
-        lock: keeps pages from being moved while it is held.
+        lock: held during reads, so that no page moves.
     """
 
     __slots__ = ("lock", "pages", "step", "tail", "view")
@@ -62,9 +61,9 @@ class PagedRead:
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array | None:
-        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`. None if a
-        kernel that knows only lengths and a window does not hide what the mask hides, or if the
-        sequences have changed since: the step then holds other tokens."""
+        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`. None if
+        lengths and a window cannot express the mask, or if the sequences have changed since: the
+        step then holds other tokens."""
         with self.lock:
             view, step = self.view, self.step
             is_same_mask = mask is view.mask and queries.shape[2] == view.queries
@@ -84,10 +83,10 @@ class PagedRead:
             )
 
     def gather(self) -> tuple[mx.array, mx.array]:
-        """The keys and values themselves, lazily.
+        """Gather the keys and values, lazily.
 
         Raises:
-            PagesNotRead: the sequences have changed since, so the pages may hold others.
+            PagesNotRead: the sequences have changed since, so the pages may hold other tokens.
         """
         with self.lock:
             if not self.step.is_open:
@@ -101,13 +100,13 @@ class PagedRead:
 
 
 class GatheredRead(PagedRead):
-    """A read of which the keys and values are there as well, as lazily gathered arrays."""
+    """A read that also has its keys and values as lazily gathered arrays."""
 
     __slots__ = ("_is_attended", "_thread", "gathered")
 
     def __init__(self, read: PagedRead) -> None:
         super().__init__(read.step, read.view, read.pages, read.tail)
-        self._is_attended = True  # nothing to leave behind if it cannot be gathered
+        self._is_attended = True  # for `__del__`, if `gather` raises
         self._thread = current_thread()
         self.gathered = read.pages.gather(read.view.attention_metadata, read.tail)
         self._is_attended = False
@@ -140,7 +139,7 @@ class PagedValues(mx.array):
 
 
 def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
-    """Keys and values that stand for the pages of a read, and are gathered when looked at."""
+    """Keys and values that stand for the pages of a read, and are gathered when computed."""
     gathered = GatheredRead(read)
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered

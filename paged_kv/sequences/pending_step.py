@@ -1,8 +1,9 @@
-"""A step that was not written yet, because it is longer than what a ring takes before it is read.
+"""Holds a step that is written to a ring after its queries have attended.
 
-Its queries come later, from this layer or from others that read the same keys, and some of them
-still see tokens that writing it would write over. So they attend to the ring as it was and to the
-step, and the step is written when the next one comes, or when anything else needs it in pages.
+A step longer than `write_chunk` would overwrite tokens that some of its queries still see. Those
+queries come later, from this layer or from layers that share its keys. So they attend to the ring
+as it was and to the unwritten step. The step is written when the next one comes, or when another
+operation needs it in pages.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from paged_kv.pool.window import Window
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """One row's part of a step.
+    """One sequence's part of a step.
 
     Attributes:
-        step: the keys [B, heads, S, k_dim] and values [B, heads, S, v_dim] of all rows.
-        row: which of the rows this is.
-        own: which of the step's S tokens are the row's own.
+        step: the keys [B, heads, S, k_dim] and values [B, heads, S, v_dim] of the batch.
+        row: the sequence's index in the batch.
+        own: which of the step's S tokens are valid for the sequence.
     """
 
     step: Tail
@@ -33,7 +34,7 @@ class PendingStep:
     own: range
 
     def between(self, first: int, last: int) -> Tail:
-        """Keys and values [1, heads, last - first, dim] of these of the row's own tokens."""
+        """Keys and values [1, heads, last - first, dim] of the valid tokens [first, last)."""
         begin, end = self.own.start + first, self.own.start + last
         keys, values = (part[self.row : self.row + 1, :, begin:end] for part in self.step)
         return keys, values
@@ -47,8 +48,8 @@ def write_pending(
     pending: PendingStep,
     end: int,
 ) -> None:
-    """Write a step of one layer that ends at `end`: what of it passes unseen first, then its end
-    into the ring."""
+    """Write a step of one layer that ends at `end`: first the pages that are cached out of window,
+    then its last tokens into the ring."""
     start = end - len(pending.own)
     _write_unseen(pages, table, out_of_window, pending, start, end)
     for first, last in window.kept_parts(start, end):
@@ -66,8 +67,8 @@ def _write_unseen(
     start: int,
     end: int,
 ) -> None:
-    """Fill the blocks of pages that were never in the ring, and of those that were retired while
-    the step was in no page yet."""
+    """Fill cached out-of-window blocks with the step's tokens: pages that never were in the ring,
+    and pages that were cached before the step was written."""
     for page, cached in out_of_window.items():
         base, last = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
         if cached.block is None or last <= start or base >= end:

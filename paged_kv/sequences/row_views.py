@@ -1,4 +1,4 @@
-"""Where the kernels find what the rows of a step see."""
+"""Makes the attention metadata of a step: where the kernels find the tokens that it attends to."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paged_kv.sequences.step_row import StepRow
 def attention_metadata(
     group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False
 ) -> AttentionMetadata:
-    """What a step sees in the layers of a group.
+    """The attention metadata of a step in the layers of a group.
 
-    `in_tail` says that the step itself is in no page yet.
+    With `in_tail`, no page holds the step itself yet.
     """
     padding = tuple([row.padding.right for row in rows])
     if group.window is not None:
@@ -30,8 +30,8 @@ def _ring_rows(
     padding: tuple[int, ...],
     in_tail: bool,
 ) -> AttentionMetadata:
-    """Tables that begin with the page of the first token that the step's first query sees, and
-    before it the pages of a head that it does not reach."""
+    """Metadata for a window. Each table begins with the page of the first token in the window of
+    the step's first query, preceded by the head's pages if they are not adjacent."""
     tables, lengths, firsts, heads = [], [], [], []
     for sequence, before, end, *_ in rows:
         first, sink_tokens = window.first_visible(before), window.sink_tokens

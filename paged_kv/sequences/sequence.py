@@ -1,4 +1,4 @@
-"""A sequence: its blocks in every group, and how far each layer has written."""
+"""Tracks a sequence: its blocks in every group, and the number of tokens in each layer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from paged_kv.sequences.pending_step import PendingStep, write_pending
 
 
 class CurrentStep(Protocol):
-    """A step that a sequence takes part in: see `Step`."""
+    """A step that includes the sequence: see `Step`."""
 
     untold: list[int]
 
     def tell(self) -> None:
-        """Tell the sequences how far their layers have come."""
+        """Report the layers' progress to the sequences."""
         ...
 
     def close(self) -> None:
-        """Something else happens to one of the sequences."""
+        """End the step, because a sequence changes in another way."""
         ...
 
 
@@ -38,30 +38,29 @@ _no_step = type(None)
 
 
 class Sequence:
-    """Owns blocks, and frees them when the last layer lets go of it.
+    """Owns blocks, and frees them when no cache refers to it any more.
 
-    Layers write one after the other, so within a step their context lengths differ. Everything
-    mlx-lm asks of a cache it asks layer by layer: a fork made by one layer is the fork that the
-    other layers get when they ask too.
+    Layers write one after the other, so their context lengths differ within a step. mlx-lm calls
+    the cache of each layer separately: the layers that ask for a fork get the same one.
 
     Attributes:
-        uid: names the sequence, the same for all its layers.
-        page_format: the format of the pages that it will get.
-        is_converting: whether some of its pages may still be of another format, because a
-            conversion ran out of memory.
-        model_version: under which version of the model's weights it began, if anybody counts.
-        context_lens: tokens, per layer.
-        written_lens: the most tokens that there ever were, per layer: a ring has written over
-            what lies too far behind those.
-        step: gives the step that it takes part in, None if there is none.
-        step_lens: tokens of the latest step, per layer; 0 once its queries are over.
-        padding: what of a batch's steps is padding in this row, per layer.
-        pending: the latest step of layers that have not written it yet.
-        retires: whether pages that leave a ring are kept, for prompts that begin alike.
-        passed: of groups with a window, the pages of tokens that were kept so, by their number.
+        uid: the sequence's name, the same for all its layers.
+        page_format: the format of future pages.
+        is_converting: whether some pages may still have another format, because a conversion ran
+            out of memory.
+        model_version: the version of the model's weights at the sequence's start, or None.
+        context_lens: number of tokens, per layer.
+        written_lens: the most tokens that there ever were, per layer. A ring has overwritten
+            tokens too far before those.
+        step: returns the step that includes the sequence, or None.
+        step_lens: tokens of the latest step, per layer; 0 once no query can attend to it.
+        padding: the padding in a batch, per layer.
+        pending: the latest step of each layer that has not written it yet.
+        caches_out_of_window: whether pages that leave a window stay cached for later prompts.
+        out_of_window: those cached pages, per group with a window, by page number.
 
     Raises:
-        TypeError: `pool` is no pool, or `page_format` not what `pool.page_format` is.
+        TypeError: `pool` is no pool, or `page_format` is no `PageFormat`.
     """
 
     def __init__(self, pool: PagePool, page_format: PageFormat | None = None) -> None:
@@ -111,7 +110,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens that at least one layer has written."""
+        """Number of tokens of the layer that has most."""
         return max(self.context_lens)
 
     def offset(self, layer: int) -> int:
@@ -120,43 +119,43 @@ class Sequence:
         return tokens + padding.right - padding.left
 
     def progress(self, layer: int) -> tuple[int, Padding]:
-        """How many tokens a layer has, and what of its steps is padding."""
+        """The number of tokens in a layer, and its padding."""
         self._hear()
         return self._context_lens[layer], self._padding[layer]
 
     @property
     def is_even(self) -> bool:
-        """Whether all layers are equally far."""
+        """Whether all layers have the same tokens and padding."""
         self._hear()
         lens, padding = self._context_lens, self._padding
         return lens.count(lens[0]) == len(lens) == padding.count(padding[0])
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
-        """The sequence's block table in a group that is open."""
+        """The sequence's block table in a group, which must be open."""
         if group not in self._tables:
             self._tables[group] = group.new_table(self.page_format)
             self._tables[group].owner = self.uid
         return self._tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
-        """The sequence's blocks in a group, in the order of their tokens."""
+        """The sequence's blocks in a group, in table order."""
         table = self._tables.get(group)
         return () if table is None else table.blocks
 
     def is_held_in(self, page_format: PageFormat) -> bool:
-        """Whether a conversion to that format has nothing to do."""
+        """Whether all pages have that format, so that a conversion has nothing to do."""
         return self.page_format == page_format and not self.is_converting
 
     def begin_conversion(self, page_format: PageFormat) -> None:
-        """Get new pages in that format from now on; the others are still to be converted."""
+        """Use that format for new pages from now on; the caller converts the others."""
         self.close_step()
         self.page_format, self.is_converting = page_format, True
         for table in self._tables.values():
             table.page_format = page_format.name
 
     def begin_write(self, layer: int, count: int) -> bool:
-        """Note that a layer is about to go `count` tokens further; true if a new step begins."""
+        """Note that a layer will append `count` tokens; returns whether this begins a new step."""
         self._forks.clear()
         end = self.offset(layer) + count
         if end <= self._furthest:
@@ -166,8 +165,8 @@ class Sequence:
         return True
 
     def advance(self, layers: list[int], before: int, end: int, padding: Padding) -> None:
-        """Note that some layers have taken a step, from `before` tokens to `end`. Called by the
-        step itself."""
+        """Note that some layers have taken a step, from `before` to `end` tokens. Only the step
+        calls this."""
         if len(layers) == len(self._context_lens):
             self._context_lens = [end] * len(layers)
             if max(self._written_lens) > end:
@@ -184,27 +183,27 @@ class Sequence:
             self._padding[layer] = padding
 
     def close_step(self) -> None:
-        """Something else than the step's next layer is about to change the sequence."""
+        """Close the current step, before a change that is not its next layer's write."""
         step = self.step()
         if step is not None:
             step.close()
 
     def leave_step(self, step: CurrentStep) -> None:
-        """Take no further part in a step."""
+        """Forget a step, if it is the current one."""
         if self.step() is step:
             self.step = _no_step
 
     @locked
     def commit(self, layers: Set[int] | None = None) -> None:
-        """Write what layers, or some of them, have not written yet. No step that these have taken
-        can be attended to any more."""
+        """Write the pending steps of all layers, or of `layers`. No query can attend to the latest
+        step of these afterwards."""
         if self.pending:
             self.close_step()
             self.write_pending(layers)
 
     @locked
     def write_pending(self, layers: Set[int] | None) -> None:
-        """As `commit`, before a step that the layers are about to take."""
+        """As `commit`, but leaves the current step open, which the layers are about to take."""
         for layer in [each for each in self.pending if layers is None or each in layers]:
             group = self.pool.group_of(layer)
             assert group.window is not None
@@ -220,18 +219,18 @@ class Sequence:
             self.step_lens[layer] = 0
 
     def restore(self, layer: int, context_len: int, written_len: int) -> None:
-        """Note that a layer was filled from a saved one."""
+        """Note that a layer was filled from a saved sequence."""
         self.close_step()
         self.context_lens[layer], self.written_lens[layer] = context_len, written_len
 
     def undo_step(self) -> None:
-        """Take back what layers wrote since the step began."""
+        """Undo the writes of all layers since the step began."""
         context_lens, written_lens, padding = self._before_step
         for layer, context_len in enumerate(context_lens):
             if self.context_lens[layer] > context_len:
                 self.context_lens[layer] = context_len
                 is_pending = self.pending.pop(layer, None) is not None
-                # A ring that was written has lost what the step wrote over.
+                # A written ring has lost the tokens that the step overwrote.
                 if is_pending or not context_len:
                     self.written_lens[layer] = written_lens[layer]
         self.padding[:] = padding
@@ -239,7 +238,7 @@ class Sequence:
 
     @property
     def rollback(self) -> int:
-        """The most tokens that can be trimmed: all, unless a window has passed some."""
+        """The most tokens that can be trimmed: all, unless a ring has overwritten some."""
         possible = [self.length]
         for layer, window in self.pool.windows.items():
             shortest = window.shortest_rollback(self.written_lens[layer])
@@ -247,13 +246,13 @@ class Sequence:
         return max(0, min(possible))
 
     def trim(self, layer: int, count: int) -> int:
-        """Take `count` tokens off one layer, or all that it has; returns how many.
+        """Remove the last `count` tokens of one layer, or all if it has fewer; returns how many.
 
-        Blocks are freed when the last layer has trimmed.
+        The last layer that trims frees the blocks.
 
         Raises:
-            RollbackError: a layer with a window, maybe another one, has written over what it
-                would need; nothing was changed.
+            RollbackError: the ring of this or another layer has overwritten tokens that would be
+                needed; nothing was changed.
         """
         self.require_rollback(layer, count)
         self.close_step()
@@ -267,7 +266,7 @@ class Sequence:
         return count
 
     def require_rollback(self, layer: int, count: int) -> None:
-        """Raise the RollbackError that `trim` would."""
+        """Raise the RollbackError of `trim`, if any."""
         target = max(0, self.context_lens[layer] - count)
         for other, window in self.pool.windows.items():
             shortest = window.shortest_rollback(self.written_lens[other])
@@ -275,20 +274,20 @@ class Sequence:
                 raise RollbackError(count, self.rollback)
 
     def prepare(self, layer: int, padding: Padding) -> None:
-        """Set what of the coming steps is padding in one layer."""
+        """Set the padding of the coming steps in one layer."""
         self.close_step()
         self.padding[layer] = padding
         self.shrink()
 
     def finalize(self, layer: int) -> None:
-        """End the steps that have padding in one layer."""
+        """End the padding in one layer, and trim the padding that was written."""
         to_trim = self.padding[layer].to_trim
         self.close_step()
         self.padding[layer] = NO_PADDING
         self.trim(layer, to_trim)
 
     def batch_of(self, count: int) -> list[Sequence]:
-        """This sequence and new ones, `count` in all: the same ones for every layer that asks."""
+        """This sequence and new ones, `count` in all. Every layer gets the same ones."""
         others = [ref() for ref in self._others[: count - 1]]
         others += [None] * (count - 1 - len(others))
         rows = [self, *(other or Sequence(self.pool, self.page_format) for other in others)]
@@ -297,11 +296,10 @@ class Sequence:
 
     @locked
     def fork(self, layer: int) -> Sequence:
-        """A sequence that shares all blocks with this one, as it is now.
+        """A sequence that shares all present blocks with this one.
 
-        The first layer that asks makes it, and the others get the same one, each once: a layer
-        that asks a second time gets a second fork. Threads that copy the same prompt cache at once
-        get forks of their own.
+        The first layer that asks makes the fork, and the other layers get the same one. A layer
+        that asks a second time gets a second fork. Each thread gets forks of its own.
         """
         me = current_thread()
         for thread, ref, asked in self._forks:
@@ -316,8 +314,8 @@ class Sequence:
 
     @locked
     def adopt(self, group: LayerGroup, blocks: list[int], num_tokens: int) -> None:
-        """Share blocks that hold the first `num_tokens` tokens of a group, where there are none
-        yet."""
+        """Share cached blocks with the first `num_tokens` tokens of a group. The sequence must have
+        no blocks there."""
         self.close_step()
         table = self.table(group)
         assert not table.blocks, "the sequence has tokens"
@@ -326,8 +324,8 @@ class Sequence:
         group.allocator.events.adopted(table, blocks)
 
     def begin_at(self, num_tokens: int, written: Mapping[LayerGroup, int]) -> None:
-        """Note that so many tokens are there, in every layer that is ever written, and that the
-        rings of some groups are as if so many had been written."""
+        """Set the number of tokens in every layer, after `adopt`. `written` gives the number of
+        tokens that the rings of some groups count as written."""
         self.close_step()
         for group in self.pool.groups:
             for layer in group.pages:
@@ -336,12 +334,12 @@ class Sequence:
         self.shrink()
 
     def written(self, group: LayerGroup) -> int:
-        """The most tokens that there ever were in a layer of a group."""
+        """The most tokens that any layer of a group ever had."""
         return max(self.written_lens[layer] for layer in group.layers)
 
     @locked
     def _copy(self) -> Sequence:
-        """A sequence that shares all blocks with this one, as it is now."""
+        """A new sequence that shares all present blocks with this one."""
         self.close_step()
         self.commit()
         copy = Sequence(self.pool, self.page_format)
@@ -359,7 +357,7 @@ class Sequence:
         return copy
 
     def _hear(self) -> None:
-        """Let the step tell how far its layers are."""
+        """Let the current step report the layers' progress."""
         step = self.step()
         if step is not None and step.untold:
             step.tell()
@@ -370,7 +368,7 @@ class Sequence:
 
     @locked
     def shrink(self) -> None:
-        """Let tables follow layers that are not as far as they were, or as was reserved for."""
+        """Shorten tables to the layers' present tokens, after a trim or an unused reservation."""
         self.close_step()
         self._forks.clear()
         self._furthest = max(map(self.offset, range(self.pool.num_layers)))
@@ -380,13 +378,13 @@ class Sequence:
                 table.rewind(tokens)
             else:
                 table.truncate(tokens)
-            # What comes behind this length will be other tokens.
+            # Other tokens will follow this length, so longer cached pages no longer fit.
             out_of_window = self.out_of_window.get(group, {})
             for page in [page for page in out_of_window if (page + 1) * PAGE_SIZE > tokens]:
                 del out_of_window[page]
 
 
 def _drop_tables(tables: dict[LayerGroup, BlockTable]) -> None:
-    # The collector may run this inside the allocator, so it must not touch blocks itself.
+    # The garbage collector may run this inside the allocator, so it must not touch blocks.
     for table in tables.values():
         table.allocator.drop_later(table)

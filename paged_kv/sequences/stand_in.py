@@ -1,4 +1,4 @@
-"""Arrays that have a shape and a dtype, and that cannot be computed."""
+"""Makes arrays that have a shape and a dtype, and that cannot be computed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import mlx.core as mx
 
 
 def new_stand_in(dtype: mx.Dtype) -> mx.array:
-    """A number that cannot be computed, not the same as any other one: the argument of a function
-    that was traced."""
+    """A new scalar that cannot be computed: the argument of a traced function."""
     found: list[mx.array] = []
 
     def note(number: mx.array) -> mx.array:
@@ -24,6 +23,5 @@ _known_stand_in = cache(new_stand_in)
 
 
 def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """An array of which nothing can be computed: MLX raises a RuntimeError that it has no
-    primitive."""
+    """An array that cannot be computed: MLX raises a RuntimeError that it has no primitive."""
     return mx.broadcast_to(_known_stand_in(dtype), shape)

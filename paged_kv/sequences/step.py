@@ -1,9 +1,9 @@
-"""A step: the next tokens of some sequences, decided once for all their layers.
+"""Plans a step, the next tokens of some sequences, once for all their layers.
 
-Layers write one after the other, and the step is the same for each: which tokens are whose, which
-blocks they go to, what is visible. So the first layer that asks, or the model when it asks for a
-mask, begins a step, and the other layers find it at their sequences. How far each layer has come is
-noted here, and told to the sequences when anybody asks them. Whatever else happens to one of the
+Layers write one after the other, and the plan is the same for each: the tokens of each sequence,
+their blocks, and the visible tokens. So the first layer that writes, or the model's request for a
+mask, begins a step, and the other layers find it through their sequences. The step records the
+progress of each layer, and reports it when a sequence is queried. Any other change to one of the
 sequences closes the step.
 """
 
@@ -31,23 +31,22 @@ from paged_kv.sequences.step_view import StepView
 
 
 class Step:
-    """S tokens of some sequences. Made by `begin_step`, and by `read` for what was read.
+    """S tokens of some sequences. `begin_step` makes steps, and `read` for tokens already written.
 
     Args:
-        pool: of the sequences.
-        rows: what the step is in each sequence.
+        pool: the sequences' pool.
+        rows: the step in each sequence.
         count: S, padding included.
-        layers: the layers that take it, all as far as each other.
+        layers: the layers that take the step; all have the same tokens.
 
     Attributes:
-        sequences: one for each row.
-        shape: rows and tokens.
-        waiting: the layers that have not taken it yet.
-        is_open: whether nothing else has happened to the sequences.
-        attending: the layers that get arrays which only attention can read, as long as a model
-            takes the step.
-        untold: layers that have taken it since the sequences were told.
-        unread: what the latest of those has written, until attention has read it.
+        sequences: the sequence of each row.
+        shape: numbers of sequences and of tokens.
+        waiting: the layers that have not taken the step yet.
+        is_open: whether the sequences have not changed otherwise.
+        attending: in a model's step, the layers whose arrays only attention can read.
+        untold: layers that have taken the step since the last `tell`.
+        unread: the latest layer's keys and values, until attention has read them.
     """
 
     def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
@@ -79,11 +78,11 @@ class Step:
 
     @cached_property
     def offset_after(self) -> int | mx.array:
-        """The position behind the last token."""
+        """The position after the last token."""
         return _offsets([row.offset_after for row in self.rows])
 
     def begin_in_model(self, layer: int) -> None:
-        """Note that a model takes the step, and own blocks for it.
+        """Note that a model takes the step, and reserve blocks for it.
 
         Raises:
             PoolExhausted: the budget does not hold them; nothing was changed.
@@ -126,7 +125,7 @@ class Step:
             return paged_keys, paged_values
 
     def read(self, layer: int) -> PagedRead:
-        """All tokens so far in a layer that has taken the step."""
+        """A read of all tokens so far, in a layer that has taken the step."""
         group, tail = self.pool.group_of(layer), pending_tail(layer, self.sequences)
         view = self._views.get(layer)
         if view is None:
@@ -135,23 +134,23 @@ class Step:
         return PagedRead(self, view, group.pages[layer], tail)
 
     def tell(self) -> None:
-        """Tell the sequences how far layers have come. The collector may call this at any time: it
-        takes no lock, and touches nothing but them."""
+        """Report the layers' progress to the sequences. The garbage collector may call this at any
+        time, so it takes no lock and touches nothing but the sequences."""
         layers, self.untold = self.untold, []
         if layers:
             for row in self.rows:
                 row.sequence.advance(layers, row.before, row.end, row.padding)
 
     def close(self) -> None:
-        """Something else happens to one of the sequences."""
+        """End the step, because a sequence changes in another way."""
         self.tell()
         self.is_open, self.unread = False, None
         for sequence in self.sequences:
             sequence.leave_step(self)
 
     def _prepare(self, layer: int, geometry: LayerGeometry) -> tuple[StepView, LayerPages]:
-        """Everything that writes need, so that they cannot fail: for the first layer that takes the
-        step, and for layers that were never written."""
+        """Prepare everything that writes need, so that they cannot fail. Called for the first layer
+        of the step, and for layers that were never written."""
         pool, count = self.pool, self.shape[1]
         begun = [each for each in self.sequences if each.begin_write(layer, count)]
         for sequence in self.sequences:
@@ -173,8 +172,8 @@ class Step:
         return self._views[layer], pages
 
     def _reserve(self, layer: int) -> None:
-        """Own blocks in all groups that are open; before the first write of a group nobody knows
-        how large its blocks are."""
+        """Reserve blocks in all open groups. The block size of other groups is unknown until their
+        first write."""
         groups = sum(group.is_open for group in self.pool.groups)
         if groups != self._reserved_groups:
             reserve(self.pool, layer, self.sequences, self.shape[1])
@@ -193,15 +192,16 @@ def _offsets(offsets: list[int]) -> int | mx.array:
 def keep_pending(
     layer: int, sequences: list[Sequence], step: Tail, rows: AttentionMetadata
 ) -> None:
-    """Keep a step of one layer, of which these rows see their parts, until it is written."""
+    """Keep the step of one layer at its sequences until it is written; `rows` tells valid tokens
+    from padding."""
     owned = rows.valid_tokens(step[0].shape[2])
     for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
         sequence.pending[layer] = PendingStep(step, row, own)
 
 
 def pending_tail(layer: int, sequences: list[Sequence]) -> Tail | None:
-    """The step that is pending in just these sequences; None if there is none, or if they were
-    rearranged since."""
+    """The step that is pending in exactly these sequences; None if there is none, or if the batch
+    was rearranged since."""
     pending = [sequence.pending.get(layer) for sequence in sequences]
     first = pending[0] if pending else None
     if first is not None and all(

@@ -1,4 +1,4 @@
-"""What a step is in one of its sequences."""
+"""Describes a step in one of its sequences."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paged_kv.sequences.sequence import Sequence
 
 
 class StepRow(NamedTuple):
-    """A step in one row.
+    """A step in one sequence.
 
     Attributes:
-        sequence: whose row it is.
-        before: tokens that the step's first one has before it.
-        end: tokens with those of the step.
-        padding: what of later steps is padding, and how much follows the last token.
-        offset: the position of the step's first token, maybe one of padding.
+        sequence: the sequence.
+        before: number of tokens before the step.
+        end: number of tokens after the step.
+        padding: the padding of later steps, and after the last token.
+        offset: the position of the step's first token, which may be padding.
     """
 
     sequence: Sequence
@@ -28,14 +28,14 @@ class StepRow(NamedTuple):
 
     @classmethod
     def next(cls, sequence: Sequence, layer: int, count: int) -> StepRow:
-        """The next `count` tokens, padding included."""
+        """The step of the next `count` tokens, padding included."""
         before, padding = sequence.progress(layer)
         offset = before + padding.right - padding.left
         return cls(sequence, before, before + padding.own(count), padding.after(count), offset)
 
     @classmethod
     def latest(cls, sequence: Sequence, layer: int) -> StepRow:
-        """The latest step, which was taken already."""
+        """The step that was taken last."""
         end, offset = sequence.context_lens[layer], sequence.offset(layer)
         return cls(sequence, end - sequence.step_lens[layer], end, sequence.padding[layer], offset)
 
@@ -46,7 +46,7 @@ class StepRow(NamedTuple):
 
 
 def layers_as_far(sequences: Iterable[Sequence], layer: int, num_layers: int) -> Set[int]:
-    """The layers whose next step is the same as that of one of them, in all sequences."""
+    """The layers that are as far as `layer` in every sequence, so that they share its next step."""
     layers: Set[int] = frozenset(range(num_layers))
     for sequence in sequences:
         if not sequence.is_even:

@@ -1,4 +1,4 @@
-"""What a step sees in the layers of one group."""
+"""Describes a step in the layers of one group: its attention metadata, and the masks it accepts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paged_kv.sequences.step_row import StepRow
 
 
 class _Expected(NamedTuple):
-    """What layers of one geometry are handed in this step: shapes and dtypes; and arrays of all
-    tokens' shapes, which cannot be computed."""
+    """The shapes and dtypes that layers of one geometry get in this step, and arrays with the
+    shapes of all tokens, which cannot be computed."""
 
     given: tuple[Any, ...]
     keys: mx.array
@@ -27,22 +27,21 @@ _NO_MASK = object()
 
 
 class StepView:
-    """Rows of a step, as kernels take them, and what its queries see of them.
+    """A step in the layers of one group.
 
     Args:
         group: the layers.
-        rows: of the step.
-        in_tail: whether the step itself is in no page yet when it is attended to.
+        rows: the step's rows.
+        in_tail: whether the step's queries attend before any page holds it.
 
     Attributes:
         attention_metadata: where the tokens are, the same object for all layers.
-        moves: what the group's were when they were there.
-        expected: what layers are handed, by the identity of their geometry, which layers of a group
-            share.
-        mask: the latest mask that was found to hide what a kernel hides by itself.
-        queries: how many it was for.
-        causal: what `Backend.attend` is told then.
-        window: that too.
+        moves: the group's `moves` when the metadata was made.
+        expected: the inputs of layers, by the id of their geometry object, which layers share.
+        mask: the latest mask that kernels can express by lengths and a window.
+        queries: the number of queries of that mask.
+        causal: the argument of `Backend.attend` for that mask.
+        window: the argument of `Backend.attend` for that mask.
     """
 
     def __init__(self, group: LayerGroup, rows: list[StepRow], *, in_tail: bool) -> None:
@@ -58,10 +57,10 @@ class StepView:
         self.expected: dict[int, _Expected] = {}
 
     def expect(self, layer: int, keys: mx.array, values: mx.array) -> _Expected:
-        """Note what layers like this one are handed.
+        """Note the inputs of layers with this geometry.
 
         Raises:
-            ValueError: it is not what the layer holds.
+            ValueError: they do not fit the layer.
         """
         geometry = self.group.open_layer(layer, LayerGeometry.of(keys, values)).geometry
         batch, length = keys.shape[0], max(self.attention_metadata.ends, default=0)
@@ -73,7 +72,7 @@ class StepView:
         return expected
 
     def follow_moves(self) -> None:
-        """Let the rows name the blocks that hold the tokens now."""
+        """Make the metadata again if pages have moved."""
         if self.moves != self.group.moves:
             self.attention_metadata = attention_metadata(
                 self.group, self._rows, in_tail=self.in_tail
@@ -81,7 +80,7 @@ class StepView:
             self.moves = self.group.moves
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
-        """Whether a kernel that knows only lengths and a window hides what the mask hides."""
+        """Whether lengths and a window express the mask, so that a kernel needs no array."""
         window = self.group.window
         sees = self._sees_as(mask, queries)
         if sees:
@@ -108,7 +107,7 @@ class StepView:
         return window is None or max(self.attention_metadata.visible_lens) <= window.size
 
     def _hides_any(self, longest: int) -> bool:
-        """Whether a query behind a head does not see all tokens."""
+        """Whether a query with sink tokens does not see all tokens."""
         return (
             any(self.attention_metadata.first_tokens)
             or max(self.attention_metadata.visible_lens) > longest
