@@ -74,7 +74,7 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
         return backend
     warn_once(
         f"no {backend.name} kernel takes layers of {geometry}: plain MLX operations serve them, "
-        "with the same results but slower (stats() counts such layers)"
+        "which is correct but slower (stats() counts such layers)"
     )
     return PlainBackend()
 

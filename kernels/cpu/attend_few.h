@@ -88,8 +88,8 @@ INLINE float online_softmax(float* scores, int count, int from, int to, float* m
   return rescale;
 }
 
-// The queries of a block, [rows, QUERY_FLOATS], for keys of each format and basis that it meets, as
-// `key_products` says that they are multiplied.
+// The queries of a block, [rows, QUERY_FLOATS], arranged on demand for each kind of product of
+// `key_products` and each basis.
 class Queries {
  public:
   Queries(const Attention& a, const QueryBlock& block, float* memory)

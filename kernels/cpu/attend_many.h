@@ -150,7 +150,7 @@ void attend_panel(const Attention& a, const Buffers& at, const float* q, const S
   int k_dim = a.pages->k_dim, v_dim = a.pages->v_dim, stride = padded(v_dim);
   int low = (int)at.first[from], high = (int)at.behind[from + rows - 1];
   int full_low = (int)at.first[from + rows - 1], full_high = (int)at.behind[from];
-  // Rows are in the order of their positions: the first sees least behind, the last least before.
+  // Rows ascend by position: the first row sees the earliest keys, the last row the latest.
   int begin = larger(low - position, 0), end = smaller(high - position, count);
   if (begin >= end) return;
   int vectors = (rows + W - 1) / W, tokens = end - begin;

@@ -43,7 +43,7 @@ void arrange_bytes(const float* q, int dim, ByteRow* to) {
   }
 }
 
-// Up to 4 query rows, and side by side what belongs to the lanes of their products.
+// Up to 4 query rows, with their scales and middles arranged by the lanes of their products.
 struct FourRows {
   const ByteRow* rows[4];
   alignas(64) float scales[REGISTERS * W];
@@ -68,8 +68,8 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
 
 #if HAS_BYTE_PRODUCTS
 
-// The products of a register of codes, the index-th of its row, with the first `count` rows: word r
-// of each 4 is row r's with the group that lies there.
+// The products of a register of codes, the index-th of its row, with the first `count` query rows:
+// word r of each 4 is the product of query row r with the group of codes at that place.
 INLINE words multiply_codes(words codes, const FourRows& four, int count, int index) {
   words low = bit_and(codes, word1(0x0f0f0f0f)), high = bit_and(shifted_right(codes, 4), word1(0x0f0f0f0f));
   words products[4];

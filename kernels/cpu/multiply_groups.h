@@ -21,7 +21,7 @@ struct Codes {
     if (BITS == 8) return word * PER_WORD + i;
     return word / WORDS * GROUP + word % WORDS * 4 + i / 2 + i % 2 * (GROUP / 2);
   }
-  // What the i-th codes are multiplied with by being left in their places.
+  // The power of two by which `in_place` multiplies the i-th codes, because it does not shift them.
   static constexpr float factor(int i) { return i == PER_WORD - 1 ? 1.f : (float)(1u << BITS * i); }
   INLINE vec in_place(words x, int i) {
     if (i == PER_WORD - 1) return floats_of(shifted_right(x, BITS * i));
@@ -44,9 +44,9 @@ struct Codes {
   }
 };
 
-// A query row that is arranged for keys of a format: for each register of words a vector to begin
-// with, then a vector for each code of a word. A register's lanes stay within a group so long, and
-// are scaled once for all codes of a word.
+// A query row arranged for keys of a format: for each register of words a vector of initial sums,
+// then a vector for each code of a word. So each lane of a register stays within one group, and is
+// scaled once for all codes of a word.
 template <int FORMAT>
 INLINE int arranged(int dim) {
   typedef Codes<FORMAT> C;
@@ -161,8 +161,8 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
   }
 }
 
-// Weights of `count` values of a group, [G, SCORES] times the scales, to [G, VALUE_TOKENS]; and what
-// they add up to times the middle of codes.
+// Multiplies weights [G, SCORES] of `count` values of a group by their scales, to [G, VALUE_TOKENS];
+// and computes the sum of these times the middle of codes.
 template <int FORMAT, int G>
 INLINE void scale_weights(const float* weights, const float* scales, int count, float* scaled,
                           float* middle) {

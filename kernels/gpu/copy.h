@@ -1,5 +1,5 @@
-// Whole pages into other pages, also of other formats. A simdgroup takes one row: a token's keys, or
-// values, of one head. A row of the tables is two entries: from, to.
+// Copies whole pages, also into other formats. A simdgroup takes one row: a token's keys, or values,
+// of one head. A row of the tables is two entries: from, to.
 
 template <uint DIM>
 void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values) {

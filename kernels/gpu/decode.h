@@ -1,7 +1,7 @@
-// Attention of one query a row: reading keys and values is what takes the time.
+// Attention of one query token per sequence (row): bound by reading keys and values.
 //
-// A threadgroup takes a part of a row's context, for one KV head and some of its query heads. Of its
-// simdgroups BLOCKS read the same keys for up to 8 query heads each, and PARTS share the part's tiles.
+// A threadgroup takes a part of a row's context, for one KV head and some of its query heads. BLOCKS
+// simdgroups read the same keys for up to 8 query heads each, and PARTS share the part's tiles.
 // Each key and value is read once for all query heads of a simdgroup, 32 tokens at a time:
 //   1. Two lanes take two tokens: each holds half of the queries' products with both. Eight numbers
 //      of a key are read at once, and neighbouring lanes read 32 bytes that lie side by side.
@@ -9,22 +9,22 @@
 //      simdgroup shares.
 //   3. A lane takes some numbers of the values of all 32 tokens. It reads 2 or 4 at once, and the
 //      whole simdgroup the row of one token.
-// Softmax is done while reading, in base 2. Then the simdgroups join what they have. Where a context is
-// one part, that is the output (WHOLE). Otherwise maximum, sum of weights and weighted values of a part
-// go to memory (PARTIAL), and the merge kernel joins the parts.
+// An online softmax runs while reading, in base 2. Then the simdgroups merge their results. If the
+// context is one part, that is the output (WHOLE). Otherwise the maximum, sum of weights and weighted
+// values of each part go to memory (PARTIAL, the split-KV partials), and the merge kernel joins them.
 //
-// Values that are rotated and values that are not can only be added at the end: where a layer has
-// both, one threadgroup reads the pages of the one kind, another those of the other.
+// Rotated and plain values can only be added at the end. If a layer has both, one threadgroup reads
+// the pages of one kind, and another those of the other.
 //
-// With a STEP the kernel is given the keys and values of the rows' last tokens, and writes them into
-// their pages too. Nothing that a launch writes may be read in it: threadgroups are in no order, and a
-// compiler may read a kernel's inputs through a cache that does not see writes. So nobody reads the
-// place of such a token in its page. The threadgroups that count it, those of the first part, each make
-// it of the inputs, as the page will hold it, and one of them writes it.
+// With a STEP the kernel also gets the keys and values of the rows' last tokens, and writes them to
+// their pages. A launch must not read what it writes: threadgroups run in no order, and a compiler may
+// read a kernel's inputs through a cache that does not see writes. So no thread reads the slot of such
+// a token. The threadgroups that attend to it, those of the first part, each compute it from the
+// inputs, as the page will hold it, and one of them writes it.
 
 CONSTANT uint TILE = 32;
 
-// Numbers of a value that a lane reads at once, how often it does, and all that it has.
+// Numbers of a value that a lane reads at once, its number of reads, and all its numbers.
 CONSTANT uint V_STEP = V_DIM % 128 ? 2 : 4;
 CONSTANT uint V_STEPS = (V_DIM + LANES * V_STEP - 1) / (LANES * V_STEP);
 CONSTANT uint V_NUMBERS = V_STEPS * V_STEP;
@@ -86,7 +86,7 @@ void add_values(Rows values, uint begin, uint end, uint lane, SHARED const float
   }
 }
 
-// Queries in base 2, and behind them the same rotated, if keys may be.
+// Queries in base 2, followed by the rotated queries if keys may be rotated.
 template <typename Strides>
 void stage_queries(DEVICE const T* queries, Strides strides, const THREAD Pages& pages,
                           uint number, uint first_head, uint count, uint part, uint lane,
@@ -123,12 +123,12 @@ struct Seen {
 };
 
 Seen seen_tokens(DEVICE const int* row, uint window) {
-  uint length = row[1] ? 0 : uint(row[0]);  // where the step is padding it sees nothing
+  uint length = row[1] ? 0 : uint(row[0]);  // a padding query sees nothing
   uint last = length ? length - 1 : 0, begin = window && length > window ? length - window : 0;
   return {begin, length, uint(row[ROW_FIELDS + last / PAGE_SIZE]), last % PAGE_SIZE};
 }
 
-// What a simdgroup has summed of its tiles; the sum of weights is of the lane's tokens.
+// The running softmax of a simdgroup's tiles; the sum of weights is over the lane's tokens.
 struct Part {
   float maximum[ROWS], sum[ROWS], values[ROWS * V_NUMBERS];
 
@@ -185,7 +185,7 @@ struct Part {
 #endif
   }
 
-  // Turns products into weights, and what was summed so far into the same measure.
+  // Turns products into weights, and rescales the earlier sums to the new maximum.
   void weigh(THREAD float* sums, bool sees, uint lane, SHARED float* weights) THREAD {
     uint token = lane / 2 + lane % 2 * 16;
     UNROLL
@@ -207,14 +207,14 @@ struct Part {
     uint first = position % PAGE_SIZE, token = position + lane / 2 + lane % 2 * 16;
     uint near = first + lane / 2, far = near + 16;
 #ifdef STEP
-    // Some other place of the tile for the one that is being written, which nobody sees there.
+    // Replaces the slot that is being written by another one of the tile; no query sees it there.
     if (is_last) near ^= near == seen.slot, far ^= far == seen.slot;
 #endif
     float sums[2 * ROWS];
     multiply(keys, near, far, lane, queries, sums);
     weigh(sums, token >= seen.begin && token < seen.end, lane, weights);
     lanes_meet();
-    // What lies outside may be anything, also NaN, and must not be multiplied by zero.
+    // Slots outside may hold anything, even NaN, so they must not be multiplied by zero.
     uint begin = seen.begin > position ? seen.begin - position : 0;
     uint end = seen.end - position < TILE ? seen.end - position : TILE;
     add(rows, first + begin, first + end, lane, weights);
@@ -229,7 +229,7 @@ struct Part {
     }
   }
 
-  // The values of a query head, in another measure.
+  // The values of a query head, rescaled to another maximum.
   void give(uint r, float factor, uint lane, SHARED float* own) THREAD {
     for (uint i = 0; i < V_NUMBERS; i++) {
       uint at = (i / V_STEP * LANES + lane) * V_STEP + i % V_STEP;
@@ -246,7 +246,7 @@ float joined_maximum(SHARED const float* measures) {
   return maximum;
 }
 
-// The sum of the weights of a block's simdgroups, and of their values, which are in one measure.
+// The sum of the weights of a block's simdgroups, and of their values, all scaled to one maximum.
 float join(SHARED const float* measures, SHARED const float* given, float maximum, uint lane,
            THREAD float* values) {
   float sum = 0.0f;

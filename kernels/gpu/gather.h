@@ -1,7 +1,7 @@
-// Keys and values collected from pages and from a step that no page holds yet. A simdgroup takes one
-// row: a token's keys, or values, of one head.
+// Gathers keys and values from pages and from unwritten keys and values. A simdgroup takes one row: a
+// token's keys, or values, of one head.
 
-// Where a place of what is gathered comes from.
+// The source of an output token.
 struct Source {
   bool is_there, in_tail;
   uint at;  // position, or token of the step

@@ -1,4 +1,4 @@
-// Joins the parts of attention that `decode` leaves: a simdgroup takes one query head of one row.
+// Merges the split-KV partials of `decode`: a simdgroup takes one query head of one row.
 
 // `number` is of the query head among those of all rows; `sink` is in base 2.
 void merge(DEVICE const float* partials, DEVICE const float* measures,
@@ -12,7 +12,7 @@ void merge(DEVICE const float* partials, DEVICE const float* measures,
   float total = power_of_2(sink - above);
   float all[numbers_of_lane(V_DIM)];
   for (uint i = 0; i < numbers_of_lane(V_DIM); i++) all[i] = 0.0f;
-  // The rotated first: what is turned back with them is only theirs.
+  // Rotated partials first, so that only their sum is rotated back.
   for (uint basis = bases; basis-- > 0;) {
     for (uint split = 0; split < splits; split++) {
       ulong slot = first + basis * splits + split;

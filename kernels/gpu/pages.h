@@ -1,14 +1,15 @@
-// Where the rows of tokens are: kernels/pages/page_format.py in the words of a kernel.
+// Finds the rows of tokens in pages: kernels/pages/page_format.py for kernels.
 //
-// Everything that says so comes as 32-bit integers, made by kernels/gpu/arrays.py.
+// kernels/gpu/arrays.py makes the 32-bit integers that describe pages and sequences.
 
 CONSTANT uint PAGE_SIZE = 256;
 CONSTANT uint LANES = 32;
 CONSTANT uint GROUP = 32;  // numbers that share a scale
 CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
 
-// How a row holds numbers: in the model's dtype, or as codes of so many bits. HAS_FLOATS, HAS_Q8 and
-// HAS_Q4 say for which a kernel is made, HAS_CODES whether for one of the latter, as the rest would only take registers.
+// How a row holds numbers: in the model's dtype, or as codes of 8 or 4 bits. HAS_FLOATS, HAS_Q8 and
+// HAS_Q4 name the formats that a kernel variant reads, and HAS_CODES means Q8 or Q4. Other formats
+// would only take registers.
 CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
 
 // Logits are in base 2. A hidden one is NEVER, and a running maximum starts at LOWEST: the
@@ -29,10 +30,10 @@ enum Parameter {
   CAUSAL,
   SPLITS,        // parts of a row's context
   SPLIT_TILES,   // tiles of each
-  FIRST_BASIS,   // of the values that pages hold: 0 as they are, 1 rotated
+  FIRST_BASIS,   // of values in pages: 0 plain, 1 rotated
   BASES_OF_VALUES,
-  TAIL_TOKENS,   // tokens of a step that no page holds yet
-  TOKENS,        // of what is gathered
+  TAIL_TOKENS,   // unwritten tokens of a step
+  TOKENS,        // gathered tokens
   Q_HEADS,
   PARAMETERS
 };
@@ -61,8 +62,8 @@ struct Rows {
 // begin in it, and how both are held.
 CONSTANT uint LAYOUT_FIELDS = 8;
 
-// Fields of a row of the tables: tokens, padding behind them, and how many tokens are its own at
-// the beginning and from where on again. Its entries follow.
+// Fields of a row of the tables: tokens, right padding, valid (sink) tokens at the beginning, and the
+// first valid token after those. The table entries follow.
 CONSTANT uint ROW_FIELDS = 4;
 
 // Words of a token's row.

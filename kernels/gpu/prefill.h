@@ -1,13 +1,13 @@
-// Attention of a step of queries, on units that multiply matrices.
+// Attention of a step of queries, on matrix units.
 //
 // A simdgroup keeps the weighted values of its rows in registers, and their maximum and sum of weights
-// in base 2. Of each matrix of 8 columns a lane has two that lie side by side, in one row or two:
-// number (matrix * LANE_ROWS + row) * 2 + column of its arrays.
+// in base 2. Of each matrix of 8 columns a lane has two adjacent ones, in one row or two: number
+// (matrix * LANE_ROWS + row) * 2 + column of its arrays.
 //
-// Values that are rotated are summed first, and the sum is turned back in the registers before the
-// others follow.
+// Rotated values are summed first, and their sum is rotated back in registers before the plain ones
+// are added.
 
-// Over the four lanes that have a row.
+// Reductions over the four lanes that share a row.
 float largest_of_row(float x) {
   x = larger(x, from_lane_xor(x, COLUMN_LANE_2));
   return larger(x, from_lane_xor(x, COLUMN_LANE_4));
@@ -35,7 +35,7 @@ void exchange_numbers(THREAD float* x, uint count, uint distance, float scale) {
     }
 }
 
-// Turns the rows into the other basis.
+// Rotates the rows, or rotates them back.
 void rotate_rows(THREAD float* x, uint lane) {
   constexpr uint COUNT = V_DIM / 4 * LANE_ROWS, MATRIX = 2 * LANE_ROWS;
   exchange_numbers(x, COUNT, 1, 1.0f / root(float(rotated_block(V_DIM))));
@@ -62,7 +62,7 @@ struct Softmax {
     }
   }
 
-  // A row's logits become weights, and what was summed so far is put into the same measure.
+  // Turns a row's logits into weights, and rescales the earlier sums to the new maximum.
   void weigh(uint i, QueryRow row, Tile tile, uint lane, THREAD float* logits) THREAD {
     uint end = smaller(row.end, tile.end), column = tile.position + column_in_matrix(lane);
     float above = maximum[i];
@@ -101,7 +101,7 @@ struct Softmax {
   }
 };
 
-// The tiles that a threadgroup reads: of pages, then of a step that no page holds.
+// The tiles that a threadgroup reads: those of pages, then those of unwritten keys and values.
 struct Tiles {
   uint in_pages;  // positions
   uint first, count, first_of_tail, count_of_tail;
@@ -152,7 +152,7 @@ void prefill(DEVICE const T* queries, Strides strides,
   stage_rows(queries, strides, pages, block, place, false, own);
 #ifdef HAS_CODES
   bool queries_rotated = false;
-  // The rotated values, if there may be any, and then the others.
+  // The rotated values, if there may be any, then the plain ones.
   for (uint pass = 0; pass < 2; pass++) {
 #endif
     for (uint i = 0; i < tiles.count + tiles.count_of_tail; i++) {

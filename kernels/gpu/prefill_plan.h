@@ -1,4 +1,4 @@
-// What a threadgroup of prefill does, for matrices of any kind.
+// Plans the work of a threadgroup of prefill, for matrices of any size.
 //
 // It takes query rows of one KV head, so that keys and values that it has read serve all of them: row r
 // is query r / gqa_group_size of the step, head r % gqa_group_size of the group. A simdgroup takes some of the rows.
@@ -10,14 +10,14 @@ CONSTANT uint PREFILL_SIMDGROUPS = PREFILL_THREADS / LANES;
 CONSTANT uint BLOCK_ROWS = PREFILL_SIMDGROUPS * SIMDGROUP_ROWS;
 
 
-// What a lane's row of queries sees.
+// The positions that a lane's query row sees.
 struct QueryRow {
   uint step, head;     // of the step, of the group
   bool is_there;       // not padding
   uint begin, end;     // positions that it sees
 };
 
-// What a threadgroup's rows see together; nothing where all are padding.
+// The positions that a threadgroup's rows see together; none if all rows are padding.
 struct Block {
   Own own;
   uint first_row, length, begin, end;

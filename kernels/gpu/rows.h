@@ -76,8 +76,8 @@ ushort scale_bits(float scale) {
   return half_of_float(smaller(larger(scale, -65504.0f), 65504.0f));
 }
 
-// Encode a group, kernels/pages/number_format.py, of which each lane has a number: gives the lane's code, the
-// word of codes that it is to write if it writes one, and the bits of the scale.
+// Encodes a group, of which each lane has a number; see kernels/pages/number_format.py. Outputs the
+// lane's code, the word of codes that the lane writes (if any), and the bits of the scale.
 float encode_q8(float x, THREAD uint& word, THREAD ushort& scale) {
   float step = largest_of_lanes(magnitude(x)) / 127.0f;
   float code = code_of(x, inverse_of(step), 0.5f, -127.0f, 127.0f);
@@ -99,8 +99,8 @@ float encode_q4(float x, THREAD uint& word, THREAD ushort& scale) {
   return code;
 }
 
-// Turns a token's row into what a page then holds, first into the other basis if `turn`, and writes it
-// there, into memory that the kernel has as an input, if `writes`.
+// Turns a token's row into the numbers that a page holds, rotated first if `turn`. If `writes`, also
+// writes the row to the page, which is an input of the kernel.
 template <uint DIM>
 void encode_row(Rows rows, uint token, bool turn, bool writes, uint lane, THREAD float* x) {
 #ifdef HAS_CODES

@@ -1,5 +1,5 @@
-// A step's keys and values into pages. A simdgroup takes one row: a token's keys, or values, of one
-// head.
+// Writes a step's keys and values to pages. A simdgroup takes one row: a token's keys, or values, of
+// one head.
 
 CONSTANT uint ROW_SIMDGROUPS = 4;
 
