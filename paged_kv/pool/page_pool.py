@@ -1,4 +1,4 @@
-"""The memory of all sequences of one model: slabs, and the blocks handed out of them."""
+"""Manages the memory of all sequences of one model: slabs, and the blocks in them."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ logger = logging.getLogger("paged_kv")
 _serials = itertools.count()
 
 open_pools: Registry[PagePool] = Registry()
-"""The pools that somebody still refers to."""
+"""The pools in use, weakly referenced."""
 
 
 class PagePool:
     """Pages for `num_layers` layers under one byte budget.
 
     Args:
-        num_layers: layers that keep keys and values.
-        windows: what the layers see that see a window only.
-        page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
-            of these, for keys and for values. With "auto", or a policy of one's own, pages begin
-            with 16 bits and get smaller when memory gets short.
-        max_bytes: the most that slabs may take, such as "4GB"; None means 80 % of what the machine
-            recommends, less what is in use.
-        beside: a pool with which this one shares its budget, instead of one of its own.
-        trace: a file in which to record what happens to blocks, see `paged_kv.pool.trace`. None
-            means the one that PAGED_KV_TRACE names, if it does.
-        name: what log messages call the pool.
+        num_layers: number of layers that keep keys and values.
+        windows: the windows of layers with a sliding window, by layer.
+        page_format: the number format of pages: "fp16" (the model's 16 bits), "q8" or "q4"; or a
+            pair, for keys and for values. With "auto", or a `RequantisationPolicy`, pages start
+            with 16 bits and are requantised when memory gets short.
+        max_bytes: the most bytes of slabs, such as "4GB". None means 80 % of the device's memory,
+            less what MLX holds; see `recommended_bytes`.
+        beside: another pool, whose budget this one shares.
+        trace: a file that records the events of blocks, see `paged_kv.pool.trace`. None means the
+            file that PAGED_KV_TRACE names, if any.
+        name: the pool's name in log messages.
 
     Attributes:
-        counts: what has happened in it.
-        attending: layers of which only attention takes keys and values, as far as is known.
-        attends_in_order: whether it does before the next layer writes.
+        counts: counts of evictions, requantisations and look-ups.
+        attending: layers whose keys and values only attention uses, as far as is known.
+        attends_in_order: whether each layer's attention runs before the next layer writes.
 
     Raises:
-        TypeError, ValueError, OSError: an argument is wrong; the message says which.
+        TypeError, ValueError, OSError: an argument is wrong; the message names it.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class PagePool:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything was written, so that it is known how large a block is."""
+        """Whether any layer has been written, so that block sizes are known."""
         return any(group.is_open for group in self.groups)
 
     @property
     def slack(self) -> int:
-        """Bytes of the budget that may lie idle, because memory is mapped in slabs."""
+        """Bytes of the budget that may stay unused because memory is mapped in slabs."""
         return self.reclaimer.slack()
 
     def group_of(self, layer: int) -> LayerGroup:
@@ -130,16 +130,16 @@ class PagePool:
         return self._group_of[layer]
 
     def geometry(self, layer: int) -> LayerGeometry | None:
-        """What a layer holds, or None before its first write."""
+        """The geometry of a layer, or None before its first write."""
         pages = self.group_of(layer).pages.get(layer)
         return None if pages is None else pages.geometry
 
     @locked
     def append_blocks(self, group: LayerGroup, table: BlockTable, formats: list[str]) -> None:
-        """Own new blocks of these page formats in a table, behind those that it has.
+        """Append new blocks of these page formats to a table.
 
         Raises:
-            ValueError: a format cannot hold what a layer writes; nothing was changed.
+            ValueError: a format cannot hold a layer's keys and values; nothing was changed.
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
         if not formats:
@@ -151,10 +151,10 @@ class PagePool:
 
     @locked
     def can_admit(self, tokens: int) -> bool:
-        """Whether a new sequence of `tokens` tokens would fit now, also if pages must become
-        smaller while it is read. O(slabs), and O(pages of the sequence * used blocks) in that case.
+        """Whether a new sequence of `tokens` tokens would fit now, if need be with requantisation.
+        O(slabs), and O(pages of the sequence * used blocks) in that case.
 
-        Before the first write it is not known how large a block is, and the answer is yes.
+        True before the first write, because block sizes are unknown then.
 
         Raises:
             TypeError, ValueError: `tokens` is no integer, or is negative.
@@ -177,37 +177,37 @@ class PagePool:
 
     @locked
     def compact(self) -> Compaction:
-        """Move pages out of the emptiest slabs and give those back; returns what that did.
-        `stats().bytes_compactable` says beforehand what it would give back.
+        """Move pages out of the emptiest slabs and unmap those; returns moves, slabs and bytes.
+        `stats().bytes_compactable` predicts the bytes.
 
-        Call it between steps: it waits for what is in flight, and copies each moved page once.
+        Call it between steps: it waits for pending work, and copies each moved page once.
         """
         return self.reclaimer.compact()
 
     @locked
     def clear(self) -> int:
-        """Forget the prefixes that are not pinned, and give back every slab that holds no used
-        block; returns how many."""
+        """Evict all prefixes that are not pinned, and unmap every empty slab; returns how many
+        slabs."""
         evicted = self.index.clear()
         self.counts.evictions["clear"] += evicted + self.out_of_window.give_up(lambda: False)
         return self.reclaimer.give_back()
 
     @locked
     def check(self) -> None:
-        """Verify every invariant; an AssertionError names the one that is broken."""
+        """Verify every invariant; an AssertionError names the broken one."""
         for group in self.groups:
             if group.is_open:
                 group.allocator.check()
 
     @locked
     def stats(self) -> PoolStats:
-        """A snapshot of what the pool holds. O(slabs)."""
+        """A snapshot of the pool's memory and counts. O(slabs)."""
         self.reclaimer.drain()
         return self.snapshot()
 
     @locked
     def snapshot(self) -> PoolStats:
-        """As `stats`, but nothing is released that finalisers left: for threads that only look."""
+        """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
         return PoolStats(
             page_format=self.page_format.name,
             backend=self.backend.name,
@@ -218,12 +218,12 @@ class PagePool:
         )
 
     def note_gather(self, group: LayerGroup, pages: LayerPages) -> None:
-        """Count that a layer's keys and values were gathered, for attention or anybody else."""
+        """Count a gather of a layer's keys and values; log the first one."""
         if not any(each.gather_fallbacks for each in self.groups):
             (layer,) = [layer for layer, each in group.pages.items() if each is pages]
             logger.warning(
-                "%s: attention of layer %d does not read pages; keys and values are gathered "
-                "for it, which is right but slower (said once; stats() counts)",
+                "%s: attention of layer %d does not read pages; keys and values are gathered for "
+                "it, which is correct but slower (logged once; stats() counts)",
                 self.name,
                 layer,
             )
@@ -231,6 +231,6 @@ class PagePool:
 
 
 def require_pool(name: str, value: object) -> None:
-    """Raise a TypeError unless the value is a PagePool."""
+    """Raise a TypeError with the argument's name unless the value is a PagePool."""
     if not isinstance(value, PagePool):
         raise TypeError(f"{name} must be a PagePool, got {described(value)}")

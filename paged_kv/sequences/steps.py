@@ -1,5 +1,4 @@
-"""What is done with sequences, in one layer of theirs or in all: they are written, read and
-converted."""
+"""Writes, reads and converts sequences, in one layer or in all."""
 
 from __future__ import annotations
 
@@ -20,16 +19,16 @@ from paged_kv.sequences.step_row import StepRow, layers_as_far
 def append(
     pool: PagePool, layer: int, sequences: list[Sequence], keys: mx.array, values: mx.array
 ) -> tuple[PagedKeys, PagedValues]:
-    """Write S new tokens of each sequence into its pages, in one layer, padding left out;
-    returns what `read` does.
+    """Write the valid tokens of a step of S tokens to pages, in one layer; returns as `read`.
 
     keys [B, k_heads, S, k_dim], values [B, v_heads, S, v_dim], B the number of sequences.
 
+    Each error also undoes the writes of other layers in the same step.
+
     Raises:
-        ValueError: shapes or dtypes are not what this layer holds, or a format can hold.
+        ValueError: shapes or dtypes do not fit this layer or a page format.
         PoolExhausted: the budget does not hold the blocks.
-        ThreadConflict: another thread still has to compute what it read from these pages.
-            After all three, what other layers wrote in the same step is undone too.
+        ThreadConflict: another thread has not yet computed its reads of these pages.
     """
     if keys.shape[0] != len(sequences):
         raise ValueError(
@@ -42,8 +41,8 @@ def append(
 
 
 def begin_step(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -> Step:
-    """The next `count` tokens of each sequence, padding included, for one layer and all others
-    that are as far. Another step that one of them takes part in is closed."""
+    """Begin the step of each sequence's next `count` tokens, padding included, for one layer and
+    all others with as many tokens. Closes any other step of these sequences."""
     with pool.lock:
         layers = layers_as_far(sequences, layer, pool.num_layers)
         rows = [StepRow.next(sequence, layer, count) for sequence in sequences]
@@ -54,7 +53,7 @@ def read(pool: PagePool, layer: int, sequences: list[Sequence]) -> tuple[PagedKe
     """All keys and values of the sequences in one layer.
 
     Raises:
-        ValueError: the layer was not written yet.
+        ValueError: the layer has not been written yet.
     """
     with pool.lock:
         if layer not in pool.group_of(layer).pages:
@@ -70,24 +69,23 @@ def read(pool: PagePool, layer: int, sequences: list[Sequence]) -> tuple[PagedKe
 
 
 def commit(sequences: list[Sequence], layers: Set[int] | None = None) -> None:
-    """Write what the sequences' layers, or some of them, have not written yet. No step that
-    these have taken can be attended to any more."""
+    """Write the pending steps of all layers, or of `layers`. No query can attend to the latest
+    step of these afterwards."""
     for sequence in sequences:
         sequence.commit(layers)
 
 
 def convert(pool: PagePool, sequences: list[Sequence], page_format: PageFormat) -> None:
-    """Turn all pages of the sequences into pages of that format; tokens to come get such
-    pages too. Pages that other sequences share stay for them as they are.
+    """Convert all pages of the sequences to a format; future tokens get such pages too. Other
+    sequences that share the pages keep them unchanged.
 
-    O(1) for a sequence that was converted before. The pages of one slab at a time are held
-    twice.
+    O(1) for a sequence that was converted before. Memory holds the pages of one slab at a time in
+    both formats.
 
     Raises:
-        ValueError: the format cannot hold what a layer writes; nothing was changed.
+        ValueError: the format cannot hold a layer's keys and values; nothing was changed.
         PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
-            What was converted stays so, new pages are of the format too, and asking again goes
-            on.
+            Converted pages stay converted, new pages have the format, and another call resumes.
     """
     with pool.lock:
         others = [each for each in sequences if not each.is_held_in(page_format)]
