@@ -11,9 +11,8 @@ allocates a slab. A lock of this module keeps the two apart.
 
 from functools import wraps
 from io import BytesIO
-from math import prod
 from threading import Lock
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -33,8 +32,7 @@ def untouched(shape: tuple[int, int]) -> mx.array:
         return memory
     with _reading:
         # Every other MLX function that makes an array fills it.
-        file = cast("BinaryIO", _HollowFile(shape))
-        memory = cast("mx.array", mx.load(file, format="npy"))
+        memory = cast("mx.array", mx.load(_HeaderOnly(shape), format="npy"))
         mx.eval(memory)
         return memory
 
@@ -52,40 +50,21 @@ def _clear_cache_between_reads() -> None:
 mx.clear_cache = _clear_cache_between_reads
 
 
-class _HollowFile:
-    """A .npy file with a header and no data: reading the array leaves its memory untouched."""
+class _HeaderOnly(BytesIO):
+    """A .npy file that ends behind its header, and says of every read that it gave all bytes.
+
+    MLX allocates an array of the size that the header gives, and lets `readinto` fill it. This one
+    fills nothing, so the array's memory stays as the system gave it.
+    """
 
     name = "untouched memory"
-    closed = False
 
     def __init__(self, shape: tuple[int, int]) -> None:
-        header = BytesIO()
+        super().__init__()
         fields: dict[str, Any] = {"descr": "<u2", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(header, fields)
-        self._header = header.getvalue()
-        self._size = len(self._header) + prod(shape) * WORD.size
-        self._at = 0
+        np.lib.format.write_array_header_1_0(self, fields)
+        self.seek(0)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def read(self, count: int) -> bytes:
-        content = self._header[self._at : self._at + count]
-        self._at += count
-        return content
-
-    def readinto(self, buffer: memoryview) -> int:
-        content = self._header[self._at : self._at + len(buffer)]
-        buffer[: len(content)] = content
-        self._at += len(buffer)
+    def readinto(self, buffer: Any) -> int:
+        super().readinto(buffer)
         return len(buffer)
