@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 from paged_kv.commands.arguments import MOST_SECONDS, page_format, positive
 from paged_kv.commands.store_command import add_store_options
@@ -13,9 +14,12 @@ from paged_kv.sizes import parse_size
 
 def server_parser() -> argparse.ArgumentParser:
     """The parser of all options."""
-    parser = _mlx_lm_parser()
-    parser.prog = "paged-kv server"
-    parser.description = "Serves OpenAI's API like mlx-lm's server, on paged caches."
+    parser = argparse.ArgumentParser(
+        "paged-kv server",
+        description="Serves OpenAI's API like mlx-lm's server, on paged caches.",
+        parents=[_mlx_lm_parser()],
+        add_help=False,  # mlx-lm's has it
+    )
     _add_cache_options(parser.add_argument_group("paged caches"))
     _add_api_options(parser.add_argument_group("models and clients"))
     _add_limits(parser.add_argument_group("limits"))
@@ -136,28 +140,31 @@ def _redefine(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
     action.help, action.default = meaning, None
 
 
+class _Stopped(Exception):
+    """Leaves mlx-lm's `main` where it would parse its options and serve."""
+
+
+class _UnusedParser(argparse.ArgumentParser):
+    def parse_args(self, *_: Any) -> NoReturn:  # type: ignore[override]  # it never returns
+        raise _Stopped(self)
+
+
 def _mlx_lm_parser() -> argparse.ArgumentParser:
-    """The parser that mlx-lm's `main` makes but does not return."""
+    """The parser that mlx-lm's `main` makes but does not return.
+
+    A copy of its options would lack those that a later mlx-lm adds. So `main` runs with a parser
+    that stops it when it would parse. Only mlx-lm's server sees that parser.
+    """
     from mlx_lm import server
 
-    class Found(Exception):
-        """Leaves `main` before it serves."""
-
-    def found(parser: argparse.ArgumentParser, *_: Any) -> argparse.Namespace:
-        parsers.append(parser)
-        raise Found
-
-    parsers: list[argparse.ArgumentParser] = []
-    kind, name = argparse.ArgumentParser, "parse_args"
-    stock = vars(kind)[name]
-    setattr(kind, name, found)
-    try:
-        with suppress(Found):
+    known = vars(argparse) | {"ArgumentParser": _UnusedParser}
+    with patch.object(server, "argparse", SimpleNamespace(**known)):
+        try:
             server.main()
-    finally:
-        setattr(kind, name, stock)
-    (parser,) = parsers
-    return parser
+        except _Stopped as stopped:
+            parser: argparse.ArgumentParser = stopped.args[0]
+            return parser
+    raise AssertionError("mlx-lm's server has ended without parsing its options")
 
 
 def _seconds(text: str) -> float:
