@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from paged_kv.allocator.block_table import Write
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.kernels.pages.errors import ThreadConflict
@@ -22,7 +24,9 @@ def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -
         PoolExhausted: the budget does not hold the blocks; no sequence has changed.
     """
     with pool.lock:
-        writes = _unreserved(pool, layer, sequences, count)
+        step_writes = _unreserved(pool, layer, sequences, count)
+        _cache_leaving(pool, step_writes)
+        writes = _by_group(step_writes)
         if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
             own(pool.reclaimer, writes)
             return
@@ -34,10 +38,17 @@ def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -
             raise
 
 
-def _unreserved(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -> Writes:
-    """The writes of a step that are not reserved yet; the blocks that they write over in rings are
-    retired."""
-    writes: dict[LayerGroup, list[Write]] = {}
+class _StepWrite(NamedTuple):
+    group: LayerGroup
+    sequence: Sequence
+    write: Write
+
+
+def _unreserved(
+    pool: PagePool, layer: int, sequences: list[Sequence], count: int
+) -> list[_StepWrite]:
+    """The writes of a step that are not reserved yet."""
+    writes: list[_StepWrite] = []
     open_groups = [group for group in pool.groups if group.is_open]
     for sequence in sequences:
         start, padding = sequence.progress(layer)
@@ -45,6 +56,19 @@ def _unreserved(pool: PagePool, layer: int, sequences: list[Sequence], count: in
         for group in open_groups:
             table = sequence.table(group)
             if end > start and not table.is_reserved(end):
-                cache_leaving(pool.out_of_window, group, sequence, end)
-                writes.setdefault(group, []).append(Write(table, start, end))
+                writes.append(_StepWrite(group, sequence, Write(table, start, end)))
+    return writes
+
+
+def _cache_leaving(pool: PagePool, step_writes: list[_StepWrite]) -> None:
+    """Cache the pages of rings that these write over, where others may reuse them. From then on
+    they are shared, so that a write needs a block more."""
+    for group, sequence, write in step_writes:
+        cache_leaving(pool.out_of_window, group, sequence, write.end)
+
+
+def _by_group(step_writes: list[_StepWrite]) -> Writes:
+    writes: dict[LayerGroup, list[Write]] = {}
+    for group, _, write in step_writes:
+        writes.setdefault(group, []).append(write)
     return writes
