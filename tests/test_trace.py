@@ -16,7 +16,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.command_line import main
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.pool.trace import TracedPool, TraceFile
+from paged_kv.pool.trace import TracedPool, TraceEvent, TraceFile
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sizes import format_size, parse_size
@@ -356,7 +356,7 @@ def test_a_line_is_added_with_the_time_that_has_passed(tmp_path: Path) -> None:
     times = iter([5.0, 5.0, 5.25, 5.2509765625, 7.0])
     file = TraceFile(tmp_path / "trace", lambda: next(times))
     for number in range(4):
-        file.line("d", number)
+        file.line(TraceEvent.DROP, number)
     file.flush()
     text = (tmp_path / "trace").read_text().splitlines()[1:]
     assert text == ["d 0", "+ 250", "d 1", "d 2", "+ 1750", "d 3"]

@@ -1,5 +1,6 @@
 """The order of a trace's lines."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
+from paged_kv.pool import trace
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.steps import append
+from paged_kv.trace.replay import Parameters, Replay
 
 
 def write(sequence: Sequence, count: int) -> None:
@@ -20,6 +23,12 @@ def lines(pool: PagePool, path: Path) -> list[str]:
     events: Any = pool.counts.events
     events.flush()
     return [line for line in path.read_text().splitlines()[1:] if not line.startswith("+")]
+
+
+def test_each_event_is_described_once_and_replayed() -> None:
+    described = re.findall(r"^    (\S) \w", str(trace.__doc__), re.MULTILINE)
+    assert sorted(described) == sorted(trace.TraceEvent)
+    assert set(Replay([], Parameters())._handlers()) == set(trace.TraceEvent)
 
 
 def test_small_writes_are_told_before_what_takes_them_back(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -61,6 +62,29 @@ JOINED_TOKENS = 16
 FLUSH_S = 1.0
 
 _files: dict[Path, TraceFile] = {}
+
+
+class TraceEvent(StrEnum):
+    """The letter that a line of a trace begins with. The module's docstring tells what follows it."""
+
+    TIME = "+"
+    POOL = "P"
+    GROUP = "G"
+    BLOCK_BYTES = "B"
+    NEW_TABLE = "n"
+    WRITE = "w"
+    COPY_ON_WRITE = "c"
+    FORK = "f"
+    TRIM = "t"
+    DROP = "d"
+    INSERT_PREFIX = "k"
+    ADOPT_PREFIX = "a"
+    CACHE_RING_BLOCK = "r"
+    CACHE_UNSEEN_BLOCK = "s"
+    LET_GO = "u"
+    BEGIN_RING = "b"
+    LOOK_UP = "l"
+    EVICT_PREFIX = "e"
 
 
 def events_of(budget: ByteBudget, name: str, path: str | os.PathLike[str] | None) -> Events:
@@ -116,7 +140,7 @@ class TraceFile:
             passed = int((now - self._last) * 1000)
             if passed:
                 self._last += passed / 1000
-                self._file.write(f"+ {passed}\n")
+                self._file.write(f"{TraceEvent.TIME} {passed}\n")
             self._file.write(" ".join(map(str, words)) + "\n")
             if now - self._flushed > FLUSH_S:
                 self._flushed = now
@@ -175,7 +199,7 @@ class TracedPool(Events):
         self._fresh: dict[tuple[BlockAllocator, int], None] = {}
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
         self._out_of_window: dict[tuple[BlockAllocator, int], int] = {}
-        file.line("P", self._pool, file.number_of(budget), budget.max_bytes, name)
+        file.line(TraceEvent.POOL, self._pool, file.number_of(budget), budget.max_bytes, name)
 
     def flush(self) -> None:
         """Write joined events and flush the file."""
@@ -190,7 +214,7 @@ class TracedPool(Events):
         for name, size in block_bytes.items():
             if self._sizes.get((allocator, name)) != size:
                 self._sizes[allocator, name] = size
-                self._file.line("B", self._groups[allocator], size, name)
+                self._file.line(TraceEvent.BLOCK_BYTES, self._groups[allocator], size, name)
 
     def made(self, table: BlockTable) -> None:
         """See `Events`."""
@@ -199,12 +223,12 @@ class TracedPool(Events):
             self._rings[table.allocator] = table.ring
             ring = table.ring or Ring(0)
             shape = ring.entries, ring.head, ring.window or 0, ring.sink_tokens
-            self._file.line("G", group, self._pool, *shape)
-        self._file.line("n", self._number(table), group, table.page_format)
+            self._file.line(TraceEvent.GROUP, group, self._pool, *shape)
+        self._file.line(TraceEvent.NEW_TABLE, self._number(table), group, table.page_format)
 
     def forked(self, table: BlockTable, fork: BlockTable) -> None:
         """See `Events`."""
-        self._file.line("f", self._settled(table), self._number(fork))
+        self._file.line(TraceEvent.FORK, self._settled(table), self._number(fork))
 
     def written(self, table: BlockTable, start: int, end: int, fresh: int, copied: int) -> None:
         """See `Events`."""
@@ -215,9 +239,9 @@ class TracedPool(Events):
             return
         number = self._settled(table)
         if copied:
-            self._file.line("c", number, copied)
+            self._file.line(TraceEvent.COPY_ON_WRITE, number, copied)
         if fresh or copied or end - start > JOINED_TOKENS:
-            self._file.line("w", number, start, end, fresh)
+            self._file.line(TraceEvent.WRITE, number, start, end, fresh)
         else:
             self._joined[table] = start, end
 
@@ -225,18 +249,19 @@ class TracedPool(Events):
         """See `Events`."""
         number = self._settled(table)
         if table not in self._adopting:
-            self._file.line("t", number, table.tokens)
+            self._file.line(TraceEvent.TRIM, number, table.tokens)
             return
         known = self._adopting.pop(table)
         if known is None:
             # The trace does not know this prefix: record the tokens as the table's own write.
-            self._file.line("w", number, 0, table.tokens, 0)
+            self._file.line(TraceEvent.WRITE, number, 0, table.tokens, 0)
         else:
-            self._file.line("a" if table.ring is None else "b", number, table.tokens, known)
+            event = TraceEvent.ADOPT_PREFIX if table.ring is None else TraceEvent.BEGIN_RING
+            self._file.line(event, number, table.tokens, known)
 
     def dropped(self, table: BlockTable) -> None:
         """See `Events`."""
-        self._file.line("d", self._settled(table))
+        self._file.line(TraceEvent.DROP, self._settled(table))
         del self._tables[table]
         self._adopting.pop(table, None)
 
@@ -250,10 +275,12 @@ class TracedPool(Events):
         holder = next((each for each in tables if block in each.blocks), None)
         if holder is None:
             page_format = allocator.format_of(block).name
-            self._file.line("s", number, self._groups[allocator], page_format)
+            self._file.line(
+                TraceEvent.CACHE_UNSEEN_BLOCK, number, self._groups[allocator], page_format
+            )
         else:
             table = self._settled(holder)
-            self._file.line("r", number, table, holder.blocks.index(block))
+            self._file.line(TraceEvent.CACHE_RING_BLOCK, number, table, holder.blocks.index(block))
 
     def inserted(self, table: BlockTable, num_tokens: int) -> None:
         """See `Events`."""
@@ -263,7 +290,9 @@ class TracedPool(Events):
         if mine:
             prefix = next(self._file.numbers["prefix"])
             self._prefix_of.update(dict.fromkeys(mine, prefix))
-            self._file.line("k", self._settled(table), num_tokens, prefix, len(mine))
+            self._file.line(
+                TraceEvent.INSERT_PREFIX, self._settled(table), num_tokens, prefix, len(mine)
+            )
 
     def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """See `Events`."""
@@ -277,16 +306,16 @@ class TracedPool(Events):
 
     def looked_up(self, num_tokens: int, found: int) -> None:
         """See `Events`."""
-        self._file.line("l", self._pool, num_tokens, found)
+        self._file.line(TraceEvent.LOOK_UP, self._pool, num_tokens, found)
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""
         if (allocator, block) in self._out_of_window:
-            self._file.line("u", self._out_of_window.pop((allocator, block)))
+            self._file.line(TraceEvent.LET_GO, self._out_of_window.pop((allocator, block)))
         self._fresh.pop((allocator, block), None)
         prefix = self._prefix_of.pop((allocator, block), None)
         if prefix is not None:
-            self._file.line("e", prefix, 1)
+            self._file.line(TraceEvent.EVICT_PREFIX, prefix, 1)
 
     def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
         """See `Events`."""
@@ -302,7 +331,7 @@ class TracedPool(Events):
         """Write the table's joined writes; returns its number."""
         number = self._tables[table]
         if table in self._joined:
-            self._file.line("w", number, *self._joined.pop(table), 0)
+            self._file.line(TraceEvent.WRITE, number, *self._joined.pop(table), 0)
         return number
 
 

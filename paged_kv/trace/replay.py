@@ -30,7 +30,7 @@ from paged_kv.allocator.ring import Ring
 from paged_kv.monitor.process_view import PoolView
 from paged_kv.monitor.stats_history import History, Sample
 from paged_kv.pool.stats import PoolStats, no_stats
-from paged_kv.pool.trace import PAGE_SIZE, VERSION
+from paged_kv.pool.trace import PAGE_SIZE, VERSION, TraceEvent
 from paged_kv.trace.simulated_pool import (
     SimulatedGroup,
     SimulatedPool,
@@ -152,7 +152,7 @@ class Replay:
         handlers = self._handlers()
         for number, (letter, *words) in enumerate(self._events):
             try:
-                handlers[letter](*words)
+                handlers[TraceEvent(letter)](*words)
             except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"line {number + 2} of the trace makes no sense: {letter} {' '.join(words)}"
@@ -170,14 +170,28 @@ class Replay:
         """What the pools hold, with their maps."""
         return tuple([pool.view(number) for number, pool in self._pools.items()])
 
-    def _handlers(self) -> dict[str, Callable[..., None]]:
+    def _handlers(self) -> dict[TraceEvent, Callable[..., None]]:
+        """What does an event again, called with the words of its line."""
         return {
-            "+": self._pass, "P": self._add_pool, "G": self._add_group, "B": self._size,
-            "n": self._make, "w": self._write, "c": self._ignore, "f": self._fork,
-            "t": self._trim, "d": self._drop, "k": self._keep, "a": self._adopt,
-            "l": self._look_up, "e": self._ignore, "r": self._retire, "s": self._retire_unseen,
-            "u": self._let_go, "b": self._begin_ring,
-        }  # fmt: skip
+            TraceEvent.TIME: self._pass,
+            TraceEvent.POOL: self._add_pool,
+            TraceEvent.GROUP: self._add_group,
+            TraceEvent.BLOCK_BYTES: self._size,
+            TraceEvent.NEW_TABLE: self._make,
+            TraceEvent.WRITE: self._write,
+            TraceEvent.COPY_ON_WRITE: self._ignore,
+            TraceEvent.FORK: self._fork,
+            TraceEvent.TRIM: self._trim,
+            TraceEvent.DROP: self._drop,
+            TraceEvent.INSERT_PREFIX: self._keep,
+            TraceEvent.ADOPT_PREFIX: self._adopt,
+            TraceEvent.CACHE_RING_BLOCK: self._cache_ring_block,
+            TraceEvent.CACHE_UNSEEN_BLOCK: self._cache_unseen_block,
+            TraceEvent.LET_GO: self._let_go,
+            TraceEvent.BEGIN_RING: self._begin_ring,
+            TraceEvent.LOOK_UP: self._look_up,
+            TraceEvent.EVICT_PREFIX: self._ignore,
+        }
 
     def _ignore(self, *_: str) -> None:
         """What follows from the rest, and differs with other parameters."""
@@ -301,14 +315,14 @@ class Replay:
         parameters = self._parameters
         return parameters.keeps_prefixes and parameters.page_size == PAGE_SIZE
 
-    def _retire(self, number: str, table: str, entry: str) -> None:
+    def _cache_ring_block(self, number: str, table: str, entry: str) -> None:
         holder = self._tables.get(int(table))
         if holder is not None and self._follows_rings:
             block = holder.table.blocks[int(entry)]
             out_of_window = holder.group.pool.out_of_window.cache(holder.group.allocator, block)
             self._out_of_window[int(number)] = out_of_window
 
-    def _retire_unseen(self, number: str, group: str, page_format: str) -> None:
+    def _cache_unseen_block(self, number: str, group: str, page_format: str) -> None:
         owner = self._groups[int(group)]
         if not self._follows_rings:
             return
