@@ -6,9 +6,9 @@ small token, and takes the token of the kernel before it. Each layer has one cha
 for earlier writes, and a write for earlier reads. No page is written again while an earlier kernel
 may still read it.
 
-No thread can compute the lazy arrays of another. So when a second thread uses a layer, the first
-thread's kernels must have been computed, as they are when a step has ended. From then on, every
-kernel of the layer is sent to the GPU at once.
+When a second thread uses a layer, the first thread's kernels must have been computed, as they are
+when a step has ended: see `ThreadConflict`. From then on, every kernel of the layer is sent to the
+GPU at once.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,8 @@ class ThreadConflict(RuntimeError):
     """A thread needs pages that another thread has yet to compute with; nothing was changed.
 
     MLX computes a lazy array only in the thread that made it. So a thread cannot write a page that
-    another thread's lazy array still has to read, and it cannot compute that array instead.
+    another thread's lazy array still has to read, and it cannot compute that array instead. Code
+    that keeps to this rule refers to it here.
     """
 
     def __init__(self) -> None:

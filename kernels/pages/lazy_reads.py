@@ -4,8 +4,8 @@ A gathered array reads the pages when MLX computes it. If a page was written in 
 array would show the new contents. So `LazyReads` computes these arrays before a page changes, both
 those that a caller holds and those that only a graph may hold.
 
-MLX computes a lazy array only in the thread that made it. So each thread computes its own arrays.
-Another thread's array must be computed already if it reads a page that is about to change.
+Each thread computes its own arrays. Another thread's array must be computed already if it reads a
+page that is about to change: see `ThreadConflict`.
 """
 
 import weakref

@@ -4,7 +4,7 @@ faster backends are tested against.
 MLX arrays are values. A write replaces a slab by the result of a scatter, which MLX computes in the
 slab's own memory if nothing else refers to it. A read in flight does refer to it, and the write
 would copy the whole slab. So a write first waits for the stream to be idle. Writes are computed at
-once: sequences of all threads share a slab, and no thread can compute another's lazy arrays.
+once, because sequences of all threads share a slab: see `ThreadConflict`.
 """
 
 import math

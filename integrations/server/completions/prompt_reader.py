@@ -74,7 +74,7 @@ def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) 
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
     if vision is not None:
-        # Evaluate here: the generation thread cannot evaluate lazy arrays of this thread.
+        # Evaluate here: the generation thread cannot. See `ThreadConflict`.
         mx.eval(vision.pixel_values)
     return _checked(loaded, Prompt(tokens, segments, state, vision), "messages")
 
