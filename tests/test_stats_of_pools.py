@@ -1,10 +1,21 @@
 """Statistics of several pools: the sums, and the metrics of each."""
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import getmembers
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from paged_kv.allocator.allocator_stats import FormatStats
 from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.integrations.server import status_page
 from paged_kv.monitor.process_view import PoolView, ProcessView
+from paged_kv.monitor.stats_table import bytes_table, numbers
+from paged_kv.pool.columns import COLUMNS, Column, Unit
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.stats import GroupStats, PoolStats
 
@@ -68,6 +79,65 @@ def test_metrics_say_what_the_numbers_are() -> None:
         (f"kv_cache_usage_perc{{{labels}}}", 0.01),
     ):
         assert float(found.get(f"paged_kv:{name}", "nan")) == number, (name, sorted(found))
+
+
+def test_each_number_has_one_column() -> None:
+    told = Counter(column.name for column in COLUMNS if column.read is None)
+    shown_apart = {"page_format", "backend", "groups", "formats"}
+    fields = {each.name for each in dataclasses.fields(PoolStats)}
+    properties = {
+        name for name, _ in getmembers(PoolStats, lambda each: isinstance(each, property))
+    }
+    assert told == Counter((fields | properties) - shown_apart)
+    metrics = [column.metric for column in COLUMNS if column.metric is not None]
+    assert len(set(metrics)) == len(metrics)
+
+
+@pytest.fixture
+def made_up() -> Iterator[Column]:
+    """A column that the statistics have for one test."""
+    column = Column(
+        "kept", "a made-up number", "kept by us", "kept_blocks",
+        read=lambda stats: stats.blocks_used + stats.blocks_cached,
+    )  # fmt: skip
+    COLUMNS.append(column)
+    yield column
+    COLUMNS.remove(column)
+
+
+def test_json_tables_metrics_and_the_page_have_a_new_column(made_up: Column) -> None:
+    pytest.importorskip("prometheus_client")
+    from paged_kv.monitor.prometheus_metrics import metrics_text
+
+    view = ProcessView(1, "command", 0.0, (PoolView("llama", 3, stats(100)),))
+    content = view.as_dict()
+    assert content["pools"][0]["stats"]["kept"] == 201
+    assert ProcessView.from_dict(content) == view
+    console = Console(record=True, width=200, file=StringIO())
+    console.print(numbers(stats(100)))
+    assert "kept by us 201" in console.export_text()
+    assert 'paged_kv:kept_blocks{model="llama",pool="3"} 201.0' in metrics_text(view).decode()
+    shown = {"name": "kept", "label": "kept by us", "meaning": made_up.meaning, "unit": "count"}
+    assert status_page.columns()[-1] == shown
+
+
+def test_a_new_column_of_slab_bytes_is_a_row_of_their_table(made_up: Column) -> None:
+    COLUMNS.append(replace(made_up, unit=Unit.SLAB_BYTES))
+    try:
+        rows = bytes_table(stats(100))
+    finally:
+        COLUMNS.pop()
+    assert [*rows.columns[0].cells][-1] == "kept by us"
+    assert [*rows.columns[1].cells][-1] == "201 B"
+
+
+def test_numbers_that_are_zero_are_left_out() -> None:
+    console = Console(record=True, width=200, file=StringIO())
+    console.print(numbers(replace(stats(100), evictions={"room": 0, "limit": 3}, prefix_hits=0)))
+    text = console.export_text()
+    assert "evicted 3 limit" in text
+    assert "room" not in text
+    assert "tokens found" not in text
 
 
 def test_prompts_are_counted_by_what_was_asked_and_what_was_found() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from paged_kv import extras
 from paged_kv.integrations.server import status_page
+from paged_kv.pool.columns import COLUMNS, Unit
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 
@@ -180,7 +181,9 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
 
     assert cells() == stats.blocks_used + stats.blocks_cached + stats.blocks_free
     text = page.locator(f"{pool} table.bytes").inner_text()
-    assert "= mapped" in text
+    for column in COLUMNS:
+        assert column.unit is not Unit.SLAB_BYTES or str(column.label) in text
+    assert f" cached {stats.blocks_cached} " in page.locator(f"{pool} .numbers").inner_text()
     assert page.locator("#state").inner_text().startswith("process ")
     colours = page.evaluate(
         "pool => [...document.querySelectorAll(`${pool} .map i`)]"

@@ -20,6 +20,7 @@ from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.jobs import Job, Stage
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
+from paged_kv.pool.columns import COLUMNS
 from paged_kv.pool.page_pool import open_pools
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -42,7 +43,8 @@ def page() -> Response:
 
 def data(service: Service) -> Response:
     """What the pools of this process hold, and the requests of the server."""
-    return JSONResponse(_view().as_dict() | {"requests": requests(service)}, headers=HEADERS)
+    told = {"requests": requests(service), "columns": columns()}
+    return JSONResponse(_view().as_dict() | told, headers=HEADERS)
 
 
 def metrics(service: Service) -> Response:
@@ -53,6 +55,20 @@ def metrics(service: Service) -> Response:
         return PlainTextResponse(f"{error}\n", 501, HEADERS)
     content: bytes = module.metrics_text(service, _view())
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8", headers=HEADERS)
+
+
+def columns() -> list[dict[str, str]]:
+    """The columns of statistics that tables have: what the page makes its own from."""
+    return [
+        {
+            "name": column.name,
+            "label": column.label,
+            "meaning": column.meaning,
+            "unit": column.unit,
+        }
+        for column in COLUMNS
+        if column.label
+    ]
 
 
 def requests(service: Service) -> dict[str, Any]:

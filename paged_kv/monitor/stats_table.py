@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
+from paged_kv.pool.columns import COLUMNS, Column, Unit
 from paged_kv.pool.stats import PoolStats
 from paged_kv.sizes import format_size
 
@@ -18,8 +20,6 @@ from paged_kv.sizes import format_size
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}
 WORDS = {USED: "used", SHARED: "shared", CACHED: "cached", FREE: "free"}
 _COLOURS = {"fp16": "cyan", "q8": "green", "q4": "yellow"}
-# From this share of what is mapped on, the waiting that compaction costs is worth it.
-COMPACT_FROM = 0.05
 
 
 def process_tables(view: ProcessView) -> RenderableType:
@@ -35,7 +35,7 @@ def pool_tables(pool: PoolView) -> RenderableType:
     """The bytes, blocks and events of one pool."""
     stats = pool.stats
     head = Text(f"\npool {pool.number}, {pool.name}: {stats.page_format} pages, {stats.backend}")
-    parts: list[RenderableType] = [head, bytes_table(stats), blocks_table(stats), events(stats)]
+    parts: list[RenderableType] = [head, bytes_table(stats), blocks_table(stats), numbers(stats)]
     return Group(*parts)
 
 
@@ -45,23 +45,13 @@ def bytes_table(stats: PoolStats) -> Table:
     for name in ("", "of mapped"):
         table.add_column(name, justify="right")
     table.add_column("")
-    rows = [
-        ("allocated", stats.bytes_allocated, "rows of live tokens"),
-        ("+ tail", stats.bytes_tail, "rows behind the last token of a sequence"),
-        ("+ ring slack", stats.bytes_out_of_window, "rows that a window has left"),
-        ("= active", stats.bytes_active, f"{stats.blocks_used} blocks in use"),
-        ("+ retained", stats.bytes_retained, "cached prefixes, evicted for others"),
-        ("+ stranded", stats.bytes_stranded, "free, in slabs that hold something"),
-        ("+ spare", stats.bytes_spare, "slabs that hold nothing"),
-        ("= mapped", stats.bytes_mapped, f"{stats.slabs} slabs"),
-    ]
-    for name, nbytes, meaning in rows:
-        share = nbytes / stats.bytes_mapped if stats.bytes_mapped else 0
-        style = "bold" if name.startswith("=") else ""
-        table.add_row(name, format_size(nbytes), f"{share:.1%}", meaning, style=style)
-    budget = f"{stats.bytes_mapped / stats.bytes_budget:.1%} of it mapped"
-    table.add_row("budget", format_size(stats.bytes_budget), "", budget)
-    table.add_row("metadata", format_size(stats.bytes_metadata), "", "bookkeeping, not in slabs")
+    for column in COLUMNS:
+        if column.unit is Unit.SLAB_BYTES and column.label:
+            nbytes = sum(column.parts(stats).values())
+            share = nbytes / stats.bytes_mapped if stats.bytes_mapped else 0
+            style = "bold" if column.label.startswith("=") else ""
+            cells = (format_size(int(nbytes)), f"{share:.1%}", column.meaning)
+            table.add_row(column.label, *cells, style=style)
     return table
 
 
@@ -82,26 +72,34 @@ def blocks_table(stats: PoolStats) -> Table:
     return table
 
 
-def events(stats: PoolStats) -> Text:
-    """What has happened, in some lines."""
-    hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0
-    lines = [
-        f"\n{stats.tables} block tables, sharing factor {stats.sharing_factor:.2f} "
-        f"({stats.table_entries:,} entries), {stats.cow_copies:,} copied on write",
-        f"prefixes: {stats.prefix_hits:,} of {stats.prefix_queries:,} tokens found ({hits:.0%})",
-        f"evicted: {_counts(stats.evictions)}; made smaller: {_counts(stats.requantisations)}",
-        f"{stats.allocation_failures:,} times out of room, "
-        f"{stats.gather_fallbacks:,} gathers for attention that does not read pages",
+def numbers(stats: PoolStats) -> RenderableType:
+    """The other columns, but those that are zero."""
+    others = [column for column in COLUMNS if column.unit is not Unit.SLAB_BYTES and column.label]
+    known = [(column.label, _told(column, stats)) for column in others]
+    told = [f"{label} {number}" for label, number in known if number]
+    return Group(Text(""), Columns(told, equal=True, padding=(0, 3)))
+
+
+def _told(column: Column, stats: PoolStats) -> str:
+    """What is not zero."""
+    told = [
+        " ".join([_number(column.unit, number), *part])
+        for part, number in column.parts(stats).items()
+        if number
     ]
-    if stats.plain_layers or stats.kernel_fallbacks:
-        lines.append(
-            f"without kernels: {stats.plain_layers} layers, and {stats.kernel_fallbacks:,} calls"
-        )
-    if stats.tables_dropped:
-        lines.append(f"{stats.tables_dropped} tables were dropped; the next step frees them")
-    if stats.bytes_mapped and stats.bytes_compactable / stats.bytes_mapped >= COMPACT_FROM:
-        lines.append(f"compact() would give back {format_size(stats.bytes_compactable)}")
-    return Text("\n".join(lines))
+    return ", ".join(told)
+
+
+def _number(unit: Unit, number: float) -> str:
+    match unit:
+        case Unit.SLAB_BYTES | Unit.BYTES:
+            return format_size(int(number))
+        case Unit.SHARE:
+            return f"{number:.1%}"
+        case Unit.FACTOR:
+            return f"{number:.2f}"
+        case Unit.COUNT:
+            return f"{number:,}"
 
 
 def process_list(views: list[ProcessView]) -> Table:
@@ -177,8 +175,3 @@ def _style(page_format: str, state: str) -> str:
     # Of a pair such as q8/q4 the keys' format decides.
     colour = _COLOURS.get(page_format.partition("/")[0], "magenta")
     return {USED: colour, SHARED: f"bold bright_{colour}", CACHED: f"dim {colour}"}[state]
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    there = [f"{number:,} {name}" for name, number in counts.items() if number]
-    return ", ".join(there) or "none"

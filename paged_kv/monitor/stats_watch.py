@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.stats_table import bytes_table, events, map_text, sequences_table
+from paged_kv.monitor.stats_table import bytes_table, map_text, numbers, sequences_table
 
 
 def watch(look: Callable[[], ProcessView], console: Console, interval_s: float) -> None:
@@ -38,7 +38,7 @@ def screen(view: ProcessView, console: Console) -> RenderableType:
     for pool in view.pools:
         name = f"\npool {pool.number}, {pool.name}: {pool.stats.usage:.1%} of the budget in use"
         parts += [Text(name), map_text(pool, console.width, lines), Text("")]
-        parts += [bytes_table(pool.stats), events(pool.stats)]
+        parts += [bytes_table(pool.stats), numbers(pool.stats)]
         if pool.sequences:
             parts += [Text(""), sequences_table(pool.sequences)]
     return Group(*parts)

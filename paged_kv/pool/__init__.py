@@ -10,6 +10,7 @@
     rehearsal    tries in copies of the allocators whether a sequence would fit
     counts       counts evictions, requantisations and look-ups
     stats        snapshots of the pool's memory
+    columns      defines each number of a snapshot once, for all that show it
     trace        records the events of blocks
     registry     the pools that are open
     locked       one call at a time among pools that share a budget

@@ -8,39 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, BlockTotals, FormatStats
-
-# What `PoolStats.as_dict` names beside the groups: the sums over them.
-TOTALS = (
-    "blocks_used",
-    "blocks_cached",
-    "blocks_free",
-    "blocks_shared",
-    "blocks_by_format",
-    "cached_by_format",
-    "free_by_format",
-    "table_entries",
-    "tables",
-    "tables_dropped",
-    "sharing_factor",
-    "slabs",
-    "bytes_allocated",
-    "bytes_tail",
-    "bytes_out_of_window",
-    "bytes_active",
-    "bytes_retained",
-    "bytes_spare",
-    "bytes_stranded",
-    "bytes_mapped",
-    "bytes_metadata",
-    "bytes_compactable",
-    "usage",
-    "internal_fragmentation",
-    "external_fragmentation",
-    "cow_copies",
-    "allocation_failures",
-    "gather_fallbacks",
-    "plain_layers",
-)
+from paged_kv.pool.columns import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -172,9 +140,8 @@ class PoolStats(BlockTotals):
             {**asdict(group), "formats": [each._asdict() for each in group.formats]}
             for group in self.groups
         ]
-        totals = {name: getattr(self, name) for name in TOTALS}
-        counts = {name: dict(own[name]) for name in ("evictions", "requantisations")}
-        return {**own, **counts, **totals, "groups": groups}
+        columns = {column.name: column.of(self) for column in COLUMNS}
+        return {**own, **columns, "groups": groups}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> PoolStats:

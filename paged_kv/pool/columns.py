@@ -1,0 +1,189 @@
+"""The columns of a pool's statistics: each number is defined here once.
+
+`PoolStats.as_dict`, Prometheus' metrics, the tables of `paged-kv stats` and the server's page are
+made from these definitions. A new column is one more entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+Value = float | dict[str, int]
+# `PoolStats`, whose module imports this one.
+Stats = Any
+
+
+class Unit(StrEnum):
+    """What a number counts.
+
+    Every mapped byte is in one of the columns in SLAB_BYTES, which have a table of their own; all
+    other columns come after it. SHARE is from 0 to 1.
+    """
+
+    SLAB_BYTES = "slab bytes"
+    BYTES = "bytes"
+    COUNT = "count"
+    SHARE = "share"
+    FACTOR = "factor"
+
+
+class Kind(StrEnum):
+    """Whether a number goes up and down, or only up."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a pool's statistics, or one for each reason or page format.
+
+    Attributes:
+        name: in JSON.
+        meaning: one line of help.
+        label: what tables call it. None if the table of blocks has it, by group of layers.
+        metric: what Prometheus calls it, behind "paged_kv:". None if other metrics give it.
+        unit: what it counts.
+        kind: whether it only goes up.
+        by: what its parts are told apart by, if it is a dictionary of counts.
+        read: how it is got; without, it is the attribute of `PoolStats` with its name.
+    """
+
+    name: str
+    meaning: str
+    label: str | None = None
+    metric: str | None = None
+    unit: Unit = Unit.COUNT
+    kind: Kind = Kind.GAUGE
+    by: str | None = None
+    read: Callable[[Stats], Value] | None = None
+
+    def of(self, stats: Stats) -> Value:
+        """The number, or numbers by part, in this snapshot."""
+        value = self.read(stats) if self.read else getattr(stats, self.name)
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def parts(self, stats: Stats) -> dict[tuple[str, ...], float]:
+        """The numbers by part; the only one has no part's name."""
+        value = self.of(stats)
+        return {(part,): n for part, n in value.items()} if isinstance(value, dict) else {(): value}
+
+
+def _hit_rate(stats: Stats) -> float:
+    return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+
+
+# In the order in which tables have them.
+COLUMNS = [
+    Column(
+        "bytes_allocated", "slots of live tokens",
+        "allocated", "kv_allocated_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_tail", "slots after the last token of a sequence",
+        "+ tail", "kv_tail_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_out_of_window", "slots that a window has left",
+        "+ out of window", "kv_ring_slack_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_active", "pages in use",
+        "= active", "kv_active_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_retained", "cached pages, evicted when others need the memory",
+        "+ retained", "kv_retained_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_stranded", "free pages of slabs that hold something",
+        "+ stranded", "kv_stranded_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_spare", "slabs that hold nothing",
+        "+ spare", "kv_spare_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_mapped", "all slabs",
+        "= mapped", "kv_mapped_bytes", Unit.SLAB_BYTES,
+    ),
+    Column(
+        "bytes_budget", "the most bytes that may be mapped",
+        "budget", "kv_budget_bytes", Unit.BYTES,
+    ),
+    Column(
+        "usage", "share of the budget that pages in use take, 0 to 1",
+        "usage", "kv_cache_usage_perc", Unit.SHARE,
+    ),
+    Column(
+        "bytes_compactable", "bytes that compact() would give back",
+        "compact() would free", "kv_compactable_bytes", Unit.BYTES,
+    ),
+    Column(
+        "bytes_metadata", "about how many bytes the bookkeeping takes, outside slabs",
+        "metadata", "kv_metadata_bytes", Unit.BYTES,
+    ),
+    Column(
+        "internal_fragmentation", "share of active bytes that hold no live token, 0 to 1",
+        "internal fragmentation", unit=Unit.SHARE,
+    ),
+    Column(
+        "external_fragmentation", "share of mapped bytes that are free, 0 to 1",
+        "external fragmentation", unit=Unit.SHARE,
+    ),
+    Column("slabs", "slabs mapped, each in every layer of its group", "slabs"),
+    Column("blocks_used", "blocks that a sequence holds", "blocks used"),
+    Column("blocks_shared", "blocks that several sequences hold", "shared"),
+    Column("blocks_cached", "blocks that only the prefix cache holds", "cached"),
+    Column("blocks_free", "blocks of mapped slabs that nobody holds", "free"),
+    Column("blocks_by_format", "used blocks by page format", by="format"),
+    Column("cached_by_format", "cached blocks by page format", by="format"),
+    Column("free_by_format", "free blocks by page format", by="format"),
+    Column("tables", "block tables, one a sequence and group", "block tables", "kv_block_tables"),
+    Column("tables_dropped", "block tables that the next step frees", "dropped tables"),
+    Column("table_entries", "entries of all block tables", "table entries"),
+    Column(
+        "sharing_factor", "table entries for each used block",
+        "sharing factor", "kv_sharing_factor", Unit.FACTOR,
+    ),
+    Column(
+        "cow_copies", "blocks copied because a shared one was written",
+        "copied on write", "cow_copies", kind=Kind.COUNTER,
+    ),
+    Column(
+        "prefix_queries", "tokens of prompts that were looked up",
+        "tokens looked up", "prefix_cache_queries", kind=Kind.COUNTER,
+    ),
+    Column(
+        "prefix_hits", "tokens of prompts that were found",
+        "tokens found", "prefix_cache_hits", kind=Kind.COUNTER,
+    ),
+    Column(
+        "prefix_hit_rate", "share of looked up tokens that were found, 0 to 1",
+        "hit rate", unit=Unit.SHARE, read=_hit_rate,
+    ),
+    Column(
+        "evictions", "blocks' worth of cached tokens that were evicted, by reason",
+        "evicted", "evictions", kind=Kind.COUNTER, by="reason",
+    ),
+    Column(
+        "requantisations", "blocks made smaller because memory was short, by new format",
+        "requantised", "requantisations", kind=Kind.COUNTER, by="format",
+    ),
+    Column(
+        "allocation_failures", "times the pool was exhausted",
+        "exhausted", "allocation_failures", kind=Kind.COUNTER,
+    ),
+    Column(
+        "gather_fallbacks", "gathers for attention that reads no pages",
+        "gathers", "gather_fallbacks", kind=Kind.COUNTER,
+    ),
+    Column(
+        "kernel_fallbacks", "calls that no kernel could take",
+        "calls without a kernel", "kernel_fallbacks", kind=Kind.COUNTER,
+    ),
+    Column("plain_layers", "layers that no kernel takes", "layers without kernels"),
+]  # fmt: skip
