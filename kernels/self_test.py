@@ -17,11 +17,14 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, SixteenBit
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
-FORMATS = ("fp16", "q8", "q4")
+# Codes that are not rotated go through the same kernels as those that are.
+FORMATS = tuple(
+    name for name, each in NUMBER_FORMATS.items() if each.is_rotated or each == SixteenBit()
+)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
 STRIDE, SLAB_PAGES = 8, 3

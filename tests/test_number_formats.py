@@ -1,5 +1,7 @@
 """Quantised rows against an implementation of llama.cpp's q8_0 and q4_0 in numpy alone."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import NumberFormat
-from paged_kv.kernels.pages.page_format import NUMBER_FORMATS, PageLayout, page_format_named
+from paged_kv.kernels.pages.number_format import CODES, FLOATS, GROUP, NUMBER_FORMATS, NumberFormat
+from paged_kv.kernels.pages.page_format import PageLayout, page_format_named
 from paged_kv.kernels.pages.rotation import rotate
 
 Floats = npt.NDArray[np.float32]
@@ -215,3 +217,18 @@ def test_rows_of_any_whole_number_of_groups_are_held(name: str, dim: int) -> Non
 def test_head_sizes_that_do_not_divide_are_refused(dim: int) -> None:
     with pytest.raises(ValueError, match=rf"divide by 32, got {dim}: use 'fp16'"):
         NUMBER_FORMATS["q4"].row_words(dim, mx.float16)
+
+
+def test_kernels_call_encodings_what_the_table_says() -> None:
+    table = [*FLOATS.values(), *CODES.values()]
+    kernels = Path(__file__).parents[1] / "kernels"
+    c = (kernels / "cpu/paged_kv_cpu.h").read_text()
+    (numbers,) = re.findall(r"enum \{ (PAGED_KV_F32 = .*) \};", c)
+    assert numbers == ", ".join(f"PAGED_KV_{each.name} = {each.cpu}" for each in table)
+    assert f"int FORMATS = {len(table)};" in (kernels / "cpu/row_coding.h").read_text()
+    assert f"int GROUP = {GROUP};" in (kernels / "cpu/attention.h").read_text()
+    gpu = (kernels / "gpu/pages.h").read_text()
+    (numbers,) = re.findall(r"CONSTANT uint (FLOATS = .*);", gpu)
+    assert numbers == ", ".join({f"{each.gpu_name} = {each.gpu}": None for each in table})
+    assert f"CONSTANT uint GROUP = {GROUP};" in gpu
+    assert {each.group for each in CODES.values()} == {GROUP}

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import WORD, SixteenBit
+from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, SixteenBit
 from paged_kv.kernels.pages.page_format import (
     FP16,
-    NUMBER_FORMATS,
     PAGE_SIZE,
     PageLayout,
     Plane,

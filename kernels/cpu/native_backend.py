@@ -12,8 +12,6 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.cpu.native_library import (
-    CODES,
-    FLOATS,
     LayoutStruct,
     NativeLibrary,
     OptionsStruct,
@@ -25,7 +23,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.memory import require_memory
-from paged_kv.kernels.pages.number_format import WORD, NumberFormat, Quantised
+from paged_kv.kernels.pages.number_format import FLOATS, WORD
 from paged_kv.kernels.pages.page_format import PageLayout
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain.page_gather import gather
@@ -240,8 +238,8 @@ def _new_pages_struct(pages: LayerMemory) -> PagesStruct:
         kv_heads=geometry.k_heads,
         k_dim=geometry.k_dim,
         v_dim=geometry.v_dim,
-        k_dtype=FLOATS[geometry.k_dtype],
-        v_dtype=FLOATS[geometry.v_dtype],
+        k_dtype=FLOATS[geometry.k_dtype].cpu,
+        v_dtype=FLOATS[geometry.v_dtype].cpu,
     )
 
 
@@ -255,15 +253,11 @@ def _layout_struct(layout: PageLayout) -> LayoutStruct:
         key_scales=at[first - 1],
         values=at[first],
         value_scales=at[-1],
-        k_format=_format_number(keys, geometry.k_dtype),
-        v_format=_format_number(values, geometry.v_dtype),
+        k_format=keys.encoding(geometry.k_dtype).cpu,
+        v_format=values.encoding(geometry.v_dtype).cpu,
         k_rotated=keys.is_rotated,
         v_rotated=values.is_rotated,
     )
-
-
-def _format_number(number_format: NumberFormat, dtype: mx.Dtype) -> int:
-    return CODES[number_format.bits] if isinstance(number_format, Quantised) else FLOATS[dtype]
 
 
 def _rows_struct(rows: AttentionMetadata) -> RowsStruct:

@@ -18,10 +18,6 @@ from paged_kv.kernels.cpu.threads import thread_count
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = Path(__file__).parents[1] / f"libpaged_kv_cpu.{SUFFIX}"
 
-# The header's number formats: floats by dtype, codes by bits.
-FLOATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
-CODES = {8: 3, 4: 4}
-
 _int_pointer = ctypes.POINTER(ctypes.c_int32)
 
 

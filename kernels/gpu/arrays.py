@@ -15,7 +15,7 @@ from paged_kv.kernels.gpu.kernels import SLABS
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.number_format import NumberFormat, Quantised
+from paged_kv.kernels.pages.number_format import Encoding
 from paged_kv.kernels.pages.page_format import PageLayout
 
 # Places in `params`.
@@ -117,14 +117,16 @@ class PageKind:
 
 @cache
 def page_kind(
-    geometry: LayerGeometry, slab_stride: int, bits: frozenset[int], bases: frozenset[bool]
+    geometry: LayerGeometry,
+    slab_stride: int,
+    encodings: frozenset[Encoding],
+    bases: frozenset[bool],
 ) -> PageKind:
-    """The kind of pages with numbers of `bits` bits, and values rotated or not as in `bases`."""
-    names = {16: "HAS_FLOATS", 8: "HAS_Q8", 4: "HAS_Q4"}
-    flags = [names[each] for each in sorted(bits)]
-    if bits != {16}:
-        flags.append("HAS_CODES")
-    return PageKind(geometry, slab_stride, tuple(flags), tuple(sorted(map(int, bases))))
+    """The kind of pages with these encodings, and values rotated or not as in `bases`."""
+    flags = {f"HAS_{each.gpu_name}" for each in encodings}
+    if any(each.group for each in encodings):
+        flags.add("HAS_CODES")
+    return PageKind(geometry, slab_stride, tuple(sorted(flags)), tuple(sorted(map(int, bases))))
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
     kind = page_kind(
         layouts[0].geometry,
         slab_stride,
-        frozenset(bits for layout in layouts for bits in _bits(layout)),
+        frozenset(each for layout in layouts for each in _encodings(layout)),
         frozenset(layout.page_format.values.is_rotated for layout in layouts),
     )
     array = mx.array(np.array(fields, np.int32))
@@ -174,15 +176,15 @@ def _fields(layout: PageLayout) -> list[int]:
     """A slab's row of `layouts`; offsets are in words."""
     keys, geometry, at = layout.page_format.keys, layout.geometry, layout.offsets
     first = len(keys.row_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
-    k_bits, v_bits = _bits(layout)
+    k_numbers, v_numbers = [each.gpu for each in _encodings(layout)]
     rotated = keys.is_rotated, layout.page_format.values.is_rotated
-    return [layout.page_words, at[first - 1], at[first], at[-1], k_bits, v_bits, *map(int, rotated)]
+    scales, values, value_scales = at[first - 1], at[first], at[-1]
+    kinds = (k_numbers, v_numbers, *map(int, rotated))
+    return [layout.page_words, scales, values, value_scales, *kinds]
 
 
-def _bits(layout: PageLayout) -> list[int]:
-    """Bits of a number of keys and of one of values."""
-
-    def of(number_format: NumberFormat) -> int:
-        return number_format.bits if isinstance(number_format, Quantised) else 16
-
-    return [of(layout.page_format.keys), of(layout.page_format.values)]
+def _encodings(layout: PageLayout) -> tuple[Encoding, Encoding]:
+    """The encodings of keys and of values."""
+    page_format, geometry = layout.page_format, layout.geometry
+    keys = page_format.keys.encoding(geometry.k_dtype)
+    return keys, page_format.values.encoding(geometry.v_dtype)

@@ -6,7 +6,7 @@ needs, and back. Rows know nothing of each other, so a page fills token by token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -18,6 +18,38 @@ MOST = 65504.0  # the largest float16
 LEAST = 2.0**-126  # the smallest float32 of full precision
 
 
+class Encoding(NamedTuple):
+    """How one number lies in a row, and what kernels call that.
+
+    Attributes:
+        name: in kernels/cpu/paged_kv_cpu.h it is PAGED_KV_name.
+        bits: of a number, without its part of a scale.
+        cpu: the value of that constant.
+        gpu_name: in kernels/gpu/pages.h. HAS_gpu_name says that a kernel is made for it. Kernels
+            know the model's dtype, so one name does for all floats.
+        gpu: the value of that constant.
+        group: numbers that share a scale; 0 if none do.
+    """
+
+    name: str
+    bits: int
+    cpu: int
+    gpu_name: str
+    gpu: int
+    group: int = 0
+
+
+FLOATS = {
+    mx.float32: Encoding("F32", 32, cpu=0, gpu_name="FLOATS", gpu=16),
+    mx.float16: Encoding("F16", 16, cpu=1, gpu_name="FLOATS", gpu=16),
+    mx.bfloat16: Encoding("BF16", 16, cpu=2, gpu_name="FLOATS", gpu=16),
+}
+CODES = {
+    8: Encoding("Q8", 8, cpu=3, gpu_name="Q8", gpu=8, group=GROUP),
+    4: Encoding("Q4", 4, cpu=4, gpu_name="Q4", gpu=4, group=GROUP),
+}
+
+
 class NumberFormat(Protocol):
     """How keys, or values, are held."""
 
@@ -27,6 +59,14 @@ class NumberFormat(Protocol):
     @property
     def is_rotated(self) -> bool:
         """Whether rows are held in the basis of `rotation`."""
+        ...
+
+    def encoding(self, dtype: mx.Dtype) -> Encoding:
+        """How numbers of the model's `dtype` lie in a row.
+
+        Raises:
+            ValueError: the format cannot hold them.
+        """
         ...
 
     def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
@@ -52,11 +92,13 @@ class SixteenBit:
 
     name = "fp16"
     is_rotated = False
-    dtypes = (mx.float16, mx.bfloat16, mx.float32)
+
+    def encoding(self, dtype: mx.Dtype) -> Encoding:
+        _require_floats(self.name, dtype)
+        return FLOATS[dtype]
 
     def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
-        _require_floats(self.name, dtype)
-        return (dim * dtype.size // WORD.size,)
+        return (dim * self.encoding(dtype).bits // 16,)
 
     def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
         return (numbers.view(WORD),)
@@ -97,14 +139,18 @@ class Quantised:
     def name(self) -> str:
         return f"q{self.bits}" if self.is_rotated else f"q{self.bits}-unrotated"
 
-    def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+    def encoding(self, dtype: mx.Dtype) -> Encoding:
         _require_floats(self.name, dtype)
+        return CODES[self.bits]
+
+    def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+        bits = self.encoding(dtype).bits
         if dim % GROUP:
             raise ValueError(
                 f"page_format {self.name!r} needs head sizes that divide by {GROUP}, got {dim}: "
                 "use 'fp16' for this model"
             )
-        return dim * self.bits // 16, dim // GROUP
+        return dim * bits // 16, dim // GROUP
 
     def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
         if not numbers.shape[-1]:
@@ -125,8 +171,20 @@ class Quantised:
         return (rotate(numbers) if self.is_rotated else numbers).astype(dtype)
 
 
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    each.name: each
+    for each in (
+        SixteenBit(),
+        Quantised(8, is_rotated=True),
+        Quantised(4, is_rotated=True),
+        Quantised(8, is_rotated=False),
+        Quantised(4, is_rotated=False),
+    )
+}
+
+
 def _require_floats(name: str, dtype: mx.Dtype) -> None:
-    if dtype not in SixteenBit.dtypes:
+    if dtype not in FLOATS:
         raise ValueError(f"page_format {name!r} holds float16, bfloat16 or float32, got {dtype}")
 
 

@@ -15,7 +15,7 @@ from math import gcd
 import mlx.core as mx
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import WORD, NumberFormat, Quantised, SixteenBit
+from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, NumberFormat
 
 PAGE_SIZE = 256
 
@@ -70,17 +70,6 @@ class PageFormat:
         keys = self.keys.decode(rows[:first], geometry.k_dtype)
         return keys, self.values.decode(rows[first:], geometry.v_dtype)
 
-
-NUMBER_FORMATS: dict[str, NumberFormat] = {
-    each.name: each
-    for each in (
-        SixteenBit(),
-        Quantised(8, is_rotated=True),
-        Quantised(4, is_rotated=True),
-        Quantised(8, is_rotated=False),
-        Quantised(4, is_rotated=False),
-    )
-}
 
 FormatName = str | tuple[str, str]
 """A page format by its name, or by the names of the formats of its keys and values."""

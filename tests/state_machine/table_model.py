@@ -17,7 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from paged_kv.kernels.pages.page_format import NUMBER_FORMATS
+from paged_kv.kernels.pages.number_format import NUMBER_FORMATS
 
 Floats = npt.NDArray[np.float32]
 
