@@ -76,7 +76,7 @@ def numbers(stats: PoolStats) -> RenderableType:
     """The other columns, but those that are zero."""
     others = [column for column in COLUMNS if column.unit is not Unit.SLAB_BYTES and column.label]
     known = [(column.label, _told(column, stats)) for column in others]
-    told = [f"{label} {number}" for label, number in known if number]
+    told = [Text(f"{label} {number}") for label, number in known if number]
     return Group(Text(""), Columns(told, equal=True, padding=(0, 3)))
 
 
