@@ -65,7 +65,7 @@ _files: dict[Path, TraceFile] = {}
 
 
 class TraceEvent(StrEnum):
-    """The letter that a line of a trace begins with. The module's docstring tells what follows it."""
+    """The first letter of a line. The module's docstring says what follows each."""
 
     TIME = "+"
     POOL = "P"
