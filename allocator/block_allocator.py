@@ -21,7 +21,7 @@ from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
 from paged_kv.allocator.idle_rows import IdleRows
-from paged_kv.allocator.invariants import check_books
+from paged_kv.allocator.invariants import check_invariants
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
@@ -327,7 +327,7 @@ class BlockAllocator:
     def check(self) -> None:
         """Verify every invariant; an AssertionError names the one that is broken. O(n log n)."""
         self.drain()
-        check_books(self)
+        check_invariants(self)
 
     def _plans(self, needs: Mapping[str, int], left: int) -> list[tuple[FormatSlabs, SlabPlan]]:
         """The slabs to map so that `needs` blocks of each format are free."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paged_kv.allocator.block_allocator import BlockAllocator
 
 
-def check_books(allocator: BlockAllocator) -> None:
+def check_invariants(allocator: BlockAllocator) -> None:
     """Raise an AssertionError that names the first broken invariant. O(n log n)."""
     refs, formats = allocator.refs, allocator.formats
     free = [block for slabs in formats for block in slabs.free]

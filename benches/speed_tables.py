@@ -136,13 +136,15 @@ def whole_model(figures: Figures) -> str:
             count(row["mlx_lm_tokens_per_second"]),
             count(row["paged_tokens_per_second"]),
             ratio(row["paged_over_mlx_lm"]),
+            ratio(row["mlx_lm_waiting_over_mlx_lm"]),
             percent(row["mlx_lm_attention_share"]),
             percent(row["paged_attention_share"]),
         )
         for row in figures["rows"]
     ]
-    head = ("mlx-lm", "pages", "pages / mlx-lm", "attention in mlx-lm", "attention in pages")
-    return table((f"tokens a second, {figures['backend']} backend", *head), rows)
+    speeds = ("mlx-lm", "pages", "pages / mlx-lm", "mlx-lm with one wait a layer / mlx-lm")
+    shares = ("attention in mlx-lm", "attention in pages")
+    return table((f"tokens a second, {figures['backend']} backend", *speeds, *shares), rows)
 
 
 def host_cost(figures: Figures) -> str:

@@ -9,12 +9,16 @@ one token for each sequence, which resume there, are timed in turns. Each figure
 its repetitions, and the ratio of speeds the median of the ratios within a turn. The share of
 attention is 1 - E/T: T is the time of a step, E that of the same step after an empty cache, taken
 in the same turns.
+
+The CPU kernels need the queries, keys and values of a layer when they are called, so each layer
+waits once. The script measures what that alone costs: mlx-lm's caches, with such a wait.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from benches.openblas import BLAS
 
@@ -92,6 +96,22 @@ def step(model: Any, caches: Caches, batch: int) -> Callable[[], None]:
     return run
 
 
+def waiting(run: Callable[[], None]) -> Callable[[], None]:
+    """The same step, which waits in each layer until queries, keys and values are there."""
+
+    def attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
+        mx.eval(queries, keys, values)
+        return stock_attention(queries, keys, values, **options)
+
+    stock_attention: Callable[..., mx.array] = vars(llama)["scaled_dot_product_attention"]
+
+    def run_waiting() -> None:
+        with patch.object(llama, "scaled_dot_product_attention", attention):
+            run()
+
+    return run_waiting
+
+
 def measured(case: Case, batch: int, context: int) -> dict[str, Any]:
     """One model at one batch and context, on both kinds of caches."""
     model = case.model
@@ -105,11 +125,17 @@ def measured(case: Case, batch: int, context: int) -> dict[str, Any]:
         for tokens in (context, 1)
         for make in kinds.values()
     ]
-    stock, paged, stock_rest, paged_rest = in_turns(*steps, repetitions=case.repetitions)
+    steps.append(
+        waiting(step(model, filled(model, make_prompt_cache(model), batch, context), batch))
+    )
+    stock, paged, stock_rest, paged_rest, stock_waiting = in_turns(
+        *steps, repetitions=case.repetitions
+    )
     return {
         "mlx_lm_tokens_per_second": batch / median(stock),
         "paged_tokens_per_second": batch / median(paged),
         "paged_over_mlx_lm": ratio(stock, paged),
+        "mlx_lm_waiting_over_mlx_lm": ratio(stock, stock_waiting),
         "spread_of_mlx_lm": spread(stock),
         "mlx_lm_attention_share": 1 - median(stock_rest) / median(stock),
         "paged_attention_share": 1 - median(paged_rest) / median(paged),

@@ -164,6 +164,7 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "mlx_lm_tokens_per_second": 100.0,
                 "paged_tokens_per_second": 250.0,
                 "paged_over_mlx_lm": 2.5,
+                "mlx_lm_waiting_over_mlx_lm": 0.9,
                 "mlx_lm_attention_share": 0.8,
                 "paged_attention_share": 0.3,
             }

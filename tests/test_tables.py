@@ -35,7 +35,7 @@ ROWS = {
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
     "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",
     "host_cost": "| metal, batch 8, context 300 | 80.0 µs | 100.0 µs | 1.25 | 1 | 7,349 |",
-    "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 80% | 30% |",
+    "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 0.9 | 80% | 30% |",
     "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MiB | 2.0 MiB |",
     "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
     "quantised_quality": "| q4 | 864 (1 / 3.56) | 4.5 | +0.65 ± 0.08 % | 7.1e-03 | 17.5 of 128 |",

@@ -119,7 +119,7 @@ void arrange_queries(const Attention& a, const QueryBlock& block, bool rotated, 
 
 // Softmax of a panel's scores with the `count` tokens from position `at` on.
 template <bool MASKED>
-void soften_panel(float* scores, int count, int vectors, int at, const float* first,
+void online_softmax_panel(float* scores, int count, int vectors, int at, const float* first,
                   const float* behind, float* maximum, float* sum, float* rescale) {
   for (int j = 0; j < vectors * W; j += W) {
     vec low = load(first + j), high = load(behind + j), old = load(maximum + j), top = old;
@@ -157,7 +157,7 @@ void attend_panel(const Attention& a, const Buffers& at, const float* q, const S
   multiply(tokens, vectors, at.keys + (size_t)begin * padded(k_dim), padded(k_dim), 1,
            q + (size_t)from * k_dim, PANEL, at.scores, PANEL, k_dim, nullptr);
   bool masked = full_low > position + begin || full_high < position + end;
-  (masked ? soften_panel<true> : soften_panel<false>)(
+  (masked ? online_softmax_panel<true> : online_softmax_panel<false>)(
       at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,
       part.maximum + from, part.sum + from, at.rescale);
   for (int d = 0; d < stride; d += PANEL)

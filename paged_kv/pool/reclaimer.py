@@ -65,7 +65,7 @@ class Reclaimer:
         """
         needs = needed()
         if self._mapped_after(needs) > self._limit:
-            self._give_up_retired(needed)
+            self._give_up_out_of_window(needed)
             self._evict(needed)
             self._requantise(needed)
             self._make_at_any_price(needed)
@@ -86,7 +86,7 @@ class Reclaimer:
     def may_fit(self, needs: Needs) -> bool:
         """Whether the needs would fit after requantisation of all pages, if no slab was partly
         empty. O(used blocks)."""
-        smaller = sum(self._bytes_demoted(group, counts) for group, counts in needs.items())
+        smaller = sum(self._bytes_requantised(group, counts) for group, counts in needs.items())
         return smaller <= self._budget.max_bytes
 
     def evictable(self, group: LayerGroup) -> set[int]:
@@ -163,7 +163,7 @@ class Reclaimer:
         self._counts.evictions["room"] += self._index.evict(is_enough)
         self._give_up(is_enough)
 
-    def _give_up_retired(self, needed: Callable[[], Needs]) -> None:
+    def _give_up_out_of_window(self, needed: Callable[[], Needs]) -> None:
         """Evict cached out-of-window blocks, then compact their groups if that is not enough,
         before anything else is reclaimed."""
 
@@ -198,7 +198,7 @@ class Reclaimer:
                 return
             self._counts.requantisations.update(sum_counts(requantised))
 
-    def _bytes_demoted(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
+    def _bytes_requantised(self, group: LayerGroup, counts: Mapping[str, int]) -> int:
         """Bytes of a group's used blocks and of `counts` more, after requantisation of all full
         pages; in each format of `counts` the last page is not full."""
         allocator, policy = group.allocator, self._policy
