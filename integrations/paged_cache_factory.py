@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
+from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
@@ -70,6 +71,8 @@ class PagedCacheFactory:
         store: a folder on disk for the pages of inserted prompts; `fetch_cache` reuses them, in
             this process or a later one. None keeps prompts in memory only.
         store_bytes: the most that the folder may take on disk, as for `max_bytes`.
+        eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
+            the least recently used. Pass an object with a method `rank`, see `EvictionPolicy`.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
@@ -107,6 +110,7 @@ class PagedCacheFactory:
         trace: str | os.PathLike[str] | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: float | str = DEFAULT_STORE_BYTES,
+        eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
         always_gather: bool = False,
     ) -> None:
         require_model(model)
@@ -123,6 +127,7 @@ class PagedCacheFactory:
         self._write_chunk = write_chunk
         self._page_format = page_format
         self._trace = trace
+        self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=max_bytes)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
@@ -304,7 +309,7 @@ class PagedCacheFactory:
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
-        self.store = BackgroundStore(PageStore(path, max_bytes))
+        self.store = BackgroundStore(PageStore(path, max_bytes, policy=self._eviction_policy))
         if not self.pool.is_open:
             self._learn_geometry()
         identity = PageIdentity(self._model, self._version, self.pool, model_file(self._model))
@@ -348,6 +353,7 @@ class PagedCacheFactory:
             windows=windows,
             page_format=self._page_format,
             trace=self._trace,
+            eviction_policy=self._eviction_policy,
             name=model_file(self._model),
             **options,
         )

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
         PoolExhausted,
         RollbackError,
     )
+    from paged_kv.allocator.prefixes.eviction import (
+        EvictionPolicy,
+        FirstInFirstOut,
+        LeastFrequentlyUsed,
+        LeastRecentlyUsed,
+    )
     from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
     from paged_kv.cache.paged_kv_cache import PagedKVCache
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -38,6 +44,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockStateError",
+    "EvictionPolicy",
+    "FirstInFirstOut",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
     "NotPinned",
     "OldestFirst",
     "PagePool",
@@ -57,6 +67,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "EvictionPolicy": "allocator.prefixes.eviction",
+    "FirstInFirstOut": "allocator.prefixes.eviction",
+    "LeastFrequentlyUsed": "allocator.prefixes.eviction",
+    "LeastRecentlyUsed": "allocator.prefixes.eviction",
     "BlockStateError": "allocator.errors",
     "RequantisationPolicy": "allocator.requantisation",
     "NotPinned": "allocator.errors",

@@ -1,10 +1,10 @@
-"""Blocks that have left a ring whole.
+"""Caches full blocks that a sliding window has passed.
 
-Their sequence never reads them again, but another one that begins with the same tokens could go on
-with them. So they are kept while there is room, and are the first to go when there is none:
+Their sequence never reads them again, but another sequence with the same prefix could resume with
+them. So they stay cached while there is room, and are evicted before anything else:
 
-    in a ring --retire--> retired --a table retains it--> retired and used
-    retired --give_up, or whoever knew of it is gone--> free
+    in a ring --cache--> cached --a table retains it--> cached and in use
+    cached --give_up, or the last object that refers to it is collected--> free
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefixes.eviction import (
+    LEAST_RECENTLY_USED,
+    EvictionOrder,
+    EvictionPolicy,
+)
 
 
 @dataclass(eq=False)
 class _Place:
-    """Where a retired block is; None once it was given up."""
+    """The place of a cached block; its block is None once it was evicted."""
 
     allocator: BlockAllocator
     block: int | None
 
 
 class OutOfWindowBlock:
-    """What those hold who know what a retired block contains. With the last of them it goes.
+    """A reference to a cached block, held by those who know its tokens. The block is released when
+    the last reference is collected.
 
     Attributes:
-        ends: prefixes that end with it, and of which the rest is of little use without: it stays
-            as long as they do.
-        pins: prefixes with it that were pinned.
+        ends: cached prefixes that end with it. They need it, so it stays as long as they do.
+        pins: pinned prefixes that hold it.
     """
 
     def __init__(self, place: _Place) -> None:
@@ -41,52 +46,55 @@ class OutOfWindowBlock:
 
     @property
     def block(self) -> int | None:
-        """The block, or None if it was given up."""
+        """The block, or None if it was evicted."""
         return self._place.block
 
 
 class OutOfWindowBlocks:
-    """All retired blocks of a pool. They are used under the lock of the blocks' allocators."""
+    """All cached out-of-window blocks of a pool. Callers hold the lock of the blocks' allocators.
 
-    def __init__(self) -> None:
-        # In the order in which they were retired or last used.
+    Args:
+        policy: which of them to evict first.
+    """
+
+    def __init__(self, policy: EvictionPolicy = LEAST_RECENTLY_USED) -> None:
+        self._order: EvictionOrder[_Place] = EvictionOrder(policy)
         self._known: dict[_Place, weakref.ref[OutOfWindowBlock]] = {}
         self._places: dict[tuple[BlockAllocator, int], _Place] = {}
         self._dropped: deque[_Place] = deque()
 
     def cache(self, allocator: BlockAllocator, block: int) -> OutOfWindowBlock:
-        """Keep a block that is in use; one that is retired already stays the same."""
+        """Cache a block that is in use. A block that is cached already keeps its reference."""
         self.drain()
         place = self._places.get((allocator, block))
         known = None if place is None else self._known[place]()
         if known is not None:
             return known
         if place is not None:
-            # Whoever knew of it has gone since it was looked for.
+            # Its last reference was collected just now.
             self._let_go(place)
         place = _Place(allocator, block)
         allocator.keep(block, self._on_move)
         out_of_window = OutOfWindowBlock(place)
         self._known[place] = weakref.ref(out_of_window)
+        self._order.touch(place)
         self._places[allocator, block] = place
         weakref.finalize(out_of_window, self._dropped.append, place).atexit = False
         return out_of_window
 
     def touch(self, out_of_window: OutOfWindowBlock) -> None:
-        """Note that it was of use: others go before it."""
-        place = out_of_window._place
-        self._known[place] = self._known.pop(place)
+        """Note that a sequence resumed with it."""
+        self._order.touch(out_of_window._place)
 
     def give_up(self, is_enough: Callable[[], bool]) -> int:
-        """Let go of blocks, the longest retired first, until it is enough; returns how many. What
-        prefixes end with stays with them.
+        """Evict blocks in the order of the policy until it is enough; returns how many. Those that
+        a prefix ends with stay with it.
 
-        Those that a table still holds go last: that makes a difference only to a ring that would
-        have to copy them.
+        Blocks in use by a table go last: evicting one only saves a ring from copying it.
         """
         self.drain()
         given_up = 0
-        for place in sorted(self._known, key=_is_in_use):
+        for place in sorted(self._order, key=_is_in_use):
             out_of_window = self._known[place]()
             if is_enough():
                 break
@@ -96,7 +104,7 @@ class OutOfWindowBlocks:
         return given_up
 
     def evictable(self, allocator: BlockAllocator) -> list[int]:
-        """Blocks of a group that nobody else holds and that are not pinned."""
+        """Blocks of a group that are neither in use nor pinned."""
         self.drain()
         return [
             place.block
@@ -108,13 +116,14 @@ class OutOfWindowBlocks:
         ]
 
     def drain(self) -> None:
-        """Let go of what nobody knows of any more."""
+        """Release blocks whose last reference was collected."""
         # Finalisers append in the middle of anything; both operations are atomic.
         while self._dropped:
             self._let_go(self._dropped.popleft())
 
     def _let_go(self, place: _Place) -> None:
         if place.block is not None:
+            self._order.discard(place)
             del self._known[place], self._places[place.allocator, place.block]
             place.allocator.let_go(place.block)
             place.block = None

@@ -19,11 +19,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import count
-
-from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefixes.eviction import (
+    LEAST_RECENTLY_USED,
+    EvictionOrder,
+    EvictionPolicy,
+)
 from paged_kv.allocator.prefixes.prefix_node import Blocks, Checkpoint, Node, Windows
 
 
@@ -48,7 +50,12 @@ class PrefixIndex:
     the same lock.
     """
 
-    def __init__(self, page_size: int = 256, lock: threading.RLock | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int = 256,
+        lock: threading.RLock | None = None,
+        policy: EvictionPolicy = LEAST_RECENTLY_USED,
+    ) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
         # Called with each node that is about to be let go of.
@@ -57,8 +64,7 @@ class PrefixIndex:
         # The nodes that have a block: several where it was inserted into several namespaces, or
         # as the end of one prompt and in the middle of another.
         self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
-        self._leaves: SortedDict[int, Node] = SortedDict()
-        self._clock = count(1)
+        self._leaves: EvictionOrder[Node] = EvictionOrder(policy)
         self._size = 0
 
     def __len__(self) -> int:
@@ -136,16 +142,16 @@ class PrefixIndex:
         return self.forget(lambda: False)
 
     def forget(self, is_enough: Callable[[], bool]) -> int:
-        """Let go of everything that is not pinned, the least recently used leaves first, until it
-        is enough; returns how many blocks' worth that was. What others hold stays theirs."""
+        """Evict everything that is not pinned, in the order of the policy, until it is enough;
+        returns how many blocks' worth that was. Other holders keep their blocks."""
         with self.lock:
             before = len(self)
             self._evict(_is_pinned, is_enough)
             return before - len(self)
 
     def evict(self, is_enough: Callable[[], bool]) -> int:
-        """Let go of blocks that nobody else holds, the least recently used leaves first, until it
-        is enough; returns how many blocks' worth that was."""
+        """Evict blocks that nobody else holds, in the order of the policy, until it is enough;
+        returns how many blocks' worth that was."""
         with self.lock:
             before = len(self)
             self._evict(self._is_in_use, is_enough)
@@ -197,10 +203,11 @@ class PrefixIndex:
                 allocator.keep(block, self._on_move)
             self._nodes.setdefault((allocator, block), set()).add(node)
         if parent.parent is not None and not parent.children:
-            del self._leaves[parent.last_used]
+            self._leaves.discard(parent)
         parent.children[page] = node
-        node.last_used = next(self._clock)
-        self._leaves[node.last_used] = node
+        node.first_used = node.last_used = self._leaves.now()
+        node.uses = 1
+        self._leaves.put(node, node.use)
         self._size += 1
         return node
 
@@ -209,10 +216,10 @@ class PrefixIndex:
         assert parent is not None
         assert not leaf.children
         del parent.children[leaf.tokens]
-        del self._leaves[leaf.last_used]
+        self._leaves.discard(leaf)
         self._size -= 1
         if parent.parent is not None and not parent.children:
-            self._leaves[parent.last_used] = parent
+            self._leaves.put(parent, parent.use)
         leaf.let_go()
         for allocator, block in leaf.blocks.items():
             nodes = self._nodes[allocator, block]
@@ -232,10 +239,10 @@ class PrefixIndex:
     def _touch(self, path: Sequence[Node]) -> None:
         """Note that a path was used: a node later than what comes after it."""
         for node in reversed(path):
-            is_leaf = self._leaves.pop(node.last_used, None) is not None
-            node.last_used = next(self._clock)
-            if is_leaf:
-                self._leaves[node.last_used] = node
+            node.last_used = self._leaves.now()
+            node.uses += 1
+            if not node.children:
+                self._leaves.put(node, node.use)
 
     def _is_in_use(self, node: Node) -> bool:
         """Whether somebody else holds one of a node's blocks too, or it is pinned, maybe by another
@@ -246,17 +253,20 @@ class PrefixIndex:
         )
 
     def _evict(self, stays: Callable[[Node], bool], is_enough: Callable[[], bool]) -> None:
-        """Remove leaves that may go, the least recently used first. A parent becomes a leaf then,
-        and was used later than its children."""
+        """Remove leaves that may go, in the order of the policy. A parent becomes a leaf with its
+        last child."""
         passed = 0
         while passed < len(self._leaves) and not is_enough():
-            _, leaf = self._leaves.peekitem(passed)
+            leaf = self._leaves[passed]
             if stays(leaf):
                 passed += 1
-            else:
-                if self.leaving is not None:
-                    self.leaving(leaf)
-                self._remove(leaf)
+                continue
+            if self.leaving is not None:
+                self.leaving(leaf)
+            self._remove(leaf)
+            if (parent := leaf.parent) is not None and parent in self._leaves:
+                # It may rank before leaves that stay.
+                passed = min(passed, self._leaves.index(parent))
 
 
 def _closest_child(node: Node, page: tuple[int, ...]) -> tuple[Node | None, int]:

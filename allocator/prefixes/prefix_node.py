@@ -10,6 +10,7 @@ from typing import Protocol
 from sortedcontainers import SortedDict
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.prefixes.eviction import Use
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 
 Blocks = Mapping[BlockAllocator, int]
@@ -58,7 +59,9 @@ class Node:
         children: the nodes after, by their tokens.
         windows: the tokens held in groups with a window, by (first, last) slot.
         checkpoints: states to resume from, by the number of this node's tokens before them.
-        last_used: time of the latest match or insertion; larger is later.
+        first_used: tick of the first match or insertion.
+        last_used: tick of the latest one.
+        uses: how many there were.
         pins: number of pins.
     """
 
@@ -68,8 +71,15 @@ class Node:
     children: SortedDict[tuple[int, ...], Node] = field(default_factory=SortedDict)
     windows: dict[BlockAllocator, dict[tuple[int, int], WindowRows]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    first_used: int = 0
     last_used: int = 0
+    uses: int = 0
     pins: int = 0
+
+    @property
+    def use(self) -> Use:
+        """When and how often it was used, for an eviction policy."""
+        return Use(self.first_used, self.last_used, self.uses)
 
     def rows_of(self, allocator: BlockAllocator) -> list[WindowRows]:
         """The tokens that a group with a window still holds."""

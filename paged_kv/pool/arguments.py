@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Use
 from paged_kv.checks import described
 from paged_kv.kernels.pages.memory import recommended_bytes
 from paged_kv.pool.window import Window
@@ -41,3 +42,22 @@ def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> di
             known = f"a pool of {num_layers} layers, which count from 0"
             raise ValueError(f"windows must be of the layers of {known}, got {described(layer)}")
     return dict(windows or {})
+
+
+def checked_eviction_policy(policy: EvictionPolicy) -> EvictionPolicy:
+    """A policy that ranks a use with a number.
+
+    Raises:
+        TypeError: it does not.
+    """
+    rank = getattr(policy, "rank", None)
+    if isinstance(policy, type) or not callable(rank) or not _is_number(rank(Use(1, 1))):
+        raise TypeError(
+            "eviction_policy must be an object whose rank(use) returns a number, such as "
+            f"LeastRecentlyUsed(), got {described(policy)}"
+        )
+    return policy
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value == value

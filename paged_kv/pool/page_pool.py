@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.checks import described, whole_number
@@ -17,7 +18,7 @@ from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
-from paged_kv.pool.arguments import checked_windows, chosen_budget
+from paged_kv.pool.arguments import checked_eviction_policy, checked_windows, chosen_budget
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.formats import FormatChoice, chosen_formats
 from paged_kv.pool.layer_group import LayerGroup, new_groups
@@ -51,6 +52,7 @@ class PagePool:
         beside: another pool, whose budget this one shares.
         trace: a file that records the events of blocks, see `paged_kv.pool.trace`. None means the
             file that PAGED_KV_TRACE names, if any.
+        eviction_policy: which cached prefixes to evict first.
         name: the pool's name in log messages.
 
     Attributes:
@@ -71,6 +73,7 @@ class PagePool:
         max_bytes: float | str | None = None,
         beside: PagePool | None = None,
         trace: str | os.PathLike[str] | None = None,
+        eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
         name: str = "pool",
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, least=0)
@@ -78,6 +81,7 @@ class PagePool:
         self.name = name
         self.serial = next(_serials)
         self.page_format, self.requantisation_policy = chosen_formats(page_format)
+        self.eviction_policy = checked_eviction_policy(eviction_policy)
         if beside is not None:
             require_pool("beside", beside)
         self.budget: ByteBudget = chosen_budget(max_bytes, beside.budget if beside else None)
@@ -93,8 +97,8 @@ class PagePool:
             self.budget,
             self.counts.events,
         )
-        self.index = PrefixIndex(PAGE_SIZE, self.lock)
-        self.out_of_window = OutOfWindowBlocks()
+        self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
+        self.out_of_window = OutOfWindowBlocks(self.eviction_policy)
         self.reclaimer = Reclaimer(
             self.groups,
             self.budget,

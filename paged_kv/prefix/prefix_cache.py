@@ -70,7 +70,7 @@ class PrefixCache:
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
         self.pool = pool
         self.lock = pool.lock
-        self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE)
+        self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE, pool.eviction_policy)
         self.has_states = has_states
         self._lower: LowerTier | None = None
 

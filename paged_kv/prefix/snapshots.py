@@ -1,7 +1,7 @@
-"""States of recurrent layers, as they were behind some tokens.
+"""Caches states of recurrent layers, as they were after some tokens of a prompt.
 
-They are not paged: each is a copy of its own, and as large as many pages. So they have a bound of
-their own, beside that of the pages, and the least recently used are let go.
+They are not paged: each is a copy of its own, and as large as many pages. So they have a budget of
+their own, beside that of the pages.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from paged_kv.allocator.prefixes.eviction import (
+    LEAST_RECENTLY_USED,
+    EvictionOrder,
+    EvictionPolicy,
+)
+
 
 @dataclass(eq=False)
 class Snapshot:
-    """What the layers hold that are not paged.
+    """The states of the layers that are not paged.
 
     Attributes:
-        states: that; None once it was let go.
-        nbytes: bytes of its arrays.
-        pins: prefixes with it that were pinned.
+        states: the states; None once they were evicted.
+        nbytes: bytes of their arrays.
+        pins: pinned prefixes that hold it.
     """
 
     states: Any
@@ -27,12 +33,16 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots that prefixes have, at most `max_bytes` of them."""
+    """All snapshots of a prefix cache.
 
-    def __init__(self, max_bytes: int) -> None:
+    Args:
+        max_bytes: the most that they may take.
+        policy: which of them to evict first.
+    """
+
+    def __init__(self, max_bytes: int, policy: EvictionPolicy = LEAST_RECENTLY_USED) -> None:
         self.max_bytes = max_bytes
-        # In the order in which they were last used.
-        self._known: dict[int, weakref.ref[Snapshot]] = {}
+        self._order: EvictionOrder[weakref.ref[Snapshot]] = EvictionOrder(policy)
 
     @property
     def nbytes(self) -> int:
@@ -40,33 +50,33 @@ class Snapshots:
         return sum(snapshot.nbytes for snapshot in self._live())
 
     def take(self, states: Any, nbytes: int) -> Snapshot | None:
-        """A snapshot that stays as long as somebody holds it, in the place of others if need be;
-        None if there is no room."""
+        """A snapshot that stays as long as somebody holds it; others are evicted for it. None if
+        there is no room."""
         pinned = sum(each.nbytes for each in self._live() if each.pins)
         if pinned + nbytes > self.max_bytes:
             return None
         snapshot = Snapshot(states, nbytes)
         self.shrink(self.max_bytes - nbytes)
-        self._known[id(snapshot)] = weakref.ref(snapshot)
+        self._order.touch(weakref.ref(snapshot))
         return snapshot
 
     def touch(self, snapshot: Snapshot) -> None:
-        """Note that it was of use: others go before it."""
-        self._known[id(snapshot)] = self._known.pop(id(snapshot))
+        """Note that a sequence resumed from it."""
+        self._order.touch(weakref.ref(snapshot))
 
     def shrink(self, max_bytes: int) -> None:
-        """Let the least recently used go until all have at most so many bytes, but no pinned
-        ones."""
+        """Evict snapshots that are not pinned until all take at most so many bytes."""
         excess = self.nbytes - max_bytes
         for snapshot in self._live():
             if excess > 0 and not snapshot.pins:
-                del self._known[id(snapshot)]
+                self._order.discard(weakref.ref(snapshot))
                 snapshot.states = None
                 excess -= snapshot.nbytes
 
     def _live(self) -> list[Snapshot]:
-        """Those that somebody still holds."""
-        found = {key: known() for key, known in self._known.items()}
-        live = {key: snapshot for key, snapshot in found.items() if snapshot is not None}
-        self._known = {key: self._known[key] for key in live}
-        return list(live.values())
+        """Those that somebody still holds, in the order of eviction."""
+        known = {reference: reference() for reference in self._order}
+        for reference, snapshot in known.items():
+            if snapshot is None:
+                self._order.discard(reference)
+        return [snapshot for snapshot in known.values() if snapshot is not None]

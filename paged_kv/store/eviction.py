@@ -23,12 +23,11 @@ class Limits:
         return max(used + more - self.max_bytes, self.min_free_bytes + more - free)
 
 
-def least_recently_used(
+def victims(
     entries: Iterable[tuple[str, int]], needed: int, keep: Collection[str]
 ) -> list[str] | None:
     """The keys of the first entries whose bytes are `needed` together, or None if all do not
-    suffice. `entries` come in the order of their last use, the earliest first; those of `keep` are
-    left out."""
+    suffice. `entries` come in the order of eviction; those of `keep` are left out."""
     chosen = []
     for key, nbytes in entries:
         if needed <= 0:

@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Use
 from paged_kv.store.folder import Folder
 from paged_kv.store.packed_tokens import packed, unpacked
 
@@ -33,12 +34,13 @@ ROOM = 1 << 20
 # with up to ten bytes. With a vocabulary of 150,000 it is 2.3 kB.
 ROW_BYTES = 12 << 10
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _SCHEMA = """
     CREATE TABLE entries (
         key TEXT PRIMARY KEY, parent TEXT NOT NULL, part TEXT NOT NULL, num_tokens INTEGER NOT NULL,
-        nbytes INTEGER NOT NULL, last_used INTEGER NOT NULL, model TEXT NOT NULL,
-        page_format TEXT NOT NULL, tokens BLOB NOT NULL
+        nbytes INTEGER NOT NULL, first_used INTEGER NOT NULL, last_used INTEGER NOT NULL,
+        uses INTEGER NOT NULL, model TEXT NOT NULL, page_format TEXT NOT NULL,
+        tokens BLOB NOT NULL
     ) WITHOUT ROWID;
     CREATE INDEX by_parent ON entries (parent, tokens, num_tokens);
 """
@@ -128,19 +130,21 @@ class Index:
             )
         return [unpacked(data) for (data,) in found]
 
-    def by_use(self) -> list[str]:
-        """Entries, the least recently used first."""
-        return [key for (key,) in self._all("SELECT key FROM entries ORDER BY last_used")]
+    def in_order(self, policy: EvictionPolicy) -> list[str]:
+        """The keys of all entries, in the order in which a policy evicts them."""
+        found = self._all("SELECT key, first_used, last_used, uses FROM entries")
+        ranked = [(policy.rank(Use(*use)), use[1], key) for key, *use in found]
+        return [key for *_, key in sorted(ranked)]
 
     def add(self, rows: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Add entries, each with the tokens of its block, as the most recently used, the first of
         them most recently."""
         uses = self._next_uses(len(rows))
         self._write(
-            f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, last_used) "
-            "VALUES (?,?,?,?,?,?,?,?,?)",
+            f"INSERT OR REPLACE INTO entries ({_COLUMNS}, tokens, first_used, last_used, uses) "
+            "VALUES (?,?,?,?,?,?,?,?,?,?,1)",
             [
-                (*astuple(row), packed(tokens), use)
+                (*astuple(row), packed(tokens), use, use)
                 for (row, tokens), use in zip(rows, uses, strict=True)
             ],
         )
@@ -148,7 +152,7 @@ class Index:
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as the most recently used, the first of them most recently."""
         self._write(
-            "UPDATE entries SET last_used = ? WHERE key = ?",
+            "UPDATE entries SET last_used = ?, uses = uses + 1 WHERE key = ?",
             list(zip(self._next_uses(len(keys)), keys, strict=True)),
         )
 

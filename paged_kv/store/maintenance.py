@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paged_kv.store.entry_file import SUFFIX, decode, file_name
 from paged_kv.store.errors import InvalidEntry
-from paged_kv.store.eviction import least_recently_used
+from paged_kv.store.eviction import victims
 from paged_kv.store.finding import Finding
 from paged_kv.store.folder import is_page_file
 from paged_kv.store.page_store import File, Outcome, PageStore, file_of
@@ -154,13 +154,13 @@ def _look_at(store: PageStore, key: str, nbytes: int) -> Finding | None:
 
 
 def _enforce_cap(store: PageStore) -> list[Finding]:
-    """Remove the least recently used entries until the limits hold, or none are left."""
+    """Evict entries until the limits hold, or none are left."""
     with store.exclusive() as contents:
         excess = store.limits.excess(contents.used, store.folder.free_bytes(), 0)
         if excess <= 0:
             return []
-        by_use = [(row.key, contents.files[row.key]) for row in reversed(store.rows())]
-        keys = least_recently_used(by_use, excess, ()) or [key for key, _ in by_use]
+        order = [(key, contents.files[key]) for key in store.eviction_order()]
+        keys = victims(order, excess, ()) or [key for key, _ in order]
         store.discard(keys)
         return [
             Finding(file_name(key), "more than the cap allows", contents.files[key], True)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.store import index as index_file
 from paged_kv.store.entry_file import (
     MAX_HEAD_BYTES,
@@ -34,7 +35,7 @@ from paged_kv.store.entry_file import (
     file_name,
 )
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, unusable
-from paged_kv.store.eviction import Limits, least_recently_used
+from paged_kv.store.eviction import Limits, victims
 from paged_kv.store.finding import Finding
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
 from paged_kv.store.index import OpenIndex, Row
@@ -89,6 +90,7 @@ class PageStore:
         max_bytes: the most bytes that everything in it may take, at any time.
         min_free_bytes: bytes that the disk must still have free.
         patience_s: seconds to wait for other processes that write.
+        policy: which entries to evict first.
 
     Attributes:
         discarded: useless files found in the folder so far.
@@ -105,6 +107,7 @@ class PageStore:
         *,
         min_free_bytes: int = MIN_FREE_BYTES,
         patience_s: float = 10.0,
+        policy: EvictionPolicy = LEAST_RECENTLY_USED,
     ) -> None:
         if max_bytes < MIN_BYTES:
             raise ValueError(
@@ -112,6 +115,7 @@ class PageStore:
                 f"got {max_bytes:,}"
             )
         self.limits = Limits(max_bytes, min_free_bytes)
+        self._policy = policy
         self.discarded: list[Finding] = []
         self.path = Path(path).expanduser().absolute()
         self.folder = Folder(self.path)
@@ -193,6 +197,11 @@ class PageStore:
                 self.folder.sync()
         return outcomes
 
+    def eviction_order(self) -> list[str]:
+        """The keys of all entries, the first to evict first."""
+        with self._index.use() as index:
+            return index.in_order(self._policy)
+
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as used now, the first of them most recently."""
         with self._index.use() as index:
@@ -237,13 +246,12 @@ class PageStore:
         more = row.nbytes + _MARGIN
         excess = self.limits.excess(contents.used, self.folder.free_bytes(), more)
         if excess > 0:
-            with self._index.use() as index:
-                by_use = [(key, contents.files.get(key, 0)) for key in index.by_use()]
-            victims = least_recently_used(by_use, excess, keep)
-            if victims is None:
+            order = [(key, contents.files.get(key, 0)) for key in self.eviction_order()]
+            evicted = victims(order, excess, keep)
+            if evicted is None:
                 return Outcome.NO_ROOM
-            self._discard(victims)
-            contents.used -= sum(contents.files.pop(key, 0) for key in victims)
+            self._discard(evicted)
+            contents.used -= sum(contents.files.pop(key, 0) for key in evicted)
         self.folder.write(file_name(row.key), data)
         contents.files[row.key] = row.nbytes
         # Count the index's row too: it is added when all files are written.
