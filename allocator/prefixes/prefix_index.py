@@ -1,4 +1,4 @@
-"""Finds the blocks of prompts that were computed before, by their token ids.
+"""Finds the cached blocks of prompts by their token ids.
 
 A tree of blocks for each namespace: the path from the root to a node spells the tokens of a prefix,
 a block's worth a node, and only a leaf may have fewer. Tokens are compared, never hashes alone: a
@@ -58,7 +58,7 @@ class PrefixIndex:
     ) -> None:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
-        # Called with each node that is about to be let go of.
+        # Called with each node that is about to be evicted.
         self.leaving: Callable[[Node], None] | None = None
         self._roots: dict[Hashable, Node] = {}
         # The nodes that have a block: several where it was inserted into several namespaces, or
@@ -68,16 +68,16 @@ class PrefixIndex:
         self._size = 0
 
     def __len__(self) -> int:
-        """Blocks' worth of tokens that are known."""
+        """Cached blocks' worth of tokens."""
         return self._size
 
     @property
     def num_prompts(self) -> int:
-        """Known prompts that are not the beginning of another."""
+        """Cached prompts that are not a prefix of another."""
         return len(self._leaves)
 
     def nodes(self) -> list[Node]:
-        """All that is known, parents before their children. O(nodes)."""
+        """All nodes, parents before their children. O(nodes)."""
         with self.lock:
             found = list(self._roots.values())
             for node in found:
@@ -86,7 +86,7 @@ class PrefixIndex:
 
     def match(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
         """The longest prefix of a prompt that was inserted, without the prompt's last token, which
-        must be computed to go on."""
+        the model must compute again."""
         with self.lock:
             nodes, num_tokens = self._path(namespace, tokens, len(tokens) - 1)
             self._touch(nodes)
@@ -138,7 +138,7 @@ class PrefixIndex:
                 node.add_pins(-1)
 
     def clear(self) -> int:
-        """Forget everything that is not pinned; returns how many blocks' worth that was."""
+        """Evict everything that is not pinned; returns how many blocks' worth that was."""
         return self.forget(lambda: False)
 
     def forget(self, is_enough: Callable[[], bool]) -> int:
@@ -237,7 +237,7 @@ class PrefixIndex:
             self._nodes[allocator, target] = nodes
 
     def _touch(self, path: Sequence[Node]) -> None:
-        """Note that a path was used: a node later than what comes after it."""
+        """Note that a path was used: each node later than its children."""
         for node in reversed(path):
             node.last_used = self._leaves.now()
             node.uses += 1
@@ -253,7 +253,7 @@ class PrefixIndex:
         )
 
     def _evict(self, stays: Callable[[Node], bool], is_enough: Callable[[], bool]) -> None:
-        """Remove leaves that may go, in the order of the policy. A parent becomes a leaf with its
+        """Evict leaves that may go, in the order of the policy. A parent becomes a leaf with its
         last child."""
         passed = 0
         while passed < len(self._leaves) and not is_enough():

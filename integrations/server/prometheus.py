@@ -1,4 +1,4 @@
-"""What a server counts, as metrics of Prometheus; names follow vLLM's where it has them.
+"""Prometheus metrics of a server. Names follow vLLM's where it has them.
 
 Needs the extra "metrics".
 """
@@ -24,7 +24,7 @@ from paged_kv.monitor.process_view import ProcessView
 
 
 def metrics_text(service: Service, view: ProcessView) -> bytes:
-    """Of all pools and of the server, in Prometheus' text format."""
+    """The metrics of all pools and of the server, in Prometheus's text format."""
     return prometheus_metrics.metrics_text(view, _Collector(service))
 
 
@@ -38,7 +38,7 @@ class _Collector(Collector):
         waiting = choices_in(jobs, Stage.WAITING)
         yield _gauge("num_requests_running", "Choices that are computed", running)
         yield _gauge("num_requests_waiting", "Choices that wait for their turn", waiting)
-        # Whoever is admitted has all the memory that it may need, so nobody is preempted.
+        # Admission reserves all the memory that a request may need, so none is preempted.
         yield _counter("num_preemptions", "Requests that lost their place", 0)
         yield _counter("num_requests_refused", "Requests answered with 503", counted.refused)
         yield _counter("prompt_tokens", "Tokens of prompts", counted.prompt_tokens)

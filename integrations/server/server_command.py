@@ -1,4 +1,4 @@
-"""`paged-kv server`: OpenAI's API, as mlx-lm's server has it, on paged caches."""
+"""`paged-kv server`: an OpenAI-compatible server on paged caches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def add_server_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> None:
-    """Register the subcommand. It is given the options that nobody knows as `others`: mlx-lm, which
-    knows them, takes seconds to load."""
+    """Register the subcommand. It gets its options as `others`, unparsed: mlx-lm, which defines
+    most of them, takes seconds to load."""
     parser = commands.add_parser(
         "server",
         help="serve OpenAI's API on paged caches, as mlx-lm's server does",
@@ -21,7 +21,7 @@ def add_server_parser(
 
 
 def run(options: Sequence[str]) -> int:
-    """Serve until a signal comes; returns the exit status.
+    """Serve until a signal arrives; returns the exit status.
 
     Raises:
         ValueError: an option is wrong, or the process is one of several that share a model.

@@ -31,7 +31,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-# More are counted, and not listed.
+# The page counts more requests than it lists.
 MOST_LISTED = 50
 
 
@@ -42,13 +42,13 @@ def page() -> Response:
 
 
 def data(service: Service) -> Response:
-    """What the pools of this process hold, and the requests of the server."""
+    """The pools of this process, and the requests of the server."""
     told = {"requests": requests(service), "columns": columns()}
     return JSONResponse(_view().as_dict() | told, headers=HEADERS)
 
 
 def metrics(service: Service) -> Response:
-    """The same for Prometheus, or how to install what that needs."""
+    """The metrics for Prometheus, or the extra to install for them."""
     try:
         module = extra_module("paged_kv.integrations.server.prometheus", "metrics")
     except ValueError as error:
@@ -58,7 +58,7 @@ def metrics(service: Service) -> Response:
 
 
 def columns() -> list[dict[str, str]]:
-    """The columns of statistics that tables have: what the page makes its own from."""
+    """The columns of statistics, from which the page makes its tables."""
     return [
         {
             "name": column.name,
@@ -72,7 +72,7 @@ def columns() -> list[dict[str, str]]:
 
 
 def requests(service: Service) -> dict[str, Any]:
-    """Those that wait or run, the oldest first; and what was counted of all."""
+    """Waiting and running requests, the oldest first, and the counts of all."""
     jobs, counted = list(service.thread.jobs), service.metrics
     return {
         "waiting": choices_in(jobs, Stage.WAITING),
@@ -99,5 +99,5 @@ def _described(job: Job) -> list[Any]:
 
 
 def _view() -> ProcessView:
-    # A command line may hold what is not for everybody who can reach the port.
+    # A command line may hold secrets, and anybody who can reach the port reads this.
     return replace(view_process(open_pools.items()), command="")

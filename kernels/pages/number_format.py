@@ -1,4 +1,4 @@
-"""How the numbers of a token, of its keys or of its values, are held.
+"""Number formats: how a page holds the numbers of a token's keys or values.
 
 A number format turns a row of numbers into rows of 16-bit words, one for each plane that it
 needs, and back. Rows know nothing of each other, so a page fills token by token.
@@ -19,7 +19,7 @@ LEAST = 2.0**-126  # the smallest float32 of full precision
 
 
 class Encoding(NamedTuple):
-    """How one number lies in a row, and what kernels call that.
+    """The encoding of one number, and its names in kernels.
 
     Attributes:
         name: in kernels/cpu/paged_kv_cpu.h it is PAGED_KV_name.
@@ -51,14 +51,14 @@ CODES = {
 
 
 class NumberFormat(Protocol):
-    """How keys, or values, are held."""
+    """A format of keys, or of values."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_rotated(self) -> bool:
-        """Whether rows are held in the basis of `rotation`."""
+        """Whether rows are stored in the basis of `rotation`."""
         ...
 
     def encoding(self, dtype: mx.Dtype) -> Encoding:

@@ -1,4 +1,4 @@
-"""What the bytes of a page are.
+"""Page formats: the layout of a page in bytes.
 
 A page holds 256 tokens of one layer as planes, one behind the other. A plane is an array
 [heads, 256, row_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
@@ -34,7 +34,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """How a page holds keys, and how values."""
+    """The number formats of keys and of values in a page."""
 
     keys: NumberFormat
     values: NumberFormat
@@ -72,7 +72,7 @@ class PageFormat:
 
 
 FormatName = str | tuple[str, str]
-"""A page format by its name, or by the names of the formats of its keys and values."""
+"""The name of a page format, or the names of its formats of keys and values."""
 
 
 def page_format_named(name: FormatName) -> PageFormat:

@@ -1,4 +1,4 @@
-"""Looks at pools, and writes down what they hold."""
+"""Makes views of pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LONGEST_COMMAND = 200
 
 
 def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessView:
-    """What the pools of this process hold. Those that are busy for so long are left out."""
+    """A view of the pools of this process, without those that stay locked for `patience_s`
+    seconds."""
     views = [view_pool(pool, patience_s) for pool in sorted(pools, key=lambda pool: pool.serial)]
     there = tuple([view for view in views if view is not None])
     command = " ".join(" ".join(sys.orig_argv).split())[:LONGEST_COMMAND]
@@ -25,8 +26,8 @@ def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessV
 
 
 def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:
-    """What a pool holds; None if it is busy for so long. The pool stands still while references are
-    copied, and not while they are looked at."""
+    """A view of a pool; None if it stays locked for `patience_s` seconds. The pool is locked only
+    while references are copied."""
     if not pool.lock.acquire(timeout=patience_s):
         return None
     try:

@@ -1,5 +1,4 @@
-"""What all pools of a process hold at one moment, in the form in which it is shown, published and
-saved.
+"""The content of all pools of a process at one moment, as it is shown, published and saved.
 
 As JSON:
 
@@ -27,10 +26,10 @@ class SequenceView(NamedTuple):
     """A sequence of a pool.
 
     Attributes:
-        name: tells it from others.
+        name: the beginning of its uid.
         tokens: its context length.
         blocks: entries of its block tables, in all groups.
-        shared: those of them that others hold too.
+        shared: those of them that other sequences hold too.
         nbytes: bytes of the pages of all of them.
     """
 
@@ -46,11 +45,11 @@ class PoolView:
     """One pool.
 
     Attributes:
-        name: what the pool calls itself.
-        number: tells it from others of the process.
-        stats: its numbers.
-        slabs: group and map of each slab.
-        sequences: the largest ones, the largest first.
+        name: the name that the pool was given.
+        number: unique within the process.
+        stats: its statistics.
+        slabs: the group and the block map of each slab.
+        sequences: the largest sequences, the largest first.
     """
 
     name: str
@@ -65,10 +64,10 @@ class ProcessView:
     """All pools of one process.
 
     Attributes:
-        pid: the process.
-        command: how it was started.
+        pid: process id.
+        command: the command line.
         time: seconds since 1970.
-        pools: those that were written to, in the order in which they were made.
+        pools: the pools in the order of their creation.
     """
 
     pid: int
@@ -77,7 +76,7 @@ class ProcessView:
     pools: tuple[PoolView, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON that the module describes."""
+        """The JSON form that the module describes."""
         return {
             "paged_kv": VERSION,
             "pid": self.pid,
@@ -88,7 +87,7 @@ class ProcessView:
 
     @classmethod
     def from_dict(cls, content: Any) -> ProcessView:
-        """The view that `as_dict` was made of.
+        """The view from its JSON form.
 
         Raises:
             ValueError: it is none, or of another version.

@@ -1,4 +1,4 @@
-"""What a process' pools hold as metrics of Prometheus. Names follow vLLM's where it has them.
+"""Prometheus metrics of a process's pools. Names follow vLLM's where it has them.
 
 Needs the extra "metrics". Labels are numbers of pools, names of formats and states, and reasons.
 """
@@ -16,7 +16,7 @@ from paged_kv.pool.columns import COLUMNS, Column, Kind
 
 
 def metrics_text(view: ProcessView, *others: Collector) -> bytes:
-    """The metrics of all pools, and what others collect, in Prometheus' text format."""
+    """The metrics of all pools and of other collectors, in Prometheus's text format."""
     registry = CollectorRegistry()
     for collector in (_Collector(view), *others):
         registry.register(collector)

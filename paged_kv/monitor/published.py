@@ -1,4 +1,4 @@
-"""Reads what processes of the same user publish."""
+"""Reads the views that processes of the same user publish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def running_processes() -> list[ProcessView]:
 
 
 def remove_stale() -> None:
-    """Remove the files that dead processes left.
+    """Remove the files of dead processes.
 
     Raises:
         OSError: the folder cannot be read, or is not the user's alone.
@@ -39,7 +39,7 @@ def remove_stale() -> None:
 
 
 def running_process(pid: int) -> ProcessView:
-    """What one process has published last.
+    """The latest view of one process.
 
     Raises:
         ProcessLookupError: there is no such process, or it publishes nothing.
@@ -76,7 +76,7 @@ def _require_own(pid: int) -> None:
 
 
 def _published() -> list[tuple[int, Path]]:
-    """The processes that have published something, dead ones too, and their files."""
+    """All processes that have published, dead ones included, and their files."""
     folder = runtime_folder()
     if not folder.exists():
         return []
@@ -86,7 +86,7 @@ def _published() -> list[tuple[int, Path]]:
 
 
 def _read(pid: int, file: Path) -> ProcessView | None:
-    """What a process has published; None if it is dead, or publishes nothing (any more)."""
+    """The view that a process published; None if it is dead, or does not publish."""
     started = process_start(pid)
     if started is None:
         file.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def _read(pid: int, file: Path) -> ProcessView | None:
     except FileNotFoundError:
         return None
     if content.get("started") != started:
-        # An earlier process of the same number.
+        # An earlier process had the same id.
         file.unlink(missing_ok=True)
         return None
     return ProcessView.from_dict(content)

@@ -1,4 +1,4 @@
-"""Lets other processes of the same user see what the pools of this one hold.
+"""Publishes the pools of this process to other processes of the same user.
 
 A thread looks at the open pools twice a second and writes what has changed into a file of the
 runtime folder, which `paged-kv stats` reads. There is no port, and the thread that generates does
@@ -27,12 +27,12 @@ from paged_kv.monitor.shared_file import SharedFile
 logger = logging.getLogger("paged_kv")
 
 INTERVAL_S = 0.5
-# The thread sleeps at least so many times as long as it was busy.
+# The thread sleeps at least this many times as long as it was busy.
 SLEEPS = 200
 
 
 class Publisher:
-    """Publishes what `view` returns, in a thread, from `start` on.
+    """Publishes what `view` returns, in a thread that `start` starts.
 
     A process that is forked from this one publishes nothing until `start` is called there.
     """
@@ -45,7 +45,7 @@ class Publisher:
         self._file: SharedFile | None = None
         self._published: tuple[PoolView, ...] | None = None
         self._started: str | None = None
-        # A process must not be forked while the thread holds a pool: nobody would let go of it.
+        # A fork while the thread holds a pool's lock would leave that lock held for ever.
         os.register_at_fork(
             before=lambda: self._busy.acquire(),
             after_in_parent=lambda: self._busy.release(),
@@ -63,7 +63,7 @@ class Publisher:
             self._thread.start()
 
     def stop(self) -> None:
-        """Publish no more, and remove what was."""
+        """Stop publishing, and remove the file."""
         self._is_over.set()
         with self._busy:
             if self._file is not None:
@@ -71,7 +71,7 @@ class Publisher:
                 self._file = None
 
     def publish(self) -> None:
-        """Publish what there is now.
+        """Publish the present view.
 
         Raises:
             OSError: the file cannot be written.
@@ -86,7 +86,7 @@ class Publisher:
         self._published = view.pools
 
     def _begin_process(self) -> None:
-        """Forget the other process' thread and file."""
+        """Forget the thread and file of the parent process."""
         self._busy = threading.Lock()
         self._is_over = threading.Event()
         self._thread = self._file = self._published = self._started = None
@@ -102,11 +102,11 @@ class Publisher:
                         self.publish()
                 is_over.wait(max(interval, SLEEPS * (time.perf_counter() - began)))
         except OSError as error:
-            logger.info("nobody can look at this process: %s", error)
+            logger.info("cannot publish this process: %s", error)
 
 
 def interval_s() -> float:
-    """What PAGED_KV_PUBLISH says.
+    """The interval that PAGED_KV_PUBLISH sets, in seconds.
 
     Raises:
         ValueError: it is no number of seconds.

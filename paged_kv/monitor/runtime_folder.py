@@ -1,4 +1,5 @@
-"""The folder in which processes of one user publish what their pools hold, and who is alive."""
+"""The folder in which processes of one user publish their pools; tells live processes from dead
+ones."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def runtime_folder() -> Path:
 
 
 def make_runtime_folder() -> Path:
-    """The folder, made if there is none.
+    """The folder; creates it if it is missing.
 
     Raises:
         OSError: it cannot be made, or others than its owner, or another owner, could write to it.
@@ -44,7 +45,7 @@ def make_runtime_folder() -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Raise a PermissionError unless the folder is one, is the user's, and only the user's."""
+    """Raise a PermissionError unless this is a folder of the user that nobody else can enter."""
     status = os.lstat(folder)
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not is_private or status.st_uid != os.getuid():
@@ -55,8 +56,8 @@ def require_private(folder: Path) -> None:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process began, in a form of the system's; None if there is none. Tells a process from
-    an earlier one of the same number."""
+    """The start time of a process, as the system writes it; None if there is no such process. It
+    tells a process from an earlier one with the same id."""
     if sys.platform != "linux":
         asked = ["ps", "-o", "lstart=", "-p", str(pid)]
         return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or None

@@ -1,4 +1,4 @@
-"""A file that one process writes over again and again while others read it.
+"""A file that one process overwrites repeatedly while others read it.
 
     length and CRC-32 of the content, 8 hexadecimal digits each, a line feed, the content
 
@@ -30,7 +30,7 @@ class SharedFile:
         self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
 
     def is_there(self) -> bool:
-        """Whether nobody has deleted it."""
+        """Whether the file still exists."""
         return os.fstat(self._file.fileno()).st_nlink > 0
 
     def write(self, content: bytes) -> None:

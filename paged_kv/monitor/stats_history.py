@@ -1,4 +1,4 @@
-"""What pools held over time: of a process that is looked at again and again, or of a trace."""
+"""The history of pools: snapshots of a running process, or of the replay of a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class History:
     """Snapshots in the order of time.
 
     Attributes:
-        title: what was looked at.
+        title: the process or the trace.
         samples: the sums of all pools.
         peak: the pools with their maps, when most bytes were active.
     """
@@ -38,7 +38,7 @@ class History:
 
     @classmethod
     def of_views(cls, views: Iterable[ProcessView]) -> History:
-        """Of what one process has shown."""
+        """The history of one process."""
         samples: list[Sample] = []
         peak: tuple[PoolView, ...] = ()
         most, began, title = -1, None, ""
@@ -53,7 +53,7 @@ class History:
 
 
 def total(pools: list[PoolStats]) -> PoolStats:
-    """The sum of several pools; their budgets are taken to be apart."""
+    """The sum of several pools, each with a budget of its own."""
     if not pools:
         return no_stats()
     budget = sum(pool.bytes_budget for pool in pools)

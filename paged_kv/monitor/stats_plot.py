@@ -1,4 +1,4 @@
-"""Pictures of what pools held over time. Needs the extra "plot"."""
+"""Plots the history of pools. Needs the extra "plot"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged_kv.monitor.process_view import PoolView
 from paged_kv.monitor.stats_history import History
 from paged_kv.monitor.stats_table import WORDS, coarse
 
-# Told apart also by those who see fewer colours (Okabe and Ito).
+# A palette that colour-blind readers can tell apart (Okabe and Ito).
 COLOURS = {FREE: "#dddddd", CACHED: "#f0c05a", USED: "#0072b2", SHARED: "#d55e00"}
 STATES = (FREE, CACHED, USED, SHARED)
 SUFFIXES = (".svg", ".png", ".html")
@@ -41,7 +41,7 @@ def draw(history: History, path: Path) -> None:
 
 
 def require_drawable(path: Path) -> None:
-    """Check where a picture is to go, before anybody waits for what it shows.
+    """Check the path of a picture before its data are collected.
 
     Raises:
         ValueError: there is no such kind of file.
@@ -67,7 +67,7 @@ def _save(figure: Figure, path: Path, title: str) -> None:
     if path.suffix == ".html":
         path.write_text(_page(figure, title))
     else:
-        # Without the time of day, so that the same history makes the same file.
+        # No time of day: the same history makes the same file.
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, metadata=metadata, dpi=120)
 

@@ -1,4 +1,4 @@
-"""What a pool holds, as tables and as a map for a terminal."""
+"""Draws a pool in a terminal, as tables and as a map."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paged_kv.pool.columns import COLUMNS, Column, Unit
 from paged_kv.pool.stats import PoolStats
 from paged_kv.sizes import format_size
 
-# Without colours states are still told apart.
+# The marks differ without colours too.
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}
 WORDS = {USED: "used", SHARED: "shared", CACHED: "cached", FREE: "free"}
 _COLOURS = {"fp16": "cyan", "q8": "green", "q4": "yellow"}
@@ -61,7 +61,7 @@ def blocks_table(stats: PoolStats) -> Table:
     for name in ("used", "cached", "free", "tail rows", "ring rows", "slabs", "a block"):
         table.add_column(f"\n{name}", justify="right")
     for group in stats.groups:
-        # A trace does not tell how many layers there are.
+        # A trace does not record the number of layers.
         layers = f"{group.layers} layer{'s' if group.layers > 1 else ''}" if group.layers else "all"
         name = layers if group.window is None else f"{layers}, window {group.window:,}"
         for each in group.formats:
@@ -73,7 +73,7 @@ def blocks_table(stats: PoolStats) -> Table:
 
 
 def numbers(stats: PoolStats) -> RenderableType:
-    """The other columns, but those that are zero."""
+    """The other columns, without those that are zero."""
     others = [column for column in COLUMNS if column.unit is not Unit.SLAB_BYTES and column.label]
     known = [(column.label, _told(column, stats)) for column in others]
     told = [Text(f"{label} {number}") for label, number in known if number]
@@ -81,7 +81,7 @@ def numbers(stats: PoolStats) -> RenderableType:
 
 
 def _told(column: Column, stats: PoolStats) -> str:
-    """What is not zero."""
+    """The entries that are not zero."""
     told = [
         " ".join([_number(column.unit, number), *part])
         for part, number in column.parts(stats).items()
@@ -103,7 +103,7 @@ def _number(unit: Unit, number: float) -> str:
 
 
 def process_list(views: list[ProcessView]) -> Table:
-    """A row for each process."""
+    """One row per process."""
     table = Table(box=None, pad_edge=False)
     for name in ("pid", "pools", "active", "mapped"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -129,7 +129,7 @@ def sequences_table(sequences: tuple[SequenceView, ...]) -> Table:
 
 
 def map_text(pool: PoolView, columns: int, lines: int) -> Text:
-    """The map of a pool, a mark for each block or run of blocks of a slab."""
+    """The map of a pool: a mark for each block of a slab, or for each run of blocks."""
     blocks = sum(len(slab.states) for _, slab in pool.slabs)
     run = 1
     while blocks > run * columns * max(1, lines - 2 * len(pool.slabs)) and run < blocks:
@@ -155,7 +155,8 @@ def _cells(pool: PoolView, group: int, run: int) -> Iterator[tuple[str, str]]:
 
 
 def coarse(slab: SlabMap, run: int) -> list[str]:
-    """The most frequent state of each run of blocks; of equally frequent ones the busier one."""
+    """The most frequent state of each run of blocks; the busier one of two that are equally
+    frequent."""
     parts = [slab.states[at : at + run] for at in range(0, len(slab.states), run)]
     return [max((SHARED, USED, CACHED, FREE), key=Counter(part).__getitem__) for part in parts]
 
@@ -172,6 +173,6 @@ def _wrapped(cells: Iterator[tuple[str, str]], columns: int) -> Text:
 def _style(page_format: str, state: str) -> str:
     if state == FREE:
         return "dim"
-    # Of a pair such as q8/q4 the keys' format decides.
+    # The keys' format colours a pair such as q8/q4.
     colour = _COLOURS.get(page_format.partition("/")[0], "magenta")
     return {USED: colour, SHARED: f"bold bright_{colour}", CACHED: f"dim {colour}"}[state]

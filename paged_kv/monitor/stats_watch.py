@@ -1,4 +1,4 @@
-"""`paged-kv stats --watch`: a pool's map and figures, drawn anew as they change."""
+"""`paged-kv stats --watch`: redraws a pool's map and figures as they change."""
 
 from __future__ import annotations
 

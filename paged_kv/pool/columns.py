@@ -17,7 +17,7 @@ Stats = Any
 
 
 class Unit(StrEnum):
-    """What a number counts.
+    """The unit of a number.
 
     Every mapped byte is in one of the columns in SLAB_BYTES, which have a table of their own; all
     other columns come after it. SHARE is from 0 to 1.
@@ -44,12 +44,12 @@ class Column:
     Attributes:
         name: in JSON.
         meaning: one line of help.
-        label: what tables call it. None if the table of blocks has it, by group of layers.
-        metric: what Prometheus calls it, behind "paged_kv:". None if other metrics give it.
+        label: its label in tables. None if the table of blocks has it, by group of layers.
+        metric: its name in Prometheus, after "paged_kv:". None if other metrics give it.
         unit: what it counts.
         kind: whether it only goes up.
-        by: what its parts are told apart by, if it is a dictionary of counts.
-        read: how it is got; without, it is the attribute of `PoolStats` with its name.
+        by: the label of its parts, if it is a dictionary of counts.
+        read: computes it; None reads the attribute of `PoolStats` with its name.
     """
 
     name: str

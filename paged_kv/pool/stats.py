@@ -1,4 +1,4 @@
-"""What a pool holds, as numbers."""
+"""Statistics of a pool."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GroupStats(AllocatorStats):
     """A snapshot of the layers that share one block table.
 
     Attributes:
-        layers: how many there are.
-        window: tokens that they see; None if all.
+        layers: number of layers.
+        window: tokens that they see; None for all.
         gather_fallbacks: times keys and values were gathered for attention that does not
             read pages.
         plain_layers: layers that no kernel of the pool's backend takes, so that MLX's own
@@ -32,21 +32,21 @@ class GroupStats(AllocatorStats):
 
 @dataclass(frozen=True)
 class PoolStats(BlockTotals):
-    """A snapshot of a pool. What every byte of `bytes_mapped` is, is told in
+    """A snapshot of a pool. Every byte of `bytes_mapped` is explained in
     `paged_kv.allocator.allocator_stats`; all sums over groups are properties.
 
     Attributes:
-        page_format: how pages hold numbers.
-        backend: which kernels write and read them.
-        bytes_budget: the most that may be mapped.
+        page_format: the page format of new pages.
+        backend: the kernels that write and read pages.
+        bytes_budget: the most bytes that may be mapped.
         groups: the layers without a window, and those of each window, once they were written.
         evictions: blocks' worth of cached tokens that were evicted, by reason: "out_of_window",
             memory was needed, and blocks that a window has passed go first; "room", memory was
             needed; "exhausted", memory was needed and nothing else was left to try; "limit", there
             were more prompts or bytes than the caller allows; "clear" was called.
-        requantisations: blocks that became smaller because memory was short, by their new format.
+        requantisations: blocks requantised because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
-        prefix_hits: those of them that did not have to be computed again.
+        prefix_hits: those of them that were cached.
         kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
             not, besides those of `plain_layers`.
     """
@@ -78,12 +78,12 @@ class PoolStats(BlockTotals):
 
     @property
     def tables(self) -> int:
-        """Block tables, one a sequence and group."""
+        """Block tables: one for each sequence and group."""
         return sum(group.tables for group in self.groups)
 
     @property
     def tables_dropped(self) -> int:
-        """Those of them that were dropped, and whose blocks the next call frees."""
+        """Block tables that were dropped; the next call frees their blocks."""
         return sum(group.tables_dropped for group in self.groups)
 
     @property
@@ -93,7 +93,7 @@ class PoolStats(BlockTotals):
 
     @property
     def bytes_metadata(self) -> int:
-        """About what the bookkeeping takes in Python's memory."""
+        """An estimate of the bookkeeping's memory in Python."""
         return sum(group.bytes_metadata for group in self.groups)
 
     @property
@@ -134,7 +134,7 @@ class PoolStats(BlockTotals):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as a plain dictionary with the sums of all groups, ready for JSON."""
+        """A dictionary for JSON, with the sums of all groups."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         groups = [
             {**asdict(group), "formats": [each._asdict() for each in group.formats]}
@@ -145,7 +145,7 @@ class PoolStats(BlockTotals):
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> PoolStats:
-        """The snapshot that `as_dict` was made of.
+        """The snapshot from its dictionary.
 
         Raises:
             ValueError: it is none; the message says what is missing or too much.
@@ -163,17 +163,17 @@ class PoolStats(BlockTotals):
 
 
 def no_stats() -> PoolStats:
-    """What there is where there is no pool."""
+    """The statistics of no pool at all."""
     return PoolStats(page_format="fp16", backend="replay", bytes_budget=1)
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """What `PagePool.compact()` did.
+    """The result of `PagePool.compact()`.
 
     Attributes:
         blocks_moved: blocks whose pages were copied.
-        slabs_freed: slabs that were given back.
+        slabs_freed: slabs that were unmapped.
         bytes_freed: their bytes.
     """
 

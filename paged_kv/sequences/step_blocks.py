@@ -1,4 +1,4 @@
-"""The blocks of a step, which are owned before any layer writes."""
+"""Reserves the blocks of a step before any layer writes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _unreserved(
 
 
 def _cache_leaving(pool: PagePool, step_writes: list[_StepWrite]) -> None:
-    """Cache the pages of rings that these write over, where others may reuse them. From then on
-    they are shared, so that a write needs a block more."""
+    """Cache the pages of rings that these writes overwrite, if other sequences may reuse them. They
+    are shared from then on, so that a write needs one more block."""
     for group, sequence, write in step_writes:
         cache_leaving(pool.out_of_window, group, sequence, write.end)
 

@@ -1,4 +1,4 @@
-"""What goes when there is no room: policy, and no bytes."""
+"""Decides how much of a store to evict."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What a store may take.
+    """The limits of a store.
 
     Attributes:
-        max_bytes: of the disk, for everything in the folder, at any time.
-        min_free_bytes: what the disk must still have free.
+        max_bytes: the most bytes on disk for everything in the folder, at any time.
+        min_free_bytes: bytes that must stay free on the disk.
     """
 
     max_bytes: int
     min_free_bytes: int
 
     def excess(self, used: int, free: int, more: int) -> int:
-        """By how many bytes a limit would be passed with `more` bytes; negative if by none."""
+        """The bytes by which `more` bytes would exceed a limit; negative if they fit."""
         return max(used + more - self.max_bytes, self.min_free_bytes + more - free)
 
 
 def victims(
     entries: Iterable[tuple[str, int]], needed: int, keep: Collection[str]
 ) -> list[str] | None:
-    """The keys of the first entries whose bytes are `needed` together, or None if all do not
-    suffice. `entries` come in the order of eviction; those of `keep` are left out."""
+    """The keys of the first entries that free `needed` bytes, or None if all of them free less.
+    `entries` are in the order of eviction; those in `keep` are skipped."""
     chosen = []
     for key, nbytes in entries:
         if needed <= 0:

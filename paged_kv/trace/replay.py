@@ -1,4 +1,4 @@
-"""Runs a trace through the allocator again, with other parameters.
+"""Replays a trace through the allocator, with other parameters.
 
 Tables, forks, rings, reference counts, the prefix index and its eviction are the ones that serve;
 only pages are missing, so any page size will do. Two things are not known: what a sequence would
@@ -38,18 +38,18 @@ from paged_kv.trace.simulated_pool import (
     token_of,
 )
 
-# As many snapshots are taken on the way, at least; a plot has about so many pixels.
+# The least number of snapshots; a plot is about this many pixels wide.
 SAMPLES = 500
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a trace is replayed with; None is as recorded.
+    """The parameters of a replay; None keeps what was recorded.
 
     Attributes:
         page_size: tokens a block.
         max_bytes: the budget of each pool.
-        keeps_prefixes: whether the prefix index keeps anything.
+        keeps_prefixes: whether the prefix index caches prefixes.
     """
 
     page_size: int = PAGE_SIZE
@@ -59,18 +59,18 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a replay has come to; bytes and counts of all pools.
+    """The result of a replay: bytes and counts of all pools.
 
     Attributes:
-        sequences: block tables that were made.
-        refused: those that ended because there was no room.
+        sequences: block tables that were created.
+        refused: block tables that ended because the pool was exhausted.
         tokens_asked, tokens_found: of prompts, in the prefix index.
-        evicted: blocks' worth of cached tokens that were let go for others.
+        evicted: blocks' worth of cached tokens that were evicted.
         cow_copies: blocks that were copied.
         peak_mapped, peak_active, peak_allocated: the most bytes at any time.
         fragmentation_at_peak: the share of active bytes without a live token, when most bytes were
             allocated.
-        stats: what there is at the end.
+        stats: the statistics at the end.
     """
 
     sequences: int
@@ -87,13 +87,13 @@ class Outcome:
 
 
 def read_trace(path: Path) -> list[list[str]]:
-    """The events of a trace, as words.
+    """The events of a trace, each split into words.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is no trace, or of another version.
     """
-    # A file of bytes is no trace, and no fault of this reader.
+    # A binary file is not a trace: refuse it instead of failing to decode it.
     with path.open(errors="replace") as file:
         header = _header(file.readline())
         if header.get("paged_kv_trace") != VERSION:
@@ -117,10 +117,10 @@ class Replay:
 
     Args:
         events: of `read_trace`.
-        parameters: what is different.
+        parameters: of the replay.
 
     Attributes:
-        samples: snapshots on the way, evenly over the events.
+        samples: snapshots, evenly spaced over the events.
         peak: the pools with their maps, when most bytes were active.
     """
 
@@ -162,16 +162,16 @@ class Replay:
         return self._outcome()
 
     def history(self, title: str) -> History:
-        """What the pools held over time, once the replay has run."""
+        """The history of the pools; call it after `run`."""
         return History(title, tuple(self.samples), self.peak)
 
     @property
     def pools(self) -> tuple[PoolView, ...]:
-        """What the pools hold, with their maps."""
+        """Views of the pools, with their maps."""
         return tuple([pool.view(number) for number, pool in self._pools.items()])
 
     def _handlers(self) -> dict[TraceEvent, Callable[..., None]]:
-        """What does an event again, called with the words of its line."""
+        """The method that replays an event; it gets the words of its line."""
         return {
             TraceEvent.TIME: self._pass,
             TraceEvent.POOL: self._add_pool,
@@ -194,7 +194,7 @@ class Replay:
         }
 
     def _ignore(self, *_: str) -> None:
-        """What follows from the rest, and differs with other parameters."""
+        """Ignore an event that follows from others, and differs with other parameters."""
 
     def _pass(self, milliseconds: str) -> None:
         self._seconds += int(milliseconds) / 1000
