@@ -75,7 +75,7 @@ class Bench:
 
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
-        self.tuning = module("gpu_tuning")
+        self.tuning = module("tuning")
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def kernel(self, operation: str, flags: Sequence[str], **constants: int) -> Any:

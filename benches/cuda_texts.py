@@ -43,8 +43,8 @@ def _arguments(operation: str, flags: Collection[str]) -> list[Argument]:
 
 
 def module(name: str) -> Any:
-    """A file of kernels/ that needs no MLX; importing paged_kv would."""
-    spec = spec_from_file_location(name, KERNELS / f"{name}.py")
+    """A file of kernels/gpu that needs no MLX; importing paged_kv would."""
+    spec = spec_from_file_location(name, KERNELS / "gpu" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     loaded = module_from_spec(spec)
@@ -54,7 +54,7 @@ def module(name: str) -> Any:
 
 def kernel_text(operation: str, flags: Collection[str], **constants: int) -> str:
     """A whole CUDA source of one variant of an operation in float16."""
-    text = module("gpu_text").kernel_text("cuda", operation, "float16", constants, flags)
+    text = module("text").kernel_text("cuda", operation, "float16", constants, flags)
     listed = ", ".join(f"{kind} {name}" for kind, name in _arguments(operation, flags))
     return (
         f"{PRELUDE}{text.header}\nusing T = paged_kv::T;\n"

@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "no barrier between lanes",
         "decode",
-        "    lanes_meet();\n    // What lies outside",
-        "    // What lies outside",
+        "    lanes_meet();\n    // Slots outside",
+        "    // Slots outside",
         "race",
         BOTH,
     ),

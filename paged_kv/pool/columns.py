@@ -72,10 +72,6 @@ class Column:
         return {(part,): n for part, n in value.items()} if isinstance(value, dict) else {(): value}
 
 
-def _hit_rate(stats: Stats) -> float:
-    return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
-
-
 # In the order in which tables have them.
 COLUMNS = [
     Column(
@@ -163,7 +159,7 @@ COLUMNS = [
     ),
     Column(
         "prefix_hit_rate", "share of looked up tokens that were found, 0 to 1",
-        "hit rate", unit=Unit.SHARE, read=_hit_rate,
+        "hit rate", unit=Unit.SHARE,
     ),
     Column(
         "evictions", "blocks' worth of cached tokens that were evicted, by reason",

@@ -121,6 +121,11 @@ class PoolStats(BlockTotals):
         """The share of the budget that pages of used blocks take."""
         return self.bytes_active / self.bytes_budget
 
+    @property
+    def prefix_hit_rate(self) -> float:
+        """The share of looked up tokens that were cached; 0.0 if none were looked up."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
+
     def __add__(self, other: PoolStats) -> PoolStats:
         """The sum of two pools under one budget."""
         return replace(
