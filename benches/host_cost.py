@@ -2,9 +2,10 @@
 
 A decode step of a small llama of 24 layers is built but not computed, in turns on both kinds of
 caches: a GPU would wait for this. Kernels only make arrays here ("metal", "cuda"), and calls of the
-CPU library return at once ("native"; there a step's awaited arrays are computed as well). Figures
-are microseconds of the calling thread's time a layer, medians, and medians of the ratios within a
-turn.
+CPU library return at once ("native"; there a step's awaited arrays are computed as well). "metal,
+recorded" calls the real `mx.fast.metal_kernel`, which MLX takes without a GPU while it exports a
+function: mlx-lm's step is recorded in the same way. Figures are microseconds of the calling
+thread's time a layer, medians, and medians of the ratios within a turn.
 """
 
 import gc
@@ -26,6 +27,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.kernels import backends
 from paged_kv.kernels.cpu.native_library import NativeLibrary
 from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.gpu.kernels import DONE
 
 LAYERS, KV_HEADS, HEAD_DIM = 24, 2, 64
 CONTEXTS, BATCHES, STEPS = (300, 8192), (1, 8), 120
@@ -73,6 +75,49 @@ class ArrayMaker:
 
         return kernel
 
+    def call(self, build: Callable[[mx.array], float], tokens: mx.array) -> float:
+        """What `build` returns for these tokens."""
+        return build(tokens)
+
+
+class RecordedMaker(ArrayMaker):
+    """`mx.fast.metal_kernel` while a function is exported; makes arrays otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_recording = False
+
+    def __call__(self, **text: Any) -> Callable[..., Any]:
+        made = super().__call__(**text)
+        real: Any = mx.fast.metal_kernel(**text)
+        done = mx.zeros(DONE.shape, DONE.dtype)
+        mx.eval(done)
+
+        def kernel(**arguments: Any) -> Any:
+            if not self.is_recording:
+                return made(**arguments)
+            self.launches += 1
+            outputs = real(**arguments)
+            # The next step must not refer to the token of one that was recorded.
+            return [done if each.shape == DONE.shape else each for each in outputs]
+
+        return kernel
+
+    def call(self, build: Callable[[mx.array], float], tokens: mx.array) -> float:
+        """What `build` returns while a function is exported."""
+        returned: list[float] = []
+
+        def exported(inputs: mx.array) -> mx.array:
+            returned.append(build(inputs))
+            return inputs + 1
+
+        self.is_recording = True
+        try:
+            mx.export_function(lambda _: None, exported, tokens)
+        finally:
+            self.is_recording = False
+        return returned[-1]
+
 
 @contextmanager
 def backend(name: str, maker: ArrayMaker) -> Iterator[None]:
@@ -85,7 +130,7 @@ def backend(name: str, maker: ArrayMaker) -> Iterator[None]:
         ):
             yield
     else:
-        with patch.object(backends, "_best", lambda: GpuBackend(name, maker)):
+        with patch.object(backends, "_best", lambda: GpuBackend(name.partition(",")[0], maker)):
             yield
 
 
@@ -100,16 +145,19 @@ def filled(caches: list[Any], batch: int, context: int) -> list[Any]:
     return caches
 
 
-def step(model: Any, caches: list[Any], batch: int) -> Step:
+def step(model: Any, caches: list[Any], batch: int, maker: ArrayMaker) -> Step:
     """A step of a token a row. Caches of mlx-lm's are then put back: nothing of it is computed."""
     tokens = mx.ones((batch, 1), mx.int32)
     stock = [] if isinstance(caches[0], PagedKVCache) else caches
 
+    def build(inputs: mx.array) -> float:
+        began = time.thread_time()
+        model(inputs, cache=caches)
+        return time.thread_time() - began
+
     def seconds() -> float:
         before = [dict(vars(cache)) for cache in stock]
-        began = time.thread_time()
-        model(tokens, cache=caches)
-        took = time.thread_time() - began
+        took = maker.call(build, tokens)
         for cache, attributes in zip(stock, before, strict=True):
             vars(cache).update(attributes)
         return took
@@ -119,11 +167,12 @@ def step(model: Any, caches: list[Any], batch: int) -> Step:
 
 def measured(name: str, batch: int, context: int) -> dict[str, Any]:
     """One backend beside mlx-lm's caches."""
-    model, maker = small_llama(), ArrayMaker()
+    model = small_llama()
+    maker = RecordedMaker() if "recorded" in name else ArrayMaker()
     with backend(name, maker):
         factory = PagedCacheFactory(model, max_bytes=1 << 30)
-        paged = step(model, filled(factory.make_cache(), batch, context), batch)
-        stock = step(model, filled(make_prompt_cache(model), batch, context), batch)
+        paged = step(model, filled(factory.make_cache(), batch, context), batch, maker)
+        stock = step(model, filled(make_prompt_cache(model), batch, context), batch, maker)
         stock(), paged()
         launches = maker.launches
         paged()
@@ -151,7 +200,7 @@ def _decode_characters(maker: ArrayMaker) -> int:
 
 def main() -> None:
     rows = []
-    for name in ("metal", "cuda", "native"):
+    for name in ("metal", "metal, recorded", "cuda", "native"):
         for batch in BATCHES:
             for context in CONTEXTS:
                 rows.append(measured(name, batch, context))
