@@ -178,10 +178,8 @@ def end_of(cache: Caches) -> Figures:
     formats = Counter(page_formats(pool, full.layer, full.sequences[0]))
     end: Figures = {"blocks_by_format": dict(formats)}
     if pool.requantisation_policy:
-        end |= {
-            "requantisations": dict(pool.stats().requantisations),
-            "max_bytes": pool.budget.max_bytes,
-        }
+        end["requantisations"] = dict(pool.stats().requantisations)
+        end["max_bytes"] = pool.budget.max_bytes
     return end
 
 

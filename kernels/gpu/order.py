@@ -17,8 +17,8 @@ from threading import get_ident
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.kernels import DONE, Launch
-from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.lazy_reads import require_computed
 
 
 @dataclass
@@ -57,9 +57,6 @@ class Order:
         if chain is None:
             chain = pages.kept = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
         elif chain.thread != get_ident():
-            try:
-                mx.eval(chain.latest)
-            except RuntimeError as error:
-                raise ThreadConflict from error
+            require_computed(chain.latest)
             chain.thread, chain.is_shared = get_ident(), True
         return chain

@@ -16,7 +16,7 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
-from paged_kv.kernels.pages.lazy_reads import LazyReads
+from paged_kv.kernels.pages.lazy_reads import LazyReads, require_computed
 from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
 
@@ -111,7 +111,7 @@ class LayerPages(LayerMemory):
         deferred = self._deferred
         if deferred is not None:
             if self._thread != get_ident():
-                _require_computed(deferred.step)
+                require_computed(*deferred.step)
             self._backend.write(self, *deferred.step, deferred.rows)
             self._deferred = None
 
@@ -214,10 +214,3 @@ class LayerPages(LayerMemory):
                 self.settle()
             except ThreadConflict:
                 self._deferred = None
-
-
-def _require_computed(step: Tail) -> None:
-    try:
-        mx.eval(step)
-    except RuntimeError as error:
-        raise ThreadConflict from error

@@ -80,13 +80,15 @@ class LazyReads:
         others = [read for read in others if read.waiting()]
         if others:
             self.noted[:0] = others
-            _require_computed(others, changing())
+            entries = changing()
+            for read in others:
+                if any(not entries.isdisjoint(table) for table in read.rows.block_tables):
+                    require_computed(*read.waiting())
 
 
-def _require_computed(reads: list[_Read], entries: set[int]) -> None:
-    for read in reads:
-        if any(not entries.isdisjoint(table) for table in read.rows.block_tables):
-            try:
-                mx.eval(read.waiting())
-            except RuntimeError as error:
-                raise ThreadConflict from error
+def require_computed(*arrays: mx.array) -> None:
+    """Raise ThreadConflict unless arrays of another thread are computed."""
+    try:
+        mx.eval(*arrays)
+    except RuntimeError as error:
+        raise ThreadConflict from error

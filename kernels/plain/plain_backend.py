@@ -72,9 +72,8 @@ class PlainBackend:
     def convert(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         contents = {}
         for source, target in copies.items():
-            keys, values = gather(pages, AttentionMetadata(((source,),), (PAGE_SIZE,), (0,)), None)
-            layout = pages.layout_of(target)
-            contents[target] = layout.page(layout.page_format.encode(keys, values))
+            layout = pages.layout_of(source)
+            contents[target] = layout.recoded(pages.view(source), pages.layout_of(target))
             mx.eval(contents[target])
         self.load(pages, contents)
 
