@@ -16,6 +16,20 @@ def quantised_quality(figures: Figures) -> str:
     return "\n\n".join([*tables, *long_runs(figures["long"])])
 
 
+def page_codecs(figures: Figures) -> str:
+    """The loss of each codec in each model, context and with outliers."""
+    parts = figures["parts"]
+    head = ["full pages, loss of perplexity", "bits", *parts]
+    codecs = next(iter(parts.values())).items()
+    return table(
+        head,
+        (
+            [codec, f"{row['bits']:g}", *(loss(part[codec]) for part in parts.values())]
+            for codec, row in codecs
+        ),
+    )
+
+
 def formats(figures: Figures) -> str:
     """One row for each kind of cache: bytes, then what each model loses."""
     models = figures["text"]

@@ -214,6 +214,19 @@ FIGURES: dict[str, dict[str, Any]] = {
         "fork": {"tokens": 32768, "seconds": 1e-4},
         "look_up": {"tokens": 8192, "blocks": 100_000, "seconds": 1e-3},
     },
+    "page_codecs": {
+        "parts": {
+            "stdlib-llama, 2048": {
+                "q4": {
+                    "bits": 4.5,
+                    "perplexity": 16.2,
+                    "loss_percent": 0.171,
+                    "standard_error_percent": 0.127,
+                    "kl_nats": 1.1e-3,
+                },
+            },
+        },
+    },
     "quantised_quality": {
         "backend": "plain",
         "tokens": 20480,
