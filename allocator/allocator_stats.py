@@ -2,16 +2,16 @@
 
 Every byte of a slab is in exactly one of these, for each page format:
 
-    mapped  = active + retained + spare + stranded
-    active  = allocated + tail + out of window
+    mapped  = active + retained + spare + fragmented
+    active  = allocated + last block + out of window
 
     allocated        slots of live tokens
-    tail             unwritten slots after a sequence's last token
+    last block       unwritten slots after a sequence's last token: last-block fragmentation
     out of window    slots whose tokens the window has passed, until they are overwritten
     retained         cached blocks: no sequence holds them, but the prefix index or
                      `OutOfWindowBlocks` keeps them for prompts with the same prefix
     spare            free blocks of empty slabs, which can be unmapped
-    stranded         free blocks of partly used slabs: external fragmentation
+    fragmented       free blocks of partly used slabs: external fragmentation
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 
 class FormatStats(NamedTuple):
-    """The blocks of one page format. Counts are blocks unless a name says bytes or rows (slots).
+    """The blocks of one page format. Counts are blocks unless a name says bytes or slots.
 
     Attributes:
         page_format: its name.
@@ -33,9 +33,10 @@ class FormatStats(NamedTuple):
         used: blocks that a sequence holds.
         cached: blocks that no sequence holds, kept for later prompts.
         spare: free blocks of empty slabs.
-        stranded: free blocks of partly used slabs.
-        tail_rows: slots of used blocks after the last token of every sequence that holds them.
-        ring_rows: slots of used blocks that every window has passed.
+        fragmented: free blocks of partly used slabs.
+        last_block_slots: slots of used blocks after the last token of every sequence that
+            holds them.
+        out_of_window_slots: slots of used blocks that every window has passed.
         compactable: blocks of the slabs that `compact()` would unmap.
     """
 
@@ -46,20 +47,20 @@ class FormatStats(NamedTuple):
     used: int
     cached: int
     spare: int
-    stranded: int
-    tail_rows: int
-    ring_rows: int
+    fragmented: int
+    last_block_slots: int
+    out_of_window_slots: int
     compactable: int
 
     @property
-    def bytes_tail(self) -> int:
-        """Bytes of `tail_rows`."""
-        return self.tail_rows * self.block_bytes // self.page_size
+    def bytes_last_block(self) -> int:
+        """Bytes of `last_block_slots`."""
+        return self.last_block_slots * self.block_bytes // self.page_size
 
     @property
     def bytes_out_of_window(self) -> int:
-        """Bytes of `ring_rows`."""
-        return self.ring_rows * self.block_bytes // self.page_size
+        """Bytes of `out_of_window_slots`."""
+        return self.out_of_window_slots * self.block_bytes // self.page_size
 
 
 class BlockTotals:
@@ -80,7 +81,7 @@ class BlockTotals:
     @property
     def blocks_free(self) -> int:
         """Blocks of mapped slabs that are neither used nor cached."""
-        return sum(each.spare + each.stranded for each in self.formats)
+        return sum(each.spare + each.fragmented for each in self.formats)
 
     @property
     def blocks_by_format(self) -> dict[str, int]:
@@ -95,7 +96,7 @@ class BlockTotals:
     @property
     def free_by_format(self) -> dict[str, int]:
         """Free blocks of each page format."""
-        return self._by_format([each.spare + each.stranded for each in self.formats])
+        return self._by_format([each.spare + each.fragmented for each in self.formats])
 
     @property
     def slabs(self) -> int:
@@ -105,12 +106,12 @@ class BlockTotals:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of the slots of live tokens; shared blocks count once."""
-        return self.bytes_active - self.bytes_tail - self.bytes_out_of_window
+        return self.bytes_active - self.bytes_last_block - self.bytes_out_of_window
 
     @property
-    def bytes_tail(self) -> int:
+    def bytes_last_block(self) -> int:
         """Bytes of the unwritten slots after a sequence's last token."""
-        return sum(each.bytes_tail for each in self.formats)
+        return sum(each.bytes_last_block for each in self.formats)
 
     @property
     def bytes_out_of_window(self) -> int:
@@ -133,9 +134,9 @@ class BlockTotals:
         return sum(each.spare * each.block_bytes for each in self.formats)
 
     @property
-    def bytes_stranded(self) -> int:
+    def bytes_fragmented(self) -> int:
         """Bytes of free pages in partly used slabs."""
-        return sum(each.stranded * each.block_bytes for each in self.formats)
+        return sum(each.fragmented * each.block_bytes for each in self.formats)
 
     @property
     def bytes_compactable(self) -> int:
@@ -145,7 +146,7 @@ class BlockTotals:
     @property
     def bytes_mapped(self) -> int:
         """Bytes of all slabs."""
-        return self.bytes_active + self.bytes_retained + self.bytes_spare + self.bytes_stranded
+        return self.bytes_active + self.bytes_retained + self.bytes_spare + self.bytes_fragmented
 
     @property
     def internal_fragmentation(self) -> float:

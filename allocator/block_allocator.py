@@ -20,7 +20,7 @@ from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
-from paged_kv.allocator.idle_rows import IdleRows
+from paged_kv.allocator.idle_slots import IdleSlots
 from paged_kv.allocator.invariants import check_invariants
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.ring import Ring
@@ -45,7 +45,7 @@ class BlockAllocator:
 
     Attributes:
         refs: the reference counts.
-        idle_rows: the slots of used blocks that hold no live token.
+        idle_slots: the slots of used blocks that hold no live token.
         tables: the tables that were made and not dropped.
         tokens_reserved: tokens that all tables ever reserved blocks for.
     """
@@ -74,7 +74,7 @@ class BlockAllocator:
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
         self.refs = RefCounts(self._count_cached, self._not_used)
-        self.idle_rows = IdleRows(page_size, self.refs.holders, self.format_of)
+        self.idle_slots = IdleSlots(page_size, self.refs.holders, self.format_of)
         self._dropped: deque[BlockTable] = deque()
         events.sized(self, {page_format: block_bytes})
 
@@ -209,7 +209,7 @@ class BlockAllocator:
         """
         blocks = list(blocks)
         self.refs.retain(blocks)
-        self.idle_rows.recount(blocks)
+        self.idle_slots.recount(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove a reference from each block; blocks without any become free. O(n log n).
@@ -220,7 +220,7 @@ class BlockAllocator:
         """
         blocks = list(blocks)
         freed = self.refs.release(blocks)
-        self.idle_rows.recount(blocks)
+        self.idle_slots.recount(blocks)
         if freed:
             self._free(sorted(freed))
 
@@ -267,7 +267,7 @@ class BlockAllocator:
         for table in self.tables:
             if not moves.keys().isdisjoint(table.blocks):
                 table.blocks = tuple([moves.get(block, block) for block in table.blocks])
-                self.idle_rows.note(table)
+                self.idle_slots.note(table)
         self._free(sorted(moves))
         self.events.moved(self, moves)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paged_kv.allocator.idle_rows import Rows
+from paged_kv.allocator.idle_slots import UsedSlots
 from paged_kv.allocator.ring import Ring, bits
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class BlockTable:
         self.ring = ring
         self.last_reserved = allocator.tokens_reserved
         self.tokens = 0
-        self.partly: dict[int, Rows] = {}
+        self.partly: dict[int, UsedSlots] = {}
         self.owner = ""
         self._reserved_end = 0
 
@@ -54,19 +54,21 @@ class BlockTable:
         block, and releases the references of the returned, former blocks."""
         before = self.blocks
         self.blocks, self.tokens = blocks, tokens
-        self.allocator.idle_rows.note(self)
+        self.allocator.idle_slots.note(self)
         return before
 
-    def partly_used(self) -> dict[int, Rows]:
+    def partly_used(self) -> dict[int, UsedSlots]:
         """The used slots of each partly used block. O(1), or O(entries) with a ring."""
         size = self.allocator.page_size
         if self.ring is None:
-            tail = len(self.blocks) * size - self.tokens
-            used = bits(0, size - tail)
-            return {self.blocks[-1]: Rows(used, used)} if tail else {}
+            unwritten = len(self.blocks) * size - self.tokens
+            used = bits(0, size - unwritten)
+            return {self.blocks[-1]: UsedSlots(used, used)} if unwritten else {}
         full = bits(0, size)
-        rows = [Rows(*self.ring.rows(at, self.tokens, size)) for at in range(len(self.blocks))]
-        return {b: each for b, each in zip(self.blocks, rows, strict=True) if each.live != full}
+        slots = [
+            UsedSlots(*self.ring.slots(at, self.tokens, size)) for at in range(len(self.blocks))
+        ]
+        return {b: each for b, each in zip(self.blocks, slots, strict=True) if each.live != full}
 
     def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
         """The blocks that hold the tokens at [start, end), in order. In a ring the last block may
@@ -168,9 +170,9 @@ class BlockTable:
         assert num_tokens >= 0, num_tokens
         self.forget_reserved()
         keep = self._entries_for(num_tokens)
-        tail = self.change(self.blocks[:keep], num_tokens)[keep:]
-        if tail:
-            self.allocator.release(tail)
+        dropped = self.change(self.blocks[:keep], num_tokens)[keep:]
+        if dropped:
+            self.allocator.release(dropped)
         self.allocator.events.trimmed(self)
 
     def rewind(self, num_tokens: int) -> None:

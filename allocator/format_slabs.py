@@ -40,7 +40,7 @@ class FormatSlabs:
         num_used: used and cached blocks of all slabs.
         num_cached: the cached ones among them, which no table holds.
         spare: blocks of empty slabs.
-        tail_rows, ring_rows: see `IdleRows`.
+        last_block_slots, out_of_window_slots: see `IdleSlots`.
     """
 
     def __init__(self, name: str, block_bytes: int) -> None:
@@ -54,8 +54,8 @@ class FormatSlabs:
         self.num_used = 0
         self.num_cached = 0
         self.spare = 0
-        self.tail_rows = 0
-        self.ring_rows = 0
+        self.last_block_slots = 0
+        self.out_of_window_slots = 0
 
     @property
     def capacity(self) -> int:
@@ -175,9 +175,9 @@ class FormatSlabs:
             used=self.num_used - self.num_cached,
             cached=self.num_cached,
             spare=self.spare,
-            stranded=len(self.free) - self.spare,
-            tail_rows=self.tail_rows,
-            ring_rows=self.ring_rows,
+            fragmented=len(self.free) - self.spare,
+            last_block_slots=self.last_block_slots,
+            out_of_window_slots=self.out_of_window_slots,
             compactable=self.compactable,
         )
 

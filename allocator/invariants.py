@@ -31,6 +31,6 @@ def check_invariants(allocator: BlockAllocator) -> None:
     cached = Counter(allocator.format_of(each).name for each in refs.kept if refs.is_cached(each))
     counted = Counter({each.name: each.num_cached for each in formats})
     assert cached == counted, "cached blocks are miscounted"
-    allocator.idle_rows.check(allocator.tables, formats)
+    allocator.idle_slots.check(allocator.tables, formats)
     bytes_mapped = sum(each.capacity * each.block_bytes for each in formats)
     assert bytes_mapped <= allocator.budget.mapped <= allocator.budget.max_bytes

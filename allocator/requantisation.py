@@ -112,7 +112,7 @@ class OldestFirst:
 def full_blocks(allocator: BlockAllocator) -> list[FullBlock]:
     """The blocks with full pages: all but the last of each table. O(table entries)."""
     allocator.drain()
-    tails = {table.blocks[-1] for table in allocator.tables if table.blocks}
+    last = {table.blocks[-1] for table in allocator.tables if table.blocks}
     firsts = {table.blocks[0] for table in allocator.tables if table.blocks}
     ages: dict[int, float] = {}
     for table in allocator.tables:
@@ -122,5 +122,5 @@ def full_blocks(allocator: BlockAllocator) -> list[FullBlock]:
     return [
         FullBlock(block, allocator.format_of(block).name, block in firsts, age)
         for block, age in ages.items()
-        if block not in tails
+        if block not in last
     ]

@@ -36,7 +36,7 @@ class Ring:
         blocks = [*range(min(self.head, last + 1)), *range(oldest, last + 1)]
         return sorted(blocks, key=self.entry)
 
-    def rows(self, entry: int, tokens: int, page_size: int) -> tuple[int, int]:
+    def slots(self, entry: int, tokens: int, page_size: int) -> tuple[int, int]:
         """The slots of an entry's page when the table has `tokens` tokens, as two bit sets:
         written slots, and slots that attention sees. Bit i is slot i."""
         pages = -(-tokens // page_size)

@@ -61,14 +61,14 @@ class Layer:
         self.tables = tuple(map(tuple, tables))
         self.dtype, self.batch, self.tokens = dtype, batch, tokens
         self.keys, self.values = self.random(KV_HEADS, tokens), self.random(KV_HEADS, tokens)
-        self.pages.write(self.keys, self.values, self.rows(tokens))
+        self.pages.write(self.keys, self.values, self.metadata(tokens))
 
     def random(self, heads: int, tokens: int) -> mx.array:
         array = mx.random.normal((self.batch, heads, tokens, DIM)).astype(self.dtype)
         mx.eval(array)
         return array
 
-    def rows(self, tokens: int) -> AttentionMetadata:
+    def metadata(self, tokens: int) -> AttentionMetadata:
         return AttentionMetadata(self.tables, (tokens,) * self.batch, (0,) * self.batch)
 
     @property
@@ -76,8 +76,8 @@ class Layer:
         return self.keys.nbytes + self.values.nbytes
 
     def attend(self, queries: mx.array) -> Callable[[], None]:
-        rows = self.rows(self.tokens)
-        return lambda: mx.eval(self.pages.attend(queries, rows, scale=SCALE))
+        metadata = self.metadata(self.tokens)
+        return lambda: mx.eval(self.pages.attend(queries, metadata, scale=SCALE))
 
     def attend_with_mlx(self, queries: mx.array) -> Callable[[], None]:
         mask = "causal" if queries.shape[2] > 1 else None
@@ -173,8 +173,8 @@ def write(dtype: str, batch: int = 8) -> dict[str, Any]:
     target = np.empty_like(source)
 
     def writing(layer: Layer) -> Callable[[], None]:
-        rows = layer.rows(301)
-        return lambda: layer.pages.write(keys, values, rows)
+        metadata = layer.metadata(301)
+        return lambda: layer.pages.write(keys, values, metadata)
 
     in_small, in_large, copied = in_turns(
         writing(small), writing(large), lambda: np.copyto(target, source), repetitions=501
@@ -196,11 +196,11 @@ def overhead(dtype: str) -> dict[str, float]:
     queries = layer.random(QUERY_HEADS, 1)
 
     def step(tokens: int) -> Callable[[], None]:
-        rows = layer.rows(tokens)
+        metadata = layer.metadata(tokens)
 
         def write_and_attend() -> None:
-            layer.pages.write(keys, values, rows)
-            mx.eval(layer.pages.attend(queries, rows, scale=SCALE))
+            layer.pages.write(keys, values, metadata)
+            mx.eval(layer.pages.attend(queries, metadata, scale=SCALE))
 
         return write_and_attend
 

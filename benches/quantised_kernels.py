@@ -45,16 +45,16 @@ class Layer:
         per_row = -(-tokens // PAGE_SIZE)
         self.pages.map_slab(0, batch * per_row, page_format_named(name))
         tables = tuple(tuple(range(per_row * row, per_row * (row + 1))) for row in range(batch))
-        self.rows = AttentionMetadata(tables, (tokens,) * batch, (0,) * batch)
+        self.metadata = AttentionMetadata(tables, (tokens,) * batch, (0,) * batch)
         for table in tables:
             step = random(1, KV_HEADS, tokens)
             self.pages.write(step, step, AttentionMetadata((table,), (tokens,), (0,)))
 
     def attend(self, queries: mx.array) -> Callable[[], None]:
-        return lambda: mx.eval(self.pages.attend(queries, self.rows, scale=SCALE))
+        return lambda: mx.eval(self.pages.attend(queries, self.metadata, scale=SCALE))
 
     def write(self, step: mx.array) -> Callable[[], None]:
-        return lambda: self.pages.write(step, step, self.rows)
+        return lambda: self.pages.write(step, step, self.metadata)
 
 
 def beside_16_bits(works: list[Callable[[], None]], repetitions: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class _Test:
     def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype) -> None:
         self.backend, self.page_format, self.dtype = backend, page_format, dtype
         self.geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
-        self.rows = AttentionMetadata(TABLES, LENGTHS, (0,) * len(LENGTHS))
+        self.metadata = AttentionMetadata(TABLES, LENGTHS, (0,) * len(LENGTHS))
 
     def write(self) -> float:
         """The share of bytes that differ from those of plain operations."""
@@ -94,36 +94,36 @@ class _Test:
         pages, scale = self._written(self.backend), DIM**-0.5
         queries = self._normal((len(LENGTHS), KV_HEADS * RATIO, count, DIM), seed=3)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, self.rows, scale=scale, window=window, sinks=sinks)
-        return self._error(pages, self.rows, queries, found, window)
+        found = pages.attend(queries, self.metadata, scale=scale, window=window, sinks=sinks)
+        return self._error(pages, self.metadata, queries, found, window)
 
     def write_and_decode(self) -> float:
         """The largest difference from float64 after a kernel that writes one more token and attends
         in one launch. Plain operations write the same token to the expected pages."""
         pages, expected = self._written(self.backend), self._written(PlainBackend())
         batch = len(LENGTHS)
-        rows = AttentionMetadata(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
+        metadata = AttentionMetadata(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
         queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
         step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
-        expected.write(step[0], step[1], rows)
-        pages.defer(step[0], step[1], rows)
+        expected.write(step[0], step[1], metadata)
+        pages.defer(step[0], step[1], metadata)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, rows, scale=DIM**-0.5, sinks=sinks)
-        return self._error(expected, rows, queries, found, None)
+        found = pages.attend(queries, metadata, scale=DIM**-0.5, sinks=sinks)
+        return self._error(expected, metadata, queries, found, None)
 
     def _error(
         self,
         pages: LayerPages,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         queries: mx.array,
         found: mx.array,
         window: int | None,
     ) -> float:
         scale = DIM**-0.5
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        keys, values = map(_numbers, self._plain(pages).gather(rows))
+        keys, values = map(_numbers, self._plain(pages).gather(metadata))
         worst = 0.0
-        for row, length in enumerate(rows.context_lens):
+        for row, length in enumerate(metadata.context_lens):
             own = slice(keys.shape[2] - length, None)
             expected = _attention(
                 _numbers(queries[row]) * scale,
@@ -138,7 +138,9 @@ class _Test:
     def gather(self) -> float:
         """The largest difference from the result of plain operations."""
         pages = self._written(self.backend)
-        pairs = zip(pages.gather(self.rows), self._plain(pages).gather(self.rows), strict=True)
+        pairs = zip(
+            pages.gather(self.metadata), self._plain(pages).gather(self.metadata), strict=True
+        )
         return max(float(np.abs(_numbers(a) - _numbers(b)).max()) for a, b in pairs)
 
     def copy(self) -> float:
@@ -152,8 +154,8 @@ class _Test:
         the largest number."""
         pages = self._written(self.backend)
         pages.convert({1: 2 * STRIDE})
-        rows = AttentionMetadata(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
-        before, after = _numbers(self._plain(pages).gather(rows)[0])
+        metadata = AttentionMetadata(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
+        before, after = _numbers(self._plain(pages).gather(metadata)[0])
         return float(np.abs(before - after).max() / np.abs(before).max())
 
     def _written(self, backend: Backend) -> LayerPages:
@@ -166,7 +168,7 @@ class _Test:
             unset = mx.full(pages.page(first).shape, 0xFFFF, dtype=WORD)
             pages.load(dict.fromkeys(range(first, first + SLAB_PAGES), unset))
         shape = (len(LENGTHS), KV_HEADS, max(LENGTHS), DIM)
-        pages.write(self._normal(shape, seed=1), self._normal(shape, seed=2), self.rows)
+        pages.write(self._normal(shape, seed=1), self._normal(shape, seed=2), self.metadata)
         return pages
 
     def _plain(self, pages: LayerPages) -> LayerPages:

@@ -214,7 +214,7 @@ class _ComparedRead:
         if self.window is not None:
             visible -= max(0, before - self.window + 1)
         # Sequences end together but for the padding behind them.
-        gathered = self.read.pages.gather(self.read.view.attention_metadata, self.read.tail)
+        gathered = self.read.pages.gather(self.read.view.attention_metadata, self.read.new_tokens)
         end = gathered[0].shape[2] - (queries.shape[2] - step.stop)
         paged = [each[row : row + 1, :, end - visible : end] for each in gathered]
         for ours, oracles in zip(paged, step.held, strict=True):

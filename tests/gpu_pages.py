@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
@@ -79,13 +79,13 @@ class Separately:
     def write_and_attend(
         self,
         pages: LayerPages,
-        step: Tail,
+        step: NewTokens,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         **options: Any,
     ) -> mx.array:
-        self.backend.write(pages, *step, rows)
-        return self.backend.attend(pages, queries, rows, tail=None, **options)
+        self.backend.write(pages, *step, metadata)
+        return self.backend.attend(pages, queries, metadata, new_tokens=None, **options)
 
 
 @dataclass
@@ -93,27 +93,29 @@ class Batch:
     """Pages with numbers in them."""
 
     pages: LayerPages
-    rows: AttentionMetadata
+    metadata: AttentionMetadata
 
     def attend(
-        self, queries: int, *, gqa_group_size: int = 3, tail: int = 0, **options: Any
+        self, queries: int, *, gqa_group_size: int = 3, new_tokens: int = 0, **options: Any
     ) -> float:
         """The largest difference from dense attention in float64, where it is not padding."""
-        geometry, batch = self.pages.geometry, len(self.rows.context_lens)
+        geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
         dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
         asked = normal((batch, heads, queries, geometry.k_dim), dtype, seed=1)
         step = None
-        if tail:
+        if new_tokens:
             step = (
-                normal((batch, kv, tail, geometry.k_dim), dtype, seed=3),
-                normal((batch, kv, tail, geometry.v_dim), dtype, seed=4),
+                normal((batch, kv, new_tokens, geometry.k_dim), dtype, seed=3),
+                normal((batch, kv, new_tokens, geometry.v_dim), dtype, seed=4),
             )
-        lengths = tuple(length + tail for length in self.rows.context_lens)
-        rows = AttentionMetadata(self.rows.block_tables, lengths, self.rows.right_padding)
+        lengths = tuple(length + new_tokens for length in self.metadata.context_lens)
+        metadata = AttentionMetadata(
+            self.metadata.block_tables, lengths, self.metadata.right_padding
+        )
         sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
-        found = self.pages.attend(asked, rows, sinks=sinks, tail=step, **options)
-        return self._error(found, asked, rows, step, options | {"sinks": sinks})
+        found = self.pages.attend(asked, metadata, sinks=sinks, new_tokens=step, **options)
+        return self._error(found, asked, metadata, step, options | {"sinks": sinks})
 
     def write_and_attend(
         self,
@@ -124,35 +126,39 @@ class Batch:
         **options: Any,
     ) -> float:
         """The same of one more token in each row, which the same operation writes."""
-        geometry, batch = self.pages.geometry, len(self.rows.context_lens)
+        geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
         dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
         asked = normal((batch, heads, 1, geometry.k_dim), dtype, seed=1)
         sinks = 2 * normal((heads,), dtype, seed=2) if with_sinks else None
-        lengths = tuple(length + 1 for length in self.rows.context_lens)
-        self.rows = AttentionMetadata(self.rows.block_tables, lengths, self.rows.right_padding)
+        lengths = tuple(length + 1 for length in self.metadata.context_lens)
+        self.metadata = AttentionMetadata(
+            self.metadata.block_tables, lengths, self.metadata.right_padding
+        )
         # As models give them: the heads of a token side by side.
         keys = normal((batch, 1, kv, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
         step = keys, normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
-        found = backend.write_and_attend(self.pages, step, asked, self.rows, sinks=sinks, **options)
-        return self._error(found, asked, self.rows, None, options | {"sinks": sinks})
+        found = backend.write_and_attend(
+            self.pages, step, asked, self.metadata, sinks=sinks, **options
+        )
+        return self._error(found, asked, self.metadata, None, options | {"sinks": sinks})
 
     def _error(
         self,
         found: mx.array,
         asked: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         step: Any,
         options: dict[str, Any],
     ) -> float:
         if options["sinks"] is not None:
             options["sinks"] = numbers(options["sinks"])
         worst = 0.0
-        for row, own in enumerate(rows.valid_tokens(asked.shape[2])):
+        for row, own in enumerate(metadata.valid_tokens(asked.shape[2])):
             assert np.isfinite(numbers(found[row])).all()
             if not own:
                 continue
-            keys, values = self._numbers_of(row, step, rows)
+            keys, values = self._numbers_of(row, step, metadata)
             expected, _ = dense_attention(
                 numbers(asked[row, :, own.start : own.stop]), keys, values, **options
             )
@@ -165,13 +171,15 @@ class Batch:
         entries = [slab * STRIDE + page for slab in self.pages.slabs for page in range(SLAB_PAGES)]
         return [np.array(self.pages.page(entry)).tobytes() for entry in entries]
 
-    def _numbers_of(self, row: int, step: Any, rows: AttentionMetadata) -> tuple[Numbers, Numbers]:
-        geometry, length = self.pages.geometry, self.rows.context_lens[row]
-        keys, values = numbers_in(self.pages, self.rows.block_tables[row], length)
+    def _numbers_of(
+        self, row: int, step: Any, metadata: AttentionMetadata
+    ) -> tuple[Numbers, Numbers]:
+        geometry, length = self.pages.geometry, self.metadata.context_lens[row]
+        keys, values = numbers_in(self.pages, self.metadata.block_tables[row], length)
         keys.insert(0, np.zeros((geometry.k_heads, 0, geometry.k_dim)))
         values.insert(0, np.zeros((geometry.k_heads, 0, geometry.v_dim)))
         if step is not None:
-            own = rows.valid_tokens(step[0].shape[2])[row]
+            own = metadata.valid_tokens(step[0].shape[2])[row]
             keys.append(numbers(step[0][row])[:, own.start : own.stop])
             values.append(numbers(step[1][row])[:, own.start : own.stop])
         return np.concatenate(keys, 1), np.concatenate(values, 1)
@@ -190,10 +198,10 @@ def written(
     pages = new_pages(backend, geometry, formats)
     padding = tuple(right_padding) or (0,) * len(lengths)
     tables = tables_for(pages, [length + more for length in lengths])
-    rows = AttentionMetadata(tables, tuple(lengths), padding)
-    count = max(rows.ends)
+    metadata = AttentionMetadata(tables, tuple(lengths), padding)
+    count = max(metadata.ends)
     shape = (len(lengths), geometry.k_heads, count)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)
     values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
-    pages.write(keys, values, rows)
-    return Batch(pages, rows)
+    pages.write(keys, values, metadata)
+    return Batch(pages, metadata)

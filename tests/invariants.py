@@ -10,13 +10,13 @@ def assert_invariants(stats: BlockTotals, mapped: int) -> None:
     """Every byte that is mapped is in exactly one place."""
     for each in stats.formats:
         assert min(each[1:]) >= 0, each
-        assert each.tail_rows + each.ring_rows <= each.used * each.page_size
-        assert each.compactable <= each.used + each.cached + each.spare + each.stranded
+        assert each.last_block_slots + each.out_of_window_slots <= each.used * each.page_size
+        assert each.compactable <= each.used + each.cached + each.spare + each.fragmented
     assert stats.bytes_mapped == mapped
-    active = stats.bytes_allocated + stats.bytes_tail + stats.bytes_out_of_window
+    active = stats.bytes_allocated + stats.bytes_last_block + stats.bytes_out_of_window
     assert active == stats.bytes_active
     held = stats.bytes_active + stats.bytes_retained
-    assert held + stats.bytes_spare + stats.bytes_stranded == mapped
+    assert held + stats.bytes_spare + stats.bytes_fragmented == mapped
     assert 0 <= stats.internal_fragmentation <= 1
     assert 0 <= stats.external_fragmentation <= 1
 
@@ -33,5 +33,5 @@ def live_rows(lengths: Iterable[tuple[BlockTable, int]], page_size: int) -> dict
 
 def used_rows(stats: BlockTotals) -> int:
     """Rows of live tokens, by the counts of a snapshot."""
-    idle = sum(each.tail_rows + each.ring_rows for each in stats.formats)
+    idle = sum(each.last_block_slots + each.out_of_window_slots for each in stats.formats)
     return sum(each.used * each.page_size for each in stats.formats) - idle

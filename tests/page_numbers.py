@@ -24,7 +24,7 @@ def numbers_in(
 
 
 def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
-    """Rows of the first tokens of each plane of a page, [heads, count, row_words]."""
+    """Rows of the first tokens of each plane of a page, [heads, count, slot_words]."""
     layout, words = pages.layout_of(entry), pages.page(entry).reshape(-1)
     return [
         words[offset : offset + plane.words].reshape(plane.heads, PAGE_SIZE, -1)[:, :count]

@@ -40,8 +40,8 @@ def steps(draw: st.DrawFn) -> tuple[AttentionMetadata, int]:
     """Rows at the end of a step, and how many tokens the step has."""
     lengths = draw(st.lists(st.integers(0, 24), min_size=2, max_size=4))
     padding = draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
-    rows = AttentionMetadata((), tuple(lengths), tuple(padding))
-    return rows, draw(st.integers(1, max(1, *rows.ends)))
+    metadata = AttentionMetadata((), tuple(lengths), tuple(padding))
+    return metadata, draw(st.integers(1, max(1, *metadata.ends)))
 
 
 @examples(150)
@@ -63,11 +63,11 @@ def test_every_token_of_a_batch_sees_what_it_would_see_alone(
 
 
 def test_a_batch_of_stock_caches_has_the_same_mask() -> None:
-    rows = AttentionMetadata((), (9, 4, 7), (0, 0, 2))
+    metadata = AttentionMetadata((), (9, 4, 7), (0, 0, 2))
     stock = create_causal_mask(3, offset=6, window_size=5, left_padding=mx.array([0, 5, 0]))
-    assert mx.array_equal(batch_mask(rows, 3, 5), stock)
+    assert mx.array_equal(batch_mask(metadata, 3, 5), stock)
 
 
 def test_padding_before_and_behind_a_row_is_not_its_own() -> None:
-    rows = AttentionMetadata((), (9, 2, 1, 5), (0, 0, 2, 4))
-    assert rows.valid_tokens(4) == [range(4), range(2, 4), range(1, 2), range(0)]
+    metadata = AttentionMetadata((), (9, 2, 1, 5), (0, 0, 2, 4))
+    assert metadata.valid_tokens(4) == [range(4), range(2, 4), range(1, 2), range(0)]

@@ -65,46 +65,48 @@ def table_of(pages: LayerPages, length: int, first_slab: int = 0) -> tuple[int, 
     )
 
 
-def write(pages: LayerPages, rows: AttentionMetadata, seed: int) -> tuple[mx.array, mx.array]:
+def write(pages: LayerPages, metadata: AttentionMetadata, seed: int) -> tuple[mx.array, mx.array]:
     """As many tokens for all rows as the longest has."""
-    geometry, longest = pages.geometry, max(rows.context_lens)
-    shape = (len(rows.context_lens), 2, longest)
+    geometry, longest = pages.geometry, max(metadata.context_lens)
+    shape = (len(metadata.context_lens), 2, longest)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed)
     values = normal((*shape, geometry.v_dim), geometry.v_dtype, seed + 1)
-    pages.write(keys, values, rows)
+    pages.write(keys, values, metadata)
     return keys, values
 
 
 def assert_attends(
     pages: LayerPages,
-    rows: AttentionMetadata,
+    metadata: AttentionMetadata,
     queries: int,
     *,
-    in_tail: int = 0,
+    num_new: int = 0,
     with_sinks: bool = False,
     **options: Any,
 ) -> None:
-    """Attention to what the pages hold and to a tail of the last tokens."""
-    geometry, batch = pages.geometry, len(rows.context_lens)
+    """Attention to what the pages hold and to a new_tokens of the last tokens."""
+    geometry, batch = pages.geometry, len(metadata.context_lens)
     options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
     asked = normal((batch, 6, queries, geometry.k_dim), geometry.k_dtype, seed=1)
     sinks = normal((6,), geometry.k_dtype, seed=2) if with_sinks else None
-    tail = None
-    if in_tail:
-        tail = (
-            normal((batch, 2, in_tail, geometry.k_dim), geometry.k_dtype, seed=3),
-            normal((batch, 2, in_tail, geometry.v_dim), geometry.v_dtype, seed=4),
+    new_tokens = None
+    if num_new:
+        new_tokens = (
+            normal((batch, 2, num_new, geometry.k_dim), geometry.k_dtype, seed=3),
+            normal((batch, 2, num_new, geometry.v_dim), geometry.v_dtype, seed=4),
         )
-    ends = tuple(length + in_tail for length in rows.context_lens)
+    ends = tuple(length + num_new for length in metadata.context_lens)
     found = pages.attend(
-        asked, unpadded(rows.block_tables, ends), sinks=sinks, tail=tail, **options
+        asked, unpadded(metadata.block_tables, ends), sinks=sinks, new_tokens=new_tokens, **options
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
-    for row, (table, length) in enumerate(zip(rows.block_tables, rows.context_lens, strict=True)):
+    for row, (table, length) in enumerate(
+        zip(metadata.block_tables, metadata.context_lens, strict=True)
+    ):
         keys, values = numbers_in(pages, table, length)
-        if tail:
-            keys.append(numbers(tail[0][row]))
-            values.append(numbers(tail[1][row]))
+        if new_tokens:
+            keys.append(numbers(new_tokens[0][row]))
+            values.append(numbers(new_tokens[1][row]))
         expected, _ = dense_attention(
             numbers(asked[row]), np.concatenate(keys, 1), np.concatenate(values, 1), **options
         )
@@ -149,7 +151,7 @@ def test_head_sizes(
 @given(
     names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3, unique=True),
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=2),
-    in_tail=st.sampled_from([0, 1, 40, 270]),
+    num_new=st.sampled_from([0, 1, 40, 270]),
     queries=st.sampled_from([1, 3, 9]),
     window=st.none() | st.integers(1, 800),
     causal=st.booleans(),
@@ -159,14 +161,14 @@ def test_pages_of_several_formats_in_one_table(
     backend: str,
     names: list[FormatName],
     lengths: list[int],
-    in_tail: int,
+    num_new: int,
     queries: int,
     window: int | None,
     causal: bool,
     with_sinks: bool,
 ) -> None:
     pages = new_pages(backend, same(96, 64), names * 2)
-    lengths = [max(length, queries - in_tail) for length in lengths]
+    lengths = [max(length, queries - num_new) for length in lengths]
     tables = tuple(table_of(pages, length, row) for row, length in enumerate(lengths))
     if len(set(sum(tables, ()))) < sum(map(len, tables)):
         lengths, tables = lengths[:1], tables[:1]
@@ -177,7 +179,7 @@ def test_pages_of_several_formats_in_one_table(
         pages,
         rows,
         queries,
-        in_tail=in_tail,
+        num_new=num_new,
         window=window,
         causal=causal,
         with_sinks=with_sinks,

@@ -70,7 +70,7 @@ class Batch:
     """Pages, and what was written to each row of them: [heads, tokens, dim]."""
 
     pages: LayerPages
-    rows: AttentionMetadata
+    metadata: AttentionMetadata
     keys: list[mx.array]
     values: list[mx.array]
 
@@ -111,7 +111,7 @@ def assert_attends(
     asked = normal(shape, geometry.k_dtype, seed=1)
     sinks = 2 * normal((q_heads,), geometry.k_dtype, seed=2) if with_sinks else None
     options: Any = {"scale": geometry.k_dim**-0.5, "causal": causal, "window": window}
-    found = batch.pages.attend(asked, batch.rows, sinks=sinks, **options)
+    found = batch.pages.attend(asked, batch.metadata, sinks=sinks, **options)
     assert (found.dtype, found.shape) == (geometry.k_dtype, (*shape[:3], geometry.v_dim))
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
@@ -234,7 +234,7 @@ def test_gather_gives_what_was_written_and_zeros_before_shorter_rows(
     backend: str, geometry: LayerGeometry, lengths: tuple[int, ...]
 ) -> None:
     batch = written(backend, geometry, lengths)
-    gathered = batch.pages.gather(batch.rows)
+    gathered = batch.pages.gather(batch.metadata)
     for found, rows in zip(gathered, (batch.keys, batch.values), strict=True):
         heads, _, dim = rows[0].shape
         assert found.shape == (len(lengths), heads, max(lengths), dim)
@@ -253,9 +253,9 @@ def test_a_run_of_pages_ends_with_its_slab(backend: str) -> None:
     for slab in range(2):
         pages.map_slab(slab, 2, FP16)
     keys = normal((1, 2, 800, 32), mx.float32, seed=1)
-    rows = unpadded(((0, 1, 2, 3),), (800,))
-    pages.write(keys, keys + 1, rows)
-    found_keys, found_values = pages.gather(rows)
+    metadata = unpadded(((0, 1, 2, 3),), (800,))
+    pages.write(keys, keys + 1, metadata)
+    found_keys, found_values = pages.gather(metadata)
     assert mx.array_equal(found_keys, keys)
     assert mx.array_equal(found_values, keys + 1)
 
@@ -263,7 +263,7 @@ def test_a_run_of_pages_ends_with_its_slab(backend: str) -> None:
 def test_values_without_numbers_take_no_room(backend: str) -> None:
     """Latent attention keeps everything in its keys."""
     batch = written(backend, LayerGeometry(1, 72, mx.float16, 1, 0, mx.float16), [300, 20], joint=2)
-    keys, values = batch.pages.gather(batch.rows)
+    keys, values = batch.pages.gather(batch.metadata)
     assert (words(keys[0]) == words(batch.keys[0])).all()
     assert values.shape == (2, 1, 300, 0)
 
@@ -273,13 +273,13 @@ def test_a_row_that_takes_over_pages_sees_only_its_own_tokens(backend: str) -> N
     geometry = same(2, 32, 32)
     batch = written(backend, geometry, [600])
     nans = mx.full((1, 2, 600, 32), mx.nan)
-    batch.pages.write(nans, nans, batch.rows)
-    table = batch.rows.block_tables[0][::-1]
+    batch.pages.write(nans, nans, batch.metadata)
+    table = batch.metadata.block_tables[0][::-1]
     keys, values = normal((1, 2, 300, 32), mx.float32, 1), normal((1, 2, 300, 32), mx.float32, 2)
-    rows = unpadded((table,), (300,))
-    batch.pages.write(keys, values, rows)
+    metadata = unpadded((table,), (300,))
+    batch.pages.write(keys, values, metadata)
     for queries in (1, 300):
-        assert_attends(Batch(batch.pages, rows, [keys[0]], [values[0]]), 4, queries)
+        assert_attends(Batch(batch.pages, metadata, [keys[0]], [values[0]]), 4, queries)
 
 
 def test_copies_are_exact_and_leave_every_other_page_alone(backend: str) -> None:
@@ -296,7 +296,7 @@ def test_copies_are_exact_and_leave_every_other_page_alone(backend: str) -> None
 
 def test_loaded_pages_are_what_was_given_and_gather_as_tokens(backend: str) -> None:
     source = written(backend, same(2, 32, 32), [600])
-    table = source.rows.block_tables[0]
+    table = source.metadata.block_tables[0]
     target = new_pages(backend, same(2, 32, 32))
     at = addresses(target)
     entries = (19, 1, 10)
@@ -362,11 +362,11 @@ def test_writes_stay_in_place_while_attention_is_in_flight(backend: str, own_str
         for length in range(245, 265):
             mx.reset_peak_memory()
             before = mx.get_active_memory()
-            rows = unpadded(((0, 8, 16),), (length,))
-            pages.write(step, step, rows)
+            metadata = unpadded(((0, 8, 16),), (length,))
+            pages.write(step, step, metadata)
             mx.eval([slab.memory for slab in pages.slabs.values()])
             spikes.append(mx.get_peak_memory() - before)
             queries = step + 0 * (slow @ slow).sum()
-            start(pages.attend(queries, rows, scale=0.1))
+            start(pages.attend(queries, metadata, scale=0.1))
     assert addresses(pages) == at
     assert max(spikes) < SLAB_PAGES[0] * pages.page_bytes(FP16)

@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
-from paged_kv.kernels.cpu.native_library import NativeLibrary, RowsStruct
+from paged_kv.kernels.cpu.native_library import MetadataStruct, NativeLibrary
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -40,33 +40,33 @@ def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
-    """The rows of all steps that the library writes, as it does."""
-    write, struct, noted = NativeLibrary.write, native_backend._rows_struct, []
-    rows_of: dict[int, AttentionMetadata] = {}
+    """The metadata of all steps, in the order in which the library writes them."""
+    write, struct, noted = NativeLibrary.write, native_backend._metadata_struct, []
+    metadata_of: dict[int, AttentionMetadata] = {}
 
-    def note_rows(rows: AttentionMetadata) -> RowsStruct:
-        made = struct(rows)
-        rows_of[id(made)] = rows
+    def note_metadata(metadata: AttentionMetadata) -> MetadataStruct:
+        made = struct(metadata)
+        metadata_of[id(made)] = metadata
         return made
 
-    def note(self: NativeLibrary, pages: Any, rows: RowsStruct, *step: mx.array) -> None:
-        noted.append(rows_of[id(rows)])
-        write(self, pages, rows, *step)
+    def note(self: NativeLibrary, pages: Any, struct: MetadataStruct, *step: mx.array) -> None:
+        noted.append(metadata_of[id(struct)])
+        write(self, pages, struct, *step)
 
-    monkeypatch.setattr(native_backend, "_rows_struct", note_rows)
+    monkeypatch.setattr(native_backend, "_metadata_struct", note_metadata)
     monkeypatch.setattr(NativeLibrary, "write", note)
     return noted
 
 
 def one_token(pages: LayerPages, seed: int, position: int = 300) -> AttentionMetadata:
-    keys, rows = normal((1, 2, 1, 32), mx.float32, seed), unpadded((TABLE,), (position + 1,))
-    pages.defer(keys, keys - 1, rows)
-    return rows
+    keys, metadata = normal((1, 2, 1, 32), mx.float32, seed), unpadded((TABLE,), (position + 1,))
+    pages.defer(keys, keys - 1, metadata)
+    return metadata
 
 
-def attended(pages: LayerPages, rows: AttentionMetadata) -> mx.array:
-    queries = normal((len(rows.context_lens), 4, 1, 32), mx.float32, 9)
-    return pages.attend(queries, rows, scale=0.2)
+def attended(pages: LayerPages, metadata: AttentionMetadata) -> mx.array:
+    queries = normal((len(metadata.context_lens), 4, 1, 32), mx.float32, 9)
+    return pages.attend(queries, metadata, scale=0.2)
 
 
 def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
@@ -91,11 +91,11 @@ def test_a_step_with_padding_is_owed_too(written: list[AttentionMetadata]) -> No
         pages = new_pages(backend)
         before = len(written)
         keys = normal((2, 2, 3, 32), mx.float32, 2)
-        rows = AttentionMetadata((TABLE, (0,)), (303, 2), (0, 1))
-        pages.defer(keys, keys - 1, rows)
+        metadata = AttentionMetadata((TABLE, (0,)), (303, 2), (0, 1))
+        pages.defer(keys, keys - 1, metadata)
         assert len(written) == before
         queries = normal((2, 4, 3, 32), mx.float32, 9)
-        found.append([pages.attend(queries, rows, scale=0.2), *pages.gather(rows)])
+        found.append([pages.attend(queries, metadata, scale=0.2), *pages.gather(metadata)])
     for ours, expected in zip(*found, strict=True):
         assert mx.allclose(ours, expected, atol=1e-5)
 
@@ -106,15 +106,15 @@ def whole_page(pages: LayerPages) -> mx.array:
 
 
 OPERATIONS: dict[str, Callable[[LayerPages, AttentionMetadata], Any]] = {
-    "attend to the same rows": attended,
-    "gather": lambda pages, rows: pages.gather(rows),
-    "attend to other rows": lambda pages, rows: attended(pages, unpadded((TABLE,), (301,))),
-    "gather other rows": lambda pages, rows: pages.gather(unpadded((TABLE,), (301,))),
-    "write again": lambda pages, rows: one_token(pages, 5),
-    "copy": lambda pages, rows: pages.copy({65: 2}),
-    "convert": lambda pages, rows: pages.convert({65: 2}),
-    "load": lambda pages, rows: pages.load({65: whole_page(pages)}),
-    "unmap": lambda pages, rows: pages.unmap_slab(1),
+    "attend to the same tokens": attended,
+    "gather": lambda pages, metadata: pages.gather(metadata),
+    "attend to other tokens": lambda pages, metadata: attended(pages, unpadded((TABLE,), (301,))),
+    "gather other tokens": lambda pages, metadata: pages.gather(unpadded((TABLE,), (301,))),
+    "write again": lambda pages, metadata: one_token(pages, 5),
+    "copy": lambda pages, metadata: pages.copy({65: 2}),
+    "convert": lambda pages, metadata: pages.convert({65: 2}),
+    "load": lambda pages, metadata: pages.load({65: whole_page(pages)}),
+    "unmap": lambda pages, metadata: pages.unmap_slab(1),
 }
 
 
@@ -143,8 +143,8 @@ def test_whatever_follows_finds_it_written(operation: str, name: str) -> None:
 def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
     lengths: tuple[int, ...], name: str
 ) -> None:
-    rows = unpadded((TABLE, (0, 64)), lengths)
-    before = unpadded(rows.block_tables, tuple(length - 1 for length in lengths))
+    metadata = unpadded((TABLE, (0, 64)), lengths)
+    before = unpadded(metadata.block_tables, tuple(length - 1 for length in lengths))
     found = []
     for backend in (NativeBackend(native_library()), PlainBackend()):
         pages = new_pages(backend, name)
@@ -153,10 +153,10 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
             keys = normal((2, 2, longest, 32), mx.float32, 3)
             pages.write(keys, keys + 2, before)
         keys = normal((2, 2, 1, 32), mx.float32, 4)
-        pages.defer(keys, keys + 2, rows)
-        gathered = pages.gather(rows)
-        attended(pages, rows)
-        found.append([*gathered, *pages.gather(rows)])
+        pages.defer(keys, keys + 2, metadata)
+        gathered = pages.gather(metadata)
+        attended(pages, metadata)
+        found.append([*gathered, *pages.gather(metadata)])
     for ours, expected in zip(*found, strict=True):
         assert mx.allclose(ours, expected, rtol=0 if name == "fp16" else 1e-2, atol=0)
 
@@ -172,15 +172,15 @@ def test_rows_of_others_do_not_have_it(is_shorter: bool) -> None:
             each.write(keys, keys - 1, unpadded((table,), (length,)))
     for each in (pages, expected):
         one_token(each, 2)
-    rows = unpadded((table,), (length,))
-    for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
+    metadata = unpadded((table,), (length,))
+    for ours, theirs in zip(pages.gather(metadata), expected.gather(metadata), strict=True):
         assert mx.array_equal(ours, theirs)
 
 
 def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> None:
     """Also one that comes while the first one's step is still being computed."""
     pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
-    rows = one_token(expected, 2)
+    metadata = one_token(expected, 2)
 
     def write_what_takes_long() -> None:
         keys, slow = normal((1, 2, 1, 32), mx.float32, 2), normal((700, 700), mx.float32, 3)
@@ -193,7 +193,7 @@ def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> No
     thread.start()
     thread.join()
     assert len(written) == 1
-    for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
+    for ours, theirs in zip(pages.gather(metadata), expected.gather(metadata), strict=True):
         assert mx.array_equal(ours, theirs)
 
 
@@ -203,7 +203,7 @@ def test_a_step_that_cannot_be_computed_stays_owed(
 ) -> None:
     """Where an interrupt comes while it is waited for, nothing is lost."""
     pages = new_pages(NativeBackend(native_library()))
-    rows = one_token(pages, 2)
+    metadata = one_token(pages, 2)
     with monkeypatch.context() as patch:
 
         def interrupted(*_: Any) -> None:
@@ -211,12 +211,12 @@ def test_a_step_that_cannot_be_computed_stays_owed(
 
         patch.setattr(NativeLibrary, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            _ = attended(pages, rows) if is_attended else pages.page(0)
+            _ = attended(pages, metadata) if is_attended else pages.page(0)
     expected = new_pages(PlainBackend())
     one_token(expected, 2)
-    for ours, theirs in zip(pages.gather(rows), expected.gather(rows), strict=True):
+    for ours, theirs in zip(pages.gather(metadata), expected.gather(metadata), strict=True):
         assert mx.array_equal(ours, theirs)
-    assert mx.allclose(attended(pages, rows), attended(expected, rows), atol=1e-5)
+    assert mx.allclose(attended(pages, metadata), attended(expected, metadata), atol=1e-5)
 
 
 def test_once_two_threads_have_come_steps_are_written_at_once(
@@ -228,18 +228,18 @@ def test_once_two_threads_have_come_steps_are_written_at_once(
     thread.start()
     thread.join()
     assert len(written) == 1
-    rows = one_token(pages, 3, 301)
+    metadata = one_token(pages, 3, 301)
     assert len(written) == 3
-    assert written[-1] is rows
+    assert written[-1] is metadata
 
 
 def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[AttentionMetadata]) -> None:
     pages = new_pages(NativeBackend(native_library()))
-    rows = one_token(pages, 2)
+    metadata = one_token(pages, 2)
     pages.unmap_slab(0)
-    assert rows not in written
+    assert metadata not in written
     pages.unmap_slab(1)
-    assert written[-1] is rows
+    assert written[-1] is metadata
 
 
 def test_a_slab_can_go_while_another_threads_step_is_not_computed() -> None:

@@ -83,7 +83,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
     listed = re.search(r"enum Parameter \{(.*?)\};", text, re.DOTALL)
     assert listed is not None
     places = re.findall(r"^  (\w+),?", listed[1], re.MULTILINE)
-    renamed = {"bases_of_values": "bases", "tail_tokens": "tail"}
+    renamed = {"bases_of_values": "bases"}
     assert tuple(renamed.get(n.lower(), n.lower()) for n in places[:-1]) == PARAMETERS
     assert places[-1] == "PARAMETERS"
 
@@ -94,7 +94,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
     assert set(constants("ROW_FIELDS")) == {gpu_arrays.ROW_FIELDS}
     assert set(constants("PAGE_SIZE")) == {PAGE_SIZE}
     assert set(constants("TILE")) == {gpu_tuning.TILE}
-    assert set(constants("ROW_SIMDGROUPS")) == {gpu_tuning.ROW_SIMDGROUPS}
+    assert set(constants("SLOT_SIMDGROUPS")) == {gpu_tuning.SLOT_SIMDGROUPS}
     assert set(constants("PREFILL_THREADS")) == {gpu_tuning.PREFILL_THREADS}
     simdgroups = gpu_tuning.PREFILL_THREADS // gpu_tuning.LANES
     rows = [simdgroups * count for count in constants("SIMDGROUP_ROWS")]
@@ -115,9 +115,9 @@ class TestOnThisCpu:
             for slab in range(len(pages.slabs), slabs):
                 pages.map_slab(slab, 8, FP16)
             entries = tuple(slab * 8 for slab in range(slabs))
-            rows = AttentionMetadata((entries,), (slabs * 256 - 3,), (0,))
-            pages.write(queries[:, :2], queries[:, :2], rows)
-            pages.attend(queries, rows, scale=1.0)
+            metadata = AttentionMetadata((entries,), (slabs * 256 - 3,), (0,))
+            pages.write(queries[:, :2], queries[:, :2], metadata)
+            pages.attend(queries, metadata, scale=1.0)
             made.append(set(device.texts))
         assert made[0] == made[1]
         assert made[2] == made[3]
@@ -127,10 +127,10 @@ class TestOnThisCpu:
         backend = backend_on(device_of(dialect, checked=False), dialect)
         pages = new_pages(backend, same(64), ["fp16"] * (SLABS + 1))
         table = tuple(slab * 8 for slab in range(SLABS + 1))
-        rows = AttentionMetadata((table,), (len(table) * 256,), (0,))
+        metadata = AttentionMetadata((table,), (len(table) * 256,), (0,))
         shape = (1, 2, len(table) * 256, 64)
-        pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), rows)
-        batch = Batch(pages, rows)
+        pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), metadata)
+        batch = Batch(pages, metadata)
         assert batch.attend(1) <= TOLERANCES[mx.float16]
         assert batch.attend(3) <= TOLERANCES[mx.float16]
         assert backend.fallbacks == 3
@@ -142,8 +142,8 @@ class TestOnThisCpu:
         backend = backend_on(device_of(dialect), dialect)
         batch = written(backend, same(64), ["fp16"], [20])
         queries = normal((1, 2, 6, 64), mx.bfloat16, 1).transpose(0, 2, 1, 3)
-        found = batch.pages.attend(queries, batch.rows, scale=0.125)
-        other = batch.pages.attend(mx.contiguous(queries), batch.rows, scale=0.125)
+        found = batch.pages.attend(queries, batch.metadata, scale=0.125)
+        other = batch.pages.attend(mx.contiguous(queries), batch.metadata, scale=0.125)
         assert found.dtype == mx.bfloat16
         assert mx.array_equal(found, other)
 
@@ -221,9 +221,9 @@ def test_every_check_of_the_doctor_can_fail() -> None:
 
     class Nothing(PlainBackend):
         def write(
-            self, pages: Any, keys: mx.array, values: mx.array, rows: AttentionMetadata
+            self, pages: Any, keys: mx.array, values: mx.array, metadata: AttentionMetadata
         ) -> None:
-            super().write(pages, 0 * keys, 0 * values, rows)
+            super().write(pages, 0 * keys, 0 * values, metadata)
 
         def gather(self, *arguments: Any) -> Any:
             return tuple(part + 1 for part in super().gather(*arguments))

@@ -100,13 +100,13 @@ def test_windows(dialect: str, formats: list[FormatName], window: int) -> None:
         assert batch.attend(queries, window=window, with_sinks=True) <= TOLERANCES[mx.float16]
 
 
-@pytest.mark.parametrize("in_tail", [1, 40, 270])
+@pytest.mark.parametrize("num_new", [1, 40, 270])
 @pytest.mark.parametrize("window", [None, 33])
-def test_a_step_that_no_page_holds_yet(dialect: str, in_tail: int, window: int | None) -> None:
+def test_a_step_that_no_page_holds_yet(dialect: str, num_new: int, window: int | None) -> None:
     backend = backend_on(device_of(dialect), dialect)
     batch = written(backend, same(64), ["fp16", "q4"], [300, 0, 31])
-    for queries in {1, min(9, in_tail)}:
-        assert batch.attend(queries, tail=in_tail, window=window) <= TOLERANCES[mx.float16]
+    for queries in {1, min(9, num_new)}:
+        assert batch.attend(queries, new_tokens=num_new, window=window) <= TOLERANCES[mx.float16]
 
 
 def test_steps_with_padding(dialect: str) -> None:
@@ -131,7 +131,7 @@ _random_formats: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("fp16", 
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=3),
     queries=st.sampled_from([1, 3, 40]),
-    in_tail=st.sampled_from([0, 1, 40, 270]),
+    num_new=st.sampled_from([0, 1, 40, 270]),
     window=st.none() | st.integers(1, 800),
     causal=st.booleans(),
     with_sinks=st.booleans(),
@@ -140,18 +140,20 @@ def test_pages_of_several_formats_in_one_table(
     dialect: str,
     lengths: list[int],
     queries: int,
-    in_tail: int,
+    num_new: int,
     window: int | None,
     causal: bool,
     with_sinks: bool,
 ) -> None:
     backend = backend_on(device_of(dialect, "shuffled", checked=False), dialect)
-    lengths = [max(length, queries - in_tail) for length in lengths]
+    lengths = [max(length, queries - num_new) for length in lengths]
     batch = written(backend, same(96, v_dim=64), _random_formats, [*lengths, 1])
-    batch.rows = AttentionMetadata(
-        batch.rows.block_tables[:-1], tuple(lengths), (0,) * len(lengths)
+    batch.metadata = AttentionMetadata(
+        batch.metadata.block_tables[:-1], tuple(lengths), (0,) * len(lengths)
     )
-    error = batch.attend(queries, tail=in_tail, window=window, causal=causal, with_sinks=with_sinks)
+    error = batch.attend(
+        queries, new_tokens=num_new, window=window, causal=causal, with_sinks=with_sinks
+    )
     assert error <= TOLERANCES[mx.float16]
 
 
@@ -190,18 +192,23 @@ def test_a_write_gives_the_plain_backends_bytes_and_changes_nothing_else(
 
 @pytest.mark.parametrize("name", plain_only(["fp16", "q8", "q4"], FORMATS))
 def test_gather(dialect: str, name: FormatName) -> None:
-    """With tokens at the head, others that a window has passed, padding and a tail."""
+    """With tokens at the head, others that a window has passed, padding and a new_tokens."""
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     batch = written(backend, same(96, v_dim=64), [name], [300, 40, 0])
-    tail = normal((3, 2, 6, 96), mx.float16, 5), normal((3, 2, 6, 64), mx.float16, 6)
-    tables, padding, firsts, heads = batch.rows.block_tables, (0, 3, 2), (100, 20, 0), (10, 4, 0)
-    without_tail = AttentionMetadata(tables, (300, 40, 0), padding, firsts, heads)
+    new_tokens = normal((3, 2, 6, 96), mx.float16, 5), normal((3, 2, 6, 64), mx.float16, 6)
+    tables, padding, firsts, heads = (
+        batch.metadata.block_tables,
+        (0, 3, 2),
+        (100, 20, 0),
+        (10, 4, 0),
+    )
+    without_new = AttentionMetadata(tables, (300, 40, 0), padding, firsts, heads)
     # Of the last row's step of 6 two are padding.
-    with_tail = AttentionMetadata(tables, (306, 46, 4), padding, firsts, heads)
+    with_new = AttentionMetadata(tables, (306, 46, 4), padding, firsts, heads)
     plain = LayerPages(batch.pages.geometry, PlainBackend(), STRIDE)
     plain.slabs = batch.pages.slabs
-    for rows, given_tail in ((without_tail, None), (with_tail, tail)):
-        ours, theirs = batch.pages.gather(rows, given_tail), plain.gather(rows, given_tail)
+    for metadata, unwritten in ((without_new, None), (with_new, new_tokens)):
+        ours, theirs = batch.pages.gather(metadata, unwritten), plain.gather(metadata, unwritten)
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape
             # Rotated in another order of sums, and rounded to float16.
@@ -215,12 +222,12 @@ def test_copies_and_conversions(dialect: str, source: FormatName, target: Format
     codes may be the next ones."""
     backend = backend_on(device_of(dialect, "shuffled"), dialect)
     batch = written(backend, same(64, v_dim=96), [source, target], [512])
-    entry = batch.rows.block_tables[0][0]
+    entry = batch.metadata.block_tables[0][0]
     untouched = np.array(batch.pages.page(STRIDE + 3))
     batch.pages.convert({entry: STRIDE + 2})
     assert (np.asarray(batch.pages.page(STRIDE + 3)) == untouched).all()
-    rows = AttentionMetadata(((entry,), (STRIDE + 2,)), (256, 256), (0, 0))
-    for part in batch.pages.gather(rows):
+    metadata = AttentionMetadata(((entry,), (STRIDE + 2,)), (256, 256), (0, 0))
+    for part in batch.pages.gather(metadata):
         before, after = numbers(part)
         steps = {"fp16": 1e-3, "q8": 0.02, "q4": 0.2, "q4-unrotated": 0.2}
         step = max(steps[each] for each in ([target] if isinstance(target, str) else target))

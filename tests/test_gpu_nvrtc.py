@@ -29,12 +29,12 @@ def test_all_kernels_compile(formats: list[FormatName]) -> None:
     for sinks in (None, mx.zeros((8,))):
         for queries in (1, 2):
             asked = mx.zeros((1, 8, queries, dim), dtype)
-            batch.pages.attend(asked, batch.rows, sinks=sinks, **options)
+            batch.pages.attend(asked, batch.metadata, sinks=sinks, **options)
         asked = mx.zeros((1, 8, 1, dim), dtype)
-        backend.write_and_attend(batch.pages, step, asked, batch.rows, sinks=sinks, **options)
-    batch.pages.attend(asked, batch.rows, tail=step, **options)
-    batch.pages.gather(batch.rows)
-    batch.pages.gather(batch.rows, step)
+        backend.write_and_attend(batch.pages, step, asked, batch.metadata, sinks=sinks, **options)
+    batch.pages.attend(asked, batch.metadata, new_tokens=step, **options)
+    batch.pages.gather(batch.metadata)
+    batch.pages.gather(batch.metadata, step)
     batch.pages.copy({0: 1})
     operations = {name.split("_")[4] for name in device.texts}
     assert operations >= {"write", "decode", "prefill", "gather", "copy"}

@@ -47,17 +47,17 @@ def _use(dialect: str) -> list[str]:
     step = normal((2, 2, 20, 64), mx.float16, 1)
     queries = normal((2, 4, 1, 64), mx.float16, 2)
     options: Any = {"scale": 0.125, "causal": True, "window": None}
-    rows = AttentionMetadata(((0,), (8,)), (20, 20), (0, 0))
+    metadata = AttentionMetadata(((0,), (8,)), (20, 20), (0, 0))
     for _ in range(2):
-        pages.write(step, step, rows)
-        pages.attend(queries, rows, **options)
-        pages.attend(queries, rows, **options)
-    pages.attend(normal((2, 4, 3, 64), mx.float16, 2), rows, **options)
+        pages.write(step, step, metadata)
+        pages.attend(queries, metadata, **options)
+        pages.attend(queries, metadata, **options)
+    pages.attend(normal((2, 4, 3, 64), mx.float16, 2), metadata, **options)
     pages.copy({0: 8})
-    pages.gather(rows)
+    pages.gather(metadata)
     for _ in range(2):
         token = (step[:, :, :1], step[:, :, :1])
-        backend.write_and_attend(pages, token, queries, rows, sinks=None, **options)
+        backend.write_and_attend(pages, token, queries, metadata, sinks=None, **options)
     return unordered(device.launches)
 
 

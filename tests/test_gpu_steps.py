@@ -158,11 +158,11 @@ def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
     outputs, held = [], []
     for asked in (backend, Separately(backend)):
         batch = written(backend, same(64), ["fp16"], [30, 20, 0], more=1)
-        rows = AttentionMetadata(batch.rows.block_tables, (31, 20, 0), (0, 2, 0))
+        metadata = AttentionMetadata(batch.metadata.block_tables, (31, 20, 0), (0, 2, 0))
         step = normal((3, 2, 1, 64), mx.float16, 1), normal((3, 2, 1, 64), mx.float16, 2)
         queries = normal((3, 4, 1, 64), mx.float16, 3)
         options: Any = {"scale": 0.125, "causal": True, "window": None, "sinks": None}
-        outputs.append(asked.write_and_attend(batch.pages, step, queries, rows, **options))
+        outputs.append(asked.write_and_attend(batch.pages, step, queries, metadata, **options))
         held.append(batch.bytes())
     assert held[0] == held[1]
     assert mx.allclose(outputs[0], outputs[1], atol=1e-3)
@@ -179,9 +179,9 @@ def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
         pages = new_pages(backend, same(64), ["fp16"])
         tokens = normal((1, 2, 256, 64), mx.float16, 4)
         backend.write(pages, tokens, tokens, AttentionMetadata(((3,),), (256,), (0,)))
-        rows = AttentionMetadata(((3, 3),), (300,), (0,), (60,))
+        metadata = AttentionMetadata(((3, 3),), (300,), (0,), (60,))
         options: Any = {"scale": 0.125, "causal": True, "window": 240, "sinks": None}
-        outputs.append(numbers(asked.write_and_attend(pages, step, queries, rows, **options)))
+        outputs.append(numbers(asked.write_and_attend(pages, step, queries, metadata, **options)))
     assert abs(outputs[0] - outputs[1]).max() <= 1e-3
 
 
@@ -195,7 +195,7 @@ def test_layers_that_differ_share_the_rows_of_a_step(dialect: str) -> None:
     layers = [usual, usual | {"scale": 0.25}, usual | {"window": 9}, usual | {"sinks": sinks}]
     found = []
     for options in layers:
-        shared = batch.pages.attend(queries, batch.rows, **options)
+        shared = batch.pages.attend(queries, batch.metadata, **options)
         alone = batch.pages.attend(queries, AttentionMetadata(((0,),), (100,), (0,)), **options)
         assert mx.array_equal(shared, alone)
         found.append(numbers(shared).tobytes())
@@ -211,12 +211,12 @@ def test_how_many_launches_a_step_takes(dialect: str, monkeypatch: pytest.Monkey
     def launches(tokens: int, *, written: bool = False) -> list[str]:
         step = (normal((1, 2, tokens, 64), mx.float16, 1),) * 2
         queries, before = normal((1, 4, tokens, 64), mx.float16, 2), len(device.launches)
-        rows = AttentionMetadata(batch.rows.block_tables, (300 + tokens,), (0,))
+        metadata = AttentionMetadata(batch.metadata.block_tables, (300 + tokens,), (0,))
         options: Any = {"scale": 0.125, "causal": True, "window": None, "sinks": None}
         if written:
-            backend.attend(batch.pages, queries, rows, tail=None, **options)
+            backend.attend(batch.pages, queries, metadata, new_tokens=None, **options)
         else:
-            backend.write_and_attend(batch.pages, step, queries, rows, **options)
+            backend.write_and_attend(batch.pages, step, queries, metadata, **options)
         return [launch.name.split("_")[2] for launch in device.launches[before:]]
 
     assert launches(1) == ["decode"]

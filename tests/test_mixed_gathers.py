@@ -22,12 +22,12 @@ def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, .
     for slab, name in enumerate(("fp16", "q8")):
         pages.map_slab(slab, 3, page_format_named(name))
     lengths = (300, 17, 512, 256)
-    rows = AttentionMetadata(TABLES, lengths, padding)
-    longest = max(rows.ends)
+    metadata = AttentionMetadata(TABLES, lengths, padding)
+    longest = max(metadata.ends)
     keys = normal((4, 2, longest, 32), mx.float32, 1)
-    pages.write(keys, keys + 1, rows)
-    found = pages.gather(rows)
-    for row, (table, length, end) in enumerate(zip(TABLES, lengths, rows.ends, strict=True)):
+    pages.write(keys, keys + 1, metadata)
+    found = pages.gather(metadata)
+    for row, (table, length, end) in enumerate(zip(TABLES, lengths, metadata.ends, strict=True)):
         alone = pages.gather(AttentionMetadata((table,), (length,), (0,)))
         for part, expected in zip(found, alone, strict=True):
             first = longest - end

@@ -57,7 +57,7 @@ def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 @given(
     name=st.sampled_from(instruction_sets()),
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=3),
-    in_tail=st.integers(0, 620),
+    num_new=st.integers(0, 620),
     queries=st.sampled_from([1, 3, 70]),
     heads=st.integers(1, 3),
     gqa_group_size=st.sampled_from([1, 3, 7, 16]),
@@ -67,10 +67,10 @@ def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     window=st.none() | st.integers(1, 700),
     with_sinks=st.booleans(),
 )
-def test_a_tail_stands_for_tokens_that_no_page_holds(
+def test_new_tokens_stand_for_tokens_that_no_page_holds(
     name: str,
     lengths: list[int],
-    in_tail: int,
+    num_new: int,
     queries: int,
     heads: int,
     gqa_group_size: int,
@@ -84,29 +84,29 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
     library.use_instruction_set(name)
     backend = NativeBackend(library)
     pages = new_pages(backend, LayerGeometry(heads, k_dim, dtypes[0], heads, v_dim, dtypes[1]))
-    rows = unpadded(tables_for(lengths), tuple(lengths))
+    metadata = unpadded(tables_for(lengths), tuple(lengths))
     longest = max(lengths)
     keys = normal((len(lengths), heads, longest, k_dim), dtypes[0], 1)
     values = normal((len(lengths), heads, longest, v_dim), dtypes[1], 2)
-    in_pages = longest - min(in_tail, longest)
+    in_pages = longest - min(num_new, longest)
     for row, length in enumerate(lengths):
-        # What is in the tail is not in the pages.
-        count = length - min(in_tail, length)
+        # What is in the new_tokens is not in the pages.
+        count = length - min(num_new, length)
         if count:
             first = longest - length
             part = np.s_[row : row + 1, :, first : first + count]
             pages.write(
-                keys[part], values[part], unpadded(rows.block_tables[row : row + 1], (count,))
+                keys[part], values[part], unpadded(metadata.block_tables[row : row + 1], (count,))
             )
-    tail = (keys[:, :, in_pages:], values[:, :, in_pages:]) if in_tail else None
+    new_tokens = (keys[:, :, in_pages:], values[:, :, in_pages:]) if num_new else None
     asked = normal((len(lengths), heads * gqa_group_size, queries, k_dim), dtypes[2], 3)
     sinks = normal((heads * gqa_group_size,), dtypes[2], 4) if with_sinks else None
     options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
     found, log_sum_exp = backend.attend_with_log_sum_exp(
-        pages, asked, rows, sinks=sinks, tail=tail, **options
+        pages, asked, metadata, sinks=sinks, new_tokens=new_tokens, **options
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
-    for row, own in enumerate(rows.valid_tokens(queries)):
+    for row, own in enumerate(metadata.valid_tokens(queries)):
         first = longest - lengths[row]
         expected, expected_lse = dense_attention(
             numbers(asked[row, :, own.start :]),
@@ -122,20 +122,20 @@ def test_a_tail_stands_for_tokens_that_no_page_holds(
 
 
 def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
-    """As a ring does: what the pages hold, then a tail, as if they were two contexts."""
+    """As a ring does: what the pages hold, then a new_tokens, as if they were two contexts."""
     geometry = LayerGeometry(2, 64, mx.float32, 2, 64, mx.float32)
     pages, table = new_pages(backend, geometry), (64, 3, 1)
     keys, values = normal((1, 2, 700, 64), mx.float32, 1), normal((1, 2, 700, 64), mx.float32, 2)
     query = normal((1, 8, 1, 64), mx.float32, 3)
-    rows = unpadded((table,), (700,))
-    pages.write(keys, values, rows)
-    whole = pages.attend(query, rows, scale=0.125)
+    metadata = unpadded((table,), (700,))
+    pages.write(keys, values, metadata)
+    whole = pages.attend(query, metadata, scale=0.125)
     first = unpadded((table,), (400,))
     rest = unpadded(((),), (300,))
-    tail = keys[:, :, 400:], values[:, :, 400:]
+    new_tokens = keys[:, :, 400:], values[:, :, 400:]
     options: Any = {"scale": 0.125, "causal": False}
     a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, **options)
-    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, tail=tail, **options)
+    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, new_tokens=new_tokens, **options)
     share = mx.sigmoid(lse_a - lse_b)[..., None]
     assert mx.allclose(share * a + (1 - share) * b, whole, atol=1e-6)
 
@@ -143,11 +143,11 @@ def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_queries_of_another_dtype_than_the_pages(backend: NativeBackend, dtype: mx.Dtype) -> None:
     pages = new_pages(backend, LayerGeometry(2, 64, mx.bfloat16, 2, 64, mx.float16))
-    rows = unpadded(((4, 69),), (300,))
+    metadata = unpadded(((4, 69),), (300,))
     keys, values = normal((1, 2, 300, 64), mx.bfloat16, 1), normal((1, 2, 300, 64), mx.float16, 2)
-    pages.write(keys, values, rows)
+    pages.write(keys, values, metadata)
     asked = normal((1, 6, 5, 64), dtype, 3)
-    found = pages.attend(asked, rows, scale=0.125)
+    found = pages.attend(asked, metadata, scale=0.125)
     assert found.dtype == dtype
     expected, _ = dense_attention(
         *(numbers(array[0]) for array in (asked, keys, values)),
@@ -164,18 +164,18 @@ def test_arrays_with_any_strides(backend: NativeBackend, name: str) -> None:
     """Transposed, reversed, repeated and every second number."""
     geometry = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
     pages = new_pages(backend, geometry, page_format_named(name))
-    rows = unpadded(((0, 1),), (300,))
+    metadata = unpadded(((0, 1),), (300,))
     wide = normal((1, 300, 2, 64), mx.float32, 1)
     keys = wide.transpose(0, 2, 1, 3)[..., ::2]
     values = mx.broadcast_to(normal((1, 1, 300, 32), mx.float32, 2), (1, 2, 300, 32))[:, :, ::-1]
     queries = normal((1, 32, 3, 4), mx.float32, 3).transpose(0, 3, 2, 1)
-    pages.write(keys, values, rows)
+    pages.write(keys, values, metadata)
     others = new_pages(backend, geometry, page_format_named(name))
-    others.write(mx.contiguous(keys), mx.contiguous(values), rows)
+    others.write(mx.contiguous(keys), mx.contiguous(values), metadata)
     for entry in (0, 1):
         assert mx.array_equal(pages.page(entry), others.page(entry))
-    found = pages.attend(queries, rows, scale=0.2)
-    assert mx.array_equal(found, pages.attend(mx.contiguous(queries), rows, scale=0.2))
+    found = pages.attend(queries, metadata, scale=0.2)
+    assert mx.array_equal(found, pages.attend(mx.contiguous(queries), metadata, scale=0.2))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1, 255), (256, 257, 700)])
@@ -185,12 +185,12 @@ def test_the_librarys_gather_gives_what_the_lazy_one_does(
 ) -> None:
     geometry = LayerGeometry(3, 96, mx.bfloat16, 3, 32, mx.float32)
     pages = new_pages(backend, geometry, page_format_named(name))
-    rows = AttentionMetadata(tables_for(lengths), lengths, tuple(range(len(lengths))))
-    step = max(rows.ends)
+    metadata = AttentionMetadata(tables_for(lengths), lengths, tuple(range(len(lengths))))
+    step = max(metadata.ends)
     if step:
         keys = normal((len(lengths), 3, step, 96), mx.bfloat16, 1)
-        pages.write(keys, normal((len(lengths), 3, step, 32), mx.float32, 2), rows)
-    for ours, lazy in zip(backend.gather_now(pages, rows), pages.gather(rows), strict=True):
+        pages.write(keys, normal((len(lengths), 3, step, 32), mx.float32, 2), metadata)
+    for ours, lazy in zip(backend.gather_now(pages, metadata), pages.gather(metadata), strict=True):
         assert (ours.dtype, ours.shape) == (lazy.dtype, lazy.shape)
         assert mx.allclose(ours, lazy, rtol=0 if name == "fp16" else 1e-2, atol=0)
 
@@ -209,14 +209,14 @@ def test_a_slab_that_no_machine_holds_is_refused(backend: NativeBackend) -> None
 
 def test_arrays_that_do_not_fit_the_pages_are_refused(backend: NativeBackend) -> None:
     pages = new_pages(backend, LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32))
-    rows = unpadded(((0,),), (5,))
+    metadata = unpadded(((0,),), (5,))
     good = mx.zeros((1, 2, 5, 32))
     for bad in (good[:, :1], good[..., :16], good.astype(mx.float16), good.astype(mx.int32)):
         with pytest.raises(ValueError, match="shapes or dtypes"):
-            pages.write(bad, good, rows)
+            pages.write(bad, good, metadata)
     for query in (mx.zeros((1, 3, 1, 32)), mx.zeros((2, 2, 1, 32)), mx.zeros((1, 2, 1, 24))):
         with pytest.raises(ValueError, match="shapes or dtypes"):
-            pages.attend(query, rows, scale=1.0)
+            pages.attend(query, metadata, scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -237,16 +237,19 @@ def test_what_is_supported(backend: NativeBackend, geometry: LayerGeometry, expe
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_number_of_threads_does_not_matter(backend: NativeBackend, threads: int) -> None:
     pages = new_pages(backend, LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
-    rows = unpadded(tables_for((1500, 700)), (1500, 700))
+    metadata = unpadded(tables_for((1500, 700)), (1500, 700))
     step = normal((2, 4, 1500, 128), mx.float16, 1)
     asked = normal((2, 16, 40, 128), mx.float16, 2)
     backend.library.use_threads(1)
-    pages.write(step, step, rows)
-    alone = pages.attend(asked, rows, scale=0.1), pages.attend(asked[:, :, :1], rows, scale=0.1)
+    pages.write(step, step, metadata)
+    alone = (
+        pages.attend(asked, metadata, scale=0.1),
+        pages.attend(asked[:, :, :1], metadata, scale=0.1),
+    )
     backend.library.use_threads(threads)
-    pages.write(step, step, rows)
+    pages.write(step, step, metadata)
     for expected, count in zip(alone, (40, 1), strict=True):
-        found = pages.attend(asked[:, :, :count], rows, scale=0.1)
+        found = pages.attend(asked[:, :, :count], metadata, scale=0.1)
         assert mx.allclose(found, expected, atol=2e-3)
     backend.library.use_threads(2)
 
@@ -254,7 +257,7 @@ def test_the_number_of_threads_does_not_matter(backend: NativeBackend, threads: 
 def test_threads_of_python_may_call_at_once(backend: NativeBackend) -> None:
     """One of them has the library's threads, the others do their work alone."""
     geometry = LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16)
-    rows = unpadded(((3, 68, 1, 64, 5),), (1200,))
+    metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
 
     def work(seed: int) -> bool:
         mx.set_default_device(mx.cpu)
@@ -262,10 +265,10 @@ def test_threads_of_python_may_call_at_once(backend: NativeBackend) -> None:
         pages = new_pages(backend, geometry)
         step = normal((1, 4, 1200, 128), mx.float16, seed)
         asked = normal((1, 16, 1, 128), mx.float16, seed + 100)
-        pages.write(step, step, rows)
-        first = pages.attend(asked, rows, scale=0.1)
+        pages.write(step, step, metadata)
+        first = pages.attend(asked, metadata, scale=0.1)
         return all(
-            bool(mx.allclose(pages.attend(asked, rows, scale=0.1), first, atol=1e-3))
+            bool(mx.allclose(pages.attend(asked, metadata, scale=0.1), first, atol=1e-3))
             for _ in range(30)
         )
 
@@ -281,15 +284,15 @@ import tests.test_native_kernels as kernels
 backend = NativeBackend(kernels.native_library())
 backend.library.use_threads(3)
 pages = kernels.new_pages(backend, kernels.LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
-rows = kernels.unpadded(((3, 68, 1, 64, 5),), (1200,))
+metadata = kernels.unpadded(((3, 68, 1, 64, 5),), (1200,))
 step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
 asked = mx.ones((1, 16, 1, 128), dtype=mx.float16)
 mx.eval(step, asked)
-pages.write(step, step, rows)
-pages.attend(asked, rows, scale=0.1)
+pages.write(step, step, metadata)
+pages.attend(asked, metadata, scale=0.1)
 child = os.fork()
 # MLX's own threads are gone in the child: nothing here may need them.
-output = kernels.gives_ones(backend, pages, asked, rows)
+output = kernels.gives_ones(backend, pages, asked, metadata)
 if child == 0:
     os._exit(0 if output else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output)
@@ -297,11 +300,11 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output)
 
 
 def gives_ones(
-    backend: NativeBackend, pages: LayerPages, asked: mx.array, rows: AttentionMetadata
+    backend: NativeBackend, pages: LayerPages, asked: mx.array, metadata: AttentionMetadata
 ) -> bool:
     """Whether attention to values that are all ones gives ones."""
     output = backend.attend(
-        pages, asked, rows, scale=0.1, causal=True, window=None, sinks=None, tail=None
+        pages, asked, metadata, scale=0.1, causal=True, window=None, sinks=None, new_tokens=None
     )
     return bool((np.asarray(output) == 1).all())
 
@@ -321,10 +324,10 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 def test_nothing_spins_between_calls(backend: NativeBackend) -> None:
     backend.library.use_threads(4)
     pages = new_pages(backend, LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
-    rows = unpadded(((3, 68, 1, 64, 5),), (1200,))
+    metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
     step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
-    pages.write(step, step, rows)
-    pages.attend(step[:, :, :1], rows, scale=0.1)
+    pages.write(step, step, metadata)
+    pages.attend(step[:, :, :1], metadata, scale=0.1)
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(0.3)

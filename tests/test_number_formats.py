@@ -208,7 +208,7 @@ def test_rows_of_any_whole_number_of_groups_are_held(name: str, dim: int) -> Non
     """None too: an indexer's cache keeps keys alone."""
     number_format = NUMBER_FORMATS[name]
     rows = mx.array(numbers((2, 3, dim)))
-    words = number_format.row_words(dim, mx.float32)
+    words = number_format.slot_words(dim, mx.float32)
     assert [plane.shape[-1] for plane in number_format.encode(rows)] == list(words)
     assert round_trip(number_format, rows).shape == rows.shape
 
@@ -216,7 +216,7 @@ def test_rows_of_any_whole_number_of_groups_are_held(name: str, dim: int) -> Non
 @pytest.mark.parametrize("dim", [16, 48, 80])
 def test_head_sizes_that_do_not_divide_are_refused(dim: int) -> None:
     with pytest.raises(ValueError, match=rf"divide by 32, got {dim}: use 'fp16'"):
-        NUMBER_FORMATS["q4"].row_words(dim, mx.float16)
+        NUMBER_FORMATS["q4"].slot_words(dim, mx.float16)
 
 
 def test_kernels_call_encodings_what_the_table_says() -> None:

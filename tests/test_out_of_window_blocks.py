@@ -8,7 +8,7 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
-from paged_kv.allocator.prefixes.prefix_node import WindowRows
+from paged_kv.allocator.prefixes.prefix_node import WindowSlots
 
 
 class Retired:
@@ -100,7 +100,7 @@ def test_a_block_goes_with_the_last_who_knew_of_it() -> None:
 
 def insert(index: PrefixIndex, out_of_window: Retired, at: int, *, is_end: bool = False) -> None:
     """A page of tokens, all rows of one of the blocks."""
-    rows = WindowRows(out_of_window.known[at], 0, 4, is_end)
+    rows = WindowSlots(out_of_window.known[at], 0, 4, is_end)
     index.insert("", [1, 2, 3, 4], [{}], [{out_of_window.allocator: [rows]}])
 
 
@@ -131,6 +131,6 @@ def test_rows_that_were_given_up_are_held_again_elsewhere() -> None:
     assert out_of_window.blocks.give_up(after(1)) == 1
     insert(index, out_of_window, 1)
     (node,) = index.nodes()
-    assert [rows.out_of_window for rows in node.rows_of(out_of_window.allocator)] == [
+    assert [slots.out_of_window for slots in node.slots_of(out_of_window.allocator)] == [
         out_of_window.known[1]
     ]

@@ -67,7 +67,7 @@ def test_keys_and_values_may_differ_in_heads_size_and_dtype(
     encoded = FP16.encode(keys, values)
     planes = FP16.planes(LayerGeometry.of(keys, values))
     for rows, plane in zip(encoded, planes, strict=True):
-        assert (rows.dtype, rows.shape) == (mx.uint16, (2, plane.heads, 5, plane.row_words))
+        assert (rows.dtype, rows.shape) == (mx.uint16, (2, plane.heads, 5, plane.slot_words))
     for found, given_ in zip(round_trip(keys, values), (keys, values), strict=True):
         assert (found.dtype, found.shape) == (given_.dtype, given_.shape)
         assert (words(found) == words(given_)).all()
@@ -134,14 +134,14 @@ def test_planes_follow_each_other_and_every_row_is_whole_units(
 ) -> None:
     held = geometry((heads[0], 32 * groups[0], mx.float16), (heads[1], 32 * groups[1], mx.bfloat16))
     layout = PageLayout(page_format_named(formats), held)
-    parts = [(plane.heads, plane.row_words) for plane in layout.planes]
+    parts = [(plane.heads, plane.slot_words) for plane in layout.planes]
     end = 0
     for plane, offset in zip(layout.planes, layout.offsets, strict=True):
         assert offset == end
-        assert offset % layout.unit_words == plane.row_words % layout.unit_words == 0
-        end += plane.heads * PAGE_SIZE * plane.row_words
+        assert offset % layout.unit_words == plane.slot_words % layout.unit_words == 0
+        end += plane.heads * PAGE_SIZE * plane.slot_words
     assert layout.page_words == layout.page_units * layout.unit_words == end
-    longer_units = range(layout.unit_words + 1, min(row_words for _, row_words in parts) + 1)
+    longer_units = range(layout.unit_words + 1, min(slot_words for _, slot_words in parts) + 1)
     assert not any(all(words % unit == 0 for _, words in parts) for unit in longer_units)
 
 

@@ -91,7 +91,7 @@ def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend)
         given = step(mx.float16, 1), step(mx.float16, 2)
         pages.write(*given, ROWS)
         pages.convert({0: 64})
-        rows = AttentionMetadata(((64,),), (256,), (0,))
-        for part, expected in zip(pages.gather(rows), given, strict=True):
+        metadata = AttentionMetadata(((64,),), (256,), (0,))
+        for part, expected in zip(pages.gather(metadata), given, strict=True):
             noise = numbers(part) - numbers(expected)
             assert np.square(noise).mean() < 0.02 * np.square(numbers(expected)).mean()

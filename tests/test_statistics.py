@@ -53,16 +53,16 @@ def test_one_sequence_by_hand() -> None:
     full, windowed = pool.stats().groups
     # 400 tokens: two pages, of which 112 rows are free.
     assert (full.layers, full.window, full.blocks_used) == (1, None, 2)
-    assert (full.bytes_tail, full.bytes_out_of_window) == (112 * TOKEN_BYTES, 0)
+    assert (full.bytes_last_block, full.bytes_out_of_window) == (112 * TOKEN_BYTES, 0)
     # A window of 300 in a ring of two pages: 100 of the 400 tokens are out of sight.
     assert (windowed.layers, windowed.window, windowed.blocks_used) == (2, 300, 2)
-    assert windowed.bytes_tail == 112 * 2 * TOKEN_BYTES
+    assert windowed.bytes_last_block == 112 * 2 * TOKEN_BYTES
     assert windowed.bytes_out_of_window == 100 * 2 * TOKEN_BYTES
     assert pool.stats().bytes_allocated == (400 + 2 * 300) * TOKEN_BYTES
     for _ in range(10):
         write(caches, 64)
     _, windowed = pool.stats().groups
-    assert (windowed.bytes_tail, windowed.bytes_out_of_window) == (0, 2 * 212 * TOKEN_BYTES)
+    assert (windowed.bytes_last_block, windowed.bytes_out_of_window) == (0, 2 * 212 * TOKEN_BYTES)
 
 
 def test_what_two_share_counts_once_and_idle_rows_are_those_that_neither_uses() -> None:
@@ -100,7 +100,7 @@ def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_ne
     assert (windowed.blocks_used, windowed.blocks_shared, windowed.blocks_cached) == (3, 1, 0)
     # The first one's latest page has 188 rows, and behind them what was there a lap before.
     assert windowed.bytes_out_of_window == (100 + 256 - 188) * 2 * TOKEN_BYTES
-    assert windowed.bytes_tail == 0
+    assert windowed.bytes_last_block == 0
     pool.check()
     assert_invariants(pool.stats(), pool.budget.mapped)
 
@@ -117,7 +117,7 @@ def test_rows_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -
             held = {row: rows[entry, row] for row in range(size) if (entry, row) in rows}
             seen = [row for row, at in held.items() if at >= tokens - window or at < keep]
             expected = sum(1 << row for row in held), sum(1 << row for row in seen)
-            assert ring.rows(entry, tokens, size) == expected
+            assert ring.slots(entry, tokens, size) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
     full, windowed = stats.groups
     lengths = [caches[0].offset for caches in held]
     assert windowed.bytes_out_of_window <= len(held) * (512 - 300) * 2 * TOKEN_BYTES
-    tails = (full.bytes_tail + windowed.bytes_tail / 2) / TOKEN_BYTES
+    tails = (full.bytes_last_block + windowed.bytes_last_block / 2) / TOKEN_BYTES
     # The mean of 64 uniform numbers of 0 to 255 has a standard deviation of 9.2.
-    assert full.bytes_tail / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
+    assert full.bytes_last_block / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
     assert tails / len(held) / 2 < 128 + 3 * 9.2
     owned = [-(-int(length) // 256) * 256 - int(length) for length in lengths]
     # Shared tails are counted once, so this is what there would be without forks.
-    assert full.bytes_tail <= sum(owned) * TOKEN_BYTES
+    assert full.bytes_last_block <= sum(owned) * TOKEN_BYTES
     pool.check()
 
 

@@ -60,10 +60,10 @@ def test_the_only_process_is_shown_to_the_byte(
     assert stats() == 0
     text = capsys.readouterr().out
     assert f"process {pid}:" in text
-    # 320 tokens in 2 layers of float32, and 212 + 236 rows behind them
+    # 320 tokens in 2 layers of float32, and 212 + 236 slots behind them
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["allocated"][1:3] == ["20.48", "kB"]
-    assert rows["+ tail"][2:4] == ["28.67", "kB"]
+    assert rows["+ last block"][3:5] == ["28.67", "kB"]
     assert rows["= active"][2:4] == ["49.15", "kB"]
     assert "sharing factor 1.67" in text
     assert "\x1b" not in text

@@ -23,8 +23,8 @@ from paged_kv.pool.stats import GroupStats, PoolStats
 def stats(first: int) -> PoolStats:
     """Of a pool of one group, in which no two numbers are alike."""
     blocks = FormatStats(
-        "q8", 100, 10, 1, used=first, cached=first + 1, spare=first + 2, stranded=first + 3,
-        tail_rows=first + 4, ring_rows=first + 5, compactable=first + 6,
+        "q8", 100, 10, 1, used=first, cached=first + 1, spare=first + 2, fragmented=first + 3,
+        last_block_slots=first + 4, out_of_window_slots=first + 5, compactable=first + 6,
     )  # fmt: skip
     group = GroupStats(
         (blocks,), first + 7, first + 8, first + 9, first + 10, first + 11, first + 12,
@@ -42,7 +42,8 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
     for name in (
         "prefix_queries", "prefix_hits", "kernel_fallbacks", "gather_fallbacks", "cow_copies",
         "allocation_failures", "blocks_used", "blocks_cached", "blocks_free", "blocks_shared",
-        "bytes_mapped", "bytes_allocated", "bytes_tail", "bytes_out_of_window", "bytes_compactable",
+        "bytes_mapped", "bytes_allocated", "bytes_last_block", "bytes_out_of_window",
+        "bytes_compactable",
         "table_entries", "tables", "tables_dropped",
     ):  # fmt: skip
         assert getattr(both, name) == getattr(one, name) + getattr(other, name), name

@@ -253,7 +253,7 @@ def test_mean_waste_is_half_a_page(tmp_path: Path, seed: int) -> None:
     synthesize(Load(1000, 1, 2560, churn=0.5, seed=seed), TOKEN_BYTES, 10**10, path)
     stats = replayed(path).stats
     assert stats.tables == 1000
-    assert stats.bytes_tail / TOKEN_BYTES / 1000 == pytest.approx(127.5, abs=10)
+    assert stats.bytes_last_block / TOKEN_BYTES / 1000 == pytest.approx(127.5, abs=10)
 
 
 def test_a_seed_always_gives_the_same(tmp_path: Path) -> None:

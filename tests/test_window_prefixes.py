@@ -5,7 +5,7 @@ import pytest
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
-from paged_kv.allocator.prefixes.prefix_node import Node, WindowRows
+from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 from paged_kv.prefix.window_prefixes import window_prefix
@@ -43,7 +43,7 @@ def test_all_that_the_window_sees_must_be_there(
     nodes = [Node((), {}, None) for _ in rows]
     for node, page, held in zip(nodes, out_of_window, rows, strict=True):
         if held is not None:
-            node.hold(allocator, WindowRows(page, *held, is_end=False))
+            node.hold(allocator, WindowSlots(page, *held, is_end=False))
     known = window_prefix(nodes, num_tokens, WINDOW, allocator)
     assert (known is not None) == is_known
     if known is not None:

@@ -114,8 +114,8 @@ class PrefixIndex:
             self._touch(path)
             for node, held in zip(path, windows, strict=False):
                 for allocator, parts in held.items():
-                    for rows in parts:
-                        node.hold(allocator, rows)
+                    for slots in parts:
+                        node.hold(allocator, slots)
             if path and checkpoint is not None:
                 at = len(tokens) - (len(path) - 1) * self.page_size
                 path[-1].hold_checkpoint(at, checkpoint)

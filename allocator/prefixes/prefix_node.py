@@ -18,7 +18,7 @@ Blocks = Mapping[BlockAllocator, int]
 
 
 @dataclass(frozen=True)
-class WindowRows:
+class WindowSlots:
     """Some of a node's tokens, in a block of a group with a sliding window.
 
     Attributes:
@@ -34,7 +34,7 @@ class WindowRows:
     is_end: bool
 
 
-Windows = Mapping[BlockAllocator, Sequence[WindowRows]]
+Windows = Mapping[BlockAllocator, Sequence[WindowSlots]]
 """For each group with a window, where it holds the tokens."""
 
 
@@ -69,7 +69,7 @@ class Node:
     blocks: dict[BlockAllocator, int]
     parent: Node | None
     children: SortedDict[tuple[int, ...], Node] = field(default_factory=SortedDict)
-    windows: dict[BlockAllocator, dict[tuple[int, int], WindowRows]] = field(default_factory=dict)
+    windows: dict[BlockAllocator, dict[tuple[int, int], WindowSlots]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     first_used: int = 0
     last_used: int = 0
@@ -81,22 +81,22 @@ class Node:
         """When and how often it was used, for an eviction policy."""
         return Use(self.first_used, self.last_used, self.uses)
 
-    def rows_of(self, allocator: BlockAllocator) -> list[WindowRows]:
+    def slots_of(self, allocator: BlockAllocator) -> list[WindowSlots]:
         """The tokens that a group with a window still holds."""
         known = self.windows.get(allocator, {}).values()
-        return [rows for rows in known if rows.out_of_window.block is not None]
+        return [slots for slots in known if slots.out_of_window.block is not None]
 
-    def hold(self, allocator: BlockAllocator, rows: WindowRows) -> None:
+    def hold(self, allocator: BlockAllocator, slots: WindowSlots) -> None:
         """Hold slots of a group with a window, unless the node holds the same slots."""
         held = self.windows.setdefault(allocator, {})
-        known = held.get((rows.first, rows.last))
+        known = held.get((slots.first, slots.last))
         if known is not None:
             is_there = known.out_of_window.block is not None
-            if is_there and known.is_end >= rows.is_end:
+            if is_there and known.is_end >= slots.is_end:
                 return
             self._count(known, -1)
-        held[rows.first, rows.last] = rows
-        self._count(rows, 1)
+        held[slots.first, slots.last] = slots
+        self._count(slots, 1)
 
     def hold_checkpoint(self, end: int, checkpoint: Checkpoint) -> None:
         """Hold the state after the first `end` tokens, replacing an earlier one."""
@@ -111,26 +111,26 @@ class Node:
         for end, checkpoint in shorter.checkpoints.items():
             self.hold_checkpoint(end, checkpoint)
         for allocator, held in shorter.windows.items():
-            for rows in held.values():
-                self.hold(allocator, rows)
+            for slots in held.values():
+                self.hold(allocator, slots)
 
     def let_go(self) -> None:
         """Release the tokens held in groups with a window."""
-        for rows in self._all_rows():
-            self._count(rows, -1)
+        for slots in self._all_slots():
+            self._count(slots, -1)
         self.windows.clear()
 
     def add_pins(self, change: int) -> None:
         """Add `change` pins to this node, its windows and its checkpoints."""
         self.pins += change
-        for rows in self._all_rows():
-            rows.out_of_window.pins += change
+        for slots in self._all_slots():
+            slots.out_of_window.pins += change
         for checkpoint in self.checkpoints.values():
             checkpoint.pins += change
 
-    def _all_rows(self) -> Iterable[WindowRows]:
+    def _all_slots(self) -> Iterable[WindowSlots]:
         return chain.from_iterable(held.values() for held in self.windows.values())
 
-    def _count(self, rows: WindowRows, change: int) -> None:
-        rows.out_of_window.ends += change * rows.is_end
-        rows.out_of_window.pins += change * self.pins
+    def _count(self, slots: WindowSlots, change: int) -> None:
+        slots.out_of_window.ends += change * slots.is_end
+        slots.out_of_window.pins += change * self.pins

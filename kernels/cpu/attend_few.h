@@ -137,7 +137,7 @@ size_t few_scratch(const Attention& a, int rows) {
 void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
                 float* scratch) {
   int rows = block.queries * a.gqa_group_size, k_dim = a.pages->k_dim, v_dim = a.pages->v_dim;
-  int stride = padded(v_dim), length = a.rows->context_lens[block.row];
+  int stride = padded(v_dim), length = a.metadata->context_lens[block.row];
   Queries queries(a, block, scratch);
   float* scores = scratch + Queries::floats(rows);
   float* rescale = scores + (size_t)rows * SCORES;

@@ -99,7 +99,7 @@ size_t many_scratch(const Attention& a, int query_rows) {
 
 // Which keys the queries see. Columns without one see none.
 void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& to) {
-  int rows = block.queries * a.gqa_group_size, length = a.rows->context_lens[block.row];
+  int rows = block.queries * a.gqa_group_size, length = a.metadata->context_lens[block.row];
   for (int r = 0; r < panels(rows) * PANEL; r++) {
     int position = block.position + r / a.gqa_group_size;
     to.first[r] = r < rows ? (float)first_seen(a, position) : 0.f;

@@ -58,7 +58,7 @@ thread_local Scratch call_scratch;
 class Plan {
  public:
   Plan(const Attention& attention, const Kernels& kernels) : a_(attention), kernels_(kernels) {
-    for (int row = 0; row < a_.rows->batch; row++) add_blocks(row);
+    for (int row = 0; row < a_.metadata->batch; row++) add_blocks(row);
     // Queries that see most come first: the last task to end should be a short one.
     for (size_t i = blocks_.size(); i-- > 0;) add_tasks(static_cast<int>(i));
     unfinished_ = std::vector<std::atomic<int>>(blocks_.size());
@@ -89,8 +89,8 @@ class Plan {
   bool is_few(const QueryBlock& block) const { return block.queries * a_.gqa_group_size <= FEW_ROWS; }
 
   void add_blocks(int row) {
-    int length = a_.rows->context_lens[row];
-    Own own = own_tokens(*a_.rows, row, a_.steps);
+    int length = a_.metadata->context_lens[row];
+    Own own = own_tokens(*a_.metadata, row, a_.steps);
     int count = own.end - own.begin;
     int most = std::max(1, kernels_.block_rows / a_.gqa_group_size);
     if (count * a_.gqa_group_size <= FEW_ROWS) most = count;
@@ -154,8 +154,8 @@ class Plan {
 void clear_padding(const Attention& a) {
   int heads = a.pages->kv_heads * a.gqa_group_size;
   size_t bytes = static_cast<size_t>(a.pages->v_dim) * size_of(*a.outputs);
-  for (int row = 0; row < a.rows->batch; row++) {
-    Own own = own_tokens(*a.rows, row, a.steps);
+  for (int row = 0; row < a.metadata->batch; row++) {
+    Own own = own_tokens(*a.metadata, row, a.steps);
     if (own.end - own.begin == a.steps) continue;
     for (int head = 0; head < heads; head++)
       for (int step = 0; step < a.steps; step++) {
@@ -184,20 +184,20 @@ std::vector<char> make_contiguous(Strided& array) {
   return memory;
 }
 
-bool fits(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTensor& queries,
+bool fits(const PagedKvPages& pages, const PagedKvMetadata& metadata, const PagedKvTensor& queries,
           const PagedKvTensor& outputs, const PagedKvOptions& options) {
-  bool sizes = has_shape(queries, rows.batch, -1, -1, pages.k_dim) &&
+  bool sizes = has_shape(queries, metadata.batch, -1, -1, pages.k_dim) &&
                queries.shape[1] % pages.kv_heads == 0 &&
-               has_shape(outputs, rows.batch, queries.shape[1], queries.shape[2], pages.v_dim);
+               has_shape(outputs, metadata.batch, queries.shape[1], queries.shape[2], pages.v_dim);
   bool dtypes = format_of(queries) >= 0 && format_of(queries) == format_of(outputs);
   if (!sizes || !dtypes || !is_contiguous(outputs)) return false;
   if (pages.k_dim > LONGEST_HEAD || pages.v_dim > LONGEST_HEAD) return false;
   const PagedKvTensor* sinks = options.sinks;
   if (sinks && (sinks->ndim != 1 || sinks->shape[0] != queries.shape[1] || format_of(*sinks) < 0))
     return false;
-  const PagedKvTensor *k = options.tail_k, *v = options.tail_v;
-  return !k || (v && has_shape(*k, rows.batch, pages.kv_heads, -1, pages.k_dim) &&
-                has_shape(*v, rows.batch, pages.kv_heads, k->shape[2], pages.v_dim) &&
+  const PagedKvTensor *k = options.new_k, *v = options.new_v;
+  return !k || (v && has_shape(*k, metadata.batch, pages.kv_heads, -1, pages.k_dim) &&
+                has_shape(*v, metadata.batch, pages.kv_heads, k->shape[2], pages.v_dim) &&
                 rows_are_contiguous(*k) && rows_are_contiguous(*v) && format_of(*k) >= 0 &&
                 format_of(*v) >= 0);
 }
@@ -205,20 +205,20 @@ bool fits(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTenso
 }  // namespace
 
 KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int end) {
-  int in_pages = a.rows->context_lens[block.row];
-  Own tail{0, 0};
-  if (a.tail_k) {
-    tail = own_tokens(*a.rows, block.row, a.tail_tokens);
-    in_pages -= tail.end - tail.begin;
+  int in_pages = a.metadata->context_lens[block.row];
+  Own fresh{0, 0};
+  if (a.new_k) {
+    fresh = own_tokens(*a.metadata, block.row, a.new_tokens);
+    in_pages -= fresh.end - fresh.begin;
   }
   if (position >= in_pages) {
-    int token = tail.begin + position - in_pages;
-    return {rows_of(*a.tail_k, block.row, block.kv_head, token),
-            rows_of(*a.tail_v, block.row, block.kv_head, token),
+    int token = fresh.begin + position - in_pages;
+    return {rows_of(*a.new_k, block.row, block.kv_head, token),
+            rows_of(*a.new_v, block.row, block.kv_head, token),
             std::min(PAGE_SIZE - position % PAGE_SIZE, end - position)};
   }
-  int64_t place = static_cast<int64_t>(block.row) * a.rows->table_stride + position / PAGE_SIZE;
-  int32_t entry = a.rows->block_tables[place];
+  int64_t place = static_cast<int64_t>(block.row) * a.metadata->table_stride + position / PAGE_SIZE;
+  int32_t entry = a.metadata->block_tables[place];
   int page_end = std::min(in_pages, (position / PAGE_SIZE + 1) * PAGE_SIZE);
   return {keys_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
           values_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
@@ -229,15 +229,15 @@ KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int en
 
 using namespace paged_kv;
 
-int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
+int paged_kv_attend(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                     const PagedKvTensor* queries, const PagedKvTensor* outputs,
                     const PagedKvOptions* options) {
   return guarded([&] {
-    Strided q(*queries), out(*outputs), tail_k(options->tail_k), tail_v(options->tail_v);
-    if (!fits(*pages, *rows, q, out, *options)) return PAGED_KV_BAD_ARRAY;
+    Strided q(*queries), out(*outputs), new_k(options->new_k), new_v(options->new_v);
+    if (!fits(*pages, *metadata, q, out, *options)) return PAGED_KV_BAD_ARRAY;
     Attention a{};
     a.pages = pages;
-    a.rows = rows;
+    a.metadata = metadata;
     std::vector<char> copy;
     if (!rows_are_contiguous(q)) copy = make_contiguous(q);
     a.queries = &q.tensor;
@@ -249,10 +249,10 @@ int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
     a.causal = options->causal;
     a.window = options->window;
     a.log_sum_exp = options->log_sum_exp;
-    if (options->tail_k) {
-      a.tail_k = &tail_k.tensor;
-      a.tail_v = &tail_v.tensor;
-      a.tail_tokens = static_cast<int>(tail_k.tensor.shape[2]);
+    if (options->new_k) {
+      a.new_k = &new_k.tensor;
+      a.new_v = &new_v.tensor;
+      a.new_tokens = static_cast<int>(new_k.tensor.shape[2]);
     }
     std::vector<float> sinks;
     if (options->sinks) {

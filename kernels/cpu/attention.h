@@ -36,7 +36,7 @@ struct RowRun {
   char* scales;
 };
 
-// Positions [0, count) of a run lie in one page, or in the tail.
+// Positions [0, count) of a run lie in one page, or in unwritten keys and values.
 struct KeyRun {
   RowRun keys, values;
   int count;
@@ -45,15 +45,15 @@ struct KeyRun {
 // One call, decoded.
 struct Attention {
   const PagedKvPages* pages;
-  const PagedKvRows* rows;
-  const PagedKvTensor *queries, *outputs, *tail_k, *tail_v;
+  const PagedKvMetadata* metadata;
+  const PagedKvTensor *queries, *outputs, *new_k, *new_v;
   int q_format;
   int steps;      // tokens of the step, S
   int gqa_group_size;      // query heads to a KV head
   float scale;    // of base-2 logits
   bool causal;
   int window;     // 0: none
-  int tail_tokens;
+  int new_tokens;
   const float* sinks;  // [q_heads] base-2 logits, or null
   float* log_sum_exp;
 };

@@ -88,7 +88,7 @@ template <int G>
 void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, float* scales,
                         float* scores, const Next& next) {
   constexpr int TOKENS = 4, FOURS = (G + 3) / 4;
-  int groups = dim / GROUP, row_words = groups * Codes<PAGED_KV_Q4>::WORDS;
+  int groups = dim / GROUP, slot_words = groups * Codes<PAGED_KV_Q4>::WORDS;
   read_scales(keys, count, groups, scales);
   FourRows fours[FOURS];
   for (int i = 0; i < FOURS; i++) fours[i].fill(q + 4 * i * QUERY_FLOATS, smaller(4, G - 4 * i), groups);
@@ -105,7 +105,7 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
       for (int j = 0; j < FOURS; j++) total[j][i] = zero();
       auto step = [&](auto part, int word) __attribute__((always_inline)) {
         constexpr bool PART = decltype(part)::value;
-        words codes = PART ? load_words(row + word * 4, row_words - word) : load_words(row + word * 4);
+        words codes = PART ? load_words(row + word * 4, slot_words - word) : load_words(row + word * 4);
         int group = word / Codes<PAGED_KV_Q4>::WORDS;
         vec by = spread<Codes<PAGED_KV_Q4>::WORDS>(scale + group, PART ? groups - group : W);
 #pragma GCC unroll 2
@@ -115,8 +115,8 @@ void multiply_byte_keys(const RowRun& keys, int count, int dim, const float* q, 
         }
       };
       int word = 0;
-      for (; word + W <= row_words; word += W) step(Constant<false>(), word);
-      if (word < row_words) step(Constant<true>(), word);
+      for (; word + W <= slot_words; word += W) step(Constant<false>(), word);
+      if (word < slot_words) step(Constant<true>(), word);
     }
     alignas(64) float sums[4 * TOKENS];
 #pragma GCC unroll 2

@@ -94,7 +94,7 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
   typedef Codes<FORMAT> C;
   // Rows that share the loads of queries.
   constexpr int R = clamped((ACCUMULATORS - 2) / (G + 1), 1, 4);
-  int groups = dim / GROUP, row_words = groups * C::WORDS;
+  int groups = dim / GROUP, slot_words = groups * C::WORDS;
   read_scales(keys, count, groups, scales);
   Fetch fetch(next, (count + R - 1) / R);
   alignas(64) float sums[ACCUMULATORS];
@@ -119,7 +119,7 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
       vec acc[G * R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
-        codes[r] = C::without_sign(PART ? load_words(row[r] + word * 4, row_words - word)
+        codes[r] = C::without_sign(PART ? load_words(row[r] + word * 4, slot_words - word)
                                         : load_words(row[r] + word * 4));
 #pragma GCC unroll 16
       for (int g = 0; g < G; g++)
@@ -146,12 +146,12 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
       }
     };
     int word = 0;
-    if (row_words == 2 * W) {  // 128 numbers, the most frequent size, of 4 bits in 8 lanes
+    if (slot_words == 2 * W) {  // 128 numbers, the most frequent size, of 4 bits in 8 lanes
       step(Constant<false>(), 0);
       step(Constant<false>(), W);
     } else {
-      for (; word + W <= row_words; word += W) step(Constant<false>(), word);
-      if (word < row_words) step(Constant<true>(), word);
+      for (; word + W <= slot_words; word += W) step(Constant<false>(), word);
+      if (word < slot_words) step(Constant<true>(), word);
     }
     sum_lanes(total, sums);
 #pragma GCC unroll 16

@@ -13,13 +13,13 @@ import numpy as np
 
 from paged_kv.kernels.cpu.native_library import (
     LayoutStruct,
+    MetadataStruct,
     NativeLibrary,
     OptionsStruct,
     PagesStruct,
-    RowsStruct,
     Tensor,
 )
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.memory import require_memory
@@ -75,10 +75,10 @@ class NativeBackend:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
     def write(
-        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
         mx.eval(keys, values)
-        self.library.write(_pages_struct(pages), _rows_struct(rows), keys, values)
+        self.library.write(_pages_struct(pages), _metadata_struct(metadata), keys, values)
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
         whole = {entry: mx.contiguous(content) for entry, content in contents.items()}
@@ -92,17 +92,19 @@ class NativeBackend:
     convert = copy
 
     def gather(
-        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
-        return gather(pages, rows, tail)
+        return gather(pages, metadata, new_tokens)
 
-    def gather_now(self, pages: LayerMemory, rows: AttentionMetadata) -> tuple[mx.array, mx.array]:
+    def gather_now(
+        self, pages: LayerMemory, metadata: AttentionMetadata
+    ) -> tuple[mx.array, mx.array]:
         """As `gather`, but computed by the library before it returns."""
-        geometry, (batch, length) = pages.geometry, (len(rows.context_lens), max(rows.ends))
+        geometry, (batch, length) = pages.geometry, (len(metadata.context_lens), max(metadata.ends))
         keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
         values = mx.zeros((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype)
         mx.eval(keys, values)
-        self.library.gather(_pages_struct(pages), _rows_struct(rows), keys, values)
+        self.library.gather(_pages_struct(pages), _metadata_struct(metadata), keys, values)
         return keys, values
 
     def settle(self, pages: LayerMemory) -> None:
@@ -112,23 +114,23 @@ class NativeBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
-        tail: Tail | None,
+        new_tokens: NewTokens | None,
     ) -> mx.array:
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
-        return self._attend(pages, queries, rows, options, sinks, tail)
+        return self._attend(pages, queries, metadata, options, sinks, new_tokens)
 
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: Tail,
+        step: NewTokens,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -136,63 +138,65 @@ class NativeBackend:
         sinks: mx.array | None,
     ) -> mx.array:
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
-        return self._attend(pages, queries, rows, options, sinks, None, step)
+        return self._attend(pages, queries, metadata, options, sinks, None, step)
 
     def attend_with_log_sum_exp(
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
         window: int | None = None,
         sinks: mx.array | None = None,
-        tail: Tail | None = None,
+        new_tokens: NewTokens | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The output of `attend`, and the log-sum-exp of each query, float32 [B, q_heads, S].
 
-        `tail` is a step of unwritten keys [B, heads, N, k_dim] and values [B, heads, N, v_dim], of
-        any of the pages' dtypes: the last tokens of each sequence, counted in its length.
+        `new_tokens` are unwritten keys [B, heads, N, k_dim] and values [B, heads, N, v_dim], of any
+        of the pages' dtypes: the last tokens of each sequence, counted in its length.
         The log-sum-exp counts the sinks; it is -inf where a query is padding.
         """
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
         log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
         options.log_sum_exp = log_sum_exp.ctypes.data
-        output = self._attend(pages, queries, rows, options, sinks, tail)
+        output = self._attend(pages, queries, metadata, options, sinks, new_tokens)
         return output, mx.array(log_sum_exp)
 
     def _attend(
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         options: OptionsStruct,
         sinks: mx.array | None,
-        tail: Tail | None,
-        step: Tail | None = None,
+        new_tokens: NewTokens | None,
+        step: NewTokens | None = None,
     ) -> mx.array:
-        """Write a step, if given, then attend to pages and the tail. Waits for MLX once."""
+        """Write a step, if given, then attend to pages and new tokens. Waits for MLX once."""
         waited_for = (queries,) if step is None else (queries, *step)
         others: list[mx.array] = []
-        if tail is not None:
-            others = [mx.contiguous(tail[0]), mx.contiguous(tail[1])]
+        if new_tokens is not None:
+            others = [mx.contiguous(new_tokens[0]), mx.contiguous(new_tokens[1])]
         if sinks is not None:
             others.append(sinks)
         shape = (*queries.shape[:3], pages.geometry.v_dim)
         output = self._new_array(shape, queries.dtype)
-        page_structs = pages.memo.get(STRUCT) or _pages_struct(pages)
-        row_structs = rows.memo[STRUCT][0] if STRUCT in rows.memo else _rows_struct(rows)
+        page_struct = pages.memo.get(STRUCT) or _pages_struct(pages)
+        metadata_struct = (
+            metadata.memo[STRUCT][0] if STRUCT in metadata.memo else _metadata_struct(metadata)
+        )
         mx.eval(*waited_for, *others)
         if step is not None:
-            self.library.write(page_structs, row_structs, *step)
+            self.library.write(page_struct, metadata_struct, *step)
         # The struct holds addresses only: the tensors must live until the call is over.
         tensors = [Tensor(each) for each in others] if others else []
-        if tail is not None:
-            options.tail_k, options.tail_v = tensors[0].address, tensors[1].address
+        if new_tokens is not None:
+            options.new_k, options.new_v = tensors[0].address, tensors[1].address
         if sinks is not None:
             options.sinks = tensors[-1].address
-        self.library.attend(page_structs, row_structs, queries, output, options)
+        self.library.attend(page_struct, metadata_struct, queries, output, options)
         return output
 
     def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -246,7 +250,7 @@ def _new_pages_struct(pages: LayerMemory) -> PagesStruct:
 def _layout_struct(layout: PageLayout) -> LayoutStruct:
     keys, values, geometry = layout.page_format.keys, layout.page_format.values, layout.geometry
     at = [offset * WORD.size for offset in layout.offsets]
-    first = len(keys.row_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
+    first = len(keys.slot_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
     # The last plane of keys, or of values, holds their scales, if they have any.
     return LayoutStruct(
         page_bytes=layout.page_bytes,
@@ -260,20 +264,20 @@ def _layout_struct(layout: PageLayout) -> LayoutStruct:
     )
 
 
-def _rows_struct(rows: AttentionMetadata) -> RowsStruct:
+def _metadata_struct(metadata: AttentionMetadata) -> MetadataStruct:
     """Made once for all layers that read the same batch."""
-    if STRUCT not in rows.memo:
-        tables = rows.block_table_array
-        context_lens = np.array(rows.context_lens, np.int32)
-        right_padding = np.array(rows.right_padding, np.int32)
-        struct = RowsStruct(
+    if STRUCT not in metadata.memo:
+        tables = metadata.block_table_array
+        context_lens = np.array(metadata.context_lens, np.int32)
+        right_padding = np.array(metadata.right_padding, np.int32)
+        struct = MetadataStruct(
             block_tables=tables.ctypes.data,
             context_lens=context_lens.ctypes.data,
             right_padding=right_padding.ctypes.data,
-            batch=len(rows.context_lens),
+            batch=len(metadata.context_lens),
             table_stride=tables.shape[1],
         )
         # Keeps the arrays alive: the struct points to them.
-        rows.memo[STRUCT] = struct, context_lens, right_padding
-    result: RowsStruct = rows.memo[STRUCT][0]
+        metadata.memo[STRUCT] = struct, context_lens, right_padding
+    result: MetadataStruct = metadata.memo[STRUCT][0]
     return result

@@ -52,8 +52,8 @@ class PagesStruct(ctypes.Structure):
     )
 
 
-class RowsStruct(ctypes.Structure):
-    """PagedKvRows."""
+class MetadataStruct(ctypes.Structure):
+    """PagedKvMetadata."""
 
     _fields_ = (
         ("block_tables", ctypes.c_void_p),
@@ -72,8 +72,8 @@ class OptionsStruct(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("sinks", ctypes.c_void_p),
-        ("tail_k", ctypes.c_void_p),
-        ("tail_v", ctypes.c_void_p),
+        ("new_k", ctypes.c_void_p),
+        ("new_v", ctypes.c_void_p),
         ("log_sum_exp", ctypes.c_void_p),
     )
 
@@ -105,11 +105,11 @@ class NativeLibrary:
         # Not PyDLL: CDLL releases the interpreter's lock during a call.
         self._library = ctypes.CDLL(str(path))
         self._library.paged_kv_instruction_sets.restype = ctypes.c_char_p
-        pages, rows = ctypes.POINTER(PagesStruct), ctypes.POINTER(RowsStruct)
+        pages, metadata = ctypes.POINTER(PagesStruct), ctypes.POINTER(MetadataStruct)
         tensor, options = ctypes.c_void_p, ctypes.POINTER(OptionsStruct)
-        self._write = self._function("write", pages, rows, tensor, tensor)
-        self._attend = self._function("attend", pages, rows, tensor, tensor, options)
-        self._gather = self._function("gather", pages, rows, tensor, tensor)
+        self._write = self._function("write", pages, metadata, tensor, tensor)
+        self._attend = self._function("attend", pages, metadata, tensor, tensor, options)
+        self._gather = self._function("gather", pages, metadata, tensor, tensor)
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
         self._load = self._function("load", pages, ctypes.c_int32, tensor)
         self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
@@ -149,30 +149,32 @@ class NativeLibrary:
 
     # Arrays must be computed already. Their DLPack capsules must live until the call is over.
 
-    def write(self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array) -> None:
+    def write(
+        self, pages: PagesStruct, metadata: MetadataStruct, keys: mx.array, values: mx.array
+    ) -> None:
         k, v = keys.__dlpack__(), values.__dlpack__()
-        status = self._write(pages, rows, _address(k, _NAME), _address(v, _NAME))
+        status = self._write(pages, metadata, _address(k, _NAME), _address(v, _NAME))
         if status:
             _fail(status)
 
     def attend(
         self,
         pages: PagesStruct,
-        rows: RowsStruct,
+        metadata: MetadataStruct,
         queries: mx.array,
         outputs: mx.array,
         options: OptionsStruct,
     ) -> None:
         q, o = queries.__dlpack__(), outputs.__dlpack__()
-        status = self._attend(pages, rows, _address(q, _NAME), _address(o, _NAME), options)
+        status = self._attend(pages, metadata, _address(q, _NAME), _address(o, _NAME), options)
         if status:
             _fail(status)
 
     def gather(
-        self, pages: PagesStruct, rows: RowsStruct, keys: mx.array, values: mx.array
+        self, pages: PagesStruct, metadata: MetadataStruct, keys: mx.array, values: mx.array
     ) -> None:
         k, v = keys.__dlpack__(), values.__dlpack__()
-        status = self._gather(pages, rows, _address(k, _NAME), _address(v, _NAME))
+        status = self._gather(pages, metadata, _address(k, _NAME), _address(v, _NAME))
         if status:
             _fail(status)
 

@@ -28,8 +28,8 @@ struct HeadOfRow {
   int head;
   bool values;
 
-  HeadOfRow(const PagedKvPages& p, const PagedKvRows& rows, int row, int h, bool v)
-      : pages(p), table(rows.block_tables + static_cast<int64_t>(row) * rows.table_stride), head(h), values(v) {}
+  HeadOfRow(const PagedKvPages& p, const PagedKvMetadata& metadata, int row, int h, bool v)
+      : pages(p), table(metadata.block_tables + static_cast<int64_t>(row) * metadata.table_stride), head(h), values(v) {}
 
   int dim() const { return values ? pages.v_dim : pages.k_dim; }
   RowRun at(int position) const {
@@ -90,8 +90,8 @@ void write_head(const HeadOfRow& pages, const PagedKvTensor& step, int row, Own 
   }
 }
 
-void gather_head(const HeadOfRow& pages, const PagedKvRows& rows, int row, const PagedKvTensor& out) {
-  int length = rows.context_lens[row], behind = rows.right_padding[row];
+void gather_head(const HeadOfRow& pages, const PagedKvMetadata& metadata, int row, const PagedKvTensor& out) {
+  int length = metadata.context_lens[row], behind = metadata.right_padding[row];
   RowRun to = rows_of(out, row, pages.head, 0);
   to.stride = row_bytes(to.format, pages.dim());
   int before = static_cast<int>(out.shape[2]) - behind - length;
@@ -112,10 +112,10 @@ int64_t bytes_of(const PagedKvPages& pages, int64_t tokens) {
   return pages.kv_heads * tokens * token;
 }
 
-bool matches(const PagedKvPages& pages, const PagedKvRows& rows, const PagedKvTensor& keys,
+bool matches(const PagedKvPages& pages, const PagedKvMetadata& metadata, const PagedKvTensor& keys,
              const PagedKvTensor& values) {
-  return has_shape(keys, rows.batch, pages.kv_heads, -1, pages.k_dim) &&
-         has_shape(values, rows.batch, pages.kv_heads, keys.shape[2], pages.v_dim) &&
+  return has_shape(keys, metadata.batch, pages.kv_heads, -1, pages.k_dim) &&
+         has_shape(values, metadata.batch, pages.kv_heads, keys.shape[2], pages.v_dim) &&
          format_of(keys) == pages.k_dtype && format_of(values) == pages.v_dtype;
 }
 
@@ -155,36 +155,36 @@ std::vector<float> floats_of(const PagedKvTensor& given) {
 
 using namespace paged_kv;
 
-int paged_kv_write(const PagedKvPages* pages, const PagedKvRows* rows, const PagedKvTensor* keys,
+int paged_kv_write(const PagedKvPages* pages, const PagedKvMetadata* metadata, const PagedKvTensor* keys,
                    const PagedKvTensor* values) {
   return guarded([&] {
     Strided k(*keys), v(*values);
-    if (!matches(*pages, *rows, k, v)) return PAGED_KV_BAD_ARRAY;
+    if (!matches(*pages, *metadata, k, v)) return PAGED_KV_BAD_ARRAY;
     int heads = pages->kv_heads, count = static_cast<int>(k.tensor.shape[2]);
-    for_each(rows->batch * heads, bytes_of(*pages, count * rows->batch), [&](int i) {
+    for_each(metadata->batch * heads, bytes_of(*pages, count * metadata->batch), [&](int i) {
       int row = i / heads, head = i % heads;
-      Own own = own_tokens(*rows, row, count);
-      int position = rows->context_lens[row] - (own.end - own.begin);
-      write_head({*pages, *rows, row, head, false}, k, row, own, position);
-      write_head({*pages, *rows, row, head, true}, v, row, own, position);
+      Own own = own_tokens(*metadata, row, count);
+      int position = metadata->context_lens[row] - (own.end - own.begin);
+      write_head({*pages, *metadata, row, head, false}, k, row, own, position);
+      write_head({*pages, *metadata, row, head, true}, v, row, own, position);
     });
     return PAGED_KV_OK;
   });
 }
 
-int paged_kv_gather(const PagedKvPages* pages, const PagedKvRows* rows, const PagedKvTensor* keys,
+int paged_kv_gather(const PagedKvPages* pages, const PagedKvMetadata* metadata, const PagedKvTensor* keys,
                     const PagedKvTensor* values) {
   return guarded([&] {
     Strided k(*keys), v(*values);
-    if (!matches(*pages, *rows, k, v) || !is_contiguous(k) || !is_contiguous(v))
+    if (!matches(*pages, *metadata, k, v) || !is_contiguous(k) || !is_contiguous(v))
       return PAGED_KV_BAD_ARRAY;
     int heads = pages->kv_heads, tokens = static_cast<int>(k.tensor.shape[2]);
-    for (int row = 0; row < rows->batch; row++)
-      if (rows->context_lens[row] + rows->right_padding[row] > tokens) return PAGED_KV_BAD_ARRAY;
-    for_each(rows->batch * heads, bytes_of(*pages, tokens * rows->batch), [&](int i) {
+    for (int row = 0; row < metadata->batch; row++)
+      if (metadata->context_lens[row] + metadata->right_padding[row] > tokens) return PAGED_KV_BAD_ARRAY;
+    for_each(metadata->batch * heads, bytes_of(*pages, tokens * metadata->batch), [&](int i) {
       int row = i / heads, head = i % heads;
-      gather_head({*pages, *rows, row, head, false}, *rows, row, k);
-      gather_head({*pages, *rows, row, head, true}, *rows, row, v);
+      gather_head({*pages, *metadata, row, head, false}, *metadata, row, k);
+      gather_head({*pages, *metadata, row, head, true}, *metadata, row, v);
     });
     return PAGED_KV_OK;
   });

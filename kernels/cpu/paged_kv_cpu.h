@@ -60,15 +60,15 @@ typedef struct {
   const int32_t* context_lens;   // [batch]
   const int32_t* right_padding;  // [batch]
   int32_t batch, table_stride;
-} PagedKvRows;
+} PagedKvMetadata;
 
 typedef struct {
   float scale;
   int32_t causal;               // a query does not see later tokens
   int32_t window;               // nor those `window` or more before it, nor later ones; 0: no window
   const PagedKvTensor* sinks;   // [q_heads] logits of a key without a value, or null
-  const PagedKvTensor* tail_k;  // [batch, kv_heads, N, k_dim] and [.., v_dim], or null: a step that
-  const PagedKvTensor* tail_v;  // the rows count but that no page holds yet
+  const PagedKvTensor* new_k;   // [batch, kv_heads, N, k_dim] and [.., v_dim], or null: a step that
+  const PagedKvTensor* new_v;   // the context lengths count but that no page holds yet
   float* log_sum_exp;           // [batch, q_heads, S] natural logarithms, or null
 } PagedKvOptions;
 
@@ -86,16 +86,16 @@ PAGED_KV_EXPORT void paged_kv_ask_for_huge_pages(void* memory, int64_t bytes);
 
 // Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim], without its padding, as
 // the last tokens of each row.
-PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvRows* rows,
+PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                                    const PagedKvTensor* keys, const PagedKvTensor* values);
 // Attention of a step of queries [batch, q_heads, S, k_dim] over all tokens of their rows, to
 // outputs [batch, q_heads, S, v_dim], contiguous and of the queries' dtype. Padding gets zeros.
-PAGED_KV_EXPORT int paged_kv_attend(const PagedKvPages* pages, const PagedKvRows* rows,
+PAGED_KV_EXPORT int paged_kv_attend(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                                     const PagedKvTensor* queries, const PagedKvTensor* outputs,
                                     const PagedKvOptions* options);
 // Collects keys [batch, kv_heads, T, k_dim] and values [.., v_dim], contiguous. Row b ends at
 // T - right_padding[b]; what is before its first token and behind its last is zeros.
-PAGED_KV_EXPORT int paged_kv_gather(const PagedKvPages* pages, const PagedKvRows* rows,
+PAGED_KV_EXPORT int paged_kv_gather(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                                     const PagedKvTensor* keys, const PagedKvTensor* values);
 // Copies whole pages, also into pages of another layout: what both hold alike is the same bytes. No
 // entry is both a source and a target.

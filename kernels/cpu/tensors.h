@@ -133,8 +133,8 @@ struct Own {
   int begin, end;
 };
 
-inline Own own_tokens(const PagedKvRows& rows, int row, int count) {
-  int padding = rows.right_padding[row], end = rows.context_lens[row] + padding;
+inline Own own_tokens(const PagedKvMetadata& metadata, int row, int count) {
+  int padding = metadata.right_padding[row], end = metadata.context_lens[row] + padding;
   int first = std::max(0, count - end);
   return {first, std::max(first, count - padding)};
 }

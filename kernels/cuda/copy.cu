@@ -1,4 +1,4 @@
-  // On paper: as metal/copy.metal; a warp for each row.
+  // On paper: as metal/copy.metal; a warp for each slot.
   if (place.z % 2 == 0) {
     paged_kv::copy_side<paged_kv::K_DIM>(pages, place, false);
   } else {

@@ -32,7 +32,7 @@ PARAMETERS = (
     "split_tiles",
     "first_basis",
     "bases",
-    "tail",
+    "new_tokens",
     "tokens",
     "q_heads",
 )
@@ -75,26 +75,26 @@ class Tables:
 TABLES = "gpu"
 
 
-def tables_of(rows: AttentionMetadata, slab_stride: int) -> Tables:
+def tables_of(metadata: AttentionMetadata, slab_stride: int) -> Tables:
     """Made once for all layers that read the same batch."""
-    if TABLES not in rows.memo:
-        rows.memo[TABLES] = _new_tables(rows, slab_stride)
-    tables: Tables = rows.memo[TABLES]
+    if TABLES not in metadata.memo:
+        metadata.memo[TABLES] = _new_tables(metadata, slab_stride)
+    tables: Tables = metadata.memo[TABLES]
     return tables
 
 
-def _new_tables(rows: AttentionMetadata, slab_stride: int) -> Tables:
-    entries = rows.block_table_array
+def _new_tables(metadata: AttentionMetadata, slab_stride: int) -> Tables:
+    entries = metadata.block_table_array
     used = np.zeros(entries.shape, bool)
-    for row, table in enumerate(rows.block_tables):
+    for row, table in enumerate(metadata.block_tables):
         used[row, : len(table)] = True
     slabs, pages = np.divmod(entries, slab_stride)
     numbers = np.unique(slabs[used])
     own = np.searchsorted(numbers, slabs) * slab_stride + pages
     width = -(-(ROW_FIELDS + entries.shape[1]) // TABLE_WIDTH) * TABLE_WIDTH
-    array = np.zeros((len(rows.context_lens), width), np.int32)
-    array[:, 0], array[:, 1] = rows.context_lens, rows.right_padding
-    array[:, 2], array[:, 3] = rows.head_tokens or 0, rows.first_tokens or 0
+    array = np.zeros((len(metadata.context_lens), width), np.int32)
+    array[:, 0], array[:, 1] = metadata.context_lens, metadata.right_padding
+    array[:, 2], array[:, 3] = metadata.head_tokens or 0, metadata.first_tokens or 0
     array[:, ROW_FIELDS : ROW_FIELDS + entries.shape[1]] = np.where(used, own, 0)
     return Tables(mx.array(array), tuple(numbers.tolist()))
 
@@ -175,7 +175,7 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
 def _fields(layout: PageLayout) -> list[int]:
     """A slab's row of `layouts`; offsets are in words."""
     keys, geometry, at = layout.page_format.keys, layout.geometry, layout.offsets
-    first = len(keys.row_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
+    first = len(keys.slot_words(geometry.k_dim, geometry.k_dtype))  # of the values' planes
     k_numbers, v_numbers = [each.gpu for each in _encodings(layout)]
     rotated = keys.is_rotated, layout.page_format.values.is_rotated
     scales, values, value_scales = at[first - 1], at[first], at[-1]

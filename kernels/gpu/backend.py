@@ -13,8 +13,8 @@ from paged_kv.kernels.gpu.decode import Decode
 from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS, SLABS, GpuKernels, Maker
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.prefill import Prefill
-from paged_kv.kernels.gpu.rows import RowKernels
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.gpu.slots import SlotKernels
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.warn_once import warn_once
@@ -46,7 +46,7 @@ class GpuBackend:
         kernels = GpuKernels(dialect, maker)
         self._decode = Decode(kernels, self.order)
         self._prefill = Prefill(kernels, self.order)
-        self._rows = RowKernels(kernels, self.order)
+        self._slots = SlotKernels(kernels, self.order)
         self._plain = PlainBackend()
 
     def supports(self, geometry: LayerGeometry) -> bool:
@@ -64,16 +64,16 @@ class GpuBackend:
         mx.eval(self.order.latest(pages))
 
     def write(
-        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
-        tables, slabs = self._bound(pages, rows)
+        tables, slabs = self._bound(pages, metadata)
         if not tables.slabs or not keys.shape[2]:
             return
         if slabs is None:
             self._fall_back(pages)
-            self._plain.write(pages, keys, values, rows)
+            self._plain.write(pages, keys, values, metadata)
             return
-        self._rows.write(pages, slabs, tables, keys, values)
+        self._slots.write(pages, slabs, tables, keys, values)
 
     def begin(self, *arrays: mx.array) -> None:
         """Does nothing: no write waits, because MLX computes it with the rest of the step."""
@@ -90,7 +90,7 @@ class GpuBackend:
                 pairs = [(at, stride + entry % stride) for at, entry in mine]
                 target = pages.slabs[slab]
                 bound = bind([(memory, layout), (target.memory, target.layout)], stride)
-                self._rows.copy(pages, bound, pairs)
+                self._slots.copy(pages, bound, pairs)
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         stride = pages.slab_stride
@@ -104,51 +104,51 @@ class GpuBackend:
             for pair in copies.items()
         ]
         if pairs:
-            self._rows.copy(pages, bound_slabs(pages, tuple(slabs)), pairs)
+            self._slots.copy(pages, bound_slabs(pages, tuple(slabs)), pairs)
 
     convert = copy
 
     def gather(
-        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
-        tables, slabs = self._bound(pages, rows)
+        tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
-            keys, values = self._plain.gather(pages, rows, tail)
+            keys, values = self._plain.gather(pages, metadata, new_tokens)
             mx.eval(keys, values)
             return keys, values
-        geometry, length = pages.geometry, max(rows.ends)
+        geometry, length = pages.geometry, max(metadata.ends)
         if not length:
-            shape, dtype = (len(rows.context_lens), geometry.k_heads, 0), geometry.k_dtype
+            shape, dtype = (len(metadata.context_lens), geometry.k_heads, 0), geometry.k_dtype
             return mx.zeros((*shape, geometry.k_dim), dtype), mx.zeros(
                 (*shape, geometry.v_dim), dtype
             )
-        return self._rows.gather(pages, slabs, tables, length, self._in_dtype(pages, tail))
+        return self._slots.gather(pages, slabs, tables, length, self._in_dtype(pages, new_tokens))
 
     def attend(
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
-        tail: Tail | None,
+        new_tokens: NewTokens | None,
     ) -> mx.array:
-        tables, slabs = self._bound(pages, rows)
+        tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
             output = self._plain.attend(
                 pages,
                 queries,
-                rows,
+                metadata,
                 scale=scale,
                 causal=causal,
                 window=window,
                 sinks=sinks,
-                tail=tail,
+                new_tokens=new_tokens,
             )
             mx.eval(output)
             return output
@@ -156,24 +156,24 @@ class GpuBackend:
         queries = queries if dtype == own else queries.astype(own)
         base = scale * LOG2_E
         sinks = None if sinks is None else _padded(sinks)
-        if queries.shape[2] == 1 and tail is None:
+        if queries.shape[2] == 1 and new_tokens is None:
             output = self._decode(
-                pages, slabs, tables, queries, rows, base, window or 0, sinks, None
+                pages, slabs, tables, queries, metadata, base, window or 0, sinks, None
             )
         else:
             sees_back = causal or window is not None
-            tail = self._in_dtype(pages, tail)
+            new_tokens = self._in_dtype(pages, new_tokens)
             output = self._prefill(
-                pages, slabs, tables, queries, base, sees_back, window or 0, sinks, tail
+                pages, slabs, tables, queries, base, sees_back, window or 0, sinks, new_tokens
             )
         return output if dtype == own else output.astype(dtype)
 
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: Tail,
+        step: NewTokens,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
@@ -182,18 +182,18 @@ class GpuBackend:
     ) -> mx.array:
         """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
         than `attend` alone."""
-        tables, slabs = self._bound(pages, rows)
+        tables, slabs = self._bound(pages, metadata)
         if queries.shape[2] != 1 or slabs is None or not tables.slabs:
-            self.write(pages, *step, rows)
+            self.write(pages, *step, metadata)
             return self.attend(
                 pages,
                 queries,
-                rows,
+                metadata,
                 scale=scale,
                 causal=causal,
                 window=window,
                 sinks=sinks,
-                tail=None,
+                new_tokens=None,
             )
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
@@ -202,7 +202,7 @@ class GpuBackend:
             slabs,
             tables,
             queries,
-            rows,
+            metadata,
             scale * LOG2_E,
             window or 0,
             None if sinks is None else _padded(sinks),
@@ -211,18 +211,18 @@ class GpuBackend:
         return output if dtype == own else output.astype(dtype)
 
     def _bound(
-        self, pages: LayerMemory, rows: AttentionMetadata
+        self, pages: LayerMemory, metadata: AttentionMetadata
     ) -> tuple[Tables, BoundSlabs | None]:
         """The tables and bound slabs of a batch; None for the slabs if no kernel takes them."""
-        tables: Tables = rows.memo.get(TABLES) or tables_of(rows, pages.slab_stride)
+        tables: Tables = metadata.memo.get(TABLES) or tables_of(metadata, pages.slab_stride)
         if len(tables.slabs) > SLABS or not pages.slabs:
             return tables, None
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
-    def _in_dtype(self, pages: LayerMemory, tail: Tail | None) -> Tail | None:
-        if tail is None:
+    def _in_dtype(self, pages: LayerMemory, new_tokens: NewTokens | None) -> NewTokens | None:
+        if new_tokens is None:
             return None
-        keys, values = tail
+        keys, values = new_tokens
         return keys.astype(pages.geometry.k_dtype), values.astype(pages.geometry.k_dtype)
 
     def _fall_back(self, pages: LayerMemory) -> None:

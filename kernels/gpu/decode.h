@@ -1,6 +1,6 @@
-// Attention of one query token per sequence (row): bound by reading keys and values.
+// Attention of one query token per sequence (a row of the tables): bound by reading keys and values.
 //
-// A threadgroup takes a part of a row's context, for one KV head and some of its query heads. BLOCKS
+// A threadgroup takes a part of a sequence's context, for one KV head and some of its query heads. BLOCKS
 // simdgroups read the same keys for up to 8 query heads each, and PARTS share the part's tiles.
 // Each key and value is read once for all query heads of a simdgroup, 32 tokens at a time:
 //   1. Two lanes take two tokens: each holds half of the queries' products with both. Eight numbers
@@ -8,7 +8,7 @@
 //   2. Each lane has one token's logits, and turns them into weights, which go to memory that the
 //      simdgroup shares.
 //   3. A lane takes some numbers of the values of all 32 tokens. It reads 2 or 4 at once, and the
-//      whole simdgroup the row of one token.
+//      whole simdgroup one slot.
 // An online softmax runs while reading, in base 2. Then the simdgroups merge their results. If the
 // context is one part, that is the output (WHOLE). Otherwise the maximum, sum of weights and weighted
 // values of each part go to memory (PARTIAL, the split-KV partials), and the merge kernel joins them.
@@ -16,7 +16,7 @@
 // Rotated and plain values can only be added at the end. If a layer has both, one threadgroup reads
 // the pages of one kind, and another those of the other.
 //
-// With a STEP the kernel also gets the keys and values of the rows' last tokens, and writes them to
+// With a STEP the kernel also gets the keys and values of the sequences' last tokens, and writes them to
 // their pages. A launch must not read what it writes: threadgroups run in no order, and a compiler may
 // read a kernel's inputs through a cache that does not see writes. So no thread reads the slot of such
 // a token. The threadgroups that attend to it, those of the first part, each compute it from the
@@ -44,7 +44,7 @@ CONSTANT uint STAGED = K_DIM;
 // Products of half of each query with two tokens' keys: sums[r] with the near one, sums[ROWS + r] with
 // the far one.
 template <uint FORMAT>
-void multiply_keys(Rows keys, uint near, uint far, uint lane, SHARED const float* queries,
+void multiply_keys(Slots keys, uint near, uint far, uint lane, SHARED const float* queries,
                           THREAD float* sums) {
   for (uint i = 0; i < 2 * ROWS; i++) sums[i] = 0.0f;
   for (uint at = lane % 2 * 8; at < K_DIM; at += 16) {
@@ -67,7 +67,7 @@ void multiply_keys(Rows keys, uint near, uint far, uint lane, SHARED const float
 
 // Adds the weighted values of tokens [begin, end) of a page, which lie in one tile.
 template <uint FORMAT>
-void add_values(Rows values, uint begin, uint end, uint lane, SHARED const float* weights,
+void add_values(Slots values, uint begin, uint end, uint lane, SHARED const float* weights,
                        THREAD float* sums) {
   for (uint token = begin; token < end; token++) {
     UNROLL
@@ -117,7 +117,7 @@ SHARED const float* in_basis(SHARED const float* staged, bool rotated) {
 #endif
 }
 
-// The tokens that a row's query sees, [begin, end), and the page and the place in it of the last one.
+// The tokens that a sequence's query sees, [begin, end), and the page and the place in it of the last one.
 struct Seen {
   uint begin, end, entry, slot;
 };
@@ -160,7 +160,7 @@ struct Part {
   }
 #endif
 
-  void multiply(Rows keys, uint near, uint far, uint lane, SHARED const float* queries,
+  void multiply(Slots keys, uint near, uint far, uint lane, SHARED const float* queries,
                        THREAD float* sums) THREAD {
 #ifdef HAS_FLOATS
     if (keys.format == FLOATS) multiply_keys<FLOATS>(keys, near, far, lane, queries, sums);
@@ -173,15 +173,15 @@ struct Part {
 #endif
   }
 
-  void add(Rows rows, uint begin, uint end, uint lane, SHARED const float* weights) THREAD {
+  void add(Slots slots, uint begin, uint end, uint lane, SHARED const float* weights) THREAD {
 #ifdef HAS_FLOATS
-    if (rows.format == FLOATS) add_values<FLOATS>(rows, begin, end, lane, weights, values);
+    if (slots.format == FLOATS) add_values<FLOATS>(slots, begin, end, lane, weights, values);
 #endif
 #ifdef HAS_Q8
-    if (rows.format == Q8) add_values<Q8>(rows, begin, end, lane, weights, values);
+    if (slots.format == Q8) add_values<Q8>(slots, begin, end, lane, weights, values);
 #endif
 #ifdef HAS_Q4
-    if (rows.format == Q4) add_values<Q4>(rows, begin, end, lane, weights, values);
+    if (slots.format == Q4) add_values<Q4>(slots, begin, end, lane, weights, values);
 #endif
   }
 
@@ -202,7 +202,7 @@ struct Part {
     }
   }
 
-  void read_tile(Rows keys, Rows rows, Seen seen, bool is_last, uint position, uint lane,
+  void read_tile(Slots keys, Slots slots, Seen seen, bool is_last, uint position, uint lane,
                         SHARED const float* queries, SHARED float* weights) THREAD {
     uint first = position % PAGE_SIZE, token = position + lane / 2 + lane % 2 * 16;
     uint near = first + lane / 2, far = near + 16;
@@ -217,7 +217,7 @@ struct Part {
     // Slots outside may hold anything, even NaN, so they must not be multiplied by zero.
     uint begin = seen.begin > position ? seen.begin - position : 0;
     uint end = seen.end - position < TILE ? seen.end - position : TILE;
-    add(rows, first + begin, first + end, lane, weights);
+    add(slots, first + begin, first + end, lane, weights);
     lanes_meet();
   }
 
@@ -294,15 +294,15 @@ void decode(DEVICE const T* queries, Strides strides,
   Part sums;
   sums.clear();
 #ifdef STEP
-  Rows values = pages.rows(seen.entry, head, V_DIM, true);
+  Slots values = pages.slots(seen.entry, head, V_DIM, true);
   if (seen.end && place.y + part == 0 && values.rotated == rotated) {
-    Rows keys = pages.rows(seen.entry, head, K_DIM, false);
+    Slots keys = pages.slots(seen.entry, head, K_DIM, false);
     bool writes = first_row == 0;
     float key[numbers_of_lane(K_DIM)], value[numbers_of_lane(V_DIM)];
     read_step<K_DIM>(step_keys, k_strides, number, head, 0, lane, key);
     read_step<V_DIM>(step_values, v_strides, number, head, 0, lane, value);
-    encode_row<K_DIM>(keys, seen.slot, keys.rotated, writes, lane, key);
-    encode_row<V_DIM>(values, seen.slot, rotated, writes, lane, value);
+    encode_slot<K_DIM>(keys, seen.slot, keys.rotated, writes, lane, key);
+    encode_slot<V_DIM>(values, seen.slot, rotated, writes, lane, value);
     sums.begin_with(key, value, lane, in_basis(staged, keys.rotated), own);
   }
   if (seen.end) seen.end--;
@@ -310,9 +310,9 @@ void decode(DEVICE const T* queries, Strides strides,
   uint tiles = pages.parameter(SPLIT_TILES), first = seen.begin / TILE + place.y * tiles;
   for (uint tile = first + part; tile < first + tiles && tile * TILE < seen.end; tile += PARTS) {
     uint position = tile * TILE, entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
-    Rows values = pages.rows(entry, head, V_DIM, true);
+    Slots values = pages.slots(entry, head, V_DIM, true);
     if (values.rotated != rotated) continue;
-    Rows keys = pages.rows(entry, head, K_DIM, false);
+    Slots keys = pages.slots(entry, head, K_DIM, false);
     sums.read_tile(keys, values, seen, entry == seen.entry, position, lane,
                    in_basis(staged, keys.rotated), own);
   }
@@ -338,11 +338,11 @@ void decode(DEVICE const T* queries, Strides strides,
 #ifdef HAS_CODES
       if (rotated) rotate<V_DIM>(x, lane);
 #endif
-      store_row<V_DIM>(x, total > 0.0f ? factor / total : 0.0f, lane, output + at * V_DIM);
+      store_numbers<V_DIM>(x, total > 0.0f ? factor / total : 0.0f, lane, output + at * V_DIM);
 #else
       at = (at * bases + place.z % bases) * pages.parameter(SPLITS) + place.y;
       if (lane == 0) measures[at * 2] = maximum, measures[at * 2 + 1] = total;
-      store_row<V_DIM>(x, 1.0f, lane, partials + at * V_DIM);
+      store_numbers<V_DIM>(x, 1.0f, lane, partials + at * V_DIM);
 #endif
     }
     threads_meet();

@@ -13,7 +13,7 @@ from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, TILE, DecodeShape, decode_shape
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
 
@@ -60,11 +60,11 @@ class Decode:
         slabs: BoundSlabs,
         tables: Tables,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         scale: float,
         window: int,
         sinks: mx.array | None,
-        step: Tail | None,
+        step: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
         heads, dtype = queries.shape[1], None if sinks is None else sinks.dtype
@@ -72,7 +72,7 @@ class Decode:
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
             asked = Asked(slabs.kind, heads, scale, window, dtype, step is not None)
-            plan = tables.plans[key] = self._plan(asked, tables, rows)
+            plan = tables.plans[key] = self._plan(asked, tables, metadata)
         inputs = [queries, *step] if step is not None else [queries]
         of_sinks = [] if sinks is None else [sinks]
         if plan.merge is None:
@@ -83,9 +83,9 @@ class Decode:
         partials, measures, _ = outputs
         return plan.merge([partials, measures, *of_sinks, plan.params])[0]
 
-    def _plan(self, asked: Asked, tables: Tables, rows: AttentionMetadata) -> _Plan:
+    def _plan(self, asked: Asked, tables: Tables, metadata: AttentionMetadata) -> _Plan:
         """Context lengths that split into the same parts share a plan."""
-        longest = max(rows.context_lens)
+        longest = max(metadata.context_lens)
         if asked.window:
             longest = min(longest, asked.window) + TILE
         batch, width = tables.array.shape

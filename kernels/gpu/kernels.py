@@ -23,9 +23,14 @@ INPUTS: dict[str, dict[str, str]] = {
     "write": {"keys": "", "values": ""},
     "decode": {"queries": "", "keys": "STEP", "values": "STEP", "sinks": "SINKS"},
     "merge": {"partials": "", "measures": "", "sinks": "SINKS", "params": ""},
-    "prefill": {"queries": "", "tail_keys": "TAIL", "tail_values": "TAIL", "sinks": "SINKS"},
+    "prefill": {
+        "queries": "",
+        "new_keys": "HAS_NEW_TOKENS",
+        "new_values": "HAS_NEW_TOKENS",
+        "sinks": "SINKS",
+    },
     "copy": {},
-    "gather": {"tail_keys": "TAIL", "tail_values": "TAIL"},
+    "gather": {"new_keys": "HAS_NEW_TOKENS", "new_values": "HAS_NEW_TOKENS"},
 }
 OUTPUTS: dict[str, dict[str, str]] = {
     "write": {},

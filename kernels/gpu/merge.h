@@ -1,6 +1,6 @@
-// Merges the split-KV partials of `decode`: a simdgroup takes one query head of one row.
+// Merges the split-KV partials of `decode`: a simdgroup takes one query head of one sequence.
 
-// `number` is of the query head among those of all rows; `sink` is in base 2.
+// `number` is of the query head among those of all sequences; `sink` is in base 2.
 void merge(DEVICE const float* partials, DEVICE const float* measures,
                   DEVICE const int* params, float sink, uint number, uint lane, DEVICE T* output) {
   uint splits = uint(params[SPLITS]), bases = uint(params[BASES_OF_VALUES]);
@@ -27,5 +27,5 @@ void merge(DEVICE const float* partials, DEVICE const float* measures,
     if (uint(params[FIRST_BASIS]) + basis == 1) rotate<V_DIM>(all, lane);
 #endif
   }
-  store_row<V_DIM>(all, total > 0.0f ? 1.0f / total : 0.0f, lane, output + number * V_DIM);
+  store_numbers<V_DIM>(all, total > 0.0f ? 1.0f / total : 0.0f, lane, output + number * V_DIM);
 }

@@ -1,4 +1,4 @@
-// Finds the rows of tokens in pages: kernels/pages/page_format.py for kernels.
+// Finds the slots of tokens in pages: kernels/pages/page_format.py for kernels.
 //
 // kernels/gpu/arrays.py makes the 32-bit integers that describe pages and sequences.
 
@@ -7,7 +7,7 @@ CONSTANT uint LANES = 32;
 CONSTANT uint GROUP = 32;  // numbers that share a scale
 CONSTANT uint SLABS = 16;  // arguments; those that are not needed repeat the first
 
-// How a row holds numbers: in the model's dtype, or as codes of 8 or 4 bits. HAS_FLOATS, HAS_Q8 and
+// How a slot holds numbers: in the model's dtype, or as codes of 8 or 4 bits. HAS_FLOATS, HAS_Q8 and
 // HAS_Q4 name the formats that a kernel variant reads, and HAS_CODES means Q8 or Q4. Other formats
 // would only take registers.
 CONSTANT uint FLOATS = 16, Q8 = 8, Q4 = 4;
@@ -28,11 +28,11 @@ enum Parameter {
   SCALE,         // of base-2 logits: the bits of a float
   WINDOW,        // 0: none
   CAUSAL,
-  SPLITS,        // parts of a row's context
+  SPLITS,        // parts of a sequence's context
   SPLIT_TILES,   // tiles of each
   FIRST_BASIS,   // of values in pages: 0 plain, 1 rotated
   BASES_OF_VALUES,
-  TAIL_TOKENS,   // unwritten tokens of a step
+  NEW_TOKENS,   // unwritten tokens of a step
   TOKENS,        // gathered tokens
   Q_HEADS,
   PARAMETERS
@@ -51,7 +51,7 @@ struct Slabs {
 };
 
 // Keys or values of one head of one page, from its first token on.
-struct Rows {
+struct Slots {
   DEVICE const ushort* numbers;
   DEVICE const ushort* scales;
   uint format;
@@ -66,8 +66,8 @@ CONSTANT uint LAYOUT_FIELDS = 8;
 // first valid token after those. The table entries follow.
 CONSTANT uint ROW_FIELDS = 4;
 
-// Words of a token's row.
-constexpr uint row_words(uint format, uint dim) { return dim * format / 16; }
+// Words of a slot of one head.
+constexpr uint slot_words(uint format, uint dim) { return dim * format / 16; }
 
 struct Pages {
   Slabs slabs;
@@ -83,14 +83,14 @@ struct Pages {
   }
 
   // Keys, or values, of `dim` numbers.
-  Rows rows(uint entry, uint head, uint dim, bool values) const THREAD {
+  Slots slots(uint entry, uint head, uint dim, bool values) const THREAD {
     uint stride = parameter(SLAB_STRIDE), slab = entry / stride;
     DEVICE const int* layout = layouts + slab * LAYOUT_FIELDS;
     DEVICE const ushort* page = slabs.memory[slab] + (entry - slab * stride) * ulong(layout[0]);
     uint format = uint(layout[values ? 5 : 4]);
     uint numbers_at = values ? uint(layout[2]) : 0, scales_at = uint(layout[values ? 3 : 1]);
-    uint row = head * PAGE_SIZE;
-    return {page + numbers_at + row * row_words(format, dim), page + scales_at + row * (dim / GROUP),
+    uint first = head * PAGE_SIZE;
+    return {page + numbers_at + first * slot_words(format, dim), page + scales_at + first * (dim / GROUP),
             format, layout[values ? 7 : 6] != 0};
   }
 };

@@ -104,17 +104,17 @@ struct Softmax {
 // The tiles that a threadgroup reads: those of pages, then those of unwritten keys and values.
 struct Tiles {
   uint in_pages;  // positions
-  uint first, count, first_of_tail, count_of_tail;
-  Own tail;
+  uint first, count, first_new, count_new;
+  Own new_tokens;
 };
 
-Tiles tiles_of(Block block, Own tail) {
-  uint in_pages = block.length - (tail.end - tail.begin), end = smaller(block.end, in_pages);
-  Tiles tiles = {in_pages, block.begin / TILE_TOKENS, 0, 0, 0, tail};
+Tiles tiles_of(Block block, Own new_tokens) {
+  uint in_pages = block.length - (new_tokens.end - new_tokens.begin), end = smaller(block.end, in_pages);
+  Tiles tiles = {in_pages, block.begin / TILE_TOKENS, 0, 0, 0, new_tokens};
   if (end > block.begin) tiles.count = (end + TILE_TOKENS - 1) / TILE_TOKENS - tiles.first;
-  if (block.begin > in_pages) tiles.first_of_tail = (block.begin - in_pages) / TILE_TOKENS;
+  if (block.begin > in_pages) tiles.first_new = (block.begin - in_pages) / TILE_TOKENS;
   if (block.end > in_pages)
-    tiles.count_of_tail = (block.end - in_pages + TILE_TOKENS - 1) / TILE_TOKENS - tiles.first_of_tail;
+    tiles.count_new = (block.end - in_pages + TILE_TOKENS - 1) / TILE_TOKENS - tiles.first_new;
   return tiles;
 }
 
@@ -123,8 +123,8 @@ Tile tile_of(Tiles tiles, Block block, uint i) {
     uint at = (tiles.first + i) * TILE_TOKENS;
     return {false, at % PAGE_SIZE, at, block.begin, smaller(block.end, tiles.in_pages)};
   }
-  uint at = (tiles.first_of_tail + i - tiles.count) * TILE_TOKENS;
-  return {true, tiles.tail.begin + at, tiles.in_pages + at, block.begin, block.end};
+  uint at = (tiles.first_new + i - tiles.count) * TILE_TOKENS;
+  return {true, tiles.new_tokens.begin + at, tiles.in_pages + at, block.begin, block.end};
 }
 
 #ifdef SINKS
@@ -133,8 +133,8 @@ template <typename Strides, typename Sinks>
 template <typename Strides>
 #endif
 void prefill(DEVICE const T* queries, Strides strides,
-#ifdef TAIL
-             DEVICE const T* tail_keys, Strides k_strides, DEVICE const T* tail_values,
+#ifdef HAS_NEW_TOKENS
+             DEVICE const T* new_keys, Strides k_strides, DEVICE const T* new_values,
              Strides v_strides,
 #endif
 #ifdef SINKS
@@ -144,7 +144,7 @@ void prefill(DEVICE const T* queries, Strides strides,
              SHARED T* tile_numbers, DEVICE T* output) {
   DEVICE const int* table = pages.row(place.z);
   Block block = block_of(pages, table, place.x * BLOCK_ROWS);
-  Tiles tiles = tiles_of(block, own_tokens(table, pages.parameter(TAIL_TOKENS)));
+  Tiles tiles = tiles_of(block, own_tokens(table, pages.parameter(NEW_TOKENS)));
   uint lane = place.lane, first_row = block.first_row + place.simdgroup * SIMDGROUP_ROWS;
   SHARED T* own = all_queries + place.simdgroup * SIMDGROUP_ROWS * (K_DIM + PAD);
   Softmax softmax;
@@ -155,21 +155,21 @@ void prefill(DEVICE const T* queries, Strides strides,
   // The rotated values, if there may be any, then the plain ones.
   for (uint pass = 0; pass < 2; pass++) {
 #endif
-    for (uint i = 0; i < tiles.count + tiles.count_of_tail; i++) {
+    for (uint i = 0; i < tiles.count + tiles.count_new; i++) {
       Tile tile = tile_of(tiles, block, i);
-      uint entry = tile.in_tail ? 0 : uint(table[ROW_FIELDS + tile.position / PAGE_SIZE]);
-      Rows values = pages.rows(entry, place.y, V_DIM, true);
-      Rows keys = pages.rows(entry, place.y, K_DIM, false);
+      uint entry = tile.is_new ? 0 : uint(table[ROW_FIELDS + tile.position / PAGE_SIZE]);
+      Slots values = pages.slots(entry, place.y, V_DIM, true);
+      Slots keys = pages.slots(entry, place.y, K_DIM, false);
 #ifdef HAS_CODES
-      if ((values.rotated && !tile.in_tail) != (pass == 0)) continue;
-      bool keys_rotated = keys.rotated && !tile.in_tail;
+      if ((values.rotated && !tile.is_new) != (pass == 0)) continue;
+      bool keys_rotated = keys.rotated && !tile.is_new;
       if (keys_rotated != queries_rotated)
         stage_rows(queries, strides, pages, block, place, keys_rotated, own);
       queries_rotated = keys_rotated;
 #endif
       float logits[TILE_TOKENS / 4 * LANE_ROWS];
-#ifdef TAIL
-      load_tile<K_DIM>(tile, keys, tail_keys, k_strides, place, tile_numbers);
+#ifdef HAS_NEW_TOKENS
+      load_tile<K_DIM>(tile, keys, new_keys, k_strides, place, tile_numbers);
 #else
       load_tile<K_DIM>(tile, keys, place, tile_numbers);
 #endif
@@ -178,8 +178,8 @@ void prefill(DEVICE const T* queries, Strides strides,
         QueryRow row = query_row(pages, block, first_row + row_in_matrix(lane, k));
         softmax.weigh(k, row, tile, lane, logits);
       }
-#ifdef TAIL
-      load_tile<V_DIM>(tile, values, tail_values, v_strides, place, tile_numbers);
+#ifdef HAS_NEW_TOKENS
+      load_tile<V_DIM>(tile, values, new_values, v_strides, place, tile_numbers);
 #else
       load_tile<V_DIM>(tile, values, place, tile_numbers);
 #endif

@@ -9,7 +9,7 @@ from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
-from paged_kv.kernels.pages.attention_metadata import Tail
+from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
 
@@ -23,7 +23,7 @@ class Asked:
         scale: the scale of logits in base 2.
         window: 0 for none.
         sinks: the dtype of the sinks; None for none.
-        tail: number of unwritten tokens of the step.
+        new_tokens: number of unwritten tokens of the step.
     """
 
     kind: PageKind
@@ -33,7 +33,7 @@ class Asked:
     window: int
     causal: bool
     sinks: mx.Dtype | None
-    tail: int
+    new_tokens: int
 
 
 class Prefill:
@@ -54,7 +54,7 @@ class Prefill:
         causal: bool,
         window: int,
         sinks: mx.array | None,
-        tail: Tail | None,
+        new_tokens: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
         asked = Asked(
@@ -65,10 +65,10 @@ class Prefill:
             window,
             causal,
             None if sinks is None else sinks.dtype,
-            0 if tail is None else tail[0].shape[2],
+            0 if new_tokens is None else new_tokens[0].shape[2],
         )
         launch, params = self._launch(asked)
-        inputs = [queries, *(tail or ())]
+        inputs = [queries, *(new_tokens or ())]
         if sinks is not None:
             inputs.append(sinks)
         inputs += [*slabs.inputs, tables.array, params]
@@ -87,11 +87,11 @@ class Prefill:
             scale=asked.scale,
             window=asked.window,
             causal=int(asked.causal),
-            tail=asked.tail,
+            new_tokens=asked.new_tokens,
         )
         flags = [*asked.kind.flags]
         flags += ["SINKS"] if asked.sinks is not None else []
-        flags += ["TAIL"] if asked.tail else []
+        flags += ["HAS_NEW_TOKENS"] if asked.new_tokens else []
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         rows = PREFILL_ROWS[self._kernels.dialect]
         launch = Launch(

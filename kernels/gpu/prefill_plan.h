@@ -81,43 +81,43 @@ void stage_rows(DEVICE const T* queries, Strides strides, const THREAD Pages& pa
 // Tokens of a tile: in a page from `first` on, or of the step; those outside [begin, end) are not
 // read, and zeros stand for them.
 struct Tile {
-  bool in_tail;
+  bool is_new;
   uint first, position, begin, end;
 };
 
 template <uint DIM>
-void read_any(Rows rows, uint token, uint at, THREAD float* x) {
+void read_any(Slots slots, uint token, uint at, THREAD float* x) {
 #ifdef HAS_FLOATS
-  if (rows.format == FLOATS) read_some<FLOATS, DIM, 8>(rows, token, at, x);
+  if (slots.format == FLOATS) read_some<FLOATS, DIM, 8>(slots, token, at, x);
 #endif
 #ifdef HAS_Q8
-  if (rows.format == Q8) read_some<Q8, DIM, 8>(rows, token, at, x);
+  if (slots.format == Q8) read_some<Q8, DIM, 8>(slots, token, at, x);
 #endif
 #ifdef HAS_Q4
-  if (rows.format == Q4) read_some<Q4, DIM, 8>(rows, token, at, x);
+  if (slots.format == Q4) read_some<Q4, DIM, 8>(slots, token, at, x);
 #endif
 }
 
 // Keys or values of a tile, by all threads of the threadgroup.
-#ifdef TAIL
+#ifdef HAS_NEW_TOKENS
 template <uint DIM, typename Strides>
-void load_tile(Tile tile, Rows rows, DEVICE const T* tail, Strides strides,
+void load_tile(Tile tile, Slots slots, DEVICE const T* step, Strides strides,
                const THREAD Place& place, SHARED T* to) {
 #else
 template <uint DIM>
-void load_tile(Tile tile, Rows rows, const THREAD Place& place, SHARED T* to) {
+void load_tile(Tile tile, Slots slots, const THREAD Place& place, SHARED T* to) {
 #endif
   threads_meet();
   for (uint i = place.index; i < TILE_TOKENS * (DIM / 8); i += PREFILL_THREADS) {
     uint token = i / (DIM / 8), at = i % (DIM / 8) * 8, position = tile.position + token;
     float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     bool is_there = position >= tile.begin && position < tile.end;
-    if (is_there && !tile.in_tail) read_any<DIM>(rows, tile.first + token, at, x);
-#ifdef TAIL
-    if (is_there && tile.in_tail) {
+    if (is_there && !tile.is_new) read_any<DIM>(slots, tile.first + token, at, x);
+#ifdef HAS_NEW_TOKENS
+    if (is_there && tile.is_new) {
       ulong first = place.z * ulong(strides[0]) + place.y * ulong(strides[1]) +
                     (tile.first + token) * ulong(strides[2]);
-      for (uint k = 0; k < 8; k++) x[k] = float(tail[first + (at + k) * ulong(strides[3])]);
+      for (uint k = 0; k < 8; k++) x[k] = float(step[first + (at + k) * ulong(strides[3])]);
     }
 #endif
     for (uint k = 0; k < 8; k++) to[token * STRIDE + at + k] = T(x[k]);

@@ -1,9 +1,9 @@
 // Several numbers of a token's row at once, as attention reads them.
 
-// Numbers behind a row in threadgroup memory, so that rows begin in different banks.
+// Numbers behind a token's in threadgroup memory, so that tokens begin in different banks.
 CONSTANT uint PAD = 8;
 
-// Of a tile that prefill turns into the model's dtype: its tokens, and numbers of a token's row.
+// Of a tile that prefill turns into the model's dtype: its tokens, and numbers of a token.
 CONSTANT uint TILE_TOKENS = K_DIM > 128 || V_DIM > 128 ? 16 : 32;
 CONSTANT uint STRIDE = (K_DIM > V_DIM ? K_DIM : V_DIM) + PAD;
 
@@ -21,21 +21,21 @@ void load(DEVICE const ushort* from, THREAD uint* words) {
   }
 }
 
-// COUNT numbers of a token's row, 2, 4 or 8, from a multiple of COUNT on.
+// COUNT numbers of a slot, 2, 4 or 8, from a multiple of COUNT on.
 template <uint FORMAT, uint DIM, uint COUNT>
-void read_some(Rows rows, uint token, uint at, THREAD float* x) {
-  DEVICE const ushort* row = rows.numbers + token * row_words(FORMAT, DIM);
+void read_some(Slots slots, uint token, uint at, THREAD float* x) {
+  DEVICE const ushort* slot = slots.numbers + token * slot_words(FORMAT, DIM);
   uint words[4];
 #ifdef HAS_FLOATS
   if (FORMAT == FLOATS) {
-    load<COUNT * 2>(row + at, words);
+    load<COUNT * 2>(slot + at, words);
     for (uint i = 0; i < COUNT; i++) x[i] = number_of(ushort(words[i / 2] >> i % 2 * 16));
     return;
   }
 #endif
 #ifdef HAS_CODES
-  float scale = float_of_half(rows.scales[token * (DIM / GROUP) + at / GROUP]);
-  load<COUNT>(row + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
+  float scale = float_of_half(slots.scales[token * (DIM / GROUP) + at / GROUP]);
+  load<COUNT>(slot + (FORMAT == Q8 ? at / 2 : at / GROUP * 8 + at % 16 / 2), words);
   for (uint i = 0; i < COUNT; i++) {
     uint byte = words[i / 4] >> i % 4 * 8;
     int code = FORMAT == Q8 ? int(byte << 24) >> 24 : int(byte >> (at & 16) / 4 & 15) - 8;

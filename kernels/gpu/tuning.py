@@ -9,8 +9,8 @@ from math import ceil
 
 LANES = 32
 
-# Simdgroups of a threadgroup that writes, copies or gathers rows, one each.
-ROW_SIMDGROUPS = 4
+# Simdgroups of a threadgroup that writes, copies or gathers slots, one each.
+SLOT_SIMDGROUPS = 4
 
 # Query heads of a simdgroup, which read keys and values once for all. Each head costs a lane
 # v_dim / 32 floats of sums: 8 heads of 128 take 32 registers. With 16 sums of products, 8 numbers

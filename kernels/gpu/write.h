@@ -1,9 +1,9 @@
-// Writes a step's keys and values to pages. A simdgroup takes one row: a token's keys, or values, of
+// Writes a step's keys and values to pages. A simdgroup takes one slot: a token's keys, or values, of
 // one head.
 
-CONSTANT uint ROW_SIMDGROUPS = 4;
+CONSTANT uint SLOT_SIMDGROUPS = 4;
 
-// Numbers of a step's row, which may lie anywhere: [batch, heads, steps, dim] with strides.
+// Numbers of a token of a step, which may lie anywhere: [batch, heads, steps, dim] with strides.
 template <uint DIM, typename Strides>
 void read_step(DEVICE const T* step, Strides strides, uint row, uint head, uint token,
                       uint lane, THREAD float* x) {
@@ -19,12 +19,12 @@ void write_step(DEVICE const T* step, Strides strides, const THREAD Pages& pages
                        const THREAD Place& place, bool values) {
   DEVICE const int* row = pages.row(place.z / 2);
   Own own = own_tokens(row, pages.parameter(STEPS));
-  uint token = place.x * ROW_SIMDGROUPS + place.simdgroup;
+  uint token = place.x * SLOT_SIMDGROUPS + place.simdgroup;
   if (token < own.begin || token >= own.end) return;
   uint position = own.position + token - own.begin;
   uint entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
   float x[numbers_of_lane(DIM)];
   read_step<DIM>(step, strides, place.z / 2, place.y, token, place.lane, x);
-  Rows rows = pages.rows(entry, place.y, DIM, values);
-  encode_row<DIM>(rows, position % PAGE_SIZE, rows.rotated, true, place.lane, x);
+  Slots slots = pages.slots(entry, place.y, DIM, values);
+  encode_slot<DIM>(slots, position % PAGE_SIZE, slots.rotated, true, place.lane, x);
 }

@@ -17,7 +17,7 @@
   //     a ninth of the peak. In q4 they are 7 a byte, and about 5 instructions a byte more unpack
   //     codes: close to the peak, so q4 is expected 2.5 to 3 times as fast as 16 bits, not 3.6.
   //   Tiles: 32 tokens, so that softmax has one for each lane, and one maximum of the simdgroup for 32
-  //     tokens. Keys are read 32 bytes side by side by two lanes, a sector of the cache; values a row,
+  //     tokens. Keys are read 32 bytes side by side by two lanes, a sector of the cache; values a slot,
   //     256 bytes, by the simdgroup.
   // As vectors, so that they lie at multiples of 16 bytes.
   threadgroup float4 queries_here[paged_kv::BLOCKS * paged_kv::ROWS * paged_kv::STAGED / 4];

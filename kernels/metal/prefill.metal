@@ -14,8 +14,8 @@
   threadgroup float4 queries_here[paged_kv::BLOCK_ROWS * (paged_kv::K_DIM + paged_kv::PAD) / 8];
   threadgroup float4 tile_numbers[paged_kv::TILE_TOKENS * paged_kv::STRIDE / 8];
   paged_kv::prefill(queries, queries_strides,
-#ifdef TAIL
-                    tail_keys, tail_keys_strides, tail_values, tail_values_strides,
+#ifdef HAS_NEW_TOKENS
+                    new_keys, new_keys_strides, new_values, new_values_strides,
 #endif
 #ifdef SINKS
                     sinks, sinks_strides,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-Tail = tuple[mx.array, mx.array]
+NewTokens = tuple[mx.array, mx.array]
 """Unwritten keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim]: the last tokens of each
 sequence, counted in its length, that no page holds yet."""
 

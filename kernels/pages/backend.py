@@ -9,7 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
@@ -47,7 +47,7 @@ class Backend(Protocol):
         ...
 
     def write(
-        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
         """Write the valid tokens of a step, keys [B, k_heads, S, k_dim] and values [B, v_heads, S,
         v_dim], as the last tokens of each sequence."""
@@ -66,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def gather(
-        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
         """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim]. T is the longest context
         with its right padding. Sequences are aligned to end at T, and padding is zeros. Lazy."""
@@ -81,13 +81,13 @@ class Backend(Protocol):
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
-        tail: Tail | None,
+        new_tokens: NewTokens | None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
@@ -100,9 +100,9 @@ class Backend(Protocol):
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: Tail,
+        step: NewTokens,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,

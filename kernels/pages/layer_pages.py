@@ -2,7 +2,7 @@
 
 A write alone would wait for keys and values, or take a kernel launch of its own. So the attention
 call of a step usually writes the step too. Any other call writes the deferred step first, except a
-`gather` of the same batch from unquantised pages: it gets the step as `tail`.
+`gather` of the same batch from unquantised pages: it gets the step as `new_tokens`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -27,8 +27,8 @@ MAX_SLAB_BYTES = 1 << 31
 class _DeferredWrite(NamedTuple):
     """The unwritten keys and values of a step, and the batch that they belong to."""
 
-    step: Tail
-    rows: AttentionMetadata
+    step: NewTokens
+    metadata: AttentionMetadata
 
 
 class LayerPages(LayerMemory):
@@ -77,8 +77,8 @@ class LayerPages(LayerMemory):
         self._backend.settle(self)
         return self.view(entry)
 
-    def defer(self, keys: mx.array, values: mx.array, rows: AttentionMetadata) -> None:
-        """Write a step later: with the attention call of the same `rows`, or before any other call.
+    def defer(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
+        """Write a step later: with the attention call of the same `metadata`, or before any other.
 
         It is written at once if the backend does not write in place (a pending read would make a
         later write copy the slab), and if several threads use the pages (no thread can compute
@@ -93,10 +93,10 @@ class LayerPages(LayerMemory):
             self._is_shared |= self._thread is not None
             self._thread = get_ident()
         if self._is_shared or not self._backend.writes_in_place:
-            self.write(keys, values, rows)
+            self.write(keys, values, metadata)
             return
-        deferred = _DeferredWrite((keys, values), rows)
-        # Not later: until then, reads of the same batch get the step as their tail.
+        deferred = _DeferredWrite((keys, values), metadata)
+        # Not later: until then, reads of the same batch get the step as `new_tokens`.
         if self.lazy_reads.noted:
             self._compute_lazy_reads(deferred)
         self._backend.begin(keys, values)
@@ -112,15 +112,15 @@ class LayerPages(LayerMemory):
         if deferred is not None:
             if self._thread != get_ident():
                 require_computed(*deferred.step)
-            self._backend.write(self, *deferred.step, deferred.rows)
+            self._backend.write(self, *deferred.step, deferred.metadata)
             self._deferred = None
 
-    def write(self, keys: mx.array, values: mx.array, rows: AttentionMetadata) -> None:
+    def write(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
         """See `Backend.write`."""
         self.settle()
         if self.lazy_reads.noted:
-            self._compute_lazy_reads(_DeferredWrite((keys, values), rows))
-        self._backend.write(self, keys, values, rows)
+            self._compute_lazy_reads(_DeferredWrite((keys, values), metadata))
+        self._backend.write(self, keys, values, metadata)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""
@@ -138,46 +138,46 @@ class LayerPages(LayerMemory):
         self._backend.convert(self, copies)
 
     def gather(
-        self, rows: AttentionMetadata, tail: Tail | None = None
+        self, metadata: AttentionMetadata, new_tokens: NewTokens | None = None
     ) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""
         deferred = self._deferred
-        if deferred is not None and deferred.rows is rows and self._holds_floats:
-            tail = deferred.step
+        if deferred is not None and deferred.metadata is metadata and self._holds_floats:
+            new_tokens = deferred.step
         else:
             self.settle()
-        return self._backend.gather(self, rows, tail)
+        return self._backend.gather(self, metadata, new_tokens)
 
     def attend(
         self,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool = True,
         window: int | None = None,
         sinks: mx.array | None = None,
-        tail: Tail | None = None,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         """See `Backend.attend`, or `Backend.write_and_attend` if the step is deferred."""
         deferred = self._deferred
-        if deferred is None or deferred.rows is not rows:
+        if deferred is None or deferred.metadata is not metadata:
             self.settle()
             return self._backend.attend(
                 self,
                 queries,
-                rows,
+                metadata,
                 scale=scale,
                 causal=causal,
                 window=window,
                 sinks=sinks,
-                tail=tail,
+                new_tokens=new_tokens,
             )
         output = self._backend.write_and_attend(
             self,
             deferred.step,
             queries,
-            rows,
+            metadata,
             scale=scale,
             causal=causal,
             window=window,
@@ -200,7 +200,9 @@ class LayerPages(LayerMemory):
 
     def _compute_lazy_reads(self, deferred: _DeferredWrite) -> None:
         count, in_place = deferred.step[0].shape[2], self._backend.writes_in_place
-        self.lazy_reads.compute(lambda: deferred.rows.last_entries(count) if in_place else set())
+        self.lazy_reads.compute(
+            lambda: deferred.metadata.last_entries(count) if in_place else set()
+        )
 
     def _settle_before_unmapping(self, slab: int) -> None:
         """Write a deferred step that goes to this slab, which holds no used block any more. If
@@ -208,7 +210,7 @@ class LayerPages(LayerMemory):
         deferred = self._deferred
         if deferred is None:
             return
-        entries = deferred.rows.last_entries(deferred.step[0].shape[2])
+        entries = deferred.metadata.last_entries(deferred.step[0].shape[2])
         if slab in {entry // self.slab_stride for entry in entries}:
             try:
                 self.settle()

@@ -23,7 +23,7 @@ class _Read(NamedTuple):
     """Arrays that a thread gathered: held by its caller, or possibly by a graph."""
 
     thread: Thread
-    rows: AttentionMetadata
+    metadata: AttentionMetadata
     held: tuple["weakref.ref[mx.array]", ...] = ()
     in_graph: tuple[mx.array, ...] = ()
 
@@ -42,16 +42,18 @@ class LazyReads:
     def __init__(self) -> None:
         self.noted: list[_Read] = []
 
-    def watch(self, arrays: Iterable[mx.array], rows: AttentionMetadata) -> None:
-        """Note arrays gathered for `rows` that the caller holds."""
-        self.noted.append(_Read(current_thread(), rows, held=tuple(map(weakref.ref, arrays))))
+    def watch(self, arrays: Iterable[mx.array], metadata: AttentionMetadata) -> None:
+        """Note arrays gathered for `metadata` that the caller holds."""
+        self.noted.append(_Read(current_thread(), metadata, held=tuple(map(weakref.ref, arrays))))
 
-    def leave(self, arrays: tuple[mx.array, ...], rows: AttentionMetadata, thread: Thread) -> None:
-        """Note arrays gathered for `rows` by `thread` that only a graph may still hold.
+    def leave(
+        self, arrays: tuple[mx.array, ...], metadata: AttentionMetadata, thread: Thread
+    ) -> None:
+        """Note arrays gathered for `metadata` by `thread` that only a graph may still hold.
 
         The garbage collector may call this at any time, so it only appends.
         """
-        self.noted.append(_Read(thread, rows, in_graph=arrays))
+        self.noted.append(_Read(thread, metadata, in_graph=arrays))
 
     def waiting(self) -> list[mx.array]:
         """This thread's arrays that may not be computed yet."""
@@ -82,7 +84,7 @@ class LazyReads:
             self.noted[:0] = others
             entries = changing()
             for read in others:
-                if any(not entries.isdisjoint(table) for table in read.rows.block_tables):
+                if any(not entries.isdisjoint(table) for table in read.metadata.block_tables):
                     require_computed(*read.waiting())
 
 

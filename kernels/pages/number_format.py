@@ -1,7 +1,7 @@
 """Number formats: how a page holds the numbers of a token's keys or values.
 
-A number format turns a row of numbers into rows of 16-bit words, one for each plane that it
-needs, and back. Rows know nothing of each other, so a page fills token by token.
+A number format turns the numbers of a token in one head into 16-bit words, some for each plane
+that it needs, and back. It encodes each token alone, so a page fills token by token.
 """
 
 from collections.abc import Sequence
@@ -58,31 +58,31 @@ class NumberFormat(Protocol):
 
     @property
     def is_rotated(self) -> bool:
-        """Whether rows are stored in the basis of `rotation`."""
+        """Whether numbers are stored in the basis of `rotation`."""
         ...
 
     def encoding(self, dtype: mx.Dtype) -> Encoding:
-        """How numbers of the model's `dtype` lie in a row.
+        """How numbers of the model's `dtype` lie in a slot.
 
         Raises:
             ValueError: the format cannot hold them.
         """
         ...
 
-    def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
-        """Words of a token's row of `dim` numbers of the model's `dtype`, in each plane.
+    def slot_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+        """Words of a slot in each plane, for `dim` numbers of the model's `dtype`.
 
         Raises:
-            ValueError: the format cannot hold such rows.
+            ValueError: the format cannot hold such numbers.
         """
         ...
 
     def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
-        """Rows of each plane, uint16 [..., row_words], of numbers [..., dim]."""
+        """Words of each plane, uint16 [..., slot_words], of numbers [..., dim]."""
         ...
 
-    def decode(self, rows: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        """Numbers [..., dim] of the rows of each plane, in the model's dtype."""
+    def decode(self, encoded: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """Numbers [..., dim] of the words of each plane, in the model's dtype."""
         ...
 
 
@@ -97,21 +97,22 @@ class SixteenBit:
         _require_floats(self.name, dtype)
         return FLOATS[dtype]
 
-    def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+    def slot_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
         return (dim * self.encoding(dtype).bits // 16,)
 
     def encode(self, numbers: mx.array) -> tuple[mx.array, ...]:
         return (numbers.view(WORD),)
 
-    def decode(self, rows: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        return rows[0].view(dtype)
+    def decode(self, encoded: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        return encoded[0].view(dtype)
 
 
 @dataclass(frozen=True)
 class Quantised:
     """Codes of 4 or 8 bits, 32 of which share one float16 scale: q4_0 and q8_0 of llama.cpp.
 
-    A number is code * scale. Rotated rows are in the basis of `rotation`. All steps are in float32.
+    A number is code * scale. Rotated numbers are in the basis of `rotation`. All steps are in
+    float32.
 
     8 bits: the scale is the largest magnitude over 127. A code is floor(number * (1 / scale) +
     0.5), clipped to -127 and 127.
@@ -143,7 +144,7 @@ class Quantised:
         _require_floats(self.name, dtype)
         return CODES[self.bits]
 
-    def row_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
+    def slot_words(self, dim: int, dtype: mx.Dtype) -> tuple[int, ...]:
         bits = self.encoding(dtype).bits
         if dim % GROUP:
             raise ValueError(
@@ -161,8 +162,8 @@ class Quantised:
         scales = mx.clip(scales, -MOST, MOST).astype(mx.float16)
         return mx.flatten(codes, -2).view(WORD), scales.view(WORD)
 
-    def decode(self, rows: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        codes, scales = rows
+    def decode(self, encoded: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        codes, scales = encoded
         if not codes.shape[-1]:
             return codes.view(dtype)
         codes = _unpacked(codes) if self.bits == 4 else codes.view(mx.int8)

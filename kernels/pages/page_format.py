@@ -1,9 +1,9 @@
 """Page formats: the layout of a page in bytes.
 
 A page holds 256 tokens of one layer as planes, one behind the other. A plane is an array
-[heads, 256, row_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
-token's row in one head is `row_words` words. Keys have one plane or more, by their number format,
-then values have theirs. Whoever moves rows or pages needs to know no more than that.
+[heads, 256, slot_words] of 16-bit words, contiguous, so a head's tokens lie side by side and a
+slot of one head is `slot_words` words. Keys have one plane or more, by their number format,
+then values have theirs. Code that moves slots or pages needs to know no more than that.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ PAGE_SIZE = 256
 
 @dataclass(frozen=True)
 class Plane:
-    """One [heads, 256, row_words] part of a page."""
+    """One [heads, 256, slot_words] part of a page."""
 
     heads: int
-    row_words: int
+    slot_words: int
 
     @property
     def words(self) -> int:
-        return self.heads * PAGE_SIZE * self.row_words
+        return self.heads * PAGE_SIZE * self.slot_words
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class PageFormat:
         Raises:
             ValueError: the format cannot hold this geometry.
         """
-        k_words = self.keys.row_words(geometry.k_dim, geometry.k_dtype)
-        v_words = self.values.row_words(geometry.v_dim, geometry.v_dtype)
+        k_words = self.keys.slot_words(geometry.k_dim, geometry.k_dtype)
+        v_words = self.values.slot_words(geometry.v_dim, geometry.v_dtype)
         keys = [Plane(geometry.k_heads, words) for words in k_words]
         values = [Plane(geometry.v_heads, words) for words in v_words]
         return (*keys, *values)
 
     def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """Rows for each plane, uint16 [batch, heads, tokens, row_words], of keys and values
+        """Words of each plane, uint16 [batch, heads, tokens, slot_words], of keys and values
         [batch, heads, tokens, dim]."""
         return self.keys.encode(keys) + self.values.encode(values)
 
     def decode(
-        self, geometry: LayerGeometry, rows: Sequence[mx.array]
+        self, geometry: LayerGeometry, encoded: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values [..., heads, tokens, dim] of the rows of each plane."""
-        first = len(self.keys.row_words(geometry.k_dim, geometry.k_dtype))
-        keys = self.keys.decode(rows[:first], geometry.k_dtype)
-        return keys, self.values.decode(rows[first:], geometry.v_dtype)
+        """Keys and values [..., heads, tokens, dim] of the words of each plane."""
+        first = len(self.keys.slot_words(geometry.k_dim, geometry.k_dtype))
+        keys = self.keys.decode(encoded[:first], geometry.k_dtype)
+        return keys, self.values.decode(encoded[first:], geometry.v_dtype)
 
 
 FormatName = str | tuple[str, str]
@@ -97,10 +97,10 @@ FP16 = page_format_named("fp16")
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where the planes of one layer's pages of one format lie, in units that divide every row.
+    """Where the planes of one layer's pages of one format lie, in units that divide every slot.
 
-    A slab is an array [pages * page_units, unit_words], so that a row of any plane is a whole
-    number of the slab's rows and can be written by index.
+    A slab is an array [pages * page_units, unit_words], so that a slot of any plane is a whole
+    number of its lines and can be written by index.
 
     Raises:
         ValueError: the format cannot hold this geometry.
@@ -119,7 +119,7 @@ class PageLayout:
 
     @cached_property
     def unit_words(self) -> int:
-        return gcd(*(plane.row_words for plane in self.planes))
+        return gcd(*(plane.slot_words for plane in self.planes))
 
     @cached_property
     def page_words(self) -> int:
@@ -139,20 +139,20 @@ class PageLayout:
         ends = list(accumulate(plane.words for plane in self.planes))
         return (0, *ends[:-1])
 
-    def page(self, rows: Sequence[mx.array]) -> mx.array:
-        """A whole page, uint16 [page_units, unit_words], of the rows of each plane
-        [1, heads, 256, row_words]."""
-        whole = mx.concatenate([plane.reshape(-1) for plane in rows])
+    def page(self, encoded: Sequence[mx.array]) -> mx.array:
+        """A whole page, uint16 [page_units, unit_words], of the words of each plane
+        [1, heads, 256, slot_words]."""
+        whole = mx.concatenate([plane.reshape(-1) for plane in encoded])
         return whole.reshape(-1, self.unit_words)
 
     def numbers(self, page: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values [1, heads, 256, dim] of a whole page, uint16 [page_units, unit_words]."""
         words = page.reshape(-1)
-        rows = [
-            words[first : first + plane.words].reshape(1, plane.heads, PAGE_SIZE, plane.row_words)
+        encoded = [
+            words[first : first + plane.words].reshape(1, plane.heads, PAGE_SIZE, plane.slot_words)
             for first, plane in zip(self.offsets, self.planes, strict=True)
         ]
-        return self.page_format.decode(self.geometry, rows)
+        return self.page_format.decode(self.geometry, encoded)
 
     def recoded(self, page: mx.array, other: "PageLayout") -> mx.array:
         """A whole page of this layout in another format."""

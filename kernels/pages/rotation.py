@@ -1,4 +1,4 @@
-"""Rotates the head dimension, which spreads outliers over all numbers of a row.
+"""Rotates the head dimension, which spreads outliers over all numbers of a token.
 
 A few channels of keys are often far larger than the others. One scale for 32 numbers then leaves
 few codes for the others: signal to noise falls from 21 dB to 15. With rotation it is 23 dB.
@@ -17,7 +17,7 @@ def block_size(dim: int) -> int:
     return dim & -dim
 
 
-def rotate(rows: mx.array) -> mx.array:
-    """Rotate rows [..., dim], or rotate them back."""
-    blocks = mx.unflatten(rows, -1, (-1, block_size(rows.shape[-1])))
+def rotate(vectors: mx.array) -> mx.array:
+    """Rotate vectors [..., dim], or rotate them back."""
+    blocks = mx.unflatten(vectors, -1, (-1, block_size(vectors.shape[-1])))
     return mx.flatten(mx.hadamard_transform(blocks), -2)

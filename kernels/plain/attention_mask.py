@@ -17,12 +17,12 @@ def causal_window_mask(
 
 
 def batch_mask(
-    rows: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
+    metadata: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
 ) -> mx.array:
     """Boolean [B, 1, queries, T] for keys laid out as by `Backend.gather`: `causal_window_mask`
     with the sink tokens of each sequence, and without the padding before its first token."""
-    length = max(rows.ends)
-    starts = mx.array([length - end for end in rows.ends])[:, None, None, None]
+    length = max(metadata.ends)
+    starts = mx.array([length - end for end in metadata.ends])[:, None, None, None]
     keys = mx.arange(length)
     mask = causal_window_mask(length, queries, window)
     if sink_tokens:

@@ -47,12 +47,12 @@ class TokenPlaces:
     alignment: Alignment | None
 
 
-def token_places(rows: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
+def token_places(metadata: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
     """Where the batch's tokens are; None if it has none, or has sink tokens. Made once for all
     layers that read the same batch."""
-    if "token_places" not in rows.memo:
-        rows.memo["token_places"] = _new_token_places(rows, slab_stride)
-    places: TokenPlaces | None = rows.memo["token_places"]
+    if "token_places" not in metadata.memo:
+        metadata.memo["token_places"] = _new_token_places(metadata, slab_stride)
+    places: TokenPlaces | None = metadata.memo["token_places"]
     return places
 
 
@@ -70,24 +70,24 @@ def gather_alike(pages: LayerMemory, places: TokenPlaces) -> tuple[mx.array, mx.
         parts = [_pages_of(pages.slabs[slab], number)[ids] for slab, ids in places.page_ids.items()]
         chosen = parts[0] if places.order is None else mx.concatenate(parts)[places.order]
         batch, count = chosen.shape[:2]
-        shape = (batch, plane.heads, count * PAGE_SIZE, plane.row_words)
+        shape = (batch, plane.heads, count * PAGE_SIZE, plane.slot_words)
         planes.append(chosen.swapaxes(1, 2).reshape(shape))
     keys, values = layout.page_format.decode(pages.geometry, planes)
     return _aligned(keys, places), _aligned(values, places)
 
 
-def _new_token_places(rows: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
-    if rows.head_tokens or not any(rows.block_tables):
+def _new_token_places(metadata: AttentionMetadata, slab_stride: int) -> TokenPlaces | None:
+    if metadata.head_tokens or not any(metadata.block_tables):
         return None
-    length = max(rows.ends)
-    firsts = np.array(rows.first_tokens or [0] * len(rows.ends), np.int32)
-    begins = length - np.array(rows.ends, np.int32)
-    ends = length - np.array(rows.right_padding, np.int32)
+    length = max(metadata.ends)
+    firsts = np.array(metadata.first_tokens or [0] * len(metadata.ends), np.int32)
+    begins = length - np.array(metadata.ends, np.int32)
+    ends = length - np.array(metadata.right_padding, np.int32)
     alignment = None
     if np.ptp(firsts) or begins.any() or (ends < length).any():
         four = [mx.array(each[:, None, None, None]) for each in (firsts - begins, begins, ends)]
         alignment = Alignment(*four)
-    page_ids, order = _by_slab(rows.block_table_array, slab_stride)
+    page_ids, order = _by_slab(metadata.block_table_array, slab_stride)
     return TokenPlaces(page_ids, order, length, int(firsts[0]), alignment)
 
 
@@ -106,9 +106,9 @@ def _by_slab(
 
 
 def _pages_of(slab: Slab, plane: int) -> mx.array:
-    """Words [pages, heads, 256 * row_words] of one plane of a slab."""
+    """Words [pages, heads, 256 * slot_words] of one plane of a slab."""
     layout = slab.layout
-    plane_words = layout.planes[plane].row_words * PAGE_SIZE
+    plane_words = layout.planes[plane].slot_words * PAGE_SIZE
     return mx.as_strided(
         slab.memory,
         (slab.memory.shape[0] // layout.page_units, layout.planes[plane].heads, plane_words),

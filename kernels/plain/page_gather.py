@@ -10,47 +10,52 @@ from itertools import groupby
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout
 from paged_kv.kernels.plain.batch_gather import are_alike, gather_alike, token_places
 
 
 def gather(
-    pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
+    pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
 ) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
-    is_batch = len(rows.context_lens) > 1
-    if is_batch and tail is not None and tail[0].shape[2] == 1 and rows.ends_in_own:
-        return _joined([gather(pages, rows.but_latest, None), tail])
-    if is_batch and tail is None:
-        places = token_places(rows, pages.slab_stride)
+    is_batch = len(metadata.context_lens) > 1
+    if is_batch and new_tokens is not None and new_tokens[0].shape[2] == 1 and metadata.ends_in_own:
+        return _joined([gather(pages, metadata.but_latest, None), new_tokens])
+    if is_batch and new_tokens is None:
+        places = token_places(metadata, pages.slab_stride)
         if places is not None and are_alike(pages, places):
             return gather_alike(pages, places)
-    length = max(rows.ends)
+    length = max(metadata.ends)
     per_row = [
-        read_row(pages, rows, row, tail, own_memory=True) for row in range(len(rows.context_lens))
+        read_row(pages, metadata, row, new_tokens, own_memory=True)
+        for row in range(len(metadata.context_lens))
     ]
     keys, values = zip(*per_row, strict=True)
-    return _stack(length, keys, rows.right_padding), _stack(length, values, rows.right_padding)
+    return _stack(length, keys, metadata.right_padding), _stack(
+        length, values, metadata.right_padding
+    )
 
 
 def read_row(
     pages: LayerMemory,
-    rows: AttentionMetadata,
+    metadata: AttentionMetadata,
     row: int,
-    tail: Tail | None,
+    new_tokens: NewTokens | None,
     *,
     own_memory: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [1, heads, tokens, dim] of a sequence's valid tokens. They may be views of
     its pages unless `own_memory` is set."""
-    tokens = _tokens_of(rows, row, tail[0].shape[2] if tail else 0, pages.slab_stride)
-    own_memory = own_memory and len(tokens.in_pages) == 1 and not tail
+    tokens = _tokens_of(
+        metadata, row, new_tokens[0].shape[2] if new_tokens else 0, pages.slab_stride
+    )
+    own_memory = own_memory and len(tokens.in_pages) == 1 and not new_tokens
     parts = [_read_pages(pages, each, own_memory=own_memory) for each in tokens.in_pages]
-    if tail:
-        first, end = tokens.in_tail.start, tokens.in_tail.stop
-        keys, values = (part[row : row + 1, :, first:end] for part in tail)
+    if new_tokens:
+        first, end = tokens.in_step.start, tokens.in_step.stop
+        keys, values = (part[row : row + 1, :, first:end] for part in new_tokens)
         parts.append((keys, values))
     return _joined(parts) if parts else _no_tokens(pages)
 
@@ -73,30 +78,30 @@ class _RowTokens:
     """Where a sequence's valid tokens are: in pages, followed by unwritten keys and values."""
 
     in_pages: list[_InPages]
-    in_tail: range
+    in_step: range
 
 
-def _tokens_of(rows: AttentionMetadata, row: int, tail_tokens: int, slab_stride: int) -> _RowTokens:
+def _tokens_of(metadata: AttentionMetadata, row: int, num_new: int, slab_stride: int) -> _RowTokens:
     """Made once for all layers that read the same batch."""
-    memo: dict[tuple[int, int], _RowTokens] = rows.memo.setdefault("row_tokens", {})
-    if (row, tail_tokens) not in memo:
-        memo[row, tail_tokens] = _new_tokens_of(rows, row, tail_tokens, slab_stride)
-    return memo[row, tail_tokens]
+    memo: dict[tuple[int, int], _RowTokens] = metadata.memo.setdefault("row_tokens", {})
+    if (row, num_new) not in memo:
+        memo[row, num_new] = _find_tokens(metadata, row, num_new, slab_stride)
+    return memo[row, num_new]
 
 
-def _new_tokens_of(
-    rows: AttentionMetadata, row: int, tail_tokens: int, slab_stride: int
+def _find_tokens(
+    metadata: AttentionMetadata, row: int, num_new: int, slab_stride: int
 ) -> _RowTokens:
-    in_tail = rows.valid_tokens(tail_tokens)[row]
-    head, others = rows.valid_ranges(row)
+    in_step = metadata.valid_tokens(num_new)[row]
+    head, others = metadata.valid_ranges(row)
     in_pages = []
-    for tokens in (head, range(others.start, others.stop - len(in_tail))):
+    for tokens in (head, range(others.start, others.stop - len(in_step))):
         if tokens:
             base, last = tokens.start // PAGE_SIZE, -(-tokens.stop // PAGE_SIZE)
-            runs = list(_page_runs(rows.block_tables[row][base:last], slab_stride))
+            runs = list(_page_runs(metadata.block_tables[row][base:last], slab_stride))
             first = tokens.start - base * PAGE_SIZE
             in_pages.append(_InPages(runs, first, first + len(tokens)))
-    return _RowTokens(in_pages, in_tail)
+    return _RowTokens(in_pages, in_step)
 
 
 def _page_runs(table: tuple[int, ...], slab_stride: int) -> Iterator[Run]:
@@ -138,10 +143,10 @@ def _decoded(
 
 
 def _plane(slab: Slab, plane: int, page: int, count: int) -> mx.array:
-    """Words [1, heads, tokens, row_words] of one plane of adjacent pages: a view for one page, a
+    """Words [1, heads, tokens, slot_words] of one plane of adjacent pages: a view for one page, a
     copy for more."""
     layout = slab.layout
-    heads, words = layout.planes[plane].heads, layout.planes[plane].row_words
+    heads, words = layout.planes[plane].heads, layout.planes[plane].slot_words
     head_words = PAGE_SIZE * words
     view = mx.as_strided(
         slab.memory,

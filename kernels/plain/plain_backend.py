@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
@@ -42,17 +42,17 @@ class PlainBackend:
         """Does nothing: a write waits until the stream is idle in any case."""
 
     def write(
-        self, pages: LayerMemory, keys: mx.array, values: mx.array, rows: AttentionMetadata
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
         mx.synchronize()
-        step = rows.valid_tokens(keys.shape[2])
-        slabs, page_ids, slots = _places(rows, step, pages.slab_stride)
+        step = metadata.valid_tokens(keys.shape[2])
+        slabs, page_ids, slots = _places(metadata, step, pages.slab_stride)
         tokens = _step_indices(step, keys.shape[2])
         written = [pages.slabs[int(slab)] for slab in np.unique(slabs)]
         for slab, number in zip(written, np.unique(slabs), strict=True):
             mine = np.flatnonzero(slabs == number)
             chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
-            _write_rows(slab, keys, values, chosen, page_ids[mine], slots[mine])
+            _write_slots(slab, keys, values, chosen, page_ids[mine], slots[mine])
         mx.eval([slab.memory for slab in written])
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:
@@ -78,9 +78,9 @@ class PlainBackend:
         self.load(pages, contents)
 
     def gather(
-        self, pages: LayerMemory, rows: AttentionMetadata, tail: Tail | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
-        return gather(pages, rows, tail)
+        return gather(pages, metadata, new_tokens)
 
     def settle(self, pages: LayerMemory) -> None:
         """Does nothing: writes are computed at once."""
@@ -89,22 +89,22 @@ class PlainBackend:
         self,
         pages: LayerMemory,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
-        tail: Tail | None,
+        new_tokens: NewTokens | None,
     ) -> mx.array:
         _, heads, count, _ = queries.shape
         outputs = []
-        for row, own in enumerate(rows.valid_tokens(count)):
+        for row, own in enumerate(metadata.valid_tokens(count)):
             if not own:
                 nothing = (1, heads, count, pages.geometry.v_dim)
                 outputs.append(mx.zeros(nothing, dtype=queries.dtype))
                 continue
-            keys, values = read_row(pages, rows, row, tail)
+            keys, values = read_row(pages, metadata, row, new_tokens)
             output = mx.fast.scaled_dot_product_attention(
                 queries[row : row + 1, :, own.start : own.stop],
                 keys,
@@ -119,22 +119,29 @@ class PlainBackend:
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: Tail,
+        step: NewTokens,
         queries: mx.array,
-        rows: AttentionMetadata,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        self.write(pages, *step, rows)
+        self.write(pages, *step, metadata)
         return self.attend(
-            pages, queries, rows, scale=scale, causal=causal, window=window, sinks=sinks, tail=None
+            pages,
+            queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+            new_tokens=None,
         )
 
 
-def _write_rows(
+def _write_slots(
     slab: Slab,
     keys: mx.array,
     values: mx.array,
@@ -146,13 +153,13 @@ def _write_rows(
     means all."""
     layout = slab.layout
     encoded = layout.page_format.encode(keys, values)
-    for plane, offset, plane_rows in zip(layout.planes, layout.offsets, encoded, strict=True):
+    for plane, offset, words in zip(layout.planes, layout.offsets, encoded, strict=True):
         if not plane.words:
             continue
         first = page_ids * layout.page_units + offset // layout.unit_words
-        indices = _row_indices(first, slots, plane, layout.unit_words)
-        rows = mx.flatten(plane_rows.transpose(0, 2, 1, 3), 0, 1)
-        chosen = rows if tokens is None else rows[tokens]
+        indices = _slot_indices(first, slots, plane, layout.unit_words)
+        by_token = mx.flatten(words.transpose(0, 2, 1, 3), 0, 1)
+        chosen = by_token if tokens is None else by_token[tokens]
         slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
 
 
@@ -174,11 +181,13 @@ def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
 
 
 def _places(
-    rows: AttentionMetadata, step: list[range], slab_stride: int
+    metadata: AttentionMetadata, step: list[range], slab_stride: int
 ) -> tuple[Indices, Indices, Indices]:
     """Slab, page and slot of each valid token of a step, sequence by sequence."""
     entries, positions = [], []
-    for table, context_len, own in zip(rows.block_tables, rows.context_lens, step, strict=True):
+    for table, context_len, own in zip(
+        metadata.block_tables, metadata.context_lens, step, strict=True
+    ):
         at = np.arange(context_len - len(own), context_len)
         first = (context_len - len(own)) // PAGE_SIZE
         entries.append(np.array(table[first:], dtype=np.int64)[at // PAGE_SIZE - first])
@@ -192,9 +201,9 @@ def _step_indices(step: list[range], count: int) -> Indices:
     return np.concatenate([row * count + np.array(own, int) for row, own in enumerate(step)])
 
 
-def _row_indices(first: Indices, token_rows: Indices, plane: Plane, unit_words: int) -> Indices:
-    """Slab rows [tokens, heads, units] of tokens whose plane begins at slab row `first`."""
-    units = plane.row_words // unit_words
+def _slot_indices(first: Indices, slots: Indices, plane: Plane, unit_words: int) -> Indices:
+    """Lines of a slab, [tokens, heads, units], of slots whose plane begins at line `first`."""
+    units = plane.slot_words // unit_words
     heads = np.arange(plane.heads)[None, :, None] * PAGE_SIZE
-    in_plane = (heads + token_rows[:, None, None]) * units + np.arange(units)
+    in_plane = (heads + slots[:, None, None]) * units + np.arange(units)
     return first[:, None, None] + in_plane

@@ -97,9 +97,9 @@ def _draw_losses(history: History, axes: Any) -> None:
     stats = [sample.stats for sample in history.samples]
     mebibyte = 1 << 20
     for name, label, colour in (
-        ("bytes_tail", "tail of sequences", "#0072b2"),
-        ("bytes_out_of_window", "ring slack", "#009e73"),
-        ("bytes_stranded", "stranded, free", "#d55e00"),
+        ("bytes_last_block", "free in last blocks", "#0072b2"),
+        ("bytes_out_of_window", "out of window", "#009e73"),
+        ("bytes_fragmented", "fragmented, free", "#d55e00"),
         ("bytes_spare", "spare, free", "#999999"),
     ):
         sizes = [getattr(each, name) / mebibyte for each in stats]

@@ -58,15 +58,22 @@ def bytes_table(stats: PoolStats) -> Table:
 def blocks_table(stats: PoolStats) -> Table:
     """Blocks by group, format and state."""
     table = Table("\nblocks", box=None, pad_edge=False)
-    for name in ("used", "cached", "free", "tail rows", "ring rows", "slabs", "a block"):
+    for name in ("used", "cached", "free", "last block", "out of window", "slabs", "a block"):
         table.add_column(f"\n{name}", justify="right")
     for group in stats.groups:
         # A trace does not record the number of layers.
         layers = f"{group.layers} layer{'s' if group.layers > 1 else ''}" if group.layers else "all"
         name = layers if group.window is None else f"{layers}, window {group.window:,}"
         for each in group.formats:
-            free = each.spare + each.stranded
-            numbers = (each.used, each.cached, free, each.tail_rows, each.ring_rows, each.slabs)
+            free = each.spare + each.fragmented
+            numbers = (
+                each.used,
+                each.cached,
+                free,
+                each.last_block_slots,
+                each.out_of_window_slots,
+                each.slabs,
+            )
             cells = [f"{number:,}" for number in numbers]
             table.add_row(f"{name}, {each.page_format}", *cells, format_size(each.block_bytes))
     return table

@@ -79,12 +79,12 @@ COLUMNS = [
         "allocated", "kv_allocated_bytes", Unit.SLAB_BYTES,
     ),
     Column(
-        "bytes_tail", "slots after the last token of a sequence",
-        "+ tail", "kv_tail_bytes", Unit.SLAB_BYTES,
+        "bytes_last_block", "free slots after the last token of a sequence",
+        "+ last block", "kv_last_block_bytes", Unit.SLAB_BYTES,
     ),
     Column(
         "bytes_out_of_window", "slots that a window has left",
-        "+ out of window", "kv_ring_slack_bytes", Unit.SLAB_BYTES,
+        "+ out of window", "kv_out_of_window_bytes", Unit.SLAB_BYTES,
     ),
     Column(
         "bytes_active", "pages in use",
@@ -95,8 +95,8 @@ COLUMNS = [
         "+ retained", "kv_retained_bytes", Unit.SLAB_BYTES,
     ),
     Column(
-        "bytes_stranded", "free pages of slabs that hold something",
-        "+ stranded", "kv_stranded_bytes", Unit.SLAB_BYTES,
+        "bytes_fragmented", "free pages of slabs that hold something",
+        "+ fragmented", "kv_fragmented_bytes", Unit.SLAB_BYTES,
     ),
     Column(
         "bytes_spare", "slabs that hold nothing",

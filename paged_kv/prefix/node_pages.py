@@ -45,9 +45,9 @@ def node_page(group: LayerGroup, path: Sequence[Node], at: int, end: int) -> Nod
         return None if block is None else NodePage(block, slice(end, PAGE_SIZE), num_tokens)
     if end < PAGE_SIZE:
         return _last_of_ring(group, group.window, path, num_tokens)
-    for rows in node.rows_of(group.allocator):
-        if rows.out_of_window.block is not None and (rows.first, rows.last) == (0, PAGE_SIZE):
-            return NodePage(rows.out_of_window.block, slice(0), num_tokens)
+    for slots in node.slots_of(group.allocator):
+        if slots.out_of_window.block is not None and (slots.first, slots.last) == (0, PAGE_SIZE):
+            return NodePage(slots.out_of_window.block, slice(0), num_tokens)
     return None
 
 

@@ -28,7 +28,7 @@ def block_bytes(group: LayerGroup, block: int, unused: slice) -> dict[str, Words
     contents = {}
     for layer, view in views.items():
         content = np.array(view)
-        _clear_rows(content, group.pages[layer].layout_of(block), unused)
+        _clear_slots(content, group.pages[layer].layout_of(block), unused)
         contents[f"layer.{layer}"] = content
     return contents
 
@@ -56,11 +56,11 @@ def load_blocks(
         pages.load(dict(zip(table.blocks[first:], arrays, strict=True)))
 
 
-def _clear_rows(content: Words, layout: PageLayout, unused: slice) -> None:
+def _clear_slots(content: Words, layout: PageLayout, unused: slice) -> None:
     flat = content.reshape(-1)
     for plane, offset in zip(layout.planes, layout.offsets, strict=True):
-        rows = flat[offset : offset + plane.words]
-        rows.reshape(plane.heads, PAGE_SIZE, plane.row_words)[:, unused] = 0
+        slots = flat[offset : offset + plane.words]
+        slots.reshape(plane.heads, PAGE_SIZE, plane.slot_words)[:, unused] = 0
 
 
 def _require_pages(group: LayerGroup, page_format: str, content: Mapping[str, Words]) -> None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.prefix_index import Match
-from paged_kv.allocator.prefixes.prefix_node import WindowRows
+from paged_kv.allocator.prefixes.prefix_node import WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.locked import locked
 from paged_kv.prefix.lower_tier import LowerTier
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
-from paged_kv.prefix.window_prefixes import WindowPrefix, held_rows, window_prefix
+from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
 from paged_kv.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ class PrefixCache:
         blocks = [
             {allocator: table[page] for allocator, table in tables} for page in range(num_pages)
         ]
-        windows: list[dict[BlockAllocator, list[WindowRows]]] = [{} for _ in range(num_pages)]
+        windows: list[dict[BlockAllocator, list[WindowSlots]]] = [{} for _ in range(num_pages)]
         for group in self._window_groups():
-            for page, rows in held_rows(sequence, group, num_tokens):
-                windows[page].setdefault(group.allocator, []).append(rows)
+            for page, slots in held_slots(sequence, group, num_tokens):
+                windows[page].setdefault(group.allocator, []).append(slots)
         is_at_end = sequence.length == num_tokens > 0
         snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
@@ -207,11 +207,11 @@ class PrefixCache:
                 yield end, None
                 continue
             known = match.nodes[page].checkpoints
-            for rows in sorted(known, reverse=True):
-                snapshot = known[rows]
+            for in_page in sorted(known, reverse=True):
+                snapshot = known[in_page]
                 assert isinstance(snapshot, Snapshot)
-                if page * PAGE_SIZE + rows <= end and snapshot.states is not None:
-                    yield page * PAGE_SIZE + rows, snapshot
+                if page * PAGE_SIZE + in_page <= end and snapshot.states is not None:
+                    yield page * PAGE_SIZE + in_page, snapshot
 
     def _shared_groups(self) -> list[LayerGroup]:
         """The groups without a window: their sequences hold all their tokens."""

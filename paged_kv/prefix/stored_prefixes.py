@@ -179,8 +179,8 @@ class StoredPrefixes:
         full = {PAGE_SIZE} if len(node.tokens) == PAGE_SIZE else set()
         if self._prefixes.has_states:
             return full | {end for end, each in node.checkpoints.items() if _is_there(each)}
-        rows = [rows for allocator in node.windows for rows in node.rows_of(allocator)]
-        return full | {each.last for each in rows if each.is_end and not each.first}
+        slots = [slots for allocator in node.windows for slots in node.slots_of(allocator)]
+        return full | {each.last for each in slots if each.is_end and not each.first}
 
     def _name(self, root: Link, nodes: abc.Sequence[Node]) -> None:
         """Note the links of a path of nodes."""

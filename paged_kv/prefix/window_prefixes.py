@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
-from paged_kv.allocator.prefixes.prefix_node import Node, WindowRows
+from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 
@@ -32,9 +32,9 @@ class WindowPrefix:
     written: int
 
 
-def held_rows(
+def held_slots(
     sequence: Sequence, group: LayerGroup, num_tokens: int
-) -> Iterator[tuple[int, WindowRows]]:
+) -> Iterator[tuple[int, WindowSlots]]:
     """Page numbers and slots of a sequence's first `num_tokens` tokens that a group with a window
     still holds. This caches all pages of the ring as out-of-window blocks.
 
@@ -45,7 +45,7 @@ def held_rows(
     assert window is not None
     for page, out_of_window in sequence.out_of_window.get(group, {}).items():
         if (page + 1) * PAGE_SIZE <= num_tokens and out_of_window.block is not None:
-            yield page, WindowRows(out_of_window, 0, PAGE_SIZE, is_end=False)
+            yield page, WindowSlots(out_of_window, 0, PAGE_SIZE, is_end=False)
     ring, blocks = window.ring, sequence.blocks(group)
     first_held = window.first_held(sequence.written(group))
     for page in range(-(-num_tokens // PAGE_SIZE)):
@@ -55,7 +55,7 @@ def held_rows(
             out_of_window = sequence.pool.out_of_window.cache(
                 group.allocator, blocks[ring.entry(page)]
             )
-            yield page, WindowRows(out_of_window, first, last, is_end=True)
+            yield page, WindowSlots(out_of_window, first, last, is_end=True)
 
 
 def window_prefix(
@@ -64,32 +64,32 @@ def window_prefix(
     """The ring from which a sequence can resume after a prefix's first `num_tokens` tokens; None
     unless all of its pages are cached."""
     last = -(-num_tokens // PAGE_SIZE) - 1
-    rows = num_tokens - last * PAGE_SIZE
+    slots = num_tokens - last * PAGE_SIZE
     rings = (
-        _ring_with(tail, nodes, num_tokens, window, allocator)
-        for tail in nodes[last].rows_of(allocator)
-        if tail.last >= rows
+        _ring_with(newest, nodes, num_tokens, window, allocator)
+        for newest in nodes[last].slots_of(allocator)
+        if newest.last >= slots
     )
     return next((ring for ring in rings if ring is not None), None)
 
 
 def _ring_with(
-    tail: WindowRows,
+    newest: WindowSlots,
     nodes: abc.Sequence[Node],
     num_tokens: int,
     window: Window,
     allocator: BlockAllocator,
 ) -> WindowPrefix | None:
-    """The ring whose latest page is `tail`; None if another of its pages is missing."""
+    """The ring whose latest page is `newest`; None if another of its pages is missing."""
     ring, last = window.ring, -(-num_tokens // PAGE_SIZE) - 1
     oldest = max(ring.head, last - ring.entries + 1)
     pages = {}
     for page in ring.held(last):
-        rows = tail if page == last else _rows_to_the_end(nodes[page], allocator)
-        if rows is None:
+        slots = newest if page == last else _slots_to_the_end(nodes[page], allocator)
+        if slots is None:
             return None
-        pages[page] = rows
-    if any(rows.first and page != oldest for page, rows in pages.items()):
+        pages[page] = slots
+    if any(slots.first and page != oldest for page, slots in pages.items()):
         return None
     first = _first_held(pages, oldest, last, nodes, window, allocator)
     is_full = len(pages) == ring.size
@@ -97,11 +97,11 @@ def _ring_with(
         return None
     lost = first > window.head_end
     written = max(num_tokens, first + window.capacity) if lost else num_tokens
-    return WindowPrefix(tuple([rows.out_of_window for rows in pages.values()]), written)
+    return WindowPrefix(tuple([slots.out_of_window for slots in pages.values()]), written)
 
 
 def _first_held(
-    pages: dict[int, WindowRows],
+    pages: dict[int, WindowSlots],
     oldest: int,
     last: int,
     nodes: abc.Sequence[Node],
@@ -114,13 +114,13 @@ def _first_held(
     before = last - window.ring.entries
     if before >= window.ring.head and not pages[oldest].first:
         # The latest page still holds the end of the page that it is overwriting.
-        for rows in nodes[before].rows_of(allocator):
-            if rows.out_of_window is pages[last].out_of_window and rows.last == PAGE_SIZE:
-                return before * PAGE_SIZE + rows.first
+        for slots in nodes[before].slots_of(allocator):
+            if slots.out_of_window is pages[last].out_of_window and slots.last == PAGE_SIZE:
+                return before * PAGE_SIZE + slots.first
     return oldest * PAGE_SIZE + pages[oldest].first
 
 
-def _rows_to_the_end(node: Node, allocator: BlockAllocator) -> WindowRows | None:
+def _slots_to_the_end(node: Node, allocator: BlockAllocator) -> WindowSlots | None:
     """The longest cached run of slots that reaches the end of a full block."""
-    to_the_end = [rows for rows in node.rows_of(allocator) if rows.last == PAGE_SIZE]
-    return min(to_the_end, key=lambda rows: rows.first, default=None)
+    to_the_end = [slots for slots in node.slots_of(allocator) if slots.last == PAGE_SIZE]
+    return min(to_the_end, key=lambda slots: slots.first, default=None)

@@ -5,7 +5,7 @@ padding              counts the padding of a sequence in a batch
 step                 the next tokens of some sequences, planned once for all layers
 step_row             a step in one sequence
 step_view            a step in the layers of one group
-row_views            makes the attention metadata of a step
+step_metadata        makes the attention metadata of a step
 step_blocks          reserves the blocks of a step
 masks                the masks that a cache makes
 paged_array          arrays backed by pages

@@ -25,11 +25,11 @@ class PagedMask(mx.array):
     right_padding: tuple[int, ...]
     window: int | None
 
-    def hides_in(self, rows: AttentionMetadata, queries: int) -> bool:
-        """Whether this is the mask of a step of `queries` tokens with the lengths of `rows`."""
+    def hides_in(self, metadata: AttentionMetadata, queries: int) -> bool:
+        """Whether this is the mask of a step of `queries` tokens with the lengths of `metadata`."""
         ends_alike = (self.visible_lens, self.right_padding) == (
-            rows.visible_lens,
-            rows.right_padding,
+            metadata.visible_lens,
+            metadata.right_padding,
         )
         return ends_alike and self.shape[-2] == queries
 
@@ -56,15 +56,15 @@ def step_mask(
 
 
 def paged_mask(
-    rows: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
+    metadata: AttentionMetadata, queries: int, window: int | None, sink_tokens: int = 0
 ) -> PagedMask:
-    """The mask of a step of `queries` tokens; ignores the block tables of `rows`."""
-    if len(rows.ends) == 1:
-        mask = PagedMask(causal_window_mask(rows.ends[0], queries, window, sink_tokens))
+    """The mask of a step of `queries` tokens; ignores the block tables of `metadata`."""
+    if len(metadata.ends) == 1:
+        mask = PagedMask(causal_window_mask(metadata.ends[0], queries, window, sink_tokens))
     else:
-        mask = PagedMask(batch_mask(rows, queries, window, sink_tokens))
-    mask.visible_lens = rows.visible_lens
-    mask.right_padding = rows.right_padding
+        mask = PagedMask(batch_mask(metadata, queries, window, sink_tokens))
+    mask.visible_lens = metadata.visible_lens
+    mask.right_padding = metadata.right_padding
     mask.window = window
     return mask
 

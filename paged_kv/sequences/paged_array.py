@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import Tail
+from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
@@ -36,22 +36,23 @@ class PagedRead:
         step: the latest step.
         view: the step in the layer's group.
         pages: the layer's pages.
-        tail: the step's unwritten keys and values, if its queries attend before it is written.
+        new_tokens: the step's unwritten keys and values, if its queries attend before it is
+            written.
 
     Attributes:
         lock: held during reads, so that no page moves.
     """
 
-    __slots__ = ("lock", "pages", "step", "tail", "view")
+    __slots__ = ("lock", "new_tokens", "pages", "step", "view")
 
     def __init__(
-        self, step: ReadStep, view: StepView, pages: LayerPages, tail: Tail | None
+        self, step: ReadStep, view: StepView, pages: LayerPages, new_tokens: NewTokens | None
     ) -> None:
         self.step = step
         self.view = view
         self.pages = pages
         self.lock = step.lock
-        self.tail = tail
+        self.new_tokens = new_tokens
 
     def attend(
         self,
@@ -79,7 +80,7 @@ class PagedRead:
                 causal=view.causal,
                 window=view.window,
                 sinks=sinks,
-                tail=self.tail,
+                new_tokens=self.new_tokens,
             )
 
     def gather(self) -> tuple[mx.array, mx.array]:
@@ -94,7 +95,7 @@ class PagedRead:
             self.step.unread = None
             self.view.follow_moves()
             self.step.pool.note_gather(self.view.group, self.pages)
-            gathered = self.pages.gather(self.view.attention_metadata, self.tail)
+            gathered = self.pages.gather(self.view.attention_metadata, self.new_tokens)
             self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
@@ -105,10 +106,10 @@ class GatheredRead(PagedRead):
     __slots__ = ("_is_attended", "_thread", "gathered")
 
     def __init__(self, read: PagedRead) -> None:
-        super().__init__(read.step, read.view, read.pages, read.tail)
+        super().__init__(read.step, read.view, read.pages, read.new_tokens)
         self._is_attended = True  # for `__del__`, if `gather` raises
         self._thread = current_thread()
-        self.gathered = read.pages.gather(read.view.attention_metadata, read.tail)
+        self.gathered = read.pages.gather(read.view.attention_metadata, read.new_tokens)
         self._is_attended = False
 
     def __del__(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
@@ -29,11 +29,11 @@ class PendingStep:
         own: which of the step's S tokens are valid for the sequence.
     """
 
-    step: Tail
+    step: NewTokens
     row: int
     own: range
 
-    def between(self, first: int, last: int) -> Tail:
+    def between(self, first: int, last: int) -> NewTokens:
         """Keys and values [1, heads, last - first, dim] of the valid tokens [first, last)."""
         begin, end = self.own.start + first, self.own.start + last
         keys, values = (part[self.row : self.row + 1, :, begin:end] for part in self.step)

@@ -16,7 +16,7 @@ from weakref import ref
 import mlx.core as mx
 
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Tail
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -106,13 +106,13 @@ class Step:
                     expected = view.expect(layer, keys, values)
                 if view.moves != view.group.moves:
                     view.follow_moves()
-                if view.in_tail:
+                if view.read_first:
                     keep_pending(layer, self.sequences, (keys, values), view.attention_metadata)
                 else:
                     pages.defer(keys, values, view.attention_metadata)
                 self.waiting.discard(layer)
                 self.untold.append(layer)
-                read = PagedRead(self, view, pages, (keys, values) if view.in_tail else None)
+                read = PagedRead(self, view, pages, (keys, values) if view.read_first else None)
                 if layer not in self.attending:
                     return gathered_arrays(read)
             except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
@@ -126,12 +126,14 @@ class Step:
 
     def read(self, layer: int) -> PagedRead:
         """A read of all tokens so far, in a layer that has taken the step."""
-        group, tail = self.pool.group_of(layer), pending_tail(layer, self.sequences)
+        group, new_tokens = self.pool.group_of(layer), unwritten_step(layer, self.sequences)
         view = self._views.get(layer)
         if view is None:
-            view = self._views[layer] = StepView(group, self.rows, in_tail=tail is not None)
+            view = self._views[layer] = StepView(
+                group, self.rows, read_first=new_tokens is not None
+            )
         view.follow_moves()
-        return PagedRead(self, view, group.pages[layer], tail)
+        return PagedRead(self, view, group.pages[layer], new_tokens)
 
     def tell(self) -> None:
         """Report the layers' progress to the sequences. The garbage collector may call this at any
@@ -166,8 +168,8 @@ class Step:
                 keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
         for each in pool.groups:
             if each.is_open:
-                in_tail = is_read_first(each.window, self.rows, count)
-                view = StepView(each, self.rows, in_tail=in_tail)
+                read_first = is_read_first(each.window, self.rows, count)
+                view = StepView(each, self.rows, read_first=read_first)
                 self._views.update(dict.fromkeys(each.layers, view))
         return self._views[layer], pages
 
@@ -190,16 +192,16 @@ def _offsets(offsets: list[int]) -> int | mx.array:
 
 
 def keep_pending(
-    layer: int, sequences: list[Sequence], step: Tail, rows: AttentionMetadata
+    layer: int, sequences: list[Sequence], step: NewTokens, metadata: AttentionMetadata
 ) -> None:
-    """Keep the step of one layer at its sequences until it is written; `rows` tells valid tokens
-    from padding."""
-    owned = rows.valid_tokens(step[0].shape[2])
+    """Keep the step of one layer at its sequences until it is written; `metadata` tells valid
+    tokens from padding."""
+    owned = metadata.valid_tokens(step[0].shape[2])
     for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
         sequence.pending[layer] = PendingStep(step, row, own)
 
 
-def pending_tail(layer: int, sequences: list[Sequence]) -> Tail | None:
+def unwritten_step(layer: int, sequences: list[Sequence]) -> NewTokens | None:
     """The step that is pending in exactly these sequences; None if there is none, or if the batch
     was rearranged since."""
     pending = [sequence.pending.get(layer) for sequence in sequences]

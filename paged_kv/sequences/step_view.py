@@ -9,8 +9,8 @@ import mlx.core as mx
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.sequences.masks import PagedMask
-from paged_kv.sequences.row_views import attention_metadata
 from paged_kv.sequences.stand_in import stand_in
+from paged_kv.sequences.step_metadata import attention_metadata
 from paged_kv.sequences.step_row import StepRow
 
 
@@ -32,7 +32,7 @@ class StepView:
     Args:
         group: the layers.
         rows: the step's rows.
-        in_tail: whether the step's queries attend before any page holds it.
+        read_first: whether the step's queries attend before any page holds it.
 
     Attributes:
         attention_metadata: where the tokens are, the same object for all layers.
@@ -44,10 +44,10 @@ class StepView:
         window: the argument of `Backend.attend` for that mask.
     """
 
-    def __init__(self, group: LayerGroup, rows: list[StepRow], *, in_tail: bool) -> None:
+    def __init__(self, group: LayerGroup, rows: list[StepRow], *, read_first: bool) -> None:
         self.group = group
-        self.in_tail = in_tail
-        self.attention_metadata = attention_metadata(group, rows, in_tail=in_tail)
+        self.read_first = read_first
+        self.attention_metadata = attention_metadata(group, rows, read_first=read_first)
         self.mask: object = _NO_MASK
         self.queries = 0
         self.causal = False
@@ -75,7 +75,7 @@ class StepView:
         """Make the metadata again if pages have moved."""
         if self.moves != self.group.moves:
             self.attention_metadata = attention_metadata(
-                self.group, self._rows, in_tail=self.in_tail
+                self.group, self._rows, read_first=self.read_first
             )
             self.moves = self.group.moves
 

@@ -12,7 +12,7 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step import Step, pending_tail
+from paged_kv.sequences.step import Step, unwritten_step
 from paged_kv.sequences.step_row import StepRow, layers_as_far
 
 
@@ -61,7 +61,7 @@ def read(pool: PagePool, layer: int, sequences: list[Sequence]) -> tuple[PagedKe
         step = sequences[0].step() if sequences else None
         has_taken = isinstance(step, Step) and layer in step.layers - step.waiting
         if not isinstance(step, Step) or not has_taken or step.sequences != sequences:
-            if pending_tail(layer, sequences) is None:
+            if unwritten_step(layer, sequences) is None:
                 commit(sequences, {layer})
             rows = [StepRow.latest(sequence, layer) for sequence in sequences]
             step = Step(pool, rows, 0, {layer})

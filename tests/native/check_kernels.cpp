@@ -146,7 +146,7 @@ struct Case {
   int k_dim = 8 * pick(1, 20), v_dim = pick(0, 1) ? k_dim : 8 * pick(1, 20);
   int k_dtype = pick(0, 2), v_dtype = pick(0, 2), q_format = pick(0, 2);
   int steps = pick_of({1, 1, 2, 5, 40, 130});
-  bool causal = pick(0, 3), tail = pick(0, 1), sinks = pick(0, 1);
+  bool causal = pick(0, 3), has_new = pick(0, 1), sinks = pick(0, 1);
   int window = pick(0, 2) ? 0 : pick(1, 400);
   float scale = 1 / sqrtf((float)k_dim);
   std::vector<int32_t> lengths, padding;
@@ -156,7 +156,7 @@ struct Case {
   std::vector<int32_t> tables, slab_layouts{0, 1};
   std::vector<PagedKvLayout> layouts;
   PagedKvPages pages{};
-  PagedKvRows rows{};
+  PagedKvMetadata metadata{};
 
   Case() {
     for (int b = 0; b < batch; b++) {
@@ -166,7 +166,7 @@ struct Case {
     make_pages();
   }
 
-  // Floats of the dtype, or codes where these can hold such rows.
+  // Floats of the dtype, or codes where these can hold such vectors.
   static int any_format(int dtype, int dim) {
     return dim % GROUP || pick(0, 1) ? dtype : pick_of({PAGED_KV_Q8, PAGED_KV_Q4});
   }
@@ -199,7 +199,7 @@ struct Case {
     std::shuffle(free_entries.begin(), free_entries.end(), random_bits);
     tables.assign(free_entries.begin(), free_entries.begin() + batch * 3);
     pages = {bases.data(), slab_layouts.data(), layouts.data(), STRIDE, heads, k_dim, v_dim, k_dtype, v_dtype};
-    rows = {tables.data(), lengths.data(), padding.data(), batch, 3};
+    metadata = {tables.data(), lengths.data(), padding.data(), batch, 3};
   }
 
   // The numbers of a token as its page holds them.
@@ -231,9 +231,9 @@ struct Case {
     char text[300];
     snprintf(text, sizeof text,
              "batch %d heads %d gqa_group_size %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
-             "window %d tail %d sinks %d lengths %d.. padding %d..",
+             "window %d new %d sinks %d lengths %d.. padding %d..",
              batch, heads, gqa_group_size, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
-             tail, sinks, lengths[0], padding[0]);
+             has_new, sinks, lengths[0], padding[0]);
     for (const PagedKvLayout& each : layouts)
       snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d %d %d", each.k_format,
                each.v_format, each.k_rotated, each.v_rotated);
@@ -261,7 +261,7 @@ struct Contents {
   }
 };
 
-// What attention sees of one head: the pages' numbers, then the tail's.
+// What attention sees of one head: the pages' numbers, then the unwritten ones.
 struct Seen {
   std::vector<std::vector<double>> keys, values;
 
@@ -325,7 +325,7 @@ void expect_kept(const Case& c, double found, double given, double held, int for
 void check_gather(const Case& c, const Contents& in) {
   Array keys(c.k_dtype, c.batch, c.heads, in.longest, c.k_dim, false, false);
   Array values(c.v_dtype, c.batch, c.heads, in.longest, c.v_dim, false, false);
-  expect(!paged_kv_gather(&c.pages, &c.rows, &keys.tensor, &values.tensor), "gather: " + c.name());
+  expect(!paged_kv_gather(&c.pages, &c.metadata, &keys.tensor, &values.tensor), "gather: " + c.name());
   for (int b = 0; b < c.batch; b++)
     for (int t = 0; t < in.longest; t++) {
       int position = t - in.place(c, b, 0), last = c.heads - 1;
@@ -363,7 +363,7 @@ void check_conversion(const Case& c) {
 void check_case() {
   Case c;
   Contents in(c);
-  expect(!paged_kv_write(&c.pages, &c.rows, &in.keys.tensor, &in.values.tensor), "write: " + c.name());
+  expect(!paged_kv_write(&c.pages, &c.metadata, &in.keys.tensor, &in.values.tensor), "write: " + c.name());
   check_gather(c, in);
   check_conversion(c);
 
@@ -377,29 +377,29 @@ void check_case() {
   PagedKvOptions options{c.scale, c.causal, c.window, c.sinks ? &sinks_tensor : nullptr,
                          nullptr, nullptr, log_sum_exp.data()};
 
-  // The tail stands for the last tokens, of which the pages' copies are spoilt.
-  int tail_tokens = c.tail ? pick(1, 300) : 0;
-  int64_t skipped = in.longest - std::min(tail_tokens, in.longest);
-  PagedKvTensor tail_k = in.keys.tensor, tail_v = in.values.tensor;
+  // The unwritten keys and values stand for the last tokens, of which the pages' copies are spoilt.
+  int new_tokens = c.has_new ? pick(1, 300) : 0;
+  int64_t skipped = in.longest - std::min(new_tokens, in.longest);
+  PagedKvTensor new_k = in.keys.tensor, new_v = in.values.tensor;
   int64_t k_shape[] = {c.batch, c.heads, in.longest - skipped, c.k_dim};
   int64_t v_shape[] = {c.batch, c.heads, in.longest - skipped, c.v_dim};
-  tail_k.shape = k_shape, tail_v.shape = v_shape;
-  tail_k.byte_offset = skipped * in.keys.strides[2] * SIZES[c.k_dtype];
-  tail_v.byte_offset = skipped * in.values.strides[2] * SIZES[c.v_dtype];
-  if (c.tail) {
-    options.tail_k = &tail_k, options.tail_v = &tail_v;
+  new_k.shape = k_shape, new_v.shape = v_shape;
+  new_k.byte_offset = skipped * in.keys.strides[2] * SIZES[c.k_dtype];
+  new_v.byte_offset = skipped * in.values.strides[2] * SIZES[c.v_dtype];
+  if (c.has_new) {
+    options.new_k = &new_k, options.new_v = &new_v;
     std::vector<char> nan_k(in.keys.memory.size(), (char)0xff), nan_v(in.values.memory.size(), (char)0xff);
-    PagedKvTensor bad_k = tail_k, bad_v = tail_v;
+    PagedKvTensor bad_k = new_k, bad_v = new_v;
     bad_k.data = nan_k.data(), bad_v.data = nan_v.data();
-    expect(!paged_kv_write(&c.pages, &c.rows, &bad_k, &bad_v), "spoil: " + c.name());
+    expect(!paged_kv_write(&c.pages, &c.metadata, &bad_k, &bad_v), "spoil: " + c.name());
   }
-  expect(!paged_kv_attend(&c.pages, &c.rows, &q.tensor, &out.tensor, &options), "attend: " + c.name());
+  expect(!paged_kv_attend(&c.pages, &c.metadata, &q.tensor, &out.tensor, &options), "attend: " + c.name());
   for (int b = 0; b < c.batch; b++) {
     int last = (int)(in.longest - skipped);
-    int of_tail = c.tail ? c.own_end(b, last) - c.own_begin(b, last) : 0;
+    int num_new = c.has_new ? c.own_end(b, last) - c.own_begin(b, last) : 0;
     std::vector<Seen> seen;
     for (int head = 0; head < c.heads * c.gqa_group_size; head++) {
-      if (head % c.gqa_group_size == 0) seen.emplace_back(c, in, b, head / c.gqa_group_size, c.lengths[b] - of_tail);
+      if (head % c.gqa_group_size == 0) seen.emplace_back(c, in, b, head / c.gqa_group_size, c.lengths[b] - num_new);
       for (int step = 0; step < c.steps; step += pick(1, 60))
         check_query(c, seen.back(), q, out, sinks.data(), log_sum_exp.data(), b, head, step);
     }

@@ -227,7 +227,9 @@ class BatchRules(RuleBasedStateMachine):
             if stats.blocks_used != len(blocks):
                 wrong.append(f"{stats.blocks_used} blocks are used, and {len(blocks)} held")
             if group.window is None:
-                idle = sum(each.tail_rows + each.ring_rows for each in stats.formats)
+                idle = sum(
+                    each.last_block_slots + each.out_of_window_slots for each in stats.formats
+                )
                 used = sum(each.used * each.page_size for each in stats.formats) - idle
                 if used != (live := sum(live_rows(tables, 256).values())):
                     wrong.append(f"{used} rows are used, and {live} hold tokens")

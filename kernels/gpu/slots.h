@@ -1,4 +1,4 @@
-// A token's row spread over the lanes of a simdgroup: number i * 32 + lane is lane's i-th.
+// A slot's numbers of one head, spread over the lanes of a simdgroup: number i * 32 + lane is lane's i-th.
 //
 // So a group of 32 numbers that share a scale is one number of each lane, and the order of sums is
 // the one in which MLX makes them: codes are the same on all backends.
@@ -6,7 +6,7 @@
 constexpr uint numbers_of_lane(uint dim) { return (dim + LANES - 1) / LANES; }
 
 template <uint DIM, typename To>
-void store_row(const THREAD float* x, float factor, uint lane, DEVICE To* to) {
+void store_numbers(const THREAD float* x, float factor, uint lane, DEVICE To* to) {
   for (uint i = 0; i < numbers_of_lane(DIM); i++)
     if (i * LANES + lane < DIM) to[i * LANES + lane] = To(x[i] * factor);
 }
@@ -14,7 +14,7 @@ void store_row(const THREAD float* x, float factor, uint lane, DEVICE To* to) {
 // The largest power of 2 that divides `dim`.
 constexpr uint rotated_block(uint dim) { return dim & (~dim + 1); }
 
-// Turns a row into the other basis: kernels/pages/rotation.py. Only rows whose size divides by 32 have one.
+// Turns a token's numbers into the other basis: kernels/pages/rotation.py. Only sizes that divide by 32 have one.
 template <uint DIM>
 void rotate(THREAD float* x, uint lane) {
   constexpr uint COUNT = DIM / LANES, BLOCK = rotated_block(DIM) / LANES;
@@ -35,31 +35,31 @@ void rotate(THREAD float* x, uint lane) {
 }
 
 #ifdef HAS_CODES
-// Number `at` of a token's row of codes.
-float code_at(DEVICE const ushort* row, uint format, uint at) {
+// Number `at` of a slot of codes.
+float code_at(DEVICE const ushort* slot, uint format, uint at) {
   if (format == Q8) {
-    uint word = row[at / 2];
+    uint word = slot[at / 2];
     return float(int((at & 1 ? word >> 8 : word) << 24) >> 24);
   }
-  uint byte = at % (GROUP / 2), word = row[at / GROUP * 8 + byte / 2];
+  uint byte = at % (GROUP / 2), word = slot[at / GROUP * 8 + byte / 2];
   uint pair = byte & 1 ? word >> 8 : word;
   return float(int((at & 16 ? pair >> 4 : pair) & 15) - 8);
 }
 #endif
 
-// A token's row, in the basis in which it is held.
+// The numbers of a slot, in the basis in which it holds them.
 template <uint DIM>
-void read_row(Rows rows, uint token, uint lane, THREAD float* x) {
-  DEVICE const ushort* row = rows.numbers + token * row_words(rows.format, DIM);
+void read_slot(Slots slots, uint token, uint lane, THREAD float* x) {
+  DEVICE const ushort* slot = slots.numbers + token * slot_words(slots.format, DIM);
   for (uint i = 0; i < numbers_of_lane(DIM); i++) {
     uint at = i * LANES + lane;
     if (at >= DIM) x[i] = 0.0f;
 #ifdef HAS_CODES
-    else if (rows.format != FLOATS)
-      x[i] = product(code_at(row, rows.format, at),
-                     float_of_half(rows.scales[token * (DIM / GROUP) + i]));
+    else if (slots.format != FLOATS)
+      x[i] = product(code_at(slot, slots.format, at),
+                     float_of_half(slots.scales[token * (DIM / GROUP) + i]));
 #endif
-    else x[i] = number_of(row[at]);
+    else x[i] = number_of(slot[at]);
   }
 }
 
@@ -99,34 +99,34 @@ float encode_q4(float x, THREAD uint& word, THREAD ushort& scale) {
   return code;
 }
 
-// Turns a token's row into the numbers that a page holds, rotated first if `turn`. If `writes`, also
-// writes the row to the page, which is an input of the kernel.
+// Turns a token's numbers into those that a page holds, rotated first if `turn`. If `writes`, also
+// writes them to the slot, which is an input of the kernel.
 template <uint DIM>
-void encode_row(Rows rows, uint token, bool turn, bool writes, uint lane, THREAD float* x) {
+void encode_slot(Slots slots, uint token, bool turn, bool writes, uint lane, THREAD float* x) {
 #ifdef HAS_CODES
   if (turn && DIM % LANES == 0) rotate<DIM>(x, lane);
 #endif
-  DEVICE ushort* row = (DEVICE ushort*)rows.numbers + token * row_words(rows.format, DIM);
+  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * slot_words(slots.format, DIM);
   for (uint i = 0; i < numbers_of_lane(DIM); i++) {
     uint at = i * LANES + lane;
 #ifdef HAS_CODES
-    if (rows.format != FLOATS) {
-      uint word = 0, words = row_words(rows.format, GROUP);
+    if (slots.format != FLOATS) {
+      uint word = 0, words = slot_words(slots.format, GROUP);
       ushort scale = 0;
       float code = 0.0f;
 #ifdef HAS_Q8
-      if (rows.format == Q8) code = encode_q8(x[i], word, scale);
+      if (slots.format == Q8) code = encode_q8(x[i], word, scale);
 #endif
 #ifdef HAS_Q4
-      if (rows.format == Q4) code = encode_q4(x[i], word, scale);
+      if (slots.format == Q4) code = encode_q4(x[i], word, scale);
 #endif
-      if (writes && !(lane & 1) && lane / 2 < words) row[i * words + lane / 2] = ushort(word);
+      if (writes && !(lane & 1) && lane / 2 < words) slot[i * words + lane / 2] = ushort(word);
       if (writes && !lane)
-        ((DEVICE ushort*)rows.scales)[token * (DIM / GROUP) + i] = scale;
+        ((DEVICE ushort*)slots.scales)[token * (DIM / GROUP) + i] = scale;
       x[i] = product(code, float_of_half(scale));
       continue;
     }
 #endif
-    if (writes && at < DIM) row[at] = bits_of(T(x[i]));
+    if (writes && at < DIM) slot[at] = bits_of(T(x[i]));
   }
 }

@@ -10,25 +10,25 @@ from paged_kv.sequences.step_row import StepRow
 
 
 def attention_metadata(
-    group: LayerGroup, rows: list[StepRow], *, in_tail: bool = False
+    group: LayerGroup, rows: list[StepRow], *, read_first: bool = False
 ) -> AttentionMetadata:
     """The attention metadata of a step in the layers of a group.
 
-    With `in_tail`, no page holds the step itself yet.
+    With `read_first`, no page holds the step itself yet.
     """
     padding = tuple([row.padding.right for row in rows])
     if group.window is not None:
-        return _ring_rows(group, group.window, rows, padding, in_tail)
+        return _ring_metadata(group, group.window, rows, padding, read_first)
     tables = tuple([row.sequence.blocks(group) for row in rows])
     return AttentionMetadata(tables, tuple([row.end for row in rows]), padding)
 
 
-def _ring_rows(
+def _ring_metadata(
     group: LayerGroup,
     window: Window,
     rows: list[StepRow],
     padding: tuple[int, ...],
-    in_tail: bool,
+    read_first: bool,
 ) -> AttentionMetadata:
     """Metadata for a window. Each table begins with the page of the first token in the window of
     the step's first query, preceded by the head's pages if they are not adjacent."""
@@ -41,7 +41,7 @@ def _ring_rows(
         base = 0 if first < window.head_end else first - first % PAGE_SIZE
         table = sequence.table(group)
         head = table.blocks_of(0, window.head_end) if apart else ()
-        tables.append(head + table.blocks_of(base, before if in_tail else end))
+        tables.append(head + table.blocks_of(base, before if read_first else end))
         shift = len(head) * PAGE_SIZE - base
         lengths.append(end + shift)
         firsts.append(first + shift if first else 0)

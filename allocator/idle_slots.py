@@ -1,9 +1,9 @@
-"""Counts the slots (rows) of used blocks that hold no live token, as tables change.
+"""Counts the slots of used blocks that hold no live token, as tables change.
 
 A table uses all slots of its blocks but two kinds:
 
-    tail    unwritten slots after the last token
-    ring    slots of a ring whose tokens the window has passed, until they are overwritten
+    last block       unwritten slots after the last token
+    out of window    slots of a ring whose tokens the window has passed, until they are overwritten
 
 A slot of a shared block is idle only if none of its tables uses it. The tables may have different
 lengths, so a bit set for each table records the slots that it uses.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paged_kv.allocator.format_slabs import FormatSlabs
 
 
-class Rows(NamedTuple):
+class UsedSlots(NamedTuple):
     """A table's slots in one block, as bit sets: bit i is slot i."""
 
     written: int
@@ -31,15 +31,15 @@ class Rows(NamedTuple):
 class Idle(NamedTuple):
     """Numbers of unused slots in one block."""
 
-    tail: int
-    ring: int
+    last_block: int
+    out_of_window: int
 
 
 NONE = Idle(0, 0)
 
 
-class IdleRows:
-    """Keeps `FormatSlabs.tail_rows` and `ring_rows` of all formats up to date.
+class IdleSlots:
+    """Keeps `FormatSlabs.last_block_slots` and `out_of_window_slots` of all formats up to date.
 
     Args:
         page_size: slots of a block.
@@ -56,7 +56,7 @@ class IdleRows:
         self._page_size = page_size
         self._holders = holders
         self._format_of = format_of
-        self._views: dict[int, dict[BlockTable, Rows]] = {}
+        self._views: dict[int, dict[BlockTable, UsedSlots]] = {}
         self._counted: dict[int, Idle] = {}
 
     def note(self, table: BlockTable) -> None:
@@ -71,9 +71,9 @@ class IdleRows:
                 if not views:
                     del self._views[block]
                 self._count(block)
-        for block, rows in now.items():
-            if before.get(block) != rows:
-                self._views.setdefault(block, {})[table] = rows
+        for block, slots in now.items():
+            if before.get(block) != slots:
+                self._views.setdefault(block, {})[table] = slots
                 self._count(block)
 
     def recount(self, blocks: Iterable[int]) -> None:
@@ -84,16 +84,20 @@ class IdleRows:
 
     def check(self, tables: Iterable[BlockTable], formats: Iterable[FormatSlabs]) -> None:
         """Verify the counts against all tables."""
-        views: dict[int, list[Rows]] = {}
+        views: dict[int, list[UsedSlots]] = {}
         full = bits(0, self._page_size)
         for table in tables:
             partly = table.partly_used()
             for block in table.blocks:
-                views.setdefault(block, []).append(partly.get(block, Rows(full, full)))
+                views.setdefault(block, []).append(partly.get(block, UsedSlots(full, full)))
         for slabs in formats:
             idle = [self._idle(each) for b, each in views.items() if self._format_of(b) is slabs]
-            assert slabs.tail_rows == sum(each.tail for each in idle), "tail rows are miscounted"
-            assert slabs.ring_rows == sum(each.ring for each in idle), "ring rows are miscounted"
+            assert slabs.last_block_slots == sum(each.last_block for each in idle), (
+                "slots of last blocks are miscounted"
+            )
+            assert slabs.out_of_window_slots == sum(each.out_of_window for each in idle), (
+                "out-of-window slots are miscounted"
+            )
 
     def _count(self, block: int) -> None:
         views = self._views.get(block)
@@ -105,12 +109,12 @@ class IdleRows:
             self._counted[block] = idle
         if idle != counted:
             slabs = self._format_of(block)
-            slabs.tail_rows += idle.tail - counted.tail
-            slabs.ring_rows += idle.ring - counted.ring
+            slabs.last_block_slots += idle.last_block - counted.last_block
+            slabs.out_of_window_slots += idle.out_of_window - counted.out_of_window
 
-    def _idle(self, views: Iterable[Rows]) -> Idle:
+    def _idle(self, views: Iterable[UsedSlots]) -> Idle:
         written = live = 0
-        for rows in views:
-            written |= rows.written
-            live |= rows.live
+        for slots in views:
+            written |= slots.written
+            live |= slots.live
         return Idle(self._page_size - written.bit_count(), (written & ~live).bit_count())

@@ -9,13 +9,13 @@ import numpy as np
 from paged_kv.kernels.gpu.arrays import TABLE_WIDTH, BoundSlabs, PageKind, Tables, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.tuning import LANES, ROW_SIMDGROUPS
-from paged_kv.kernels.pages.attention_metadata import Tail
+from paged_kv.kernels.gpu.tuning import LANES, SLOT_SIMDGROUPS
+from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 
-class RowKernels:
+class SlotKernels:
     """Launches the kernels. Each simdgroup moves a token's keys, or its values, of one head."""
 
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
@@ -43,12 +43,12 @@ class RowKernels:
         slabs: BoundSlabs,
         tables: Tables,
         tokens: int,
-        tail: Tail | None,
+        new_tokens: NewTokens | None,
     ) -> tuple[mx.array, mx.array]:
         """Keys and values [B, heads, tokens, dim]; see `Backend.gather`."""
-        (batch, width), count = tables.array.shape, tail[0].shape[2] if tail else 0
+        (batch, width), count = tables.array.shape, new_tokens[0].shape[2] if new_tokens else 0
         launch, params = self._launch("gather", slabs.kind, batch, tokens, width, count)
-        inputs = [*(tail or ()), *slabs.inputs, tables.array, params]
+        inputs = [*(new_tokens or ()), *slabs.inputs, tables.array, params]
         keys, values, _ = self._order.run(pages, launch, inputs)
         return keys, values
 
@@ -60,20 +60,26 @@ class RowKernels:
         self._order.run(pages, launch, [*slabs.inputs, mx.array(table), params])
 
     def _launch_of(
-        self, operation: str, kind: PageKind, batch: int, tokens: int, width: int, tail: int = 0
+        self,
+        operation: str,
+        kind: PageKind,
+        batch: int,
+        tokens: int,
+        width: int,
+        new_tokens: int = 0,
     ) -> tuple[Launch, mx.array]:
         """The launch for `batch` rows of the tables with `tokens` tokens each."""
         geometry = kind.geometry
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
-        flags = [*kind.flags, *(["TAIL"] if tail else [])]
+        flags = [*kind.flags, *(["HAS_NEW_TOKENS"] if new_tokens else [])]
         outputs = [
             Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
             for dim in dims.values()
         ]
         launch = Launch(
             self._kernels.kernel(operation, geometry.k_dtype, dims, flags),
-            (-(-tokens // ROW_SIMDGROUPS), geometry.k_heads, 2 * batch),
-            LANES * ROW_SIMDGROUPS,
+            (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, 2 * batch),
+            LANES * SLOT_SIMDGROUPS,
             [*outputs, DONE] if operation == "gather" else [DONE],
         )
         params = parameters(
@@ -82,6 +88,6 @@ class RowKernels:
             kv_heads=geometry.k_heads,
             steps=tokens,
             tokens=tokens,
-            tail=tail,
+            new_tokens=new_tokens,
         )
         return launch, params
