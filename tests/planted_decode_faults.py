@@ -106,8 +106,8 @@ DECODE_FAULTS = [
     Fault(
         "a step's value in another token's place",
         "decode",
-        "encode_row<V_DIM>(values, seen.slot,",
-        "encode_row<V_DIM>(values, seen.slot ^ 128,",
+        "encode_slot<V_DIM>(values, seen.slot,",
+        "encode_slot<V_DIM>(values, seen.slot ^ 128,",
         "",
         BOTH,
         writes=True,
@@ -135,8 +135,8 @@ DECODE_FAULTS = [
     Fault(
         "a step that is not turned",
         "decode",
-        "encode_row<V_DIM>(values, seen.slot, rotated,",
-        "encode_row<V_DIM>(values, seen.slot, false,",
+        "encode_slot<V_DIM>(values, seen.slot, rotated,",
+        "encode_slot<V_DIM>(values, seen.slot, false,",
         "",
         BOTH,
         writes=True,

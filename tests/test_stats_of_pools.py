@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from paged_kv.allocator.allocator_stats import FormatStats
+from paged_kv.allocator.block_map import USED, SlabMap
 from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.integrations.server import status_page
 from paged_kv.monitor.process_view import PoolView, ProcessView
-from paged_kv.monitor.stats_table import bytes_table, numbers
+from paged_kv.monitor.stats_table import bytes_table, map_text, numbers
 from paged_kv.pool.columns import COLUMNS, Column, Unit
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.stats import GroupStats, PoolStats
@@ -130,6 +131,17 @@ def test_a_new_column_of_slab_bytes_is_a_row_of_their_table(made_up: Column) -> 
         COLUMNS.pop()
     assert [*rows.columns[0].cells][-1] == "kept by us"
     assert [*rows.columns[1].cells][-1] == "201 B"
+
+
+def test_the_map_tells_formats_apart_by_colours_whatever_their_names_are() -> None:
+    (group,) = stats(100).groups
+    formats = [group.formats[0]._replace(page_format=name) for name in ("fp16", "q3", "q5/q3")]
+    pool_stats = replace(stats(100), groups=(replace(group, formats=tuple(formats)),))
+    slabs = [(0, SlabMap(n, name, USED)) for n, name in enumerate(("q5/q3", "q3"))]
+    text = map_text(PoolView("llama", 3, pool_stats, tuple(slabs)), 80, 40)
+    styles = {text.plain[span.start : span.end].strip(): span.style for span in text.spans}
+    assert styles["q3"] != styles["q5/q3"]
+    assert [str(span.style) for span in text.spans][:2] == [styles["q5/q3"], styles["q3"]]
 
 
 def test_numbers_that_are_zero_are_left_out() -> None:

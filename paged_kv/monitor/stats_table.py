@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import cycle
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -19,7 +20,8 @@ from paged_kv.sizes import format_size
 # The marks differ without colours too.
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}
 WORDS = {USED: "used", SHARED: "shared", CACHED: "cached", FREE: "free"}
-_COLOURS = {"fp16": "cyan", "q8": "green", "q4": "yellow"}
+# Of the first page format of a pool, the second, and so on.
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
 def process_tables(view: ProcessView) -> RenderableType:
@@ -142,15 +144,16 @@ def map_text(pool: PoolView, columns: int, lines: int) -> Text:
     while blocks > run * columns * max(1, lines - 2 * len(pool.slabs)) and run < blocks:
         run *= 2
     text = Text(f"map: {f'{run} blocks' if run > 1 else 'a block'} a mark\n", style="bold")
+    colours = _colours(pool)
     for group in range(len(pool.stats.groups)):
         if len(pool.stats.groups) > 1:
             window = pool.stats.groups[group].window
             text.append(f"{'all tokens' if window is None else f'window {window:,}'}\n")
-        text.append_text(_wrapped(_cells(pool, group, run), columns))
+        text.append_text(_wrapped(_cells(pool, group, run), columns, colours))
     for state, mark in MARKS.items():
         text.append(f"{mark} {WORDS[state]}  ")
     for name in dict.fromkeys(slab.page_format for _, slab in pool.slabs):
-        text.append(f"{name}  ", style=_style(name, USED))
+        text.append(f"{name}  ", style=_style(colours[name], USED))
     return text
 
 
@@ -168,18 +171,22 @@ def coarse(slab: SlabMap, run: int) -> list[str]:
     return [max((SHARED, USED, CACHED, FREE), key=Counter(part).__getitem__) for part in parts]
 
 
-def _wrapped(cells: Iterator[tuple[str, str]], columns: int) -> Text:
+def _colours(pool: PoolView) -> dict[str, str]:
+    """A colour for each page format of a pool, also for those that no slab has now."""
+    names = dict.fromkeys(each.page_format for each in pool.stats.formats)
+    return dict(zip(names, cycle(_COLOURS), strict=False))
+
+
+def _wrapped(cells: Iterator[tuple[str, str]], columns: int, colours: Mapping[str, str]) -> Text:
     text = Text()
     for number, (page_format, state) in enumerate(cells):
         if number and not number % columns:
             text.append("\n")
-        text.append(MARKS[state], style=_style(page_format, state))
+        text.append(MARKS[state], style=_style(colours[page_format], state))
     return text.append("\n")
 
 
-def _style(page_format: str, state: str) -> str:
+def _style(colour: str, state: str) -> str:
     if state == FREE:
         return "dim"
-    # The keys' format colours a pair such as q8/q4.
-    colour = _COLOURS.get(page_format.partition("/")[0], "magenta")
     return {USED: colour, SHARED: f"bold bright_{colour}", CACHED: f"dim {colour}"}[state]
