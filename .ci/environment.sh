@@ -56,7 +56,7 @@ install() {
     fi
     # An install that is cut off leaves no stamp.
     rm -f "$stamp"
-    echo "${0##*/}: installing paged-kv[$1] into $venv" >&2
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$1]"
+    echo "${0##*/}: installing paged-kv[$1] into $venv, which takes a minute or two" >&2
+    "$venv/bin/python" -m pip install --disable-pip-version-check --editable ".[$1]" >&2
     printf '%s\n' "$now" >"$stamp"
 }

@@ -7,9 +7,8 @@ from importlib.resources import files
 from tqdm import tqdm
 
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
-from paged_kv.commands.arguments import name, page_format, positive, seed, temperature
-from paged_kv.commands.store_command import add_store_options
-from paged_kv.sizes import parse_size
+from paged_kv.commands.arguments import name, positive, seed, temperature
+from paged_kv.commands.cache_options import add_cache_options, complete_cache_options, examples
 
 # Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512
@@ -24,6 +23,12 @@ def add_generate_parser(
         help="generate text on paged caches",
         description="Generate text with mlx-lm on paged caches. Text goes to standard output, "
         "everything else to standard error.",
+        **examples(
+            'paged-kv generate --prompt "def read_file(path):"',
+            "cat question.txt | paged-kv generate --model mlx-community/Llama-3.2-1B-Instruct-4bit",
+            'paged-kv generate --model MODEL --prompt "A name for a cat:" --num-samples 4',
+            "paged-kv generate --model MODEL --prompt - --page-format q4 --store <long.txt",
+        ),
     )
     parser.add_argument(
         "--model",
@@ -34,8 +39,8 @@ def add_generate_parser(
     parser.add_argument(
         "--prompt",
         action="append",
-        required=True,
-        help="the prompt, or - for standard input; several prompts are generated as one batch",
+        help="the prompt, or - for standard input; several prompts are generated as one batch "
+        "(default: standard input)",
     )
     parser.add_argument(
         "--ignore-chat-template",
@@ -46,7 +51,7 @@ def add_generate_parser(
         "--num-samples",
         type=positive,
         default=1,
-        help="samples for each prompt, which share its pages; set --temp too (default: 1)",
+        help="samples for each prompt, which share its pages (default: 1)",
     )
     parser.add_argument(
         "--max-tokens",
@@ -55,27 +60,21 @@ def add_generate_parser(
         help="the most tokens to generate (default: 100)",
     )
     parser.add_argument(
-        "--temp", type=temperature, default=0.0, help="temperature (default: 0, greedy)"
+        "--temp",
+        type=temperature,
+        help="temperature; 0 is greedy (default: 0, or 1 for several samples)",
     )
     parser.add_argument("--seed", type=seed, help="seed of the sampler")
-    parser.add_argument(
-        "--page-format",
-        type=page_format,
-        default="fp16",
-        help="how pages hold numbers: fp16, q8 or q4, two of these for keys and values such as "
-        "q8/q4, or auto (default: fp16)",
-    )
-    parser.add_argument(
-        "--max-bytes", type=parse_size, help="the most memory for pages, such as 4GB"
-    )
-    add_store_options(parser)
+    add_cache_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, print a summary, return the exit status."""
     try:
-        prompts = [_prompt(text) for text in arguments.prompt]
+        complete_cache_options(arguments)
+        temp = _temperature(arguments.temp, arguments.num_samples)
+        prompts = [_prompt(text) for text in arguments.prompt or ["-"]]
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
@@ -85,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     generation = TextGeneration(
         arguments.model or embedded_model(),
         page_format=arguments.page_format,
-        max_bytes=arguments.max_bytes,
+        max_bytes=arguments.max_kv_bytes,
         max_tokens=arguments.max_tokens,
-        temp=arguments.temp,
+        temp=temp,
         seed=arguments.seed,
         store=arguments.store,
         store_bytes=arguments.store_bytes,
@@ -103,12 +102,27 @@ def run(arguments: argparse.Namespace) -> int:
             generation.batch(encoded, arguments.num_samples)
     except PoolExhausted as error:
         raise PagedKVError(
-            f"{error.shortage}: {error.remedy('--max-bytes')}, or ask for less with shorter "
+            f"{error.shortage}: {error.remedy('--max-kv-bytes')}, or ask for less with shorter "
             "prompts, --max-tokens or --num-samples"
         ) from None
     finally:
         generation.close()
     return 0
+
+
+def _temperature(asked: float | None, num_samples: int) -> float:
+    """The temperature to sample with.
+
+    Raises:
+        ValueError: all samples would be equal.
+    """
+    if num_samples > 1 and asked == 0:
+        raise ValueError(
+            f"--temp 0 makes {num_samples} equal samples: raise --temp, or leave out --num-samples"
+        )
+    # Several samples are wanted because they differ: 1 takes them from the model's own
+    # distribution, which is also the default of vLLM.
+    return float(num_samples > 1) if asked is None else asked
 
 
 def _prompt(text: str) -> str:
@@ -117,6 +131,8 @@ def _prompt(text: str) -> str:
     Raises:
         ValueError: the prompt is empty, or not UTF-8.
     """
+    if text == "-" and sys.stdin.isatty():
+        print("paged-kv generate: type the prompt, then Ctrl-D", file=sys.stderr)
     try:
         prompt = sys.stdin.read() if text == "-" else text
         # Bytes of an argument that are not UTF-8 arrive as surrogates.

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator, BatchResponse, batch_generate, generate_step
+from mlx_lm.sample_utils import make_sampler
 
 from paged_kv.checks import TokenIds, described, token_ids, whole_number
 from paged_kv.integrations.factory_arguments import caches_of, require_model
@@ -44,8 +45,8 @@ def generate_samples(
             last token. None means a new one.
         prefill_step_size: tokens of the prompt that one step computes.
         kwargs: for mlx-lm's `batch_generate`: max_tokens (of a sample), sampler,
-            return_prompt_caches, ... With the default sampler, which is greedy, all samples are
-            equal.
+            return_prompt_caches, ... The default sampler has a temperature of 1: with mlx-lm's,
+            which is greedy, all samples would be equal.
 
     Raises:
         TypeError: an argument has the wrong type, or `batch_generate` does not know it.
@@ -56,6 +57,8 @@ def generate_samples(
     require_model(model)
     _require_tokenizer(tokenizer)
     _require_options(kwargs)
+    if kwargs.get("sampler") is None:
+        kwargs["sampler"] = make_sampler(temp=1.0)
     n = whole_number("n", n, least=1)
     step = whole_number("prefill_step_size", prefill_step_size, least=1)
     tokens = token_ids(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, "prompt")

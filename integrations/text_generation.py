@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from re import fullmatch
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.samples import generate_samples
-from paged_kv.sizes import format_size
+from paged_kv.sizes import counted, format_size
+from paged_kv.store.page_store import DEFAULT_STORE_BYTES
 
 
 class TextGeneration:
@@ -32,7 +34,7 @@ class TextGeneration:
         temp: float,
         seed: int | None,
         store: str | os.PathLike[str] | None = None,
-        store_bytes: int = 0,
+        store_bytes: int | str = DEFAULT_STORE_BYTES,
     ) -> None:
         if seed is not None:
             mx.random.seed(seed)
@@ -70,8 +72,9 @@ class TextGeneration:
 
     def stream(self, prompt: list[int], progress: Callable[[int, int], None]) -> None:
         """Print one text as it comes."""
+        start = perf_counter()
         prompt_cache, cached = self._factory.fetch_cache(prompt)
-        text = list(prompt)
+        fetched, text = perf_counter() - start, list(prompt)
 
         def note(done: int, total: int) -> None:
             progress(done, total)
@@ -92,10 +95,10 @@ class TextGeneration:
             print(response.text, end="", flush=True)
             text.append(response.token)
         print()
+        # The time and not a rate: of a cached prompt a token is computed, and that looks slow.
+        read = fetched + response.prompt_tokens / response.prompt_tps
         known = f", {cached} of them cached" if cached else ""
-        self._summarise(
-            f"{len(prompt)} tokens{known}, {response.prompt_tps:.1f} tokens/s", response
-        )
+        self._summarise(f"{counted(len(prompt), 'token')} in {read:.2f} s{known}", response)
         self._factory.insert_cache(text, prompt_cache)
 
     def batch(self, prompts: list[list[int]], num_samples: int) -> None:
@@ -116,7 +119,7 @@ class TextGeneration:
         figures = responses[0].stats
         for response in responses[1:]:
             figures += response.stats
-        self._summarise(f"{sum(map(len, prompts))} tokens", figures)
+        self._summarise(counted(sum(map(len, prompts)), "token"), figures)
 
     def _samples(self, prompt: list[int], count: int) -> BatchResponse:
         prompt_cache, cached = self._factory.fetch_cache(prompt)
@@ -149,9 +152,10 @@ class TextGeneration:
         stats = self._factory.stats()
         print(
             f"prompt      {prompt}\n"
-            f"generation  {figures.generation_tokens} tokens, "
+            f"generation  {counted(figures.generation_tokens, 'token')}, "
             f"{figures.generation_tps:.1f} tokens/s\n"
-            f"pages       {stats.blocks_used} blocks in use, {stats.blocks_shared} of them shared, "
+            f"pages       {counted(stats.blocks_used, 'block')} in use, "
+            f"{stats.blocks_shared} of them shared, "
             f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
             f"{format_size(stats.bytes_mapped)} mapped, {format_size(stats.bytes_budget)} allowed\n"
             f"peak memory {format_size(int(figures.peak_memory * 1e9))}",
@@ -166,7 +170,7 @@ def _loaded(path_or_repo: str) -> tuple[Any, Any]:
         ValueError: the model cannot be loaded; the message says why.
     """
     try:
-        return load(_existing(path_or_repo))[:2]
+        model, tokenizer = load(_existing(path_or_repo))[:2]
     except FileNotFoundError:
         raise
     # Broken model files raise errors of many types, from anywhere in mlx-lm.
@@ -174,6 +178,9 @@ def _loaded(path_or_repo: str) -> tuple[Any, Any]:
         raise ValueError(
             f"--model {path_or_repo} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    # transformers would warn of "indexing errors" in long texts; MLX's models have none.
+    tokenizer.model_max_length = 1 << 60
+    return model, tokenizer
 
 
 def _existing(path_or_repo: str) -> str:

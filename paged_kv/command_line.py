@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
+from paged_kv.commands.completion_command import add_completion_parser
 from paged_kv.commands.doctor_command import add_doctor_parser
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
@@ -61,7 +62,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.command == "server":
         arguments.others = others
     elif others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(others)}")
     return arguments
 
 
@@ -82,7 +83,18 @@ def _parser() -> argparse.ArgumentParser:
     add_trace_parser(commands)
     add_store_parser(commands)
     add_doctor_parser(commands)
+    add_completion_parser(commands)
+    _know_themselves(parser)
     return parser
+
+
+def _know_themselves(parser: argparse.ArgumentParser) -> None:
+    """Let the parser of the innermost command be `arguments.parser`: errors show its usage."""
+    parser.set_defaults(parser=parser)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _know_themselves(command)
 
 
 def _add_integrations(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

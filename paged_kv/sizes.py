@@ -1,4 +1,4 @@
-"""Parses and formats sizes in bytes as people write them: 512MB, 1.5GiB."""
+"""Parses and formats sizes in bytes as people write them: 512MB, 1.5GiB; and numbers of things."""
 
 import math
 import re
@@ -52,6 +52,12 @@ def format_size(nbytes: int) -> str:
         if nbytes >= 1000**power:
             return f"{nbytes / 1000**power:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things: 1 block, 2,048 blocks."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def _parsed(text: str) -> int:

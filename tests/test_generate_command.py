@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import make_sampler
 from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
 from paged_kv.integrations import text_generation
+from paged_kv.integrations.generate_command import embedded_model
 
 PROMPT = "def read_file(path):"
 
@@ -37,15 +38,46 @@ def test_the_embedded_model_writes_what_mlx_lm_writes(
     summary = [line.split()[0] for line in output.err.splitlines()]
     assert summary == ["prompt", "generation", "pages", "peak"]
     assert "7 tokens" in output.err
-    assert "1 blocks in use" in output.err
+    assert "1 block in use" in output.err
 
 
 def test_the_prompt_may_come_from_standard_input(
     capsys: pytest.CaptureFixture[str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert run("--prompt", "-", "--max-tokens", "5") == 0
-    assert capsys.readouterr().out == expected(PROMPT, 5) + "\n"
+    for named in (["--prompt", "-"], []):
+        monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+        assert run(*named, "--max-tokens", "5") == 0
+        assert capsys.readouterr().out == expected(PROMPT, 5) + "\n"
+
+
+def test_a_terminal_is_told_how_to_end_the_prompt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO(PROMPT)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run("--max-tokens", "1") == 0
+    assert "type the prompt, then Ctrl-D" in capsys.readouterr().err
+
+
+def test_several_samples_have_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
+    samples = ["--prompt", PROMPT, "--num-samples", "3", "--max-tokens", "20"]
+    assert run(*samples, "--seed", "1") == 0
+    texts = capsys.readouterr().out.split("==> ")[1:]
+    assert len({text.partition("\n")[2] for text in texts}) > 1
+    assert run(*samples, "--temp", "0") == 2
+    assert "--temp 0 makes 3 equal samples" in capsys.readouterr().err
+
+
+def test_a_text_longer_than_the_tokenizer_expects_gives_no_warning(
+    trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    generation = text_generation.TextGeneration(
+        embedded_model(), page_format="fp16", max_bytes=None, max_tokens=1, temp=0, seed=None
+    )
+    assert len(generation.encode("import os\n" * 1500, use_template=False)) > 4096
+    assert caplog.text == ""
+    generation.close()
 
 
 def test_several_prompts_are_a_batch(capsys: pytest.CaptureFixture[str], expected: Any) -> None:
@@ -110,9 +142,15 @@ def test_samples_share_the_prompts_pages(trained: Any, source_text: str) -> None
 
 def test_greedy_samples_are_what_generate_gives(trained: Any) -> None:
     model, tokenizer = trained("stdlib-llama")
+    options: dict[str, Any] = {"max_tokens": 15, "sampler": make_sampler(temp=0)}
     for prompt in (PROMPT, tokenizer.encode(PROMPT)[:1]):
         alone = generate(model, tokenizer, prompt, max_tokens=15)
-        assert generate_samples(model, tokenizer, prompt, 3, max_tokens=15).texts == [alone] * 3
+        assert generate_samples(model, tokenizer, prompt, 3, **options).texts == [alone] * 3
+
+
+def test_samples_differ_unless_a_sampler_makes_them_equal(trained: Any) -> None:
+    model, tokenizer = trained("stdlib-llama")
+    assert len(set(generate_samples(model, tokenizer, PROMPT, 4, max_tokens=30).texts)) > 1
 
 
 def test_samples_that_do_not_fit_are_refused(trained: Any) -> None:

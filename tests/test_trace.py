@@ -273,7 +273,7 @@ def test_replay_prints_both_and_what_changes(
     assert main(["trace", "synthesize", path, "--sequences", "8", "--lengths", "300"]) == 0
     assert main(["trace", "replay", path]) == 0
     assert "as recorded" in capsys.readouterr().out
-    assert main(["trace", "replay", path, "--max-bytes", "100MB", "--page-size", "16"]) == 0
+    assert main(["trace", "replay", path, "--max-kv-bytes", "100MB", "--page-size", "16"]) == 0
     table = capsys.readouterr().out
     assert "100.00 MB, 16 tokens a page" in table
     (refused,) = [line for line in table.splitlines() if "refused" in line]
@@ -365,8 +365,8 @@ def test_a_line_is_added_with_the_time_that_has_passed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "example"),
     [
-        ("--max-bytes", "10GBB", "'10GBB' is not a size; write one like 512MB, 4GB or 1.5GiB"),
-        ("--max-bytes", "0", "like 512MB"),
+        ("--max-kv-bytes", "10GBB", "'10GBB' is not a size; write one like 512MB, 4GB or 1.5GiB"),
+        ("--max-kv-bytes", "0", "like 512MB"),
         ("--sequences", "0", "such as 8"),
         ("--layers", "-1", "such as 8"),
         ("--lengths", "2000,100", "such as 100,2000"),

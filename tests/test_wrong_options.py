@@ -27,8 +27,11 @@ REFUSED: list[tuple[list[str], str]] = [
         for option in ("--max-tokens", "--num-samples")
         for bad in ("0", "-1", "1.5", "many", "²", HUGE)
     ],
-    *[([*GENERATE, "--max-bytes", bad], "argument --max-bytes: ") for bad in ("0", "-1", "4GBB")],
-    ([*GENERATE, "--max-bytes", HUGE], "is more than a 64-bit number of bytes"),
+    *[
+        ([*GENERATE, "--max-kv-bytes", bad], "argument --max-kv-bytes: ")
+        for bad in ("0", "-1", "4GBB")
+    ],
+    ([*GENERATE, "--max-kv-bytes", HUGE], "is more than a 64-bit number of bytes"),
     ([*GENERATE, "--page-format", "q3"], "argument --page-format: 'q3' is no page format"),
     ([*GENERATE, "--page-format", "q8/q4/q4"], "no page format"),
     ([*GENERATE, "--page-format", ""], "no page format"),
@@ -39,6 +42,8 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*GENERATE, "--store", ""], "argument --store: it is empty"),
     ([*GENERATE, "--store", "text"], "text is a file: name a folder for the pages"),
     ([*GENERATE, "--store-bytes", "1kB"], "argument --store-bytes: '1kB' is too small"),
+    ([*GENERATE, "--store-bytes", "5GB"], "--store-bytes limits the folder of --store: add"),
+    ([*GENERATE, "--num-samples", "2", "--temp", "0"], "--temp 0 makes 2 equal samples: raise"),
     ([*GENERATE, "--prompt", ""], "a prompt is empty: give --prompt some text"),
     ([*GENERATE, "--prompt", "\udcff"], "a prompt is not UTF-8: give --prompt some text"),
     (["generate", "--prompt", "-"], "a prompt is not UTF-8"),
@@ -67,12 +72,17 @@ REFUSED: list[tuple[list[str], str]] = [
     (["stats", "trace", "--plot", "out.jpeg"], "out.jpeg must end in one of .svg, .png, .html"),
     (["stats", "trace", "--plot", "no/out.svg"], "there is no folder no for out.svg: make it"),
     (["stats", ""], "argument file: it is empty"),
+    (["stats", "trace", "--interval", "1"], "--interval is between samples: add --watch or"),
+    (["stats", "--seconds", "1"], "--seconds is how long --plot samples a process: add it"),
+    (["stats", "trace", "--seconds", "1", "--plot", "a.svg"], "--seconds is how long --plot"),
+    (["server", "--model", "folder", "--store-bytes", "5GB"], "--store-bytes limits the folder"),
+    (["completion", "fish"], "argument shell: invalid choice: 'fish'"),
     (["trace", "replay", "missing"], "missing: No such file or directory"),
     (["trace", "replay", "folder"], "folder: Is a directory"),
     (["trace", "replay", "bytes"], "bytes is no trace of version 1: PAGED_KV_TRACE=FILE records"),
     (["trace", "replay", "short"], "line 2 of the trace makes no sense: k 0"),
     (["trace", "replay", "trace", "--page-size", "0"], "argument --page-size: "),
-    (["trace", "replay", "trace", "--max-bytes", "0"], "argument --max-bytes: "),
+    (["trace", "replay", "trace", "--max-kv-bytes", "0"], "argument --max-kv-bytes: "),
     (["trace", "synthesize", "text"], "text exists, and a trace would overwrite it"),
     (["trace", "synthesize", "folder"], "no trace can be written to "),
     (["trace", "synthesize", "no/trace"], "(No such file or directory): name a file in a folder"),
@@ -148,11 +158,11 @@ def test_it_is_refused_in_words(
 
 
 def test_a_budget_that_is_too_small_is_told_in_options(capsys: Any) -> None:
-    assert main([*GENERATE, "--max-bytes", "10kB", "--max-tokens", "2"]) == 1
+    assert main([*GENERATE, "--max-kv-bytes", "10kB", "--max-tokens", "2"]) == 1
     error = capsys.readouterr().err
-    enough = error.partition("raise --max-bytes to at least ")[2].partition(", or")[0]
+    enough = error.partition("raise --max-kv-bytes to at least ")[2].partition(", or")[0]
     assert "max_bytes" not in error
-    assert main([*GENERATE, "--max-bytes", enough.replace(",", ""), "--max-tokens", "2"]) == 0
+    assert main([*GENERATE, "--max-kv-bytes", enough.replace(",", ""), "--max-tokens", "2"]) == 0
 
 
 def test_a_reader_that_goes_away_is_no_failure(

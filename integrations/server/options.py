@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from paged_kv.commands.arguments import MOST_SECONDS, page_format, positive
-from paged_kv.commands.store_command import add_store_options
+from paged_kv.commands.arguments import MOST_SECONDS, positive
+from paged_kv.commands.cache_options import add_cache_options, examples
 from paged_kv.sizes import parse_size
 
 
@@ -19,8 +19,12 @@ def server_parser() -> argparse.ArgumentParser:
         description="Serves OpenAI's API like mlx-lm's server, on paged caches.",
         parents=[_mlx_lm_parser()],
         add_help=False,  # mlx-lm's has it
+        **examples(
+            "paged-kv server --model mlx-community/Llama-3.2-1B-Instruct-4bit --max-kv-bytes 4GB",
+            "paged-kv server --model MODEL --page-format auto --store --api-key env:KEY",
+        ),
     )
-    _add_cache_options(parser.add_argument_group("paged caches"))
+    add_cache_options(parser.add_argument_group("paged caches"))
     _add_api_options(parser.add_argument_group("models and clients"))
     _add_limits(parser.add_argument_group("limits"))
     _redefine(
@@ -42,25 +46,6 @@ def server_parser() -> argparse.ArgumentParser:
         "are not reused. --page-format q8 or q4 has neither drawback",
     )
     return parser
-
-
-def _add_cache_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-kv-bytes",
-        type=parse_size,
-        help="the most memory for pages of requests and cached prompts, such as 4GB. A draft model "
-        "gets its share of it. Snapshots of recurrent layers take up to a quarter of it besides. "
-        "(default: 80%% of what the machine recommends, less what is in use)",
-    )
-    group.add_argument(
-        "--page-format",
-        type=page_format,
-        default="fp16",
-        help="how pages hold numbers: fp16, the model's own 16 bits, q8 or q4; or two of these for "
-        "keys and values, such as q8/q4; or auto, which requantises the oldest pages to q8 and "
-        "then q4 when memory is short (default: fp16)",
-    )
-    add_store_options(group)
 
 
 def _add_api_options(group: argparse._ArgumentGroup) -> None:

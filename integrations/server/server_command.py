@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from paged_kv.commands.cache_options import complete_cache_options
+
 
 def add_server_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
@@ -17,7 +19,13 @@ def add_server_parser(
         add_help=False,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=lambda arguments: run(arguments.others))
+    parser.set_defaults(run=lambda arguments: run(arguments.others), full_parser=_full_parser)
+
+
+def _full_parser() -> argparse.ArgumentParser:
+    from paged_kv.integrations.server.options import server_parser
+
+    return server_parser()
 
 
 def run(options: Sequence[str]) -> int:
@@ -27,9 +35,8 @@ def run(options: Sequence[str]) -> int:
         ValueError: an option is wrong, or the process is one of several that share a model.
         OSError: the port is in use, or the model is not there.
     """
-    from paged_kv.integrations.server.options import server_parser
-
-    arguments = server_parser().parse_args(options)
+    arguments = _full_parser().parse_args(options)
+    complete_cache_options(arguments)
 
     import logging
 

@@ -1,9 +1,11 @@
 """The subcommands of `paged-kv` that do not use mlx-lm.
 
-arguments       parses the values of options
-stats_command   `paged-kv stats`
-store_command   `paged-kv store`
-trace_command   `paged-kv trace`
-doctor_command  `paged-kv doctor`
-doctor          runs the kernels and checks their results
+arguments           parses the values of options
+cache_options       the options of commands that make paged caches, and the look of help
+stats_command       `paged-kv stats`
+store_command       `paged-kv store`
+trace_command       `paged-kv trace`
+doctor_command      `paged-kv doctor`
+doctor              runs the kernels and checks their results
+completion_command  `paged-kv completion`
 """

@@ -2,6 +2,8 @@
 
 import argparse
 
+from paged_kv.commands.cache_options import examples
+
 
 def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command's parser."""
@@ -14,6 +16,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
             "another backend, PAGED_KV_ISA another instruction set of the CPU kernels. Exit "
             "status 1 if a kernel is wrong."
         ),
+        **examples("paged-kv doctor", "PAGED_KV_ISA=generic paged-kv doctor"),
     )
     parser.set_defaults(run=run_doctor)
 

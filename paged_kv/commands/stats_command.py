@@ -11,7 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
 from paged_kv.commands.arguments import path, positive, seconds
+from paged_kv.commands.cache_options import examples
 from paged_kv.extras import extra_module
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.published import running_process, running_processes
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_INTERVAL_S, _PLOT_S = 0.5, 10.0
 _DESCRIPTION = """\
 Where did my memory go? Shows the pages of a running process, of a snapshot that `--json` wrote, or
 of the end of a trace that PAGED_KV_TRACE recorded. It can show every process of yours that uses
@@ -32,7 +36,14 @@ this library; such a process opens no port and is not slowed down.
 def add_stats_parser(subparsers: Subparsers) -> None:
     """Register the subcommand "stats"."""
     parser = subparsers.add_parser(
-        "stats", help="show the memory of a process's pages", description=_DESCRIPTION
+        "stats",
+        help="show the memory of a process's pages",
+        description=_DESCRIPTION,
+        **examples(
+            "paged-kv stats --watch",
+            "paged-kv stats --plot memory.svg --seconds 60",
+            "paged-kv stats --json >snapshot.json",
+        ),
     )
     parser.set_defaults(run=run_stats)
     parser.add_argument(
@@ -50,16 +61,14 @@ def add_stats_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--interval",
         type=seconds,
-        default=0.5,
         metavar="S",
-        help="seconds between samples of --watch and --plot (default: 0.5)",
+        help=f"seconds between samples of --watch and --plot (default: {_INTERVAL_S:g})",
     )
     parser.add_argument(
         "--seconds",
         type=seconds,
-        default=10.0,
         metavar="S",
-        help="how many seconds --plot samples (default: 10)",
+        help=f"how many seconds --plot samples (default: {_PLOT_S:g})",
     )
 
 
@@ -71,6 +80,10 @@ def run_stats(arguments: argparse.Namespace) -> int:
     """
     if arguments.file is not None and (arguments.pid or arguments.watch or arguments.list):
         raise ValueError("--pid, --watch and --list show running processes: leave out the file")
+    if arguments.interval and not (arguments.watch or arguments.plot):
+        raise ValueError("--interval is between samples: add --watch or --plot, or leave it out")
+    if arguments.seconds and (arguments.file is not None or not arguments.plot):
+        raise ValueError("--seconds is how long --plot samples a process: add it, without a file")
     if arguments.list:
         if arguments.pid:
             raise ValueError("--list shows all processes: leave out --pid")
@@ -79,6 +92,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
         plot.draw(_history(arguments), arguments.plot)
+        print(f"wrote {arguments.plot}", file=sys.stderr)
     elif arguments.watch:
         return _watch(arguments)
     else:
@@ -131,7 +145,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         except ProcessLookupError:
             raise ProcessLookupError(f"process {pid} has ended") from None
 
-    watch(look, Console(highlight=False), arguments.interval)
+    watch(look, Console(highlight=False), arguments.interval or _INTERVAL_S)
     return 0
 
 
@@ -178,7 +192,8 @@ def _history(arguments: argparse.Namespace) -> History:
 
     if arguments.file is None:
         pid = _view(arguments).pid
-        return History.of_views(_looks(pid, arguments.seconds, arguments.interval))
+        looks = _looks(pid, arguments.seconds or _PLOT_S, arguments.interval or _INTERVAL_S)
+        return History.of_views(looks)
     if _is_trace(arguments.file):
         return _replayed(arguments.file).history(str(arguments.file))
     return History.of_views(iter([_saved_view(arguments.file)]))
@@ -188,15 +203,20 @@ def _looks(pid: int, duration_s: float, interval_s: float) -> Iterator[ProcessVi
     """Samples of what a process publishes, until it ends or the time is over."""
     end = time.monotonic() + duration_s
     view = running_process(pid)
+    samples = int(duration_s / interval_s) + 1
+    bar = tqdm(total=samples, desc="plot", unit=" samples", leave=False, disable=None)
     while True:
         # An idle process publishes nothing new: its last view still holds now.
         yield replace(view, time=time.time())
+        bar.update()
         if time.monotonic() + interval_s > end:
+            bar.close()
             return
         time.sleep(interval_s)
         try:
             view = running_process(pid)
         except ProcessLookupError:
+            bar.close()
             return
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import path, store_size
-from paged_kv.sizes import format_size, parse_size
+from paged_kv.commands.cache_options import default_store, examples
+from paged_kv.sizes import counted, format_size, parse_size
 
 if TYPE_CHECKING:
     from paged_kv.store.finding import Finding
@@ -34,6 +35,12 @@ def add_store_parser(subparsers: Subparsers) -> None:
         "store",
         help="list, verify and clean up pages on disk",
         description="Manages a folder of pages that --store of other commands names.",
+        **examples(
+            "paged-kv store ls",
+            "paged-kv store verify --store /data/pages",
+            "paged-kv store gc --store-bytes 20GB",
+            "paged-kv store export pages.tar",
+        ),
     )
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
     _add(commands, "ls", "list the entries, most recently used first", run_ls)
@@ -47,19 +54,6 @@ def add_store_parser(subparsers: Subparsers) -> None:
     import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
     import_.add_argument("file", type=path, help="a tar file that export wrote")
     _add_cap(import_, "50GB", "the most that the folder may take (default: 50GB)")
-
-
-def add_store_options(parser: argparse._ActionsContainer) -> None:
-    """The options of commands that use a store."""
-    parser.add_argument(
-        "--store",
-        type=path,
-        nargs="?",
-        const=Path(_default()),
-        metavar="FOLDER",
-        help=f"persist prompts' pages on disk and reuse them; without a folder, in {_default()}",
-    )
-    _add_cap(parser, "50GB", "the most that the folder may take on disk (default: 50GB)")
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -84,7 +78,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         _print_json({"entries": entries, "findings": [asdict(each) for each in findings]})
     else:
         _print_findings(findings)
-        print(f"{entries} entries were read, {len(findings)} things are wrong")
+        print(f"{counted(entries, 'entry')} read, {counted(len(findings), 'fault')} found")
     return 1 if findings else 0
 
 
@@ -97,7 +91,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _print_json([asdict(each) for each in removed])
     _print_findings(removed)
-    print(f"{len(removed)} files removed, {format_size(sum(each.nbytes for each in removed))}")
+    nbytes = sum(each.nbytes for each in removed)
+    print(f"{counted(len(removed), 'file')} removed, {format_size(nbytes)}")
     return 0
 
 
@@ -110,7 +105,7 @@ def run_clear(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _print_json({"files": files, "nbytes": nbytes, "dry_run": arguments.dry_run})
     verb = "would be removed" if arguments.dry_run else "removed"
-    print(f"{files} files {verb}, {format_size(nbytes)}")
+    print(f"{counted(files, 'file')} {verb}, {format_size(nbytes)}")
     return 0
 
 
@@ -145,9 +140,9 @@ def _add(
     parser.add_argument(
         "--store",
         type=path,
-        default=Path(_default()),
+        default=default_store(),
         metavar="FOLDER",
-        help=f"the folder of pages (default: {_default()})",
+        help=f"the folder of pages (default: {default_store()})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
     parser.set_defaults(run=lambda arguments: _run(run, arguments), store_bytes=NO_LIMIT)
@@ -186,12 +181,6 @@ def _opened(arguments: argparse.Namespace, *, must_exist: bool = True) -> PageSt
     return PageStore(folder, arguments.store_bytes, min_free_bytes=free)
 
 
-def _default() -> str:
-    from paged_kv.store.folder import default_folder
-
-    return str(default_folder())
-
-
 def _require_archive(file: Path) -> None:
     """Check a file to import before making a store for it.
 
@@ -214,7 +203,8 @@ def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 def _summary(rows: Sequence[Row]) -> str:
     tokens = sum(row.num_tokens for row in rows)
-    return f"{len(rows)} entries, {tokens} tokens, {format_size(sum(row.nbytes for row in rows))}"
+    nbytes = format_size(sum(row.nbytes for row in rows))
+    return f"{counted(len(rows), 'entry')}, {counted(tokens, 'token')}, {nbytes}"
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
@@ -226,7 +216,7 @@ def _print_transfer(arguments: argparse.Namespace, verb: str, done: Transfer) ->
     if arguments.json:
         _print_json(asdict(done))
     else:
-        print(f"{done.entries} entries {verb}, {format_size(done.nbytes)}")
+        print(f"{counted(done.entries, 'entry')} {verb}, {format_size(done.nbytes)}")
         for reason, count in Counter(done.skipped.values()).items():
             print(f"{count} skipped: {reason}", file=sys.stderr)
     return 1 if done.skipped else 0

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import length_range, path, positive, share
+from paged_kv.commands.cache_options import examples
 from paged_kv.sizes import format_size, parse_size
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 
@@ -18,13 +19,20 @@ PAGED_KV_TRACE names. `replay` runs it through the allocator again, with another
 size, or without prefix reuse; `synthesize` makes one up. Neither needs a model or memory: only the
 bookkeeping runs.
 """
-_DEFAULT_MAX_BYTES = "16GB"
+_DEFAULT_BUDGET = "16GB"
 
 
 def add_trace_parser(subparsers: "Subparsers") -> None:
     """Register the subcommand "trace"."""
     parser = subparsers.add_parser(
-        "trace", help="replay a recorded load with other parameters", description=_DESCRIPTION
+        "trace",
+        help="replay a recorded load with other parameters",
+        description=_DESCRIPTION,
+        **examples(
+            "PAGED_KV_TRACE=trace.txt paged-kv server --model MODEL",
+            "paged-kv trace replay trace.txt --max-kv-bytes 2GB",
+            "paged-kv trace synthesize made-up.txt --sequences 100",
+        ),
     )
     commands = parser.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
     _add_replay_parser(commands)
@@ -36,7 +44,10 @@ def _add_replay_parser(commands: "Subparsers") -> None:
     parser.set_defaults(run=run_replay)
     parser.add_argument("file", type=path, help="a trace")
     parser.add_argument(
-        "--max-bytes", type=parse_size, metavar="SIZE", help="the budget of each pool, such as 4GB"
+        "--max-kv-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="the budget of each pool, such as 4GB",
     )
     parser.add_argument(
         "--page-size",
@@ -98,11 +109,11 @@ def _add_synthesize_parser(commands: "Subparsers") -> None:
         help="draws the lengths and the sequences that end (default: 0)",
     )
     parser.add_argument(
-        "--max-bytes",
+        "--max-kv-bytes",
         type=parse_size,
-        default=parse_size(_DEFAULT_MAX_BYTES),
+        default=parse_size(_DEFAULT_BUDGET),
         metavar="SIZE",
-        help=f"the pool's budget, such as 512MB or 4GB (default: {_DEFAULT_MAX_BYTES})",
+        help=f"the pool's budget, such as 512MB or 4GB (default: {_DEFAULT_BUDGET})",
     )
 
 
@@ -113,14 +124,14 @@ def run_synthesize(arguments: argparse.Namespace) -> int:
     shortest, longest = arguments.lengths
     load = Load(arguments.sequences, shortest, longest, arguments.churn, arguments.seed)
     numbers: int = 2 * arguments.layers * arguments.kv_heads * arguments.head_dim
-    synthesize(load, numbers * arguments.bytes_per_number, arguments.max_bytes, arguments.file)
+    synthesize(load, numbers * arguments.bytes_per_number, arguments.max_kv_bytes, arguments.file)
     return 0
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay as recorded and with the other parameters, print both, return 0."""
     events = read_trace(arguments.file)
-    other = Parameters(arguments.page_size, arguments.max_bytes, arguments.eviction == "lru")
+    other = Parameters(arguments.page_size, arguments.max_kv_bytes, arguments.eviction == "lru")
     recorded = Replay(events, Parameters()).run()
     changed = recorded if other == Parameters() else Replay(events, other).run()
     if arguments.json:
@@ -140,8 +151,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
 
 def _in_words(arguments: argparse.Namespace) -> str:
     words = []
-    if arguments.max_bytes:
-        words.append(format_size(arguments.max_bytes))
+    if arguments.max_kv_bytes:
+        words.append(format_size(arguments.max_kv_bytes))
     if arguments.page_size != 256:
         words.append(f"{arguments.page_size} tokens a page")
     if arguments.eviction != "lru":

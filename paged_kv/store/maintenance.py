@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
 
 from paged_kv.store.entry_file import SUFFIX, decode, file_name
 from paged_kv.store.errors import InvalidEntry
@@ -19,6 +22,8 @@ from paged_kv.store.eviction import victims
 from paged_kv.store.finding import Finding
 from paged_kv.store.folder import is_page_file
 from paged_kv.store.page_store import File, Outcome, PageStore, file_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ def verify(store: PageStore) -> list[Finding]:
         Finding(name, "not a file of the store; it counts against the cap", size, False)
         for name, size in contents.others.items()
     ]
-    looked_at = [_look_at(store, key, size) for key, size in contents.files.items()]
+    files = _shown("verify", contents.files.items())
+    looked_at = [_look_at(store, key, size) for key, size in files]
     findings += [finding for finding in looked_at if finding is not None]
     return sorted([*store.discarded, *findings], key=lambda finding: finding.name)
 
@@ -79,7 +85,7 @@ def export(store: PageStore, path: Path) -> Transfer:
     """
     done, nbytes, skipped = 0, 0, {}
     with tarfile.open(path, "x") as archive:
-        for row in store.rows():
+        for row in _shown("export", store.rows()):
             name = file_name(row.key)
             try:
                 data = store.folder.read(name)
@@ -108,7 +114,7 @@ def import_(store: PageStore, path: Path) -> Transfer:
     kept: list[str] = []
     try:
         with tarfile.open(path) as archive:
-            for known, data in _imported(archive, skipped):
+            for known, data in _shown("import", _imported(archive, skipped)):
                 row, _ = known
                 kept.append(row.key)
                 (outcome,) = store.put_files([(known, data)], kept)
@@ -137,6 +143,11 @@ def _imported(archive: tarfile.TarFile, skipped: dict[str, str]) -> Iterator[Fil
             skipped[member.name] = str(error)
             continue
         yield file_of(entry.place, [data])
+
+
+def _shown(work: str, entries: Iterable[T]) -> Iterator[T]:
+    """The entries, with a progress bar if standard error is a terminal."""
+    return iter(tqdm(entries, desc=work, unit=" entries", leave=False, disable=None))
 
 
 def _look_at(store: PageStore, key: str, nbytes: int) -> Finding | None:

@@ -131,6 +131,8 @@ class PagedModelProvider(ModelProvider):
         )
         key: Any = self.model_key
         tokenizer: Any = self.tokenizer
+        # transformers would warn of "indexing errors" in long texts; MLX's models have none.
+        tokenizer.model_max_length = 1 << 60
         # Tokenizers change their settings at the first use; after it any thread may use them.
         tokenizer.encode("")
         return LoadedModel(

@@ -1,0 +1,84 @@
+"""Defines the options of commands that make paged caches, and how their help looks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paged_kv.commands.arguments import page_format, path, store_size
+from paged_kv.sizes import parse_size
+
+
+def add_cache_options(parser: argparse._ActionsContainer) -> None:
+    """The memory of pages, their format, and where they persist."""
+    parser.add_argument(
+        "--max-kv-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="the most memory for pages, such as 4GB. A draft model gets its share of it. "
+        "Snapshots of recurrent layers take up to a quarter of it besides. (default: 80%% of what "
+        "the machine recommends, less what is in use)",
+    )
+    parser.add_argument(
+        "--page-format",
+        type=page_format,
+        default="fp16",
+        metavar="FORMAT",
+        help="how pages hold numbers: fp16, the model's own 16 bits, q8 or q4; or two of these for "
+        "keys and values, such as q8/q4; or auto, which requantises the oldest pages to q8 and "
+        "then q4 when memory is short (default: fp16)",
+    )
+    parser.add_argument(
+        "--store",
+        type=path,
+        nargs="?",
+        const=default_store(),
+        metavar="FOLDER",
+        help=f"persist prompts' pages on disk and reuse them; without a folder, in "
+        f"{default_store()}",
+    )
+    parser.add_argument(
+        "--store-bytes",
+        type=store_size,
+        metavar="SIZE",
+        help="the most that the folder of --store may take on disk (default: 50GB)",
+    )
+
+
+def complete_cache_options(arguments: argparse.Namespace) -> None:
+    """Set the default of `store_bytes`.
+
+    Raises:
+        ValueError: an option needs another one.
+    """
+    from paged_kv.store.page_store import DEFAULT_STORE_BYTES
+
+    if arguments.store_bytes is None:
+        arguments.store_bytes = DEFAULT_STORE_BYTES
+    elif arguments.store is None:
+        raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
+
+
+def default_store() -> Path:
+    """The folder of pages of a --store without one."""
+    from paged_kv.store.folder import default_folder
+
+    return default_folder()
+
+
+def examples(*commands: str) -> dict[str, Any]:
+    """Arguments of a parser that show commands below its options."""
+    return {
+        "epilog": "\n".join(["examples:", *(f"  {command}" for command in commands)]),
+        "formatter_class": _Wrapped,
+    }
+
+
+class _Wrapped(argparse.HelpFormatter):
+    """Wraps descriptions, but not the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return super()._fill_text(text, width, indent)

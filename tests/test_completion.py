@@ -1,0 +1,26 @@
+"""`paged-kv completion` prints scripts that shells take, with the options of every command."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from paged_kv.command_line import main
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_the_script_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("generate", "server", "stats", "synthesize", "num-samples", "decode-concurrency"):
+        assert word in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_bash_completes_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    ask = "\nCOMP_WORDS=(paged-kv generate --max-k); COMP_CWORD=2; _shtab_paged_kv; "
+    script = capsys.readouterr().out + ask + "echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--max-kv-bytes"]
