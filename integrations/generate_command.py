@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
 from paged_kv.commands.arguments import name, positive, seed, temperature
-from paged_kv.commands.cache_options import add_cache_options, complete_cache_options, examples
+from paged_kv.commands.cache_options import add_cache_options, examples, require_complete
 
 # Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512
@@ -72,7 +72,7 @@ def add_generate_parser(
 def run(arguments: argparse.Namespace) -> int:
     """Generate, print a summary, return the exit status."""
     try:
-        complete_cache_options(arguments)
+        require_complete(arguments)
         temp = _temperature(arguments.temp, arguments.num_samples)
         prompts = [_prompt(text) for text in arguments.prompt or ["-"]]
     except ValueError as error:

@@ -159,7 +159,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:
         ".ci/check_workflows",
         ".github/dependabot.yml",
     }
-    expected = files_in(*ROOMS, "tests", "benches", "docs") | door_files() | scripts
+    expected = files_in(*ROOMS, "tests", "benches", "docs", "examples") | door_files() | scripts
     assert expected - names == set()
     # Nothing comes a second time through the links.
     assert not any(name.startswith(f"paged_kv/{room}/") for room in ROOMS for name in names)

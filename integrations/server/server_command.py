@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from paged_kv.commands.cache_options import complete_cache_options
+from paged_kv.commands.cache_options import require_complete
 
 
 def add_server_parser(
@@ -36,7 +36,7 @@ def run(options: Sequence[str]) -> int:
         OSError: the port is in use, or the model is not there.
     """
     arguments = _full_parser().parse_args(options)
-    complete_cache_options(arguments)
+    require_complete(arguments)
 
     import logging
 

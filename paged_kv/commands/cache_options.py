@@ -9,6 +9,8 @@ from typing import Any
 from paged_kv.commands.arguments import page_format, path, store_size
 from paged_kv.sizes import parse_size
 
+_STORE_BYTES = "50GB"
+
 
 def add_cache_options(parser: argparse._ActionsContainer) -> None:
     """The memory of pages, their format, and where they persist."""
@@ -41,22 +43,19 @@ def add_cache_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--store-bytes",
         type=store_size,
+        default=parse_size(_STORE_BYTES),
         metavar="SIZE",
-        help="the most that the folder of --store may take on disk (default: 50GB)",
+        help=f"the most that the folder of --store may take on disk (default: {_STORE_BYTES})",
     )
 
 
-def complete_cache_options(arguments: argparse.Namespace) -> None:
-    """Set the default of `store_bytes`.
+def require_complete(arguments: argparse.Namespace) -> None:
+    """Check that no option lacks another one that it needs.
 
     Raises:
-        ValueError: an option needs another one.
+        ValueError: one does.
     """
-    from paged_kv.store.page_store import DEFAULT_STORE_BYTES
-
-    if arguments.store_bytes is None:
-        arguments.store_bytes = DEFAULT_STORE_BYTES
-    elif arguments.store is None:
+    if arguments.store is None and arguments.store_bytes != parse_size(_STORE_BYTES):
         raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
 
 

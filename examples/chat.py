@@ -1,0 +1,22 @@
+"""Chats in the terminal; the conversation stays in pages, so each turn computes only its own text.
+
+python examples/chat.py MODEL
+"""
+
+import sys
+
+from mlx_lm import load, stream_generate
+
+from paged_kv import PagedCacheFactory
+
+model, tokenizer = load(sys.argv[1])
+cache = PagedCacheFactory(model, max_bytes="4GB").make_cache()
+while text := input("you: ").strip():
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    else:
+        prompt = tokenizer.encode(text)
+    for response in stream_generate(model, tokenizer, prompt, prompt_cache=cache, max_tokens=100):
+        print(response.text, end="", flush=True)
+    print()

@@ -1,0 +1,27 @@
+"""Reads a long text in little memory: "auto" requantises the oldest pages when it gets short.
+
+python examples/small_budget.py MODEL
+"""
+
+import sys
+
+from mlx_lm import generate, load
+
+from paged_kv import PagedCacheFactory
+
+TEXT = "def add(a, b):\n    return a + b\n\n\n" * 100
+
+model, tokenizer = load(sys.argv[1])
+prompt = tokenizer.encode(TEXT)
+
+exact = PagedCacheFactory(model)
+generate(model, tokenizer, prompt, prompt_cache=exact.make_cache(), max_tokens=1)
+needed = exact.stats().bytes_mapped
+exact.close()
+
+factory = PagedCacheFactory(model, page_format="auto", max_bytes=2 * needed // 3)
+cache = factory.make_cache()
+print(generate(model, tokenizer, prompt, prompt_cache=cache, max_tokens=20))
+stats = factory.stats()
+print(f"16 bits would map {needed:,} bytes; these pages map {stats.bytes_mapped:,}")
+print(f"requantised: {dict(stats.requantisations)}")

@@ -1,0 +1,69 @@
+"""Every program of examples/ runs with a real model, and shows what it says."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MODEL_FOLDERS
+from tests.running_server import PagedRunningServer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MODEL = str(MODEL_FOLDERS["stdlib-llama"])
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_every_example_is_run_here() -> None:
+    tested = Path(__file__).read_text("utf-8")
+    assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.slow
+def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = iter(["def f(x):", "class A:", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    run("chat", monkeypatch, MODEL)
+    assert len(capsys.readouterr().out) > 100
+
+
+@pytest.mark.slow
+def test_shared_system_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("shared_system_prompt", monkeypatch, MODEL)
+    counts = [line for line in capsys.readouterr().out.splitlines() if "tokens were cached" in line]
+    assert len(counts) == 3
+    assert all("(0 tokens" not in line for line in counts)
+
+
+@pytest.mark.slow
+def test_page_store(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outputs = []
+    for _ in range(2):
+        run("page_store", monkeypatch, MODEL, str(tmp_path / "pages"))
+        outputs.append(capsys.readouterr().out.split(" tokens come from "))
+    assert outputs[0][0].startswith("0 of ")
+    assert not outputs[1][0].startswith("0 of ")
+    assert outputs[0][1] == outputs[1][1]
+
+
+@pytest.mark.slow
+def test_small_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("small_budget", monkeypatch, MODEL)
+    assert "requantised: {'q" in capsys.readouterr().out
+
+
+def test_server_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = PagedRunningServer("--model", MODEL)
+    try:
+        run("server_client", monkeypatch, f"http://127.0.0.1:{server.port}/v1")
+    finally:
+        server.stop()
+    assert "prompt tokens" in capsys.readouterr().out
