@@ -191,7 +191,7 @@ def print_row(operation: str, phase: str, row: dict[str, Any]) -> None:
     stock, ours = row["mlx_lm"][phase], row["paged"][phase]
     print(
         f"{operation:9} {phase:10} {1e3 * stock['seconds']:9.2f} ms {1e3 * ours['seconds']:9.3f} ms"
-        f" {stock['new_bytes'] / 2**20:9.2f} MiB {ours['new_bytes'] / 2**20:7.2f} MiB"
+        f" {stock['new_bytes'] / 1e6:9.2f} MB {ours['new_bytes'] / 1e6:7.2f} MB"
         f"   blocks used {ours['blocks_used']:.0f} {ours['blocks_used_change']:+.0f},"
         f" copied {ours['blocks_copied_change']:.0f}"
     )

@@ -35,7 +35,7 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 LAYERS, HEADS, DIM, TOKENS = 8, 8, 128, 16_384
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * mx.float16.size
 STEPS = {"decode": 1, "prefill": 2_048}
-MIB = 1 << 20
+MEGABYTE = 10**6
 
 
 class Subject(Protocol):
@@ -168,13 +168,13 @@ def with_ratios(growths: dict[str, Growth]) -> dict[str, Any]:
 
 
 def print_table(phase: str, rows: dict[str, Any]) -> None:
-    print(f"\n{phase}: {TOKENS:,} tokens, {STEPS[phase]:,} a step, MiB and multiples of KVCache")
+    print(f"\n{phase}: {TOKENS:,} tokens, {STEPS[phase]:,} a step, MB and multiples of KVCache")
     heads = ("held", "above", "spike", "transient", "copied", "median", "max")
     print(f"{'':22}" + "".join(f"{head:>11}" for head in heads))
     for name, row in rows.items():
-        mib = [row[key] / MIB for key in row if key.endswith("_bytes")]
+        megabytes = [row[key] / MEGABYTE for key in row if key.endswith("_bytes")]
         times = [row[key] for key in row if key.endswith("_kv_cache_median")]
-        print(f"{name:22}" + "".join(f"{number:11,.2f}" for number in mib + times))
+        print(f"{name:22}" + "".join(f"{number:11,.2f}" for number in megabytes + times))
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from benches.table_cells import count, mebibytes, millis, table
+from benches.table_cells import count, megabytes, millis, table
 
 Figures = dict[str, Any]
 Digest = Callable[[dict[str, Figures]], str]
@@ -54,7 +54,7 @@ def _memory(figures: Figures) -> Row:
     stock = figures["mlx_lm"]["peak_kv_bytes"]["nbytes"]
     paged = figures["paged"]["peak_kv_bytes"]["mapped"]
     label = f"peak memory of keys and values, {figures['requests']} requests of mixed lengths"
-    return label, mebibytes(stock), mebibytes(paged), _ratio(paged / stock)
+    return label, megabytes(stock), megabytes(paged), _ratio(paged / stock)
 
 
 def _best(figures: Figures) -> Row:

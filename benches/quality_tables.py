@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benches.table_cells import count, mebibytes, table
+from benches.table_cells import count, megabytes, table
 
 Figures = dict[str, Any]
 
@@ -76,13 +76,13 @@ def long_runs(figures: Figures) -> Iterator[str]:
     sixteen_bit = runs.pop("fp16", {"timeline": []})
     reference = {row["tokens"]: row["perplexity"] for row in sixteen_bit["timeline"]}
     for name, run in runs.items():
-        budget = f"{name}, {mebibytes(run['max_bytes'])} for {figures['tokens']:,} tokens"
+        budget = f"{name}, {megabytes(run['max_bytes'])} for {figures['tokens']:,} tokens"
         head = (budget, "fp16", "q8", "q4", "mapped", "perplexity", "with 16-bit pages")
         rows = [
             (
                 f"{row['tokens']:,}",
                 *(str(row["blocks_by_format"].get(each, 0)) for each in head[1:4]),
-                mebibytes(row["bytes_mapped"]),
+                megabytes(row["bytes_mapped"]),
                 f"{row['perplexity']:.2f}",
                 f"{reference[row['tokens']]:.2f}" if row["tokens"] in reference else "",
             )

@@ -6,7 +6,7 @@ from typing import Any
 from benches.table_cells import (
     count,
     giga,
-    mebibytes,
+    megabytes,
     micros,
     millis,
     percent,
@@ -169,8 +169,8 @@ def rings(figures: Figures) -> str:
     rows = [
         (
             f"a sequence of {row['context']:,} tokens, write_chunk {row['write_chunk']:,}",
-            mebibytes(row["mlx_lm_bytes"]),
-            mebibytes(row["paged_bytes"]),
+            megabytes(row["mlx_lm_bytes"]),
+            megabytes(row["paged_bytes"]),
         )
         for row in figures["memory"]
     ]
@@ -184,8 +184,8 @@ def rings(figures: Figures) -> str:
         (prompt, seconds(prefill["mlx_lm_seconds"]), seconds(prefill["paged_seconds"])),
         (
             "its peak memory",
-            mebibytes(prefill["mlx_lm_peak_bytes"]),
-            mebibytes(prefill["paged_peak_bytes"]),
+            megabytes(prefill["mlx_lm_peak_bytes"]),
+            megabytes(prefill["paged_peak_bytes"]),
         ),
     ]
     allocations = figures["allocations"]

@@ -22,8 +22,8 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"
 
 
 def ratio(number: float) -> str:

@@ -29,7 +29,7 @@ from benches.speed_tables import (
 from benches.store_tables import page_store, page_store_faults
 from benches.table_cells import (
     count,
-    mebibytes,
+    megabytes,
     micros,
     millis,
     quoted,
@@ -148,9 +148,9 @@ def growth(figures: Figures) -> str:
         rows += [
             (
                 f"{phase}, {step:,} a step: {cache}",
-                mebibytes(row["held_bytes"]),
-                mebibytes(row["peak_above_held_bytes"]),
-                mebibytes(row["copied_for_growth_bytes"]),
+                megabytes(row["held_bytes"]),
+                megabytes(row["peak_above_held_bytes"]),
+                megabytes(row["copied_for_growth_bytes"]),
                 millis(row["median_step_seconds"]),
                 millis(row["max_step_seconds"]),
             )
@@ -172,8 +172,8 @@ def batch_operations(figures: Figures) -> str:
                     millis(stock["seconds"]),
                     millis(paged["seconds"]),
                     ratio(result["ratios"][phase]["seconds"]),
-                    mebibytes(stock["new_bytes"]),
-                    mebibytes(paged["new_bytes"]),
+                    megabytes(stock["new_bytes"]),
+                    megabytes(paged["new_bytes"]),
                     f"{paged['blocks_copied_change']:.0f} of {paged['blocks_used']:.0f}",
                 )
             )
@@ -190,15 +190,15 @@ def serving(figures: Figures) -> str:
         "prompt_tokens_per_second": ("prompt tokens a second", count),
         "generation_tokens_per_second": ("generated tokens a second", count),
         "all_tokens_per_second": ("all tokens over wall time, a second", count),
-        "peak_memory_bytes": ("peak memory, weights included", mebibytes),
+        "peak_memory_bytes": ("peak memory, weights included", megabytes),
     }
     rows: list[tuple[str, ...]] = [
         (label, show(stock[name]), show(paged[name])) for name, (label, show) in names.items()
     ]
     kv_bytes = paged["peak_kv_bytes"]
-    in_pages = f"{mebibytes(kv_bytes['active'])} in use, {mebibytes(kv_bytes['mapped'])} mapped"
-    rows.append(("peak of keys and values", mebibytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
-    held = [mebibytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
+    in_pages = f"{megabytes(kv_bytes['active'])} in use, {megabytes(kv_bytes['mapped'])} mapped"
+    rows.append(("peak of keys and values", megabytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
+    held = [megabytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
     rows.append(("what the tokens themselves need", *held))
     load = f"{figures['requests']} requests, {figures['model']} in {figures['dtype']}"
     equal = figures["requests_with_equal_tokens_in_all_runs"]

@@ -16,9 +16,10 @@ from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.integrations.server import status_page
 from paged_kv.monitor.process_view import PoolView, ProcessView
 from paged_kv.monitor.stats_table import bytes_table, map_text, numbers
-from paged_kv.pool.columns import COLUMNS, Column, Unit
+from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.stats import GroupStats, PoolStats
+from paged_kv.sizes import format_size
 
 
 def stats(first: int) -> PoolStats:
@@ -131,6 +132,14 @@ def test_a_new_column_of_slab_bytes_is_a_row_of_their_table(made_up: Column) -> 
         COLUMNS.pop()
     assert [*rows.columns[0].cells][-1] == "kept by us"
     assert [*rows.columns[1].cells][-1] == "201 B"
+
+
+def test_printed_statistics_are_the_table_of_bytes() -> None:
+    head, *rows = str(stats(100)).splitlines()
+    assert head.endswith(f"{format_size(stats(100).bytes_budget)} allowed")
+    assert [row.split("  ")[0] for row in rows] == [row[0] for row in byte_rows(stats(100))]
+    assert rows[-1].split() == ["=", "mapped", *rows[-1].split()[2:]]
+    assert "100.0%" in rows[-1]
 
 
 def test_the_map_tells_formats_apart_by_colours_whatever_their_names_are() -> None:

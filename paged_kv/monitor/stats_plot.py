@@ -95,16 +95,16 @@ def _draw_blocks(history: History, axes: Any) -> None:
 def _draw_losses(history: History, axes: Any) -> None:
     times = [sample.seconds for sample in history.samples]
     stats = [sample.stats for sample in history.samples]
-    mebibyte = 1 << 20
+    megabyte = 1e6
     for name, label, colour in (
         ("bytes_last_block", "free in last blocks", "#0072b2"),
         ("bytes_out_of_window", "out of window", "#009e73"),
         ("bytes_fragmented", "fragmented, free", "#d55e00"),
         ("bytes_spare", "spare, free", "#999999"),
     ):
-        sizes = [getattr(each, name) / mebibyte for each in stats]
+        sizes = [getattr(each, name) / megabyte for each in stats]
         axes.step(times, sizes, where="post", label=label, color=colour)
-    axes.set(xlabel="seconds", ylabel="MiB", title="Fragmentation and waste")
+    axes.set(xlabel="seconds", ylabel="MB", title="Fragmentation and waste")
     axes.legend(**_BESIDE)
 
 

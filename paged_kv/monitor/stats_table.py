@@ -13,7 +13,7 @@ from rich.text import Text
 
 from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
-from paged_kv.pool.columns import COLUMNS, Column, Unit
+from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
 from paged_kv.pool.stats import PoolStats
 from paged_kv.sizes import format_size
 
@@ -47,13 +47,8 @@ def bytes_table(stats: PoolStats) -> Table:
     for name in ("", "of mapped"):
         table.add_column(name, justify="right")
     table.add_column("")
-    for column in COLUMNS:
-        if column.unit is Unit.SLAB_BYTES and column.label:
-            nbytes = sum(column.parts(stats).values())
-            share = nbytes / stats.bytes_mapped if stats.bytes_mapped else 0
-            style = "bold" if column.label.startswith("=") else ""
-            cells = (format_size(int(nbytes)), f"{share:.1%}", column.meaning)
-            table.add_row(column.label, *cells, style=style)
+    for label, *cells in byte_rows(stats):
+        table.add_row(label, *cells, style="bold" if label.startswith("=") else "")
     return table
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from paged_kv.sizes import format_size
+
 Value = float | dict[str, int]
 # `PoolStats`, whose module imports this one.
 Stats = Any
@@ -183,3 +185,18 @@ COLUMNS = [
     ),
     Column("plain_layers", "layers that no kernel takes", "layers without kernels"),
 ]  # fmt: skip
+
+
+def byte_rows(stats: Stats) -> list[tuple[str, str, str, str]]:
+    """Every mapped byte: label, size, share of all mapped bytes, and meaning."""
+    slab_bytes = [each for each in COLUMNS if each.unit is Unit.SLAB_BYTES and each.label]
+    return [
+        (
+            str(each.label),
+            format_size(nbytes),
+            f"{nbytes / (stats.bytes_mapped or 1):.1%}",
+            each.meaning,
+        )
+        for each in slab_bytes
+        for nbytes in [int(sum(each.parts(stats).values()))]
+    ]

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, BlockTotals, FormatStats
-from paged_kv.pool.columns import COLUMNS
+from paged_kv.pool.columns import COLUMNS, byte_rows
+from paged_kv.sizes import format_size
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class PoolStats(BlockTotals):
     def __post_init__(self) -> None:
         of_all_groups = tuple([each for group in self.groups for each in group.formats])
         object.__setattr__(self, "formats", of_all_groups)
+
+    def __str__(self) -> str:
+        """The table of mapped bytes, for `print`."""
+        head = f"{self.page_format} pages, {self.backend}, {format_size(self.bytes_budget)} allowed"
+        rows = [
+            f"{label:<16}{size:>12}{share:>8}  {meaning}"
+            for label, size, share, meaning in byte_rows(self)
+        ]
+        return "\n".join([head, *rows])
 
     @property
     def blocks_shared(self) -> int:
