@@ -30,11 +30,11 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from benches.results_file import write_result
-from benches.timing import in_turns, ratio
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.integrations.bench.timing import in_turns, ratio
 from paged_kv.integrations.generate_command import embedded_model
 
 COMMON, NEW = 3500, 32

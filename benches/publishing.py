@@ -24,12 +24,12 @@ from benches.openblas import BLAS
 import mlx.core as mx
 
 from benches.results_file import write_result
-from benches.timing import in_turns, ratio
 from benches.whole_model import filled, stdlib_llama, step
 from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.integrations.bench.timing import in_turns, ratio
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.publisher import INTERVAL_S, SLEEPS, Publisher
 from paged_kv.pool.page_pool import open_pools

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benches.results_file import write_result
-from benches.timing import in_turns, ratio
+from paged_kv.integrations.bench.timing import in_turns, ratio
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry

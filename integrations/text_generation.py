@@ -38,7 +38,7 @@ class TextGeneration:
     ) -> None:
         if seed is not None:
             mx.random.seed(seed)
-        self._model, self._tokenizer = _loaded(path_or_repo)
+        self._model, self._tokenizer = loaded(path_or_repo)
         self._factory = PagedCacheFactory(
             self._model,
             page_format=page_format,
@@ -163,7 +163,7 @@ class TextGeneration:
         )
 
 
-def _loaded(path_or_repo: str) -> tuple[Any, Any]:
+def loaded(path_or_repo: str) -> tuple[Any, Any]:
     """A model and its tokenizer.
 
     Raises:

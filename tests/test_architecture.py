@@ -36,6 +36,9 @@ ARROWS: dict[str, set[str]] = {
         *("allocator", "allocator.prefixes", "cache", "commands", "kernels.pages"),
         *("pool", "prefix", "sequences", "store"),
     },
+    "integrations.bench": {
+        *("cache", "commands", "integrations", "kernels.pages", "sequences"),
+    },
     "integrations.server.http": set(),
     "integrations.server.generation": {
         *("allocator", "integrations", "integrations.server.http", "kernels.pages", "pool"),

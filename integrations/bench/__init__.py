@@ -1,0 +1,10 @@
+"""`paged-kv bench`: mlx-lm's caches beside pages, on the user's machine and model.
+
+bench_command  the command
+measurements   what is measured, one function each
+cache_pairs    fills both kinds of caches with the same numbers
+turns          measures two things in turns, within a time
+timing         ratios and spreads of times taken in turns
+machine        what it is measured on
+report         the table, the JSON file and the plot
+"""

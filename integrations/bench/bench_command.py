@@ -1,0 +1,79 @@
+"""The command `paged-kv bench`: mlx-lm's caches beside pages, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from paged_kv.commands.arguments import name, path
+from paged_kv.commands.cache_options import examples
+from paged_kv.integrations.generate_command import embedded_model
+
+if TYPE_CHECKING:
+    from paged_kv.integrations.bench.cache_pairs import CachePairs
+    from paged_kv.integrations.bench.measurements import Outcome, Plan
+
+
+def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "bench",
+        help="compare mlx-lm's caches with pages on this machine and a model",
+        description="Times mlx-lm's caches and pages in turns: decoding, prefill, a fork, a shared "
+        "prefix, the time that Python takes, and memory. It stops by itself within about three "
+        "minutes, and says where the machine was too busy to tell.",
+        **examples(
+            "paged-kv bench",
+            "paged-kv bench --model mlx-community/Llama-3.2-1B-Instruct-4bit --json bench.json",
+            "paged-kv bench --quick --plot bench.svg",
+        ),
+    )
+    parser.add_argument(
+        "--model",
+        type=name,
+        help="folder or Hugging Face repository of a model (default: the small one in this "
+        "package)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter contexts, within about a minute"
+    )
+    parser.add_argument("--json", type=path, metavar="FILE", help="write a report")
+    parser.add_argument(
+        "--plot", type=path, metavar="OUT", help="plot the ratios to a .svg, .png or .pdf"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Imported here because loading mlx-lm takes seconds.
+    from paged_kv.integrations.bench import report
+    from paged_kv.integrations.bench.cache_pairs import CachePairs
+    from paged_kv.integrations.bench.measurements import QUICK, WHOLE
+    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+    from paged_kv.integrations.text_generation import loaded
+
+    model = loaded(arguments.model or embedded_model())[0]
+    factory = PagedCacheFactory(model)
+    pairs = CachePairs(model, factory)
+    outcomes = list(_outcomes(pairs, QUICK if arguments.quick else WHOLE))
+    backend = factory.stats().backend
+    content = report.as_dict(arguments.model or "stdlib-llama", backend, outcomes)
+    report.print_table(content, outcomes)
+    if arguments.json:
+        report.write_json(content, arguments.json)
+    if arguments.plot:
+        report.draw(content, arguments.plot)
+    factory.close()
+    return 0
+
+
+def _outcomes(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
+    from paged_kv.integrations.bench.measurements import parts
+
+    with tqdm(parts(pairs, plan), leave=False, disable=None) as bar:
+        for part, measure in bar:
+            bar.set_description(part)
+            yield from measure()

@@ -1,0 +1,96 @@
+"""Reports measurements: a table, a JSON file, a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paged_kv import __version__
+from paged_kv.extras import extra_module
+from paged_kv.integrations.bench.machine import machine, versions
+from paged_kv.integrations.bench.measurements import Outcome
+from paged_kv.integrations.bench.turns import MOST_SPREAD, Measurement, Skipped
+from paged_kv.sizes import format_size
+
+
+def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Everything, ready for JSON. It names the machine's chip and no person."""
+    return {
+        "machine": machine(),
+        "versions": {"paged-kv": __version__, **versions()},
+        "model": model,
+        "backend": backend,
+        "outcomes": [
+            {**asdict(each), "verdict": each.verdict}
+            if isinstance(each, Measurement)
+            else asdict(each)
+            for each in outcomes
+        ],
+    }
+
+
+def write_json(content: dict[str, Any], file: Path) -> None:
+    """Write a report.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
+    """Print a report to standard output."""
+    where, with_ = content["machine"], content["versions"]
+    console = Console(highlight=False)
+    console.print(
+        f"{content['model']}, {content['backend']} backend\n{where['chip']}, {where['cores']}, "
+        f"{format_size(where['memory_bytes'])}, {where['system']}; "
+        + ", ".join(f"{name} {version}" for name, version in with_.items())
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("mlx-lm", justify="right")
+    table.add_column("paged_kv", justify="right")
+    table.add_column("better")
+    for each in outcomes:
+        if isinstance(each, Skipped):
+            table.add_row(each.name, "", "", f"skipped: {each.reason}")
+        else:
+            numbers = (_number(each, each.mlx_lm), _number(each, each.paged))
+            table.add_row(each.name, *numbers, each.verdict)
+    console.print(table)
+
+
+def draw(content: dict[str, Any], file: Path) -> None:
+    """Plot how many times better pages are, to a .svg, .png or .pdf.
+
+    Raises:
+        ValueError: matplotlib is not installed, or cannot write such a file.
+    """
+    figures = extra_module("matplotlib.figure", "plot")
+    told = [
+        each
+        for each in content["outcomes"]
+        if "times_better" in each and each["spread"] <= MOST_SPREAD
+    ]
+    figure = figures.Figure(figsize=(8, 1 + 0.3 * len(told)), layout="constrained")
+    axes = figure.subplots()
+    factors = [each["times_better"] for each in told]
+    colours = ["#009e73" if factor >= 1 else "#d55e00" for factor in factors]
+    axes.barh([each["name"] for each in told], factors, color=colours)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="times better than mlx-lm's caches", title=content["model"])
+    figure.savefig(file)
+
+
+def _number(measurement: Measurement, number: float) -> str:
+    if measurement.unit == "bytes":
+        return format_size(int(number))
+    return f"{1e3 * number:,.3g} ms" if number < 1 else f"{number:,.2f} s"

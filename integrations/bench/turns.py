@@ -1,0 +1,88 @@
+"""Measures two things in turns, for as long as there is time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from paged_kv.integrations.bench.timing import ratio, seconds, spread
+
+FEWEST_TURNS = 6
+# A side whose own halves lie further apart says more about the machine than about the caches.
+MOST_SPREAD = 1.25
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One comparison.
+
+    Attributes:
+        name: what was measured, at what size.
+        unit: "s" or "bytes".
+        mlx_lm: the median with mlx-lm's caches.
+        paged: the median with pages.
+        times_better: the median of the ratios within a turn, mlx-lm's to pages'.
+        spread: how far a side's own halves of turns lie apart, at least 1.
+        turns: how many turns there were.
+    """
+
+    name: str
+    unit: str
+    mlx_lm: float
+    paged: float
+    times_better: float
+    spread: float = 1.0
+    turns: int = 1
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the ratio says nothing."""
+        return self.spread > MOST_SPREAD
+
+    @property
+    def verdict(self) -> str:
+        """Which of the two is better, and by how much."""
+        if self.is_noisy:
+            return f"too noisy to tell (spread {self.spread:.2f})"
+        if max(self.times_better, 1 / self.times_better) <= self.spread:
+            return "equal"
+        if self.times_better > 1:
+            return f"paged_kv, {self.times_better:.2f} times"
+        return f"mlx-lm, {1 / self.times_better:.2f} times"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A comparison that was not made, and why."""
+
+    name: str
+    reason: str
+
+
+def compared(
+    name: str, mlx_lm: Callable[[], object], paged: Callable[[], object], most_s: float
+) -> Measurement | Skipped:
+    """The seconds of both, called in turns for about `most_s` seconds; skipped if that allows too
+    few turns. A first call of each is not counted."""
+    return compared_clocks(name, lambda: seconds(mlx_lm), lambda: seconds(paged), most_s)
+
+
+def compared_clocks(
+    name: str, mlx_lm: Callable[[], float], paged: Callable[[], float], most_s: float
+) -> Measurement | Skipped:
+    """As `compared`, of works that return the seconds that count."""
+    first = seconds(lambda: (mlx_lm(), paged()))
+    if first * FEWEST_TURNS > most_s:
+        return Skipped(name, f"a turn takes {first:.1f} s, and there are {most_s:.0f}")
+    end = time.perf_counter() + most_s
+    stock: list[float] = []
+    ours: list[float] = []
+    while len(stock) < FEWEST_TURNS or time.perf_counter() < end:
+        stock.append(mlx_lm())
+        ours.append(paged())
+    noise = max(spread(stock), spread(ours))
+    return Measurement(
+        name, "s", median(stock), median(ours), ratio(stock, ours), noise, len(stock)
+    )
