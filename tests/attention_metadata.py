@@ -6,5 +6,5 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 def unpadded(
     block_tables: tuple[tuple[int, ...], ...], context_lens: tuple[int, ...]
 ) -> AttentionMetadata:
-    """Rows of which every step is all tokens."""
+    """Metadata of sequences whose every step has no padding."""
     return AttentionMetadata(block_tables, context_lens, (0,) * len(context_lens))

@@ -9,14 +9,14 @@ from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 
 def native_library() -> NativeLibrary:
-    """The library, which must have been built."""
+    """The native library. Fails if it was not built."""
     library, reason = load_native_library()
     assert library is not None, reason
     return library
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of the library that this machine has; none where the library was not built."""
+    """The instruction sets that this machine has; none if the library was not built."""
     library, _ = load_native_library()
     return () if library is None else library.instruction_sets
 
@@ -25,7 +25,8 @@ BACKENDS = ["plain", *(f"native-{name}" for name in instruction_sets())]
 
 
 def backend_named(name: str, geometry: LayerGeometry) -> Backend:
-    """The backend of one of these names, or the plain one where that cannot hold this geometry.
+    """The named backend, or the plain one if that backend cannot hold this geometry. The
+    instruction set stays chosen until another is named.
 
     Its instruction set serves until another is named.
     """

@@ -9,7 +9,7 @@ GOOD: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "import os\n"},
     CHAT: {"messages": [{"role": "user", "content": "os"}]},
 }
-# Larger than what Python turns into an int without being told to.
+# Larger than Python turns into an int by default.
 HUGE = "9" * 5000
 
 
@@ -54,7 +54,7 @@ NO_STRINGS: tuple[Any, ...] = (5, True, ["a"], {})
 
 
 def bad_requests() -> dict[str, list[Bad]]:
-    """By what is wrong with them."""
+    """Bad bodies, by their fault."""
     groups = {
         "integers": [bad for name in INTEGERS for bad in wrong(name, *NO_INTEGERS, *INTEGERS[name])]
         + [raw(name, HUGE, named=False) for name in INTEGERS],
@@ -80,14 +80,14 @@ def bad_requests() -> dict[str, list[Bad]]:
 
 
 def wrong(name: str, *values: Any, path: str = TEXT) -> Iterator[Bad]:
-    """A good body but for one field."""
+    """A good body with one field replaced."""
     for value in values:
         body = GOOD[path] | {"temperature": 1.0} | {name: value}
         yield Bad(path, json.dumps(body).encode(), param=name)
 
 
 def raw(name: str, value: str, path: str = TEXT, *, named: bool = True) -> Bad:
-    """The same with text that json.dumps would not write."""
+    """The same, with text that json.dumps would not write."""
     body = json.dumps(GOOD[path])[:-1] + f', "{name}": {value}}}'
     return Bad(path, body.encode(), param=name if named else None)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# MLX's Linux wheel links a reference BLAS. Symbols of OpenBLAS, loaded before, win, and the
-# float32 models of these tests run ten times faster. Without it they give the same tokens.
-# Two workers on two cores: threads of their own would only wait for each other.
+# MLX's Linux wheel links a reference BLAS. Symbols of OpenBLAS, if loaded before, take precedence,
+# and the float32 models of these tests run ten times faster. Without it they give the same tokens.
+# Two workers run on two cores: more threads would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if _openblas := ctypes.util.find_library("openblas"):
     ctypes.CDLL(_openblas, mode=ctypes.RTLD_GLOBAL)
@@ -30,16 +30,18 @@ MODEL_FOLDERS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m 'not slow' is applied
+@pytest.hookimpl(tryfirst=True)  # Before pytest applies -m 'not slow'.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make the cases of grids slow that the plain run does without."""
+    """Mark as slow the cases of grids that the plain run leaves out."""
     for item in beyond_the_cover(items):
         item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _settled_modules() -> Iterator[None]:
-    """Leave nothing that a module has made to the next one's memory.
+    """Free what a module made before the next one begins. What exists before the tests, such as
+    libraries and all collected tests, is frozen: walking it after each test and each module takes
+    200 ms.
 
     What is there before it, as libraries and all collected tests, is not walked again after each
     test and each module: that takes 200 ms.
@@ -51,7 +53,7 @@ def _settled_modules() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _settled_memory(_settled_modules: None) -> Iterator[None]:
-    """Leave no cache of one test to the next one's memory."""
+    """Free a test's caches before the next test."""
     yield
     gc.collect()
     mx.clear_cache()
@@ -59,7 +61,7 @@ def _settled_memory(_settled_modules: None) -> Iterator[None]:
 
 @pytest.fixture(params=["plain", "native"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the backend that pools of the test use."""
+    """The name of the backend that the test's pools use."""
     monkeypatch.setenv("PAGED_KV_BACKEND", request.param)
     name: str = request.param
     return name
@@ -95,7 +97,7 @@ def model_and_tokenizer(trained: Any) -> Any:
 
 @pytest.fixture
 def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
-    """Closed at the end, so that a test that fails leaves nothing installed."""
+    """Uninstalls at the end, so that a failing test leaves nothing installed."""
     made = PagedCacheFactory(model_and_tokenizer[0], max_bytes=128 << 20)
     yield made
     made.close()
@@ -103,6 +105,6 @@ def factory(model_and_tokenizer: Any) -> Iterator[PagedCacheFactory]:
 
 @pytest.fixture
 def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
-    """The first reaches a page border while it is continued."""
+    """Prompts. The first one crosses a page border during generation."""
     tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
     return [tokens[:245], tokens[100:160], tokens[300:301]]

@@ -16,7 +16,7 @@ def dense_attention(
     window: int | None,
     sinks: Numbers | None,
 ) -> tuple[Numbers, Numbers]:
-    """Attention of one row, [q_heads, S, v_dim], and its log-sum-exp, [q_heads, S]."""
+    """Attention of one sequence, [q_heads, S, v_dim], and its log-sum-exp, [q_heads, S]."""
     q_heads, count, _ = queries.shape
     kv_heads, length, _ = keys.shape
     result = np.zeros((q_heads, count, values.shape[2]))

@@ -9,13 +9,13 @@ TIMES = int(os.environ.get("PAGED_KV_EXAMPLES", "1"))
 
 
 def examples(plain: int, **options: Any) -> settings:
-    """Settings for tests that are the same in every run; `PAGED_KV_EXAMPLES` times as many as in
-    the plain one."""
+    """Settings with the same examples in every run, `PAGED_KV_EXAMPLES` times as many as in the
+    plain one."""
     return settings(
         derandomize=True,
         deadline=None,
         max_examples=plain * TIMES,
-        # It would measure the machine.
+        # A deadline would measure the machine.
         suppress_health_check=[HealthCheck.too_slow],
         **options,
     )

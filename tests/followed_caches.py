@@ -25,11 +25,9 @@ from paged_kv.sequences.paged_array import PagedRead
 from tests.quantised_oracle import QuantisedOracle, oracle_caches
 
 # Measured with every instruction set: tests/test_followed_caches.py shows that a distance stays
-# several times below 1 however sums are rounded, and goes several times above it for a fault.
-# Of a token's keys or values: a number that is rounded to the neighbouring of 16 codes is 0.13 of
-# its token's at most. Of all tokens' in the mean: few numbers are.
+# several times below 1 however sums are rounded, and exceeds 1 several times for a fault.
 LARGEST_APART, MEAN_APART = 0.2, 1e-3
-# Of the largest number that attention gives, in float32.
+# As a part of the largest number that attention gives, in float32.
 ATTENTION_APART = 2e-5
 
 Held = tuple[mx.array, mx.array]
@@ -37,8 +35,8 @@ Held = tuple[mx.array, mx.array]
 
 @dataclass(frozen=True)
 class _Step:
-    """The valid tokens of one sequence's step, from `start` to `stop`, and all that its oracle
-    holds with them."""
+    """The valid tokens of one sequence's step, from `start` to `stop`, and all keys and values that
+    its oracle holds after it."""
 
     start: int
     stop: int
@@ -79,8 +77,8 @@ class FollowedCache:
 
     @property
     def state(self) -> Any:
-        """What a generator evaluates between steps: with distances that no output depends on, as
-        those of a prompt's last layer."""
+        """The arrays that a generator evaluates between steps, and distances that no output depends
+        on, such as those of a prompt's last layer."""
         return self.paged.state, self.distances
 
     @property
@@ -107,12 +105,13 @@ class FollowedCache:
         return paged
 
     def write(self, row: int, keys: mx.array, values: mx.array) -> Held:
-        """Append what is valid of a sequence's step to its oracle; returns all that it holds."""
+        """Append the valid tokens of a sequence's step to its oracle; returns all keys and values
+        that the oracle holds."""
         held: Held = self.oracles[row].update_and_fetch(keys, values)
         return held
 
     def _next_tokens(self, count: int) -> Iterator[tuple[int, int]]:
-        """Of each sequence, which of the next `count` tokens are valid: from start to stop."""
+        """For each sequence, which of the next `count` tokens are valid."""
         for row in range(len(self.oracles)):
             start = min(self.left[row], count)
             self.left[row] -= start
@@ -182,7 +181,7 @@ class FollowedCache:
 
 
 class _ComparedRead:
-    """What the attention hook finds on a layer's keys and values, in the place of their read."""
+    """Takes the place of the read that the attention hook finds on a layer's keys and values."""
 
     def __init__(self, read: PagedRead, followed: FollowedCache, steps: list[_Step]) -> None:
         self.read = read
@@ -200,20 +199,20 @@ class _ComparedRead:
             for distance in self._distances(row, step, found, queries, options)
         ]
         self.distances += distances
-        # So that no later write finds pages that a distance still waits to read.
+        # Evaluate now: a distance must not read pages after a later write.
         looked_at: mx.array = mx.depends(found, distances)
         return looked_at
 
     def _distances(
         self, row: int, step: _Step, found: mx.array, queries: mx.array, options: Any
     ) -> Iterator[mx.array]:
-        """Of what the pages of a sequence hold to the oracle's, and of attention to attention over
-        what the pages hold."""
+        """Compare the pages of a sequence with its oracle, and attention over pages with attention
+        over the oracle."""
         before = step.held[0].shape[2] - step.count
         visible = step.held[0].shape[2]
         if self.window is not None:
             visible -= max(0, before - self.window + 1)
-        # Sequences end together but for the padding behind them.
+        # Sequences end together, except for the padding after them.
         gathered = self.read.pages.gather(self.read.view.attention_metadata, self.read.new_tokens)
         end = gathered[0].shape[2] - (queries.shape[2] - step.stop)
         paged = [each[row : row + 1, :, end - visible : end] for each in gathered]
@@ -228,14 +227,14 @@ class _ComparedRead:
 
 
 def _rows_apart(ours: mx.array, oracles: mx.array) -> mx.array:
-    """How far tokens' keys, or values, are from the oracle's, in parts of what is allowed."""
+    """How far keys, or values, are from the oracle's, as a part of the allowed distance."""
     ours, oracles = ours.astype(mx.float32), oracles.astype(mx.float32)
     apart = mx.linalg.norm(ours - oracles, axis=-1) / mx.linalg.norm(oracles, axis=-1)
     return mx.maximum(apart.max() / LARGEST_APART, apart.mean() / MEAN_APART)
 
 
 def _attention_apart(found: mx.array, expected: mx.array) -> mx.array:
-    """How far an attention's output is from another's, in parts of what is allowed."""
+    """How far an attention output is from another one, as a part of the allowed distance."""
     found, expected = found.astype(mx.float32), expected.astype(mx.float32)
     return mx.abs(found - expected).max() / mx.abs(expected).max() / ATTENTION_APART
 
@@ -247,7 +246,7 @@ def followed_caches(
     distances: list[mx.array],
     kind: type[FollowedCache] = FollowedCache,
 ) -> list[FollowedCache]:
-    """A new cache of the factory, each layer with an oracle that holds pages of that format."""
+    """A new cache of the factory; each layer has an oracle in that page format."""
     windows = [getattr(stock, "max_size", None) for stock in make_prompt_cache(model)]
     oracles = oracle_caches(model, page_format)
     return [
@@ -257,6 +256,6 @@ def followed_caches(
 
 
 def farthest(distances: list[mx.array]) -> float:
-    """The largest of them, at most 1 if all is well; that there are some is part of the check."""
+    """The largest distance. Fails if there is none, or if it is above 1."""
     assert distances, "no attention read pages"
     return float(mx.stack(distances).max())

@@ -34,7 +34,7 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any, count: int, step: int 
 
 
 def runs_of(generator: BatchGenerator, uids: Sequence[int]) -> list[Run]:
-    """All that a batch generator still gives for its rows."""
+    """Everything that a batch generator still gives for its sequences."""
     given: dict[int, list[Any]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():
         for response in responses:
@@ -66,7 +66,8 @@ def speculate(
 
 
 def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
-    """Logits agree within `tolerance`, and tokens do wherever stock's best two differ by more.
+    """Logits agree within `tolerance`, and tokens agree wherever mlx-lm's two best tokens differ by
+    more. After a token that differs the runs have read different text, so the rest is not compared.
 
     After a token that differs the two runs have read different text, so nothing that follows
     can be compared.
@@ -84,13 +85,13 @@ def assert_same_run(ours: Run, stock: Run, tolerance: float) -> None:
 
 
 def assert_same_runs(ours: list[Run], stock: list[Run], tolerance: float) -> None:
-    """`assert_same_run` for each of two lists."""
+    """Apply `assert_same_run` to each pair of two lists."""
     for our_run, stock_run in zip(ours, stock, strict=True):
         assert_same_run(our_run, stock_run, tolerance)
 
 
 def assert_nothing_is_used(*factories: PagedCacheFactory) -> None:
-    """Every block has come back, and the books agree."""
+    """Check that all blocks are free and that the pool's invariants hold."""
     gc.collect()
     for factory in factories:
         factory.pool.check()
@@ -98,6 +99,6 @@ def assert_nothing_is_used(*factories: PagedCacheFactory) -> None:
 
 
 def assert_written_and_free(*factories: PagedCacheFactory) -> None:
-    """Pages were written, and every block has come back."""
+    """Check that pages were written, and that all blocks are free again."""
     assert all(factory.stats().slabs for factory in factories)
     assert_nothing_is_used(*factories)

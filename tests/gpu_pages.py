@@ -24,19 +24,19 @@ from tests.page_numbers import numbers_in
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
 
 DIALECTS = ["metal", "cuda"]
-# The CUDA text is the same as Metal's but for its words and matrices.
+# The CUDA text equals Metal's, except for its words and matrices.
 ALL_DIALECTS = ["metal", pytest.param("cuda", marks=pytest.mark.slow)]
-# Threadgroup memory of an Apple GPU, and static shared memory of an NVIDIA one.
+# Threadgroup memory of an Apple GPU, and static shared memory of an NVIDIA GPU.
 SHARED = {"metal": 32 << 10, "cuda": 48 << 10}
 STRIDE = 8
 SLAB_PAGES = 8
 # Largest difference from float64. The kernels add in float32; MLX rounds outputs to the dtype, and
-# prefill also keys, values and, on CUDA, weights.
+# prefill also rounds keys, values and, on CUDA, weights.
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
 
 
 def device_of(dialect: str, *orders: str, checked: bool = True) -> Device:
-    """Where kernels run in each of the orders, forward if none is given."""
+    """A device that runs kernels in each of the orders, "forward" by default."""
     shared = SHARED[dialect]
     names = orders or ("forward",)
     return Device([Mode(checked, order, seed=1, shared_limit=shared) for order in names])
@@ -54,7 +54,7 @@ def same(
 
 
 def new_pages(backend: Any, geometry: LayerGeometry, formats: Sequence[FormatName]) -> LayerPages:
-    """A slab of each format, with all bits set: codes, scales and floats of NaN."""
+    """A slab of each format with all bits set: codes, scales and floats of NaN."""
     pages = LayerPages(geometry, backend, STRIDE)
     for slab, name in enumerate(formats):
         pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
@@ -65,7 +65,7 @@ def new_pages(backend: Any, geometry: LayerGeometry, formats: Sequence[FormatNam
 
 
 def tables_for(pages: LayerPages, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Pages for rows of those lengths, from all slabs in turn."""
+    """Pages for sequences of those lengths, from all slabs in turn."""
     entries = iter([slab * STRIDE + page for page in range(SLAB_PAGES) for slab in pages.slabs])
     return tuple(tuple(next(entries) for _ in range(-(-n // PAGE_SIZE))) for n in lengths)
 
@@ -90,7 +90,7 @@ class Separately:
 
 @dataclass
 class Batch:
-    """Pages with numbers in them."""
+    """Pages that hold numbers."""
 
     pages: LayerPages
     metadata: AttentionMetadata
@@ -98,7 +98,7 @@ class Batch:
     def attend(
         self, queries: int, *, gqa_group_size: int = 3, new_tokens: int = 0, **options: Any
     ) -> float:
-        """The largest difference from dense attention in float64, where it is not padding."""
+        """The largest difference from dense attention in float64, without padding."""
         geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
         dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
         asked = normal((batch, heads, queries, geometry.k_dim), dtype, seed=1)
@@ -125,7 +125,8 @@ class Batch:
         with_sinks: bool = False,
         **options: Any,
     ) -> float:
-        """The same of one more token in each row, which the same operation writes."""
+        """The largest difference of a step of one token per sequence, which the same launch
+        writes."""
         geometry, batch = self.pages.geometry, len(self.metadata.context_lens)
         dtype, heads, kv = geometry.k_dtype, gqa_group_size * geometry.k_heads, geometry.k_heads
         asked = normal((batch, heads, 1, geometry.k_dim), dtype, seed=1)
@@ -134,7 +135,7 @@ class Batch:
         self.metadata = AttentionMetadata(
             self.metadata.block_tables, lengths, self.metadata.right_padding
         )
-        # As models give them: the heads of a token side by side.
+        # In the layout of models: the heads of a token lie side by side.
         keys = normal((batch, 1, kv, geometry.k_dim), dtype, seed=3).transpose(0, 2, 1, 3)
         step = keys, normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
@@ -167,7 +168,7 @@ class Batch:
         return worst
 
     def bytes(self) -> list[bytes]:
-        """Of all pages, in all slabs."""
+        """The bytes of all pages, in all slabs."""
         entries = [slab * STRIDE + page for slab in self.pages.slabs for page in range(SLAB_PAGES)]
         return [np.array(self.pages.page(entry)).tobytes() for entry in entries]
 
@@ -193,8 +194,8 @@ def written(
     right_padding: Sequence[int] = (),
     more: int = 0,
 ) -> Batch:
-    """Rows of those lengths, written in one step as long as the longest, and pages for so many more
-    tokens."""
+    """Sequences of those lengths, written in one step as long as the longest, and pages for so many
+    more tokens."""
     pages = new_pages(backend, geometry, formats)
     padding = tuple(right_padding) or (0,) * len(lengths)
     tables = tables_for(pages, [length + more for length in lengths])

@@ -11,8 +11,9 @@ Case = tuple[Hashable, ...]
 
 
 def covering(cases: Sequence[Case]) -> list[int]:
-    """Indices of cases that together have every value of one axis or two, or every pair of values
-    of three and more, that any case has. Of cases that add as much, it is the first.
+    """Indices of cases that together cover every value of one axis or two, or every pair of values
+    of three or more axes, as far as any case has it. Of cases that add equally much, the first is
+    taken.
 
     Args:
         cases: for each its value on each axis.
@@ -31,25 +32,25 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def plain_only(plain: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of an argument, of which the plain run takes only those named first."""
+    """The values of an argument; the plain run takes only those named first."""
     return [
         value if value in plain else pytest.param(value, marks=pytest.mark.slow) for value in values
     ]
 
 
 def plain_cases(plain: Sequence[Case], cases: Iterable[Case]) -> list[Any]:
-    """The same for values of several arguments."""
+    """The same for the values of several arguments."""
     return [
         case if case in plain else pytest.param(*case, marks=pytest.mark.slow) for case in cases
     ]
 
 
 def case_of(item: Any) -> Case:
-    """The case that a parametrised test runs: an axis for each `parametrize` and each fixture."""
+    """The case that a parametrised test runs: one axis for each `parametrize` and each fixture."""
     axes = [marker.args[0] for marker in item.iter_markers("parametrize")]
     axes = [axis.replace(" ", "").split(",") if isinstance(axis, str) else axis for axis in axes]
     of_fixtures = set(item.callspec.params).difference(*axes)
-    # The same value is the same object in all cases, and some values have no hash.
+    # A value is the same object in all cases. Some values have no hash.
     return tuple(
         tuple(id(item.callspec.params[name]) for name in axis)
         for axis in (*axes, *([name] for name in sorted(of_fixtures)))
@@ -57,7 +58,7 @@ def case_of(item: Any) -> Case:
 
 
 def beyond_the_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Of collected tests those that the plain run leaves out."""
+    """The collected tests that the plain run leaves out."""
     grids: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:

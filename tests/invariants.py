@@ -7,7 +7,7 @@ from paged_kv.allocator.block_table import BlockTable
 
 
 def assert_invariants(stats: BlockTotals, mapped: int) -> None:
-    """Every byte that is mapped is in exactly one place."""
+    """Check that every mapped byte is in exactly one place."""
     for each in stats.formats:
         assert min(each[1:]) >= 0, each
         assert each.last_block_slots + each.out_of_window_slots <= each.used * each.page_size
@@ -22,7 +22,7 @@ def assert_invariants(stats: BlockTotals, mapped: int) -> None:
 
 
 def live_rows(lengths: Iterable[tuple[BlockTable, int]], page_size: int) -> dict[int, int]:
-    """The rows of each block that hold tokens, of tables with so many tokens and no ring."""
+    """The slots of each block that hold tokens, for tables of so many tokens and no ring."""
     rows: dict[int, int] = {}
     for table, tokens in lengths:
         for page, block in enumerate(table.blocks):
@@ -32,6 +32,6 @@ def live_rows(lengths: Iterable[tuple[BlockTable, int]], page_size: int) -> dict
 
 
 def used_rows(stats: BlockTotals) -> int:
-    """Rows of live tokens, by the counts of a snapshot."""
+    """Slots of live tokens, computed from the counts of a snapshot."""
     idle = sum(each.last_block_slots + each.out_of_window_slots for each in stats.formats)
     return sum(each.used * each.page_size for each in stats.formats) - idle

@@ -8,7 +8,8 @@ from paged_kv import PagedKVCache
 
 @contextmanager
 def ragged_step(layers: list[PagedKVCache], lengths: list[int]) -> Iterator[None]:
-    """A step as long as its longest row, of which each row has its length; padding after it."""
+    """Prepare a step as long as its longest sequence; shorter sequences have padding on the
+    right."""
     longest = max(lengths)
     for cache in layers:
         cache.prepare(lengths=lengths, right_padding=[longest - length for length in lengths])

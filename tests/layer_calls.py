@@ -13,8 +13,8 @@ HOME = str(Path(paged_kv.__file__).parent)
 
 
 def calls_of_layers(model: Any, cache: list[Any], batch: int) -> list[Counter[str]]:
-    """For each layer of a step of one token, how often it called which function, named by its file
-    and name."""
+    """For each layer of a step of one token, the number of calls of each function, by file and
+    name."""
     layers: list[Counter[str]] = []
     own = set(map(id, model.layers))
 

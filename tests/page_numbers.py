@@ -1,4 +1,4 @@
-"""The numbers that pages of any format hold: the input that kernels must compute with."""
+"""The numbers that pages of any format hold: the input of the kernels' arithmetic."""
 
 import mlx.core as mx
 
@@ -12,7 +12,7 @@ from tests.dense_attention import Numbers
 def numbers_in(
     pages: LayerPages, table: tuple[int, ...], length: int
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Keys and values, each [heads, tokens, dim] of a row's pages."""
+    """Keys and values, each [heads, tokens, dim], of one sequence's pages."""
     keys, values = [], []
     for at, entry in enumerate(table):
         count = min(length - at * PAGE_SIZE, PAGE_SIZE)
@@ -24,7 +24,7 @@ def numbers_in(
 
 
 def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
-    """Rows of the first tokens of each plane of a page, [heads, count, slot_words]."""
+    """The first slots of each plane of a page, [heads, count, slot_words]."""
     layout, words = pages.layout_of(entry), pages.page(entry).reshape(-1)
     return [
         words[offset : offset + plane.words].reshape(plane.heads, PAGE_SIZE, -1)[:, :count]
@@ -33,5 +33,5 @@ def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
 
 
 def _decoded(held: NumberFormat, planes: list[mx.array], dtype: mx.Dtype) -> Numbers:
-    """Codes times scales are not rounded to the model's dtype."""
+    """A code times its scale is not rounded to the model's dtype."""
     return numbers(held.decode(planes, mx.float32 if isinstance(held, Quantised) else dtype))

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
 
-# For what never comes, not for what is slow: pytest-timeout ends a test a minute later.
+# For an event that never comes, not for a slow one: pytest-timeout ends a test a minute later.
 PATIENCE_S = 240
 
 
 def wait_until(is_true: Callable[..., Any]) -> None:
-    """Return once that is so.
+    """Return once the condition holds.
 
     Raises:
         AssertionError: it is not, after minutes.

@@ -8,8 +8,8 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Fault:
-    """A change to the text of an operation, and what is said of it; nothing where only the numbers
-    are wrong.
+    """A change to the text of an operation, and the expected report; empty if only the numbers are
+    wrong.
 
     Attributes:
         writes: whether the kernel that attends writes a token of each row too.
@@ -274,7 +274,7 @@ FAULTS = [
         BOTH,
         queries=9,
     ),
-    # What Metal does not compile.
+    # Text that Metal does not compile.
     Fault(
         "memory of a device as a thread's",
         "decode",

@@ -14,12 +14,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from paged_kv.kernels.pages.page_format import FormatName, PageFormat, page_format_named
 
-# mlx-lm says that it is typed, and its caches are not: a class of theirs is Any to mypy.
+# mlx-lm has a py.typed, but its caches have no types: mypy takes a subclass for Any.
 _Cache: Any = KVCache
 
 
 class QuantisedOracle(_Cache):  # type: ignore[misc]
-    """Every token's keys and values are decoded again as soon as they are known.
+    """Encodes and decodes every token's keys and values as soon as they arrive.
 
     Args:
         page_format: of the tokens to come.
@@ -46,13 +46,13 @@ class QuantisedOracle(_Cache):  # type: ignore[misc]
         return held
 
     def settle(self) -> None:
-        """Quantise a long step, now that its queries are over."""
+        """Quantise a long step after its queries have attended."""
         waiting = [at for at, name in enumerate(self.formats) if name == "unwritten"]
         if waiting:
             self.hold(range(waiting[0], waiting[-1] + 1), self.page_format)
 
     def hold(self, tokens: range, page_format: PageFormat) -> None:
-        """Turn some of the tokens into that format."""
+        """Convert some of the tokens into that format."""
         if not tokens:
             return
         part = slice(tokens.start, tokens.stop)

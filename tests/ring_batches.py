@@ -19,7 +19,7 @@ from tests.layer_caches import ragged_step
 KV_HEADS, Q_HEADS, DIM = 1, 2, 8
 SCALE = DIM**-0.5
 PAGE_BYTES = 2 * KV_HEADS * 256 * DIM * 4
-# What a token's keys, values and queries are follows from its number, which names a row of these.
+# A token's number selects its keys, values and queries from these rows.
 RANDOM = np.random.default_rng(7)
 TABLE = RANDOM.standard_normal((6007, DIM), dtype=np.float32)
 Floats = npt.NDArray[Any]
@@ -27,7 +27,7 @@ Floats = npt.NDArray[Any]
 
 @dataclass(eq=False)
 class Row:
-    """The tokens that a row must hold, and the most that it ever held."""
+    """The tokens that a sequence must hold, and the most that it ever held."""
 
     tokens: list[int] = field(default_factory=list)
     written: int = 0
@@ -79,7 +79,7 @@ def write(
     *,
     window_size: int | None = None,
 ) -> None:
-    """One layer's part of a step, and what it must read: `rows` hold what came before."""
+    """One layer's part of a step, checked against `rows`, the sequences as they were before it."""
     layer, window = cache.layer, cache.pool.windows.get(cache.layer)
     count = len(steps[0])
     mask = cache.make_mask(count, window_size=window_size)
@@ -111,20 +111,20 @@ def assert_ends_with(
 
 
 def assert_holds(cache: PagedKVCache, rows: list[Row]) -> None:
-    """The tokens that the next step's first query will see are there."""
+    """Check that the tokens that the next step's first query sees are present."""
     held = [np.asarray(part) for part in cache.keys_and_values()]
     window = cache.pool.windows.get(cache.layer)
     for index, row in enumerate(rows):
         seen = len(row.tokens) if window is None else min(len(row.tokens), window.size - 1)
         tokens = row.tokens[len(row.tokens) - seen :]
-        # A step that ended with padding is still read as it was.
+        # Check that a step that ended with padding still reads as before.
         padding = cache.sequences[index].padding[cache.layer].right
         assert_ends_with(held, index, cache.layer, tokens, padding)
 
 
 @dataclass(eq=False)
 class Batch:
-    """A cache for each layer, and what each row must hold."""
+    """A cache for each layer, and the expected content of each sequence."""
 
     layers: list[PagedKVCache]
     rows: list[Row]
@@ -144,7 +144,7 @@ def fresh_tokens(count: int, rows: int) -> list[list[int]]:
 
 
 def append(batch: Batch, count: int, lengths: list[int] | None = None, **options: Any) -> bool:
-    """A step in every layer; false, and nothing changed, if the pool is exhausted."""
+    """Take a step in every layer; returns False, with nothing changed, if the pool is exhausted."""
     steps = fresh_tokens(count, len(batch.rows))
     before = [row.tokens for row in batch.rows]
     try:
@@ -170,7 +170,7 @@ def saved_and_loaded(batch: Batch) -> Batch:
 
 
 def materialised(tree: Any) -> Any:
-    """The tree with memory of its own: a view of a page would be kept."""
+    """Copies all arrays: a view of a page would keep the page."""
     if isinstance(tree, dict):
         return {name: materialised(part) for name, part in tree.items()}
     if isinstance(tree, list):

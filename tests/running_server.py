@@ -23,18 +23,18 @@ from tests.zoo import small_model
 
 
 class RunningServer:
-    """What listens on a free port of this machine, until `stop`."""
+    """A server on a free port of this machine, until `stop`."""
 
     port: int
 
     def client(self, **options: Any) -> OpenAI:
-        """A client that asks once, and does not wait for ever."""
+        """A client that asks once, with a time limit."""
         defaults = {"max_retries": 0, "timeout": PATIENCE_S, "api_key": "none"}
         url = f"http://127.0.0.1:{self.port}/v1"
         return OpenAI(base_url=url, **{**defaults, **options})
 
     def stop(self) -> None:
-        """End all its threads."""
+        """End all of its threads."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class StockServer(RunningServer):
         assert self._listening.wait(PATIENCE_S)
 
     def stop(self) -> None:
-        """The generating thread drops its caches itself."""
+        """The generating thread drops its own caches."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -70,7 +70,7 @@ class StockServer(RunningServer):
 
 
 class PagedRunningServer(RunningServer):
-    """What `paged-kv server` runs, in an event loop of its own."""
+    """Runs what `paged-kv server` runs, in an event loop of its own."""
 
     def __init__(self, *options: str) -> None:
         arguments = server_parser().parse_args(["--port", "0", *options])
@@ -86,25 +86,25 @@ class PagedRunningServer(RunningServer):
 
     @property
     def pools(self) -> list[Any]:
-        """Of the loaded models."""
+        """The pools of the loaded models."""
         return [factory.pool for factory in self.provider.factories]
 
     def wait_until_idle(self) -> None:
-        """Until no request is answered, waits or runs."""
+        """Wait until no request runs or waits."""
         wait_until(lambda: not (self.service.gate.inside or self.service.thread.jobs))
 
     def end(self) -> None:
-        """What a signal does."""
+        """Stop as a signal does."""
         self.loop.call_soon_threadsafe(self.server.end)
 
     def stop(self) -> None:
-        """Finish nothing."""
+        """Stop at once, without finishing requests."""
         self.end()
         self.end()
         self.join()
 
     def join(self) -> int:
-        """The exit status."""
+        """Wait for the end; returns the exit status."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self.status
@@ -121,8 +121,8 @@ class PagedRunningServer(RunningServer):
 
 @contextmanager
 def in_float32() -> Iterator[None]:
-    """Servers load models in float32. In 16 bits two tokens are often equally likely, and batches
-    decide; and a CPU takes longer."""
+    """Make servers load models in float32. In 16 bits two tokens are often equally likely, so the
+    batch decides between them; and a CPU takes longer."""
 
     def load(path: str, **options: Any) -> Any:
         loaded = mlx_lm.load(path, **options)
@@ -136,8 +136,8 @@ def in_float32() -> Iterator[None]:
 
 @contextmanager
 def with_small_model() -> Iterator[None]:
-    """Servers load the tokenizer that they are told to, and a tiny random llama that knows its
-    tokens: for what a server does whatever the model."""
+    """Make servers load the given tokenizer and a tiny random llama with its vocabulary, for tests
+    in which the model does not matter."""
 
     def load(path: str, **options: Any) -> Any:
         loaded = mlx_lm.load(path, lazy=True, **options)
@@ -150,7 +150,7 @@ def with_small_model() -> Iterator[None]:
 
 @contextmanager
 def paged_server(*options: str) -> Iterator[PagedRunningServer]:
-    """What `paged-kv server` runs with these options."""
+    """The server of `paged-kv server` with these options."""
     running = PagedRunningServer(*options)
     try:
         yield running
@@ -161,7 +161,7 @@ def paged_server(*options: str) -> Iterator[PagedRunningServer]:
 
 @contextmanager
 def stock_server(*options: str) -> Iterator[StockServer]:
-    """What `mlx_lm.server` runs with these options."""
+    """The server of `mlx_lm.server` with these options."""
     provider = server.ModelProvider(server_parser().parse_args(options))
     running = StockServer(server.ResponseGenerator(provider, LRUPromptCache(10)))
     try:
@@ -171,7 +171,8 @@ def stock_server(*options: str) -> Iterator[StockServer]:
 
 
 def assert_idle_pools_hold_nothing(running: PagedRunningServer) -> None:
-    """Every block has come back but those of kept prompts, and those do when they are forgotten."""
+    """Check that only kept prompts hold blocks, and that these come back when the prompts are
+    dropped."""
     running.wait_until_idle()
     for pool in running.pools:
         assert pool.stats().blocks_used == 0

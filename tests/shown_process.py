@@ -33,7 +33,7 @@ sys.stdin.readline()
 
 @contextmanager
 def shown_process(folder: Path, script: str = SCRIPT, **environment: str) -> Iterator[int]:
-    """The number of a process that waits; its runtime folder is in `folder`."""
+    """The process number of a waiting process, whose runtime folder is in `folder`."""
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE,

@@ -6,7 +6,8 @@ KINDS = ("flip", "flips", "truncate", "append", "zeros", "swap", "repeat", "head
 
 
 def damaged(data: bytes, other: bytes, numbers: random.Random) -> tuple[str, bytes]:
-    """How a file was damaged, and its bytes then; `other` is another sound file."""
+    """Damage a file; returns the kind of damage and the new bytes. `other` is another sound
+    file."""
     kind = numbers.choice(KINDS)
     content = bytearray(data)
     at = numbers.randrange(len(content))

@@ -1,4 +1,4 @@
-"""Entries whose content follows from their place, so that a wrong read is seen."""
+"""Entries whose content follows from their place, so that a wrong read shows."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ PAGE_SIZE = 256
 
 
 def identity(**changes: Any) -> Identity:
-    """What some model's pages depend on."""
+    """The identity of some model's pages."""
     fields: dict[str, Any] = {
         "model": "llama",
         "weights": "w",
@@ -31,7 +31,7 @@ def identity(**changes: Any) -> Identity:
 
 
 def links(tokens: Sequence[int], salt: Salt = None) -> list[Link]:
-    """The blocks of a prompt, the last maybe not full."""
+    """The blocks of a prompt; the last may not be full."""
     chain = [Link.root(identity(salt=salt))]
     for start in range(0, len(tokens), PAGE_SIZE):
         chain.append(chain[-1].then(tokens[start : start + PAGE_SIZE]))
@@ -44,7 +44,7 @@ def prompt(seed: int, length: int = PAGE_SIZE) -> list[int]:
 
 
 def entry(link: Link, part: str = PAGES, words: int = 1000) -> Entry:
-    """What belongs at a place, and nowhere else."""
+    """The entry that belongs at a place, and nowhere else."""
     place = Place(link, part)
     numbers = np.random.default_rng(int(place.key[:15], 16))
     pages = {f"layer.{layer}": numbers.integers(0, 1 << 16, words, np.uint16) for layer in (0, 1)}
@@ -64,12 +64,12 @@ def is_right(found: Entry) -> bool:
 
 
 def open_store(folder: Path, max_bytes: int = 64 << 20, **options: Any) -> PageStore:
-    """A store that lets the disk be nearly full, as a test machine's may be."""
+    """A store that accepts a nearly full disk, which a test machine may have."""
     return PageStore(folder, max_bytes, **{"min_free_bytes": 0, **options})
 
 
 def bytes_in(folder: Path) -> int:
-    """What a folder takes of the disk, each file once."""
+    """The bytes that a folder takes on the disk, each file counted once."""
     found = {}
     for path in folder.rglob("*"):
         try:

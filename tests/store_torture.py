@@ -28,7 +28,7 @@ from tests.store_entries import bytes_in, entry, is_right, links, open_store, pr
 from tests.system_calls import CALLS, SystemCalls
 
 CAP = MIN_BYTES
-WORDS = 40_000  # in each of two layers: 40 entries or so fill the store
+WORDS = 40_000  # In each of two layers: about 40 entries fill the store.
 MANY_WORDS = 4 * WORDS
 
 
@@ -65,7 +65,8 @@ def kill_at_random(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
 
 
 def kill_at_each_call(folder: Path, cycles: int, seed: int) -> dict[str, Any]:
-    """Kill a writer at its n-th system call, for every n until it comes to its end, or `cycles`."""
+    """Kill a writer at its n-th system call, for every n until it ends by itself, or `cycles`
+    times."""
     counts: Counter[str] = Counter()
     for number in range(1, cycles + 1):
         writer = os.fork()
@@ -96,12 +97,12 @@ def write_for_ever(folder: Path, seed: int) -> None:
                 store.put([entry(link, words=WORDS) for link in chain])
                 store.touch(sorted(store.stored_keys())[:5])
     finally:
-        # Never back into the loop of the process that forked this one.
+        # Never return into the loop of the process that forked this one.
         os._exit(1)
 
 
 def look(folder: Path, counts: Counter[str]) -> None:
-    """Read everything that is there, and count what is wrong."""
+    """Read every entry, and count those that are wrong."""
     with open_store(folder, CAP) as store:
         for key in store.stored_keys():
             found = decode(store.folder.read(file_name(key)), key)

@@ -40,7 +40,7 @@ def computed(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> None:
 
 
 def found(model: Any, folder: Path, prompt: list[int], **options: Any) -> int:
-    """How much of a prompt a new factory finds."""
+    """The number of a prompt's tokens that a new factory finds."""
     factory = stored_factory(model, folder, **options)
     _, cached = factory.fetch_cache(prompt)
     factory.close()

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-# What a folder asks of the system. Closing is left alone: it is how faults are cleaned up.
+# The system calls of a folder that count. Closing does not: it cleans up after faults.
 CALLS = (
     *("open", "read", "write", "fsync", "rename", "unlink", "scandir", "listdir"),
     *("stat", "lstat", "fstat", "fstatvfs", "fchmod"),
@@ -12,7 +12,7 @@ CALLS = (
 
 
 class SystemCalls:
-    """Stands in the place of `os`.
+    """Replaces the module `os`.
 
     Args:
         number: which call does something else, counted from 1.

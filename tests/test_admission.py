@@ -33,12 +33,12 @@ class Clock:
 def admission(
     *pools: PoolSize, clock: Clock | None = None, patience_s: float = 5.0, places: int = 100
 ) -> Admission[Demand]:
-    """Requests are what they demand."""
+    """Requests are represented by their demands."""
     return Admission(lambda each: each, patience_s, places, clock or Clock(), list(pools))
 
 
 def demand(tokens: int, max_tokens: int = 0, **others: Any) -> Demand:
-    """One that is another's equal is another one all the same."""
+    """An equal request is still another request."""
     return Unlike(tokens, max_tokens, **others)
 
 
@@ -82,7 +82,7 @@ def test_choices_share_the_full_blocks_of_their_prompt() -> None:
     one, four = demand(1025, 100), demand(1025, 100, choices=4)
     assert one.bytes_in(FULL) == 500
     assert four.bytes_in(FULL) == 500 + 3 * 100
-    # The last token of a prompt is computed by each.
+    # Each request computes the last token of its prompt.
     assert demand(1024, 100, choices=4).bytes_in(FULL) == 500 + 3 * 200
     ring = PoolSize(1000, 0, (GroupSize(50, lambda tokens: 2, is_ring=True),))
     assert four.bytes_in(ring) == 4 * 100
@@ -95,7 +95,7 @@ def test_requests_begin_while_there_is_room_for_what_they_become() -> None:
         requests.arrive(each)
     assert requests.next() is line[0]
     assert requests.next() is line[1]
-    # One block is left, and the last of them would fit: but it came later.
+    # One block is left, and the last request would fit, but it came later.
     assert requests.next() is None
     requests.leave(line[0])
     assert requests.next() is line[2]
@@ -185,7 +185,7 @@ def test_places_are_counted_by_choices() -> None:
     assert requests.next() is None
     requests.leave(three)
     assert requests.next() is two
-    # More than there are places: alone it may begin.
+    # It needs more places than there are, so it begins only when nothing else runs.
     assert requests.next() is None
     requests.leave(two)
     assert requests.next() is six

@@ -46,7 +46,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for name, size in BLOCK_BYTES.items():
             self.allocator.add_format(name, size)
 
-        # What the oldest table holds from the start on, and is never dropped, is there to share.
+        # The oldest table is never dropped, so other tables can share its blocks.
         self.new_table()
         self.append(0, 30, slab_fails=False)
 
@@ -93,7 +93,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(names=st.lists(formats, max_size=8))
     def load(self, names: list[str]) -> None:
-        """A table that is given blocks of several formats, and then their contents."""
+        """Give a table blocks of several formats, and then their contents."""
         if len(self.contents) == MAX_TABLES:
             return
         table = self.allocator.new_table()
@@ -108,7 +108,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, page_format=formats)
     def convert(self, pick: int, page_format: str) -> None:
-        """All of a table's blocks; those that others share stay as they are for those."""
+        """Requantise all of a table's blocks; tables that share some keep theirs."""
         table = self.table(pick)
         others = [block for block in table.blocks if self.format_of(block) != page_format]
         try:
@@ -123,7 +123,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(page_format=formats, number=st.integers(1, 6))
     def requantise(self, page_format: str, number: int) -> None:
-        """Blocks move into free ones of another format, for all who hold them."""
+        """Move blocks into free ones of another format, for all tables that hold them."""
         self.allocator.drain()
         used = sorted(self.used_blocks())
         sources = [block for block in used if self.format_of(block) != page_format][:number]
@@ -184,7 +184,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def expect_no_room(self, error: Exception, write: Write) -> None:
         if isinstance(error, PoolExhausted):
             needs = blocks_needed([write])
-            # Of the formats that are needed, it names the first that there is no room for.
+            # The error names the first of the needed formats that has no room.
             assert error.free < error.needed
             assert error.needed in needs.values()
             if len(needs) == 1:
@@ -214,7 +214,8 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, when=st.sampled_from(["now", "next call", "next slab"]))
     def drop(self, pick: int, when: str) -> None:
-        """At the next call: as a finaliser does, which may also run while a slab is mapped."""
+        """The next call drops it: a finaliser works like this, and may also run while a slab is
+        mapped."""
         table = self.table(pick)
         if table is self.table(0):
             return
@@ -278,11 +279,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert len(table.blocks) == -(-len(values) // PAGE_SIZE)
 
     @invariant()
-    def the_books_are_right(self) -> None:
+    def the_invariants_hold(self) -> None:
         allocator = self.allocator
         assert allocator.capacity == len(self.pages) == sum(allocator.slabs.values())
         assert allocator.budget.mapped == self.bytes_of(self.block_bytes) <= BUDGET_BYTES
-        # Both would drop at once what a finaliser left, and the next rule must find it.
+        # Checks and stats would drop at once what a finaliser left, but the next rule must find it.
         if not self.allocator._dropped:
             allocator.check()
             stats = allocator.stats()

@@ -1,4 +1,4 @@
-"""The rooms of paged_kv: the allowed imports of each, no import cycles, and their size."""
+"""The rooms of paged_kv: which room may import which, no import cycles, and their size."""
 
 import ast
 import sys
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Installed as sub-packages of paged_kv, although they stand beside it.
+# Folders beside paged_kv that install as its sub-packages.
 INNER_ROOMS = ("allocator", "kernels", "integrations")
-# Beside its sub-rooms, and but for texts of kernels that no Python imports.
+# Files of a room, without its sub-rooms and without the text of kernels that no Python imports.
 MOST_FILES = 15
 
-# Whom each room may import, besides its own files; "" is paged_kv itself. The order is from the
-# bottom up.
+# The rooms that each room may import, besides its own files; "" is paged_kv itself. The order is
+# from the bottom up.
 ARROWS: dict[str, set[str]] = {
     "allocator": set(),
     "allocator.prefixes": {"allocator"},
@@ -51,15 +51,15 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.server.http", "monitor", "pool"),
     },
 }
-# The files of paged_kv that every room but those of arrays and integers may import.
+# Files of paged_kv that every room may import, except those of arrays and of integers.
 SMALL = {"paged_kv.checks", "paged_kv.extras", "paged_kv.sizes", "paged_kv.__version__"}
 KNOWS_NOTHING = ("allocator", "store", "kernels")
-# The files of paged_kv that name the rooms above them.
+# Files of paged_kv that name the rooms above them.
 DOOR = ("__init__", "__main__", "command_line")
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
-    """Yields the full dotted name of everything that is imported, at the top or in a function.
+    """Yields the full dotted name of each import, at the top or in a function.
 
     A relative name keeps its leading dots, and ``from a import b`` is ``a.b``, as b may be a
     module. Names given as a literal to ``import_module`` or ``__import__`` count too.
@@ -95,21 +95,21 @@ MODULES = modules()
 
 
 def room_of(module: str) -> str:
-    """The room in which a module stands: of "kernels.gpu.order" that is "kernels.gpu"."""
+    """The room of a module: for "kernels.gpu.order" it is "kernels.gpu"."""
     return module.rpartition(".")[0]
 
 
 def target_of(name: str) -> str | None:
-    """The module of the project that an imported name is, or is in; None for others."""
+    """The module of the project that contains an imported name; None for other names."""
     parts = name.removeprefix("paged_kv.").split(".")
     heads = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((head for head in heads if head in MODULES), None)
 
 
 def may_import(room: str, name: str) -> bool:
-    """Whether a file of this room may import what has this absolute name."""
+    """Whether a file of this room may import this absolute name."""
     first = name.partition(".")[0]
-    if first in INNER_ROOMS:  # reached only where Python starts in the checkout
+    if first in INNER_ROOMS:  # Importable only if Python starts in the checkout.
         return False
     if first == "mlx_lm":
         return room.startswith("integrations")
@@ -125,7 +125,7 @@ def may_import(room: str, name: str) -> bool:
 
 
 def violations(room: str, source: str) -> list[str]:
-    """Returns the names that a file of this room with this source may not import."""
+    """The names that a file of this room with this source imports but may not."""
     return [
         name
         for name in imported_names(ast.parse(source))
@@ -159,7 +159,7 @@ def test_arrows_do_not_go_in_a_circle_and_every_room_has_its_own() -> None:
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    """Also not where a name is needed for types alone, but for those of one allocator."""
+    """Imports for types alone count too, except within one allocator."""
     graph = {}
     for module, path in MODULES.items():
         targets = {target_of(name) for name in imported_names(_without_local_types(module, path))}
@@ -168,7 +168,8 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 
 def _without_local_types(module: str, path: Path) -> ast.Module:
-    """The file; of an allocator, whose parts know each other, without what only types need."""
+    """A file's imports. The parts of an allocator know each other, so their imports for types alone
+    do not count."""
     tree = ast.parse(path.read_text("utf-8"))
     if module == "__init__" or room_of(module) == "allocator":
         tree.body = [node for node in tree.body if not _is_for_types(node)]
@@ -197,7 +198,8 @@ def test_a_room_says_what_each_of_its_files_is(folder: Path) -> None:
 
 @pytest.mark.parametrize("room", INNER_ROOMS)
 def test_linked_rooms_have_no_init(room: str) -> None:
-    # With one, the folder hides an installed package of that name from a Python started here.
+    # With an __init__.py, the folder would hide an installed package of that name if Python starts
+    # here.
     assert not (ROOT / room / "__init__.py").exists()
 
 

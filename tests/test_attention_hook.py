@@ -34,7 +34,7 @@ def normal(seed: int, tokens: int, heads: int = HEADS) -> mx.array:
 
 
 def attended(cache: PagedKVCache, queries: mx.array, arrays: list[Any], mask: Any) -> int:
-    """Compare with mlx-lm's attention over ordinary arrays; returns the gathers that were seen.
+    """Compare with mlx-lm's attention over ordinary arrays; returns the number of gathers.
 
     They are counted when keys and values are dropped, so these are taken out of their list.
     """
@@ -80,7 +80,7 @@ def test_masks_of_the_models_own_making_are_honoured(cache: PagedKVCache, dtype:
     found = paged_attention(normal(5, 3), keys, values, cache, SCALE, mask)
     assert mx.abs(found - expected).max() < 1e-6
     del keys, values
-    assert cache.pool.stats().gather_fallbacks == 2  # with what the fixture read
+    assert cache.pool.stats().gather_fallbacks == 2  # With the pages that the fixture read.
 
 
 def test_a_mask_of_another_step_is_not_taken_for_this_ones(cache: PagedKVCache) -> None:
@@ -92,7 +92,8 @@ def test_a_mask_of_another_step_is_not_taken_for_this_ones(cache: PagedKVCache) 
 
 
 def test_what_a_model_does_to_keys_or_values_is_honoured(cache: PagedKVCache) -> None:
-    """A latent used as both, keys scaled, values of another layer: none of these are the pages."""
+    """A latent used as both, scaled keys, and values of another layer: none of these are the pages'
+    keys and values."""
     queries = normal(5, 1)
     keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
     for ours, theirs in ((keys, keys), (keys * 2, values), (keys, values[..., :8]), (values, keys)):
@@ -175,7 +176,7 @@ def test_a_gather_is_counted_each_time_and_reported_once_per_model(
     with caplog.at_level(logging.WARNING, logger="paged_kv"):
         greedy(model, [1, 2, 3], factory.make_cache(), 4)
     layers = len(factory.make_cache())
-    # One step for the prompt but its last token, and one for each token and the one after.
+    # One step for the prompt without its last token, and one step each for that token and the next.
     assert factory.stats().gather_fallbacks == layers * 6
     said = [record for record in caplog.records if "does not read pages" in record.message]
     assert len(said) == 1

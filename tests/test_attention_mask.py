@@ -37,7 +37,7 @@ def test_causal_window_mask(length: int, queries: int, window: int | None) -> No
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[AttentionMetadata, int]:
-    """Rows at the end of a step, and how many tokens the step has."""
+    """Sequences at the end of a step, and the step's number of tokens."""
     lengths = draw(st.lists(st.integers(0, 24), min_size=2, max_size=4))
     padding = draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
     metadata = AttentionMetadata((), tuple(lengths), tuple(padding))

@@ -56,7 +56,7 @@ def test_a_step_that_does_not_fit_leaves_every_table_as_it_was() -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3))])
 @pytest.mark.parametrize("windows", [{}, {1: Window(300, 200)}])
 def test_can_admit_is_right_both_ways(windows: dict[int, Window], seed: int) -> None:
-    """What it admits can be written in steps of any size, and what it refuses cannot."""
+    """A prompt fits in steps of any size if `can_admit` says so, and otherwise in none."""
     rng = random.Random(seed)
     answers = []
     for _ in range(12):

@@ -45,7 +45,7 @@ def same(k_dim: int, v_dim: int, dtype: mx.Dtype = mx.float32) -> LayerGeometry:
 
 
 def new_pages(backend: str, geometry: LayerGeometry, formats: Sequence[FormatName]) -> LayerPages:
-    """A slab of each format, with all bits set: codes, scales and floats of NaN."""
+    """A slab of each format with all bits set: codes, scales and floats of NaN."""
     pages = LayerPages(geometry, backend_named(backend, geometry), STRIDE)
     for slab, name in enumerate(formats):
         pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
@@ -56,7 +56,7 @@ def new_pages(backend: str, geometry: LayerGeometry, formats: Sequence[FormatNam
 
 
 def table_of(pages: LayerPages, length: int, first_slab: int = 0) -> tuple[int, ...]:
-    """Entries for so many tokens, from all slabs in turn."""
+    """Table entries for so many tokens, from all slabs in turn."""
     slabs = sorted(pages.slabs, key=lambda slab: (slab < first_slab, slab))
     turns = enumerate(cycle(slabs))
     return tuple(
@@ -66,7 +66,7 @@ def table_of(pages: LayerPages, length: int, first_slab: int = 0) -> tuple[int, 
 
 
 def write(pages: LayerPages, metadata: AttentionMetadata, seed: int) -> tuple[mx.array, mx.array]:
-    """As many tokens for all rows as the longest has."""
+    """Every sequence has as many tokens as the longest."""
     geometry, longest = pages.geometry, max(metadata.context_lens)
     shape = (len(metadata.context_lens), 2, longest)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed)
@@ -84,7 +84,7 @@ def assert_attends(
     with_sinks: bool = False,
     **options: Any,
 ) -> None:
-    """Attention to what the pages hold and to a new_tokens of the last tokens."""
+    """Attention to the pages and to unwritten keys and values of the last tokens."""
     geometry, batch = pages.geometry, len(metadata.context_lens)
     options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
     asked = normal((batch, 6, queries, geometry.k_dim), geometry.k_dtype, seed=1)
@@ -191,8 +191,7 @@ def test_pages_of_several_formats_in_one_table(
 def test_a_write_gives_the_bytes_of_the_format_and_changes_nothing_else(
     backend: str, name: FormatName, dtype: mx.Dtype
 ) -> None:
-    """Sums are not always added up in the same order: one code or scale in 10,000 may be another,
-    the next to it."""
+    """Backends add in different orders: one code or scale in 10,000 may be the next one."""
     pages = new_pages(backend, same(160, 128, dtype), [name])
     entries = range(SLAB_PAGES)
     before = {entry: np.array(pages.page(entry)).reshape(-1) for entry in entries}
@@ -240,7 +239,7 @@ def test_gather_gives_the_numbers_that_pages_hold(
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(FORMATS, 2)))
 def test_conversion(backend: str, source: FormatName, target: FormatName) -> None:
-    """What a page holds is written again, to within the codes of its new format."""
+    """A copy holds the page's numbers again, to within the codes of its new format."""
     pages = new_pages(backend, same(64, 96, mx.float16), [source, target])
     keys, values = write(pages, unpadded(((1, 2),), (512,)), seed=5)
     untouched = np.array(pages.page(STRIDE + 1))
@@ -261,7 +260,7 @@ def page_parts(name: FormatName) -> tuple[str, str]:
 
 
 def number_format_step(name: str) -> float:
-    """How far a number may move when it is put into a format, of the largest."""
+    """How far encoding may move a number, as a part of the largest."""
     return {"fp16": 1e-3, "q8": 0.02, "q4": 0.3}[name.removesuffix("-unrotated")]
 
 
@@ -274,7 +273,7 @@ def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
 
 
 def test_groups_of_zeros_and_of_the_largest_numbers(backend: str) -> None:
-    """Scales of zeros are zeros, and scales beyond float16 are its largest."""
+    """Groups of zeros have scales of zero, and scales beyond float16 become its largest number."""
     pages = new_pages(backend, same(64, 64), ["q4-unrotated", "q8-unrotated"])
     keys = mx.zeros((1, 2, 300, 64))
     values = mx.full((1, 2, 300, 64), 3e38)

@@ -29,7 +29,7 @@ Words = npt.NDArray[np.uint16]
 SLAB_PAGES = (3, 5, 8)
 STRIDE = 8
 ENTRIES = [slab * STRIDE + page for slab, pages in enumerate(SLAB_PAGES) for page in range(pages)]
-NAN_WORD = 0x7FC0  # a NaN in float16, in bfloat16 and, twice, in float32
+NAN_WORD = 0x7FC0  # A NaN in float16, in bfloat16 and, twice, in float32.
 
 # Largest difference from float64. MLX rounds scores and weights to the dtype: float16 has 11
 # significant bits, bfloat16 has 8, and the values here are of size 1.
@@ -45,12 +45,12 @@ def words(array: mx.array) -> Words:
 
 
 def addresses(pages: LayerPages) -> dict[int, int]:
-    """Where each slab lies; waits for its writes."""
+    """The address of each slab, after its writes."""
     return {slab: np.asarray(each.memory).ctypes.data for slab, each in pages.slabs.items()}
 
 
 def new_pages(backend: str, geometry: LayerGeometry) -> LayerPages:
-    """Three slabs full of NaN, as freed pages may be."""
+    """Three slabs full of NaN, like freed pages."""
     pages = LayerPages(geometry, backend_named(backend, geometry), STRIDE)
     for slab, count in enumerate(SLAB_PAGES):
         pages.map_slab(slab, count, FP16)
@@ -60,14 +60,14 @@ def new_pages(backend: str, geometry: LayerGeometry) -> LayerPages:
 
 
 def new_tables(lengths: Sequence[int], seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Tables for rows of those lengths, of pages in any order and any slab."""
+    """Block tables for sequences of those lengths, with pages in any order and any slab."""
     free = [int(entry) for entry in np.random.default_rng(seed).permutation(ENTRIES)]
     return tuple(tuple(free.pop() for _ in range(-(-length // PAGE_SIZE))) for length in lengths)
 
 
 @dataclass
 class Batch:
-    """Pages, and what was written to each row of them: [heads, tokens, dim]."""
+    """Pages, and the keys and values of each sequence: [heads, tokens, dim]."""
 
     pages: LayerPages
     metadata: AttentionMetadata
@@ -78,8 +78,8 @@ class Batch:
 def written(
     backend: str, geometry: LayerGeometry, lengths: Sequence[int], *, joint: int = 0
 ) -> Batch:
-    """Rows of those lengths; each was written alone, but for `joint` steps of one token each that
-    the whole batch took together at the end."""
+    """Sequences of those lengths. Each was written alone, except for `joint` final steps of one
+    token each, which the whole batch took together."""
     pages, tables = new_pages(backend, geometry), new_tables(lengths)
     k_shapes = [(geometry.k_heads, length, geometry.k_dim) for length in lengths]
     v_shapes = [(geometry.v_heads, length, geometry.v_dim) for length in lengths]
@@ -246,8 +246,8 @@ def test_gather_gives_what_was_written_and_zeros_before_shorter_rows(
 
 
 def test_a_run_of_pages_ends_with_its_slab(backend: str) -> None:
-    """The last entry of a slab with as many pages as the stride and the next slab's first are
-    neighbours by number only."""
+    """The last entry of a slab with as many pages as the stride, and the first entry of the next
+    slab, are adjacent only as numbers."""
     geometry = same(2, 32, 32)
     pages = LayerPages(geometry, backend_named(backend, geometry), slab_stride=2)
     for slab in range(2):
@@ -269,7 +269,7 @@ def test_values_without_numbers_take_no_room(backend: str) -> None:
 
 
 def test_a_row_that_takes_over_pages_sees_only_its_own_tokens(backend: str) -> None:
-    """The one before wrote NaN, and more of it."""
+    """An earlier, longer write left NaN in these pages."""
     geometry = same(2, 32, 32)
     batch = written(backend, geometry, [600])
     nans = mx.full((1, 2, 600, 32), mx.nan)
@@ -286,7 +286,7 @@ def test_copies_are_exact_and_leave_every_other_page_alone(backend: str) -> None
     pages = written(backend, same(2, 32, 48), [700, 700]).pages
     before = {entry: np.array(pages.page(entry)) for entry in ENTRIES}
     at = addresses(pages)
-    copies = {0: 2, 9: 23, 17: 8}  # within a slab, up and down
+    copies = {0: 2, 9: 23, 17: 8}  # Within a slab, up and down.
     pages.copy(copies)
     expected = {**before, **{target: before[source] for source, target in copies.items()}}
     for entry in ENTRIES:
@@ -346,7 +346,8 @@ def test_writes_stay_in_place(backend: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_writes_stay_in_place_while_attention_is_in_flight(backend: str, own_stream: bool) -> None:
-    """A read in flight holds the slab, and a write that does not wait for it copies all of it.
+    """A read in flight holds the slab, so a write that does not wait for it copies all of it.
+    mlx-lm generates in a stream of its own.
 
     mlx-lm generates in a stream of its own.
     """

@@ -306,7 +306,7 @@ def has_room(allocator: BlockAllocator, blocks: int) -> bool:
     return allocator.available() >= blocks
 
 
-def test_random_histories_keep_the_books_right() -> None:
+def test_random_histories_keep_the_invariants() -> None:
     rng = random.Random(0)
     indexed = Indexed(blocks=60)
     index, allocator = indexed.index, indexed.allocator

@@ -167,7 +167,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert {node: node.pins for node in self.index.nodes() if node.pins} == expected
 
     @invariant()
-    def the_books_are_right(self) -> None:
+    def the_invariants_hold(self) -> None:
         allocator = self.allocator
         allocator.check()
         holders: dict[int, list[Any]] = {}

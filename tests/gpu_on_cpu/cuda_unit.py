@@ -23,7 +23,7 @@ DTYPES = {
 NAMES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 FLAGS = ["-x", "c++", "-std=c++20", "-nostdinc++", "-I", str(HERE / "cuda_headers")]
 FLAGS += ["-include", "cuda_prelude.h"]
-# What begins a kernel; MLX puts these lines before each.
+# Stands at the beginning of a kernel; MLX puts these lines before each.
 BEFORE = """
 #include "mlx/backend/cuda/device/utils.cuh"
 
@@ -62,7 +62,7 @@ def generated_text(
 
 @cache
 def cuda_unit(text: str) -> Unit:
-    """Of such a text."""
+    """Make the translation unit of such a text."""
     begin = text.rindex("__global__ void")
     end = text.index(") {", begin)
     called, _, listed = text[begin:end].removeprefix("__global__ void ").partition("(\n")
@@ -87,7 +87,7 @@ def _pointer(parameter: str, number: int) -> str:
 
 
 def _without_instructions(text: str) -> str:
-    """With a function in the place of the one instruction that no CPU has, on the same lines."""
+    """Replace the one instruction that no CPU has by a function, on the same lines."""
 
     def call(found: re.Match[str]) -> str:
         dtype = "__nv_bfloat16" if ".bf16." in found[0] else "__half"
@@ -98,7 +98,7 @@ def _without_instructions(text: str) -> str:
 
 
 def _with_shared_memory(text: str) -> str:
-    """Shared variables as the runtime's memory, on the same lines."""
+    """Put shared variables into the runtime's memory, on the same lines."""
     numbers = iter(range(1000))
 
     def place(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""In the place of `mx.fast.metal_kernel` and `cuda_kernel`: the same call, run on this CPU.
+"""Replaces `mx.fast.metal_kernel` and `cuda_kernel`: the same calls run on this CPU.
 
 Every launch is noted with what it read and wrote of the slabs, which are the inputs of that name:
 tests/gpu_on_cpu/launch_order.py looks for launches that nothing orders.
@@ -21,12 +21,13 @@ from tests.gpu_on_cpu.metal_unit import metal_unit
 from tests.gpu_on_cpu.toolchain import KernelError, Unit
 
 _metal_kernel = mx.fast.metal_kernel
-MOST_DIMENSIONS = 10  # for which CUDA kernels have strides
+MOST_DIMENSIONS = 10  # CUDA kernels get strides for these.
 
 
 @dataclass
 class Launch:
-    """What one kernel took and gave; arrays are held, so that none is mistaken for another."""
+    """The inputs and outputs of one launch. It holds its arrays, so that no address is used
+    twice."""
 
     name: str
     inputs: list[mx.array]
@@ -36,7 +37,7 @@ class Launch:
 
 @dataclass
 class Device:
-    """Where kernels run, and what has run.
+    """Runs kernels, and notes each launch.
 
     Attributes:
         modes: every kernel runs in each of them, and must give the same in all.
@@ -47,16 +48,16 @@ class Device:
     texts: dict[str, str] = field(default_factory=dict)
 
     def metal_kernel(self, **arguments: Any) -> "EmulatedKernel":
-        """As `mx.fast.metal_kernel`."""
+        """Like `mx.fast.metal_kernel`."""
         return EmulatedKernel(self, "metal", **arguments)
 
     def cuda_kernel(self, **arguments: Any) -> "EmulatedKernel":
-        """As `mx.fast.cuda_kernel`."""
+        """Like `mx.fast.cuda_kernel`."""
         return EmulatedKernel(self, "cuda", **arguments)
 
 
 class EmulatedKernel:
-    """As what `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` return."""
+    """Like the objects that `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` return."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class EmulatedKernel:
         groups: tuple[int, int, int],
         group_size: tuple[int, int, int],
     ) -> None:
-        """In each of the device's modes, from the same slabs."""
+        """Run in each of the device's modes, from the same slabs."""
         before = [buffer.contents.copy() if buffer.is_slab else None for buffer in buffers]
         results: list[list[Bytes]] = []
         for mode in self.device.modes:
@@ -160,7 +161,7 @@ class EmulatedKernel:
 
     def _argument_memory(self, inputs: Sequence[mx.array]) -> dict[str, Buffer]:
         """The buffers of all inputs, and of the shapes and strides that the kernel asks for. A slab
-        given twice is one buffer."""
+        given twice has one buffer."""
         memory: dict[str, Buffer] = {}
         slabs: dict[int, Buffer] = {}
         for name, array in zip(self.input_names, inputs, strict=True):
@@ -178,7 +179,7 @@ class EmulatedKernel:
 
 
 def _storage(array: mx.array) -> tuple[Bytes, list[int]]:
-    """An array's memory, where it is, and its strides in elements."""
+    """An array's memory in place, and its strides in elements."""
     words = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     mx.eval(words)
     view = np.asarray(words)

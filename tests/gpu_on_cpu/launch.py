@@ -21,7 +21,7 @@ RED_ZONE = 1 << 14
 
 @dataclass
 class Buffer:
-    """Memory that a kernel is given.
+    """Memory of one argument of a kernel.
 
     Attributes:
         is_output: the kernel must write all of it.
@@ -39,7 +39,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a kernel runs.
+    """How to run a kernel.
 
     Attributes:
         checked: with a look at every access to memory.
@@ -91,7 +91,7 @@ def launch(
     group_size: tuple[int, int, int],
     mode: Mode,
 ) -> None:
-    """Run a kernel; what it writes is in the buffers' contents then.
+    """Run a kernel. Afterwards the buffers' contents hold what it wrote.
 
     Raises:
         KernelError: it did what it must not; nothing is written then.
@@ -120,8 +120,8 @@ def launch(
 
 
 def _placed(buffers: Collection[Buffer], mode: Mode) -> dict[int, tuple[Buffer, Bytes]]:
-    """By identity, the buffers and memory for them between red zones; where nothing is checked, the
-    contents themselves if they can be."""
+    """Memory for each buffer, by identity, between red zones. Without checks the contents
+    themselves, if the kernel can use them in place."""
     if not mode.checked:
         return {id(buffer): (buffer, _aligned(buffer.contents)) for buffer in buffers}
     sizes = [-(-buffer.contents.nbytes // 256) * 256 + RED_ZONE for buffer in buffers]
@@ -138,7 +138,8 @@ def _placed(buffers: Collection[Buffer], mode: Mode) -> dict[int, tuple[Buffer, 
 
 
 def _aligned(contents: Bytes) -> Bytes:
-    """The same memory, or a copy where a device's would begin at a multiple of 16 bytes."""
+    """The same memory, or a copy if it does not begin at a multiple of 16 bytes as a device's
+    would."""
     if contents.ctypes.data % 16 == 0:
         return contents
     memory = np.empty(contents.nbytes + 16, np.uint8)

@@ -1,4 +1,4 @@
-"""Launches that touch the same memory of a slab, and that nothing orders.
+"""Finds launches that touch the same memory of a slab in no defined order.
 
 MLX knows of a kernel what it takes and what it gives. Two of which one writes what the other
 touches are in order only if the later one takes something that the earlier one gave, or that
@@ -12,7 +12,7 @@ from tests.gpu_on_cpu.launch import Buffer
 
 
 def unordered(launches: Sequence[Launch]) -> list[str]:
-    """Each pair of launches that MLX might run at the same time, and must not."""
+    """Each pair of launches that MLX might run at the same time but must not."""
     given: dict[int, int] = {}
     before: list[set[int]] = []
     faults = []

@@ -1,15 +1,15 @@
-"""What Metal refuses and C++ for OpenCL does not: found in clang's syntax tree."""
+"""Finds in clang's syntax tree what Metal refuses and C++ for OpenCL accepts."""
 
 import re
 
-# Of something that has a name: what the compiler adds by itself has none.
+# Matches only nodes with a name: the compiler adds others by itself.
 DECLARATION = re.compile(
     r"\b(?:ParmVarDecl|VarDecl|FieldDecl)\b[^']* (?!used |referenced )[A-Za-z_]\w* '"
 )
 
 
 def faults_of_metal(tree: str) -> set[str]:
-    """What Metal would not compile, in a dump of the syntax tree."""
+    """Faults that Metal's compiler would report, found in a dump of the syntax tree."""
     faults: set[str] = set()
     in_kernel, line_number = False, "?"
     for line in tree.splitlines():

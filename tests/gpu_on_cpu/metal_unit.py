@@ -24,7 +24,7 @@ IDS = {
     "simdgroup_index_in_threadgroup": "simdgroup",
     "thread_index_in_threadgroup": "index",
 }
-BUFFERS = 31  # that Metal binds
+BUFFERS = 31  # Metal binds these.
 
 
 def generated_text(
@@ -34,8 +34,8 @@ def generated_text(
     template: Sequence[tuple[str, Any]],
     output_dtypes: Sequence[mx.Dtype],
 ) -> tuple[str, str]:
-    """The name that MLX gives a kernel, and its text: an exported function holds both, and needs
-    no Metal."""
+    """The name that MLX gives a kernel, and its text. An exported function of MLX returns both
+    without Metal."""
 
     def call(*arrays: mx.array) -> Any:
         return kernel(
@@ -51,7 +51,7 @@ def generated_text(
         path = Path(folder) / "kernel.mlxfn"
         mx.export_function(str(path), call, *inputs)
         exported = path.read_bytes()
-    # Strings stand behind their length, in 8 bytes.
+    # Each string follows its length, which takes 8 bytes.
     strings, at = [], exported.index(f"custom_kernel_{name}".encode()) - 8
     for _ in range(2):
         length = int.from_bytes(exported[at : at + 8], "little")
@@ -62,7 +62,7 @@ def generated_text(
 
 @cache
 def metal_unit(text: str) -> Unit:
-    """Of a text that MLX generated.
+    """Make the translation unit of a text that MLX generated.
 
     Raises:
         KernelError: Metal would not compile it.
@@ -94,7 +94,7 @@ def _without_attributes(text: str) -> str:
 
 
 def _with_shared_memory(text: str, kernel: int) -> str:
-    """Threadgroup variables of the kernel as the runtime's memory, on the same lines."""
+    """Put the kernel's threadgroup variables into the runtime's memory, on the same lines."""
     numbers = iter(range(1000))
 
     def place(found: re.Match[str]) -> str:

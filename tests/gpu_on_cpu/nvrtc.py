@@ -1,4 +1,4 @@
-"""NVIDIA's own compiler, from wheels: it needs no GPU and no driver."""
+"""NVIDIA's own compiler, from wheels. It needs no GPU and no driver."""
 
 import ctypes
 from functools import cache
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OPTIONS = ["--device-as-default-execution-space", "--std=c++17"]
-# In the place of MLX's header, which its Linux wheel without CUDA has not.
+# Replaces a header of MLX that its Linux wheel without CUDA lacks.
 UTILS = b"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -23,7 +23,7 @@ UTILS_NAME = b"mlx/backend/cuda/device/utils.cuh"
 
 
 def why_not() -> str:
-    """Why nothing can be compiled here; empty if it can."""
+    """Why NVRTC cannot compile here; empty if it can."""
     missing = "no NVRTC: pip install 'paged-kv[nvrtc]'"
     if find_spec("nvidia") is None:
         return missing
@@ -45,8 +45,8 @@ def _library() -> ctypes.CDLL:
 
 
 def compiled(text: str, architecture: str) -> tuple[int, str]:
-    """How many bytes of machine code an architecture such as "sm_90" takes for a text, 0 if it does
-    not compile, and what NVRTC says."""
+    """The bytes of machine code that an architecture such as "sm_90" takes for a text, 0 if it does
+    not compile, and NVRTC's messages."""
     library, program = _library(), ctypes.c_void_p()
     names, headers = (ctypes.c_char_p * 1)(UTILS_NAME), (ctypes.c_char_p * 1)(UTILS)
     created = library.nvrtcCreateProgram(

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TARGET = "--target=x86_64-linux-gnu"
 RUNTIME = ("fibers.cpp", "checker.cpp", "conversions.cpp")
-# What kernels are compiled with: not as fast as could be, but every sum as it stands.
+# Not the fastest flags: these keep the order of every sum.
 COMMON = ["-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-fno-math-errno", "-w"]
 COMMON += ["-ftrivial-auto-var-init=pattern"]
 CHECKED = ["-O1", "-gline-tables-only", "-fsanitize=thread"]
@@ -31,7 +31,7 @@ RUNTIME_FLAGS = ["-std=c++20", "-O2", "-fno-exceptions", "-fno-rtti", "-ffreesta
 
 
 class KernelError(Exception):
-    """A kernel that does not compile, or that did what it must not."""
+    """A kernel does not compile, or did something forbidden."""
 
 
 def why_not() -> str:
@@ -58,7 +58,7 @@ def cache_folder() -> Path:
 
 
 def run(*arguments: str | Path) -> str:
-    """Run a tool of zig; returns what it wrote.
+    """Run a tool of zig; returns its output.
 
     Raises:
         KernelError: it failed; with what it wrote.
@@ -71,7 +71,7 @@ def run(*arguments: str | Path) -> str:
 
 
 def compiler_arguments(flags: list[str], source: Path) -> list[str | Path]:
-    """For a file whose own folder is not looked into, so that its name tells nothing."""
+    """Arguments that do not name the source's folder, so that its path does not matter."""
     headers = ["-nostdinc", "-isystem", str(_zig_folder() / "lib" / "include")]
     return ["clang", TARGET, *headers, "-I", HERE, "-fPIC", *flags, source]
 
@@ -87,7 +87,7 @@ def build(text: str, suffix: str, flags: list[str], libraries: list[Path]) -> Pa
     library = cache_folder() / f"{name}.so"
     if library.exists():
         return library
-    # Several processes may build the same: each under names of its own, and the last one stays.
+    # Several processes may build the same kernel: each uses its own names, and the last one stays.
     source = cache_folder() / f"{name}-{os.getpid()}.{suffix}"
     built, linked = source.with_suffix(".o"), source.with_suffix(".so")
     try:
@@ -115,7 +115,7 @@ class Unit:
     buffers: tuple[str, ...]
 
     def library(self, *, checked: bool) -> Path:
-        """Built, with every access to memory reported or without.
+        """The built library, with or without reports of every access to memory.
 
         Raises:
             KernelError: it does not compile.

@@ -1,4 +1,4 @@
-"""A copy of the checkout, in which code may be broken and tests run."""
+"""A copy of the checkout, in which the tool breaks code and runs tests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from pathlib import Path
 
 from tests.mutation.mutants import Mutant
 
-# Optimised as little as makes the tests quick: a build takes 15 s, and with the flags of a release
-# three times as long.
+# The least optimisation that keeps the tests quick: a build takes 15 s, and three times as long
+# with the flags of a release.
 CXX_FLAGS = "-O1"
-# Hidden folders and what is built would only make the copy large; `.ci` is read by tests.
+# Hidden folders and build outputs would only make the copy large. Tests read `.ci`.
 _LEFT_OUT = re.compile(r"\.(?!ci$).*|__pycache__|build|dist|artefacts|.*\.egg-info")
 
 
-# What a failing example looks like when it is small is of no interest here, and takes a minute to
-# find out.
+# Hypothesis would take a minute to shrink a failing example, which nobody reads here.
 PLUGIN = "unshrunk_examples"
 PLUGIN_TEXT = """
 from hypothesis import Phase, settings
@@ -55,13 +54,13 @@ class Run:
 
     @property
     def failure(self) -> str:
-        """The first test that failed."""
+        """The name of the first test that failed."""
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
         return found[1] if found else ""
 
 
 class Checkout:
-    """A copy in `folder`, which must be empty.
+    """Makes a copy in `folder`, which must be empty.
 
     Args:
         source: the checkout; it is never written.
@@ -76,7 +75,7 @@ class Checkout:
 
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
-        """The code is as a mutant says, and afterwards as it was.
+        """Apply a mutant, and restore the code afterwards.
 
         Raises:
             ValueError: the mutant does not fit the code, or does not compile.
@@ -94,7 +93,7 @@ class Checkout:
                 library.write_bytes(content)
 
     def build(self) -> None:
-        """Compile the sound CPU kernels as those of mutants are compiled.
+        """Compile the sound CPU kernels with the flags of mutants.
 
         Raises:
             ValueError: that failed.
@@ -103,7 +102,7 @@ class Checkout:
         self._library = {path: path.read_bytes() for path in self._libraries()}
 
     def run(self, tests: tuple[str, ...], isa: str, limit_s: float) -> Run:
-        """Run tests until one fails, or the time is over."""
+        """Run tests until one fails or the time is over."""
         options = ["-x", "-q", "-rfE", "--tb=no", "-m", "not slow"]
         options += ["-p", "no:cacheprovider", "-p", PLUGIN]
         began = time.monotonic()
@@ -119,7 +118,7 @@ class Checkout:
         try:
             output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            # With the processes that the tests have started.
+            # Also ends the processes that the tests have started.
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             return Run(None, output, time.monotonic() - began)
@@ -129,14 +128,14 @@ class Checkout:
         return Run(process.returncode, output, time.monotonic() - began)
 
     def says(self, code: str) -> str:
-        """What a line of Python prints here."""
+        """The output of a line of Python here."""
         return self._python("-c", code).stdout.strip()
 
     def _build(self) -> None:
         for path in self._libraries():
             path.unlink()
         ended = self._python("setup.py", "-q", "build_ext", "--inplace")
-        # An installation goes on without the library.
+        # setup.py goes on if the library does not compile.
         if not self._libraries():
             raise ValueError(f"the CPU kernels do not compile: {ended.stderr}")
 
@@ -156,7 +155,7 @@ class Checkout:
         ]
 
     def _environment(self, isa: str = "") -> dict[str, str]:
-        # Compiled Python is told from its source by the time to a second, and by the size.
+        # Python tells compiled files from their source by the time to a second, and by the size.
         environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         return {**environment, "PAGED_KV_ISA": isa} if isa else environment
 

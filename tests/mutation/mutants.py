@@ -23,7 +23,7 @@ CPU_KERNELS = "kernels/cpu/"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change; the fields are those above, and `part` names the list."""
+    """One change. The fields are those above; `part` names the list."""
 
     part: str
     name: str
@@ -39,11 +39,11 @@ class Mutant:
 
     @property
     def needs_build(self) -> bool:
-        """Whether the compiled CPU kernels change with it."""
+        """Whether the mutant changes the compiled CPU kernels."""
         return self.file.startswith(CPU_KERNELS)
 
     def applied(self, text: str) -> str:
-        """The file's text with the change.
+        """The file's text after the change.
 
         Raises:
             ValueError: what is to be changed does not occur exactly once.
@@ -58,7 +58,7 @@ class Mutant:
 
 
 def all_mutants(lists: Path = LISTS) -> list[Mutant]:
-    """The whole list, those that need a compiler last."""
+    """The whole list; mutants that need a compiler come last."""
     mutants = [
         Mutant(path.stem, **{**fields, "tests": tuple(fields["tests"])})
         for path in sorted(lists.glob("*.toml"))

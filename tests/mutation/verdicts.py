@@ -1,4 +1,4 @@
-"""What the tests say of a mutant."""
+"""Judges what the tests do with a mutant."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import Enum
 from tests.mutation.checkout import Checkout, Run
 from tests.mutation.mutants import Mutant
 
-# How much longer than with sound code a run may take before it counts as hanging, and the least
-# that it is given, because a machine may be busy.
+# A run counts as hanging if it takes this many times as long as with sound code; the minimum allows
+# for a busy machine.
 LIMIT_FACTOR, LEAST_LIMIT_S = 10.0, 100.0
 SOUND_LIMIT_S = 1200.0
 
@@ -24,7 +24,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant.
+    """The result of a mutant.
 
     Attributes:
         outcome: what became of it.
@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def is_fault(self) -> bool:
-        """Whether the suite, or the list, must be mended."""
+        """Whether somebody must mend the tests or the list."""
         return self.outcome in (Outcome.SURVIVED, Outcome.BROKEN)
 
 
@@ -51,7 +51,7 @@ class Judge:
         self._sound: dict[tuple[tuple[str, ...], str], Run] = {}
 
     def judge(self, mutant: Mutant) -> Verdict:
-        """Apply a mutant and run its tests, which are run without it before."""
+        """Run a mutant's tests without it, then with it."""
         if mutant.isa and mutant.isa not in self._instruction_sets:
             return Verdict(Outcome.SKIPPED, f"this machine has no {mutant.isa}")
         sound = self._sound_run(mutant)
@@ -75,7 +75,7 @@ class Judge:
 
 
 def verdict_of(run: Run, mutant: Mutant) -> Verdict:
-    """What a run of the tests that concern a mutant says of it."""
+    """What the tests of a mutant report with it applied."""
     if run.status == 0:
         outcome = Outcome.EXCUSED if mutant.survives else Outcome.SURVIVED
         return Verdict(outcome, mutant.survives, run.seconds)

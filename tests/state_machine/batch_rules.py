@@ -1,4 +1,4 @@
-"""What is done with batches of caches, in any order."""
+"""Rules that work on batches of caches, in any order."""
 
 import gc
 import shutil
@@ -35,8 +35,8 @@ LONGEST, MOST_ROWS, MOST_BATCHES = 2000, 4, 6
 
 class BatchRules(RuleBasedStateMachine):
     def start(self, world: World) -> None:
-        """Begin with one factory; before anything else."""
-        # What was loaded goes into the latest pool that is like its own.
+        """Begin with one factory, before any other rule."""
+        # A loaded cache goes to the latest pool with the same settings; free others.
         gc.collect()
         self.world = world
         self.folder = Path(tempfile.mkdtemp(prefix="paged-kv-machine-"))
@@ -71,8 +71,8 @@ class BatchRules(RuleBasedStateMachine):
         if at.factory is None or not at.is_open:
             return multiple()
         batch = Batch(at.factory.make_cache(), [], at)
-        # A mask asks for the blocks of one sequence then. Where there are not enough for all, the
-        # states of layers before the first with pages have changed.
+        # A mask reserves the blocks of each sequence in turn. If there are not enough for all,
+        # layers before the first with pages have already changed.
         rows = 1 if batch.arrays else rows
         batch.rows = [Row.begun(at.formats, [0] * at.pool.num_layers) for _ in range(rows)]
         taken = self.steps.take(batch, [[row, *TEXTS[text][:count]] for row in range(rows)])
@@ -89,7 +89,7 @@ class BatchRules(RuleBasedStateMachine):
         lengths = lengths[: len(batch.rows)]
         if any(lengths) and batch.longest + max(lengths) <= LONGEST:
             steps = [continued(row.tokens, n) for row, n in zip(batch.rows, lengths, strict=True)]
-            # Padding on the left comes before the first token, if at all.
+            # Left padding is possible only before the first token.
             is_left = is_left and not batch.longest and not batch.arrays
             self.steps.take(batch, steps, is_left=is_left, late=late)
 
@@ -100,7 +100,7 @@ class BatchRules(RuleBasedStateMachine):
 
     @rule(batch=BATCHES, counts=st.lists(st.integers(0, 400), min_size=4, max_size=4))
     def trim(self, batch: Batch, counts: list[int]) -> None:
-        """As far as windows allow, or not at all."""
+        """Trim as far as windows allow, or expect an error."""
         if batch.arrays or not batch.rows:
             return
         counts = counts[: len(batch.rows)]
@@ -120,7 +120,7 @@ class BatchRules(RuleBasedStateMachine):
 
     @rule(batch=BATCHES)
     def ask(self, batch: Batch) -> None:
-        """How far it can be trimmed."""
+        """The most tokens that can be trimmed."""
         if batch.arrays:
             return
         rows = [(row.rollback(batch.home.pool.windows), len(row.tokens)) for row in batch.rows]
@@ -168,7 +168,7 @@ class BatchRules(RuleBasedStateMachine):
     def save_and_load(self, batch: Batch) -> Batches:
         if not batch.rows or not all(row.tokens for row in batch.rows):
             return multiple()
-        # A file is read when what it holds is needed, so each has one of its own.
+        # MLX reads a file lazily, so each cache gets its own file.
         self.saved += 1
         path = self.folder / f"saved-{self.saved}.safetensors"
         loaded = held.save_and_load(batch, path, self.homes)
@@ -180,7 +180,7 @@ class BatchRules(RuleBasedStateMachine):
         if self.world.name != "table" or not batch.rows:
             return
         if batch.home.formats.first == f"q{bits}" and not all(r.is_found for r in batch.rows):
-            # Back to where it came from.
+            # Convert back to the first format.
             return
         is_whole = True
         try:
@@ -193,13 +193,13 @@ class BatchRules(RuleBasedStateMachine):
 
     @rule()
     def look(self) -> None:
-        """Not after every step: reading what a batch no longer holds as one step writes it."""
+        """Not after every step: reading a batch as one step writes its pending steps."""
         self.steps.settle()
         for batch in list(self.held):
             self.steps.look(batch)
 
     @invariant()
-    def books_agree(self) -> None:
+    def counts_agree(self) -> None:
         for home in self.homes:
             home.pool.check()
             stats = home.pool.stats()
@@ -214,7 +214,8 @@ class BatchRules(RuleBasedStateMachine):
                 assert not self._differing(home)
 
     def _differing(self, home: Home) -> list[str]:
-        """Groups that count other blocks, or rows of live tokens, than the sequences have."""
+        """The groups whose counts of blocks, or of slots of live tokens, differ from the
+        sequences'."""
         home.pool.stats()
         sequences = {
             each for batch in self.held if batch.home is home for each in batch.paged[0].sequences
@@ -240,7 +241,7 @@ class BatchRules(RuleBasedStateMachine):
         for batch in list(self.held):
             self.let_go(batch)
         gc.collect()
-        self.books_agree()
+        self.counts_agree()
         for home in self.homes:
             assert home.pool.stats().blocks_used == 0, "blocks are used by nobody"
             if home.factory is not None:
@@ -249,6 +250,6 @@ class BatchRules(RuleBasedStateMachine):
 
 
 def _fit(first: Batch, second: Batch) -> bool:
-    """Whether two batches can be one."""
+    """Whether two batches can be merged."""
     rows = len(first.rows) + len(second.rows)
     return bool(first.rows and second.rows) and first.home is second.home and rows <= MOST_ROWS

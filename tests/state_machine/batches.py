@@ -1,4 +1,5 @@
-"""Batches of caches beside what their rows must hold, and steps that are compared."""
+"""Batches of caches with the expected content of their sequences, and steps whose outputs are
+compared."""
 
 import contextlib
 import copy
@@ -18,7 +19,7 @@ from tests.state_machine.expected import Check, Oracle
 from tests.state_machine.rows import Formats, Row
 
 TOKENS = 97
-# Prompts are beginnings of these texts, which begin alike.
+# Prompts are beginnings of these texts, which share a prefix.
 _FIRST = [(7 * i * i + 3 * i + 1) % TOKENS for i in range(2200)]
 TEXTS = [
     _FIRST,
@@ -29,7 +30,7 @@ TEXTS = [
 
 @dataclass(eq=False)
 class Home:
-    """A factory and what it was given.
+    """A factory and its settings.
 
     Attributes:
         factory: None for a pool that a saved cache was loaded into.
@@ -44,7 +45,7 @@ class Home:
 
 @dataclass(eq=False)
 class Batch:
-    """A prompt cache, and what each row of it must hold."""
+    """A prompt cache, and the expected content of each of its sequences."""
 
     layers: list[Any]
     rows: list[Row]
@@ -56,7 +57,7 @@ class Batch:
 
     @property
     def arrays(self) -> list[Any]:
-        """What layers hold that have no pages, without copies."""
+        """The arrays of layers without pages, not copied."""
         inner = [each for cache in self.layers for each in getattr(cache, "caches", [cache])]
         return [
             array for each in inner if not isinstance(each, PagedKVCache) for array in each.cache
@@ -74,7 +75,7 @@ class Batch:
         return Batch(layers, [self.rows[index].copy()], self.home)
 
     def lengths(self) -> list[list[int]]:
-        """Of each sequence how far each layer is, and how many blocks it has."""
+        """For each sequence, the length of each layer and the number of blocks."""
         sequences = self.paged[0].sequences
         groups = [group for group in self.home.pool.groups if group.is_open]
         return [
@@ -84,7 +85,7 @@ class Batch:
 
 
 class Steps:
-    """Steps of a model, which are compared with what an oracle says.
+    """Runs steps of a model, and compares their outputs with an oracle's.
 
     Args:
         model: called with a prompt cache.
@@ -99,8 +100,9 @@ class Steps:
     def take(
         self, batch: Batch, steps: list[list[int]], *, is_left: bool = False, late: bool = False
     ) -> bool:
-        """Feed tokens to every row, shorter ones padded; false if the pool is exhausted, and then
-        nothing has changed. What comes out is compared at once, or `late`, when it is computed."""
+        """Feed tokens to every sequence, shorter ones padded; returns False, with nothing changed,
+        if the pool is exhausted. Outputs are compared at once, or, with `late`, when they are
+        computed."""
         before, arrays = batch.lengths(), batch.arrays
         lengths = [len(step) for step in steps]
         try:
@@ -122,8 +124,8 @@ class Steps:
         return True
 
     def generate(self, batch: Batch, count: int) -> bool:
-        """Feed every row what the model says, without waiting for it; false, and the rows are
-        shorter, if the pool was exhausted."""
+        """Feed every sequence its next token without waiting for it. Returns False, with shorter
+        sequences, if the pool was exhausted."""
         tokens = mx.array([[row.tokens[-1]] for row in batch.rows])
         said: list[tuple[mx.array, mx.array]] = []
         try:
@@ -142,13 +144,13 @@ class Steps:
         return len(said) == count
 
     def settle(self) -> None:
-        """Compare what was not computed yet."""
+        """Compare the outputs that were not computed yet."""
         late, self._late = self._late, []
         wrong = [each for outputs, check in late for each in check(np.array(outputs))]
         assert not wrong, wrong
 
     def look(self, batch: Batch) -> None:
-        """Compare what is in the pages of a batch, and what comes next."""
+        """Compare the pages of a batch, and the outputs of one more step."""
         self.settle()
         for index, row in enumerate(batch.rows):
             if row.tokens:
@@ -163,12 +165,13 @@ class Steps:
 
 
 def views(batch: Batch, index: int) -> list[PagedKVCache]:
-    """Caches that see one row of a batch, and no fork of it."""
+    """Caches that view one sequence of a batch, without a fork."""
     return [PagedKVCache(each.pool, each.layer, [each.sequences[index]]) for each in batch.paged]
 
 
 def merged(batches: list[Batch]) -> Batch:
-    """A batch of forks of all rows, as mlx-lm makes one; its own caches merge single rows only."""
+    """A batch of forks of all sequences, merged as mlx-lm does; its own caches merge single
+    sequences only."""
     if batches[0].arrays:
         batches = [each.extract(row) for each in batches for row in range(len(each.rows))]
     layers = [
@@ -179,8 +182,8 @@ def merged(batches: list[Batch]) -> Batch:
 
 
 def continued(tokens: list[int], count: int, turn: int = 0) -> list[int]:
-    """The next tokens of the text that a row is the beginning of, or of another one: a turn makes
-    forks differ."""
+    """The next tokens of the text that a sequence follows, or of another text; `turn` makes forks
+    differ."""
     length = len(tokens)
     texts = [text for text in TEXTS if text[:length] == tokens] if not turn else []
     text = (texts or TEXTS)[(length + turn) % len(texts or TEXTS)]
@@ -188,7 +191,7 @@ def continued(tokens: list[int], count: int, turn: int = 0) -> list[int]:
 
 
 def save_and_load(batch: Batch, path: Path, homes: list[Home]) -> Batch | None:
-    """A batch from a file; None if there is no room for it."""
+    """A batch loaded from a file; None if the pool has no room for it."""
     save_prompt_cache(str(path), batch.layers)
     try:
         layers = load_prompt_cache(str(path))

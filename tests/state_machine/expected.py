@@ -1,4 +1,4 @@
-"""What models must say of rows: mlx-lm's own caches in one step, or a table."""
+"""The expected outputs of models: from mlx-lm's own caches in one step, or from a table."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,15 +36,15 @@ Check = Callable[[Floats], list[str]]
 
 
 class Oracle(Protocol):
-    """Says what a model must answer."""
+    """Computes the expected outputs of a model."""
 
     def expect(self, row: Row, layers: list[PagedKVCache], count: int) -> Check:
-        """What must come out for the last `count` tokens of a row, of which these caches hold one.
-        The model has been called with them; its outputs need not be computed yet."""
+        """Compare the outputs for the last `count` tokens of a sequence. These caches hold it, and
+        the model has been called with them; its outputs need not be computed yet."""
         ...
 
     def wrong_content(self, row: Row, layers: list[PagedKVCache]) -> list[str]:
-        """What is wrong with the pages of a row."""
+        """The differences between a sequence's pages and the expected content."""
         ...
 
 
@@ -78,7 +78,7 @@ class StockOracle:
 class TableOracle:
     """The table of a `TableModel`, held in the formats of the pages."""
 
-    # Of sums of values that are around 1; queries for q4 keys are rounded to 16 bits.
+    # For sums of values around 1; queries for q4 keys are rounded to 16 bits.
     TOLERANCE = 2e-3
 
     def __init__(self, model: TableModel) -> None:
@@ -115,8 +115,9 @@ class TableOracle:
         ]
 
     def _seen(self, row: Row, cache: PagedKVCache, at: list[int], start: int) -> Iterable[Floats]:
-        """What the queries at these positions see, [positions, Q_HEADS * DIM]. A step that is
-        attended to before it is written is not quantised yet, so there may be two answers."""
+        """The attention outputs of the queries at these positions, [positions, Q_HEADS * DIM]. A
+        step that is attended to before it is written is not quantised yet, so two answers may be
+        right."""
         window = cache.pool.windows.get(cache.layer)
         contents = _Held(row, cache, "keys").contents(), _Held(row, cache, "values").contents()
         yield self._attended(row, cache.layer, window, at, *contents)
@@ -150,7 +151,7 @@ class TableOracle:
 
 @dataclass(frozen=True)
 class _Option:
-    """What may be held of some tokens, [KV_HEADS, tokens, DIM].
+    """The possible stored values of some tokens, [KV_HEADS, tokens, DIM].
 
     Numbers that were quantised twice often lie between two codes, and the last bit of a sum says
     which it is.
@@ -160,15 +161,15 @@ class _Option:
     is_exact: bool
 
     def agrees(self, held: Floats) -> npt.NDArray[np.bool_]:
-        """Which of the tokens that is."""
+        """The tokens that hold these values."""
         tolerance = 1e-5 if self.is_exact else 0.25
         same: npt.NDArray[np.bool_] = np.abs(self.numbers - held).max(axis=(0, 2)) <= tolerance
         return same
 
 
 class _Held:
-    """The keys or values of a row in one layer, [KV_HEADS, tokens, DIM], by the formats that its
-    pages have now.
+    """The keys or values of a sequence in one layer, [KV_HEADS, tokens, DIM], in the present
+    formats of its pages.
 
     Where pages may have come to their format in several ways, what they hold tells which; it must
     be one of these.
@@ -179,7 +180,7 @@ class _Held:
         self._now = _formats_now(cache, len(row.tokens))
 
     def contents(self) -> Floats:
-        """What is held, or will be once the latest step is written."""
+        """The stored values, once the latest step is written."""
         row = self._row
         chains = [self._possible(at) for at in range(len(row.tokens))]
         assert all(chains), self._complaint(next(at for at, c in enumerate(chains) if not c))
@@ -190,7 +191,7 @@ class _Held:
         return result
 
     def wrong(self, held: Floats) -> Iterable[tuple[int, str]]:
-        """The tokens of which something else is held."""
+        """The first wrong tokens, each with a complaint."""
         tokens = len(self._row.tokens)
         first = tokens - held.shape[1]
         chains = [self._possible(at) for at in range(first, tokens)]
@@ -202,7 +203,7 @@ class _Held:
             mine = held[:, at - first]
             options = self._options(at, each)
             if self._cache.layer in self._cache.sequences[0].pending:
-                # The latest step is in no page yet.
+                # No page holds the latest step yet.
                 options.append(self._options(at, frozenset({()}))[0])
             is_right = np.any([option.agrees(mine) for option in options], axis=0)
             for token in at[~is_right][:1]:
@@ -214,7 +215,7 @@ class _Held:
             return options[0].numbers
         held = _gathered(self._row, self._cache)[self._part]
         first = len(self._row.tokens) - held.shape[1]
-        # What a window has left cannot be looked at.
+        # Tokens that a window has left cannot be read.
         result = np.full_like(options[0].numbers, np.nan)
         for option in options:
             seen = np.flatnonzero(at >= first)
@@ -236,7 +237,8 @@ class _Held:
         return chains if now is None else _ending_with(chains, now)
 
     def _numbers(self, chain: Chain) -> tuple[str, ...]:
-        """The number formats of a chain; what begins with numbers as they are holds those."""
+        """The number formats of a chain; a chain that begins with unquantised numbers holds
+        those."""
         names = [getattr(page_format_named(name), self._part).name for name in chain]
         return tuple(name for name in names if name != "fp16")
 
@@ -245,7 +247,7 @@ class _Held:
 
 
 def _worst(found: Floats, expected: Floats) -> float:
-    """The largest difference, where it is known what to expect."""
+    """The largest difference, where the expected value is known."""
     known = np.isfinite(expected).all(axis=1)
     differences = np.abs(found[known] - expected[known])
     return float(np.nan_to_num(differences, nan=np.inf).max(initial=0.0))
@@ -257,7 +259,7 @@ def _ending_with(chains: frozenset[Chain], name: str) -> frozenset[Chain]:
 
 
 def _formats_now(cache: PagedKVCache, tokens: int) -> list[str | None]:
-    """The format of the page of each token; None for those that a ring has left."""
+    """The page format of each token; None for tokens that a ring has dropped."""
     (sequence,) = cache.sequences
     window = cache.pool.windows.get(cache.layer)
     names = page_formats(cache.pool, cache.layer, sequence)

@@ -1,4 +1,4 @@
-"""What is done with prompts: found, computed, inserted, pinned and forgotten, in any order."""
+"""Rules that look up, compute, insert, pin and forget prompts, in any order."""
 
 import gc
 from collections.abc import Hashable
@@ -25,7 +25,7 @@ STEP_SIZES = st.sampled_from([1024, 512, 256, 100])
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """What a factory was asked to keep.
+    """A pin that a factory holds.
 
     Attributes:
         pinned: how many tokens it said that it keeps.
@@ -46,14 +46,15 @@ class Pin:
 class PromptRules(BatchRules):
     def start(self, world: World) -> None:
         super().start(world)
-        # What was ever inserted, with whom and under which salt; None for another process.
+        # A prompt that was inserted, with its factory and salt; the factory is None for another
+        # process.
         self.inserted: list[tuple[Home | None, Hashable, list[int]]] = []
         self.pins: list[Pin] = []
 
         self.computed(self.homes[0], TEXTS[0][:600], None, 256, keep=True)
 
     def home(self, number: int) -> Home:
-        """One that is open; there always is one."""
+        """An open factory; there always is one."""
         homes = self.open_homes()
         return homes[number % len(homes)]
 
@@ -73,7 +74,7 @@ class PromptRules(BatchRules):
     def computed(
         self, home: Home, prompt: list[int], salt: Hashable, step_size: int, keep: bool
     ) -> Batches:
-        """Go on behind what is known of a prompt."""
+        """Compute the part of a prompt that the factory does not know."""
         fits = home.pool.can_admit(len(prompt))
         batch = self.fetched(home, prompt, salt)
         while rest := prompt[len(batch.rows[0].tokens) :][:step_size]:
@@ -92,7 +93,7 @@ class PromptRules(BatchRules):
         step_size=STEP_SIZES,
     )
     def again(self, home: int, number: int, length: int, step_size: int) -> Batches:
-        """Ask for what was inserted once, or its beginning, and something else behind it."""
+        """Ask for a prompt that was inserted once, or its beginning, followed by other tokens."""
         _, salt, tokens = self.inserted[number % len(self.inserted)]
         prompt = [*tokens[: length or len(tokens)], 4, 5]
         return self.computed(self.home(home), prompt, salt, step_size, keep=False)
@@ -113,7 +114,7 @@ class PromptRules(BatchRules):
 
     @rule(batch=BATCHES, index=INDEX, salt=SALTS, length=st.sampled_from([0, 0, 0, -1, -300, 5]))
     def insert(self, batch: Batch, index: int, salt: Hashable, length: int) -> None:
-        """Insert what one row holds, or the beginning of it, or more than it holds."""
+        """Insert a sequence's tokens, only the first ones, or more than it holds."""
         if not batch.rows or not batch.home.is_open:
             return
         one = batch if len(batch.rows) == 1 else batch.extract(index % len(batch.rows))
@@ -121,7 +122,8 @@ class PromptRules(BatchRules):
 
     @rule(batch=BATCHES, count=st.sampled_from([40, 300, 520]), salt=SALTS)
     def branch(self, batch: Batch, count: int, salt: Hashable) -> None:
-        """Two go on differently from where one is, and others behind every block of both."""
+        """Two prompts continue differently from the end of one, and others from the end of every
+        block of both."""
         if len(batch.rows) != 1 or not batch.home.is_open or batch.longest + count > LONGEST:
             return
         both = batch.extract(0), batch.extract(0)
@@ -142,12 +144,13 @@ class PromptRules(BatchRules):
         self.inserted.append((batch.home, salt, tokens[:known]))
         promised = factory.insert_cache(tokens, batch.layers, salt=salt)
         assert promised <= known
-        # Of two that end in the same row of a page behind the same blocks, a window that begins in
-        # the page before is known of one only. States are those behind all tokens.
+        # If two prompts end in the same slot of a page after the same blocks, the index keeps a
+        # window that begins in the page before for only one of them. Recurrent states are those
+        # after all tokens.
         if not batch.home.pool.windows and (known == len(row.tokens) or not batch.arrays):
             assert promised == known
         if row.is_found:
-            # One more, as the last token of a prompt is never found.
+            # One more token, because a lookup never returns the last token of a prompt.
             batch = self.fetched(batch.home, [*tokens[:known], 2], salt)
             found = len(batch.rows[0].tokens)
             assert found >= promised, f"{promised} tokens were inserted, and {found} are found"
@@ -164,7 +167,8 @@ class PromptRules(BatchRules):
     @precondition(lambda self: self.pins)
     @rule(number=st.integers(0, 100))
     def unpin(self, number: int) -> None:
-        """Until then it was kept. Of pins of the same tokens the latest goes first."""
+        """A pinned prompt stays until then. Of pins of the same tokens the latest is removed
+        first."""
         one = self.pins[number % len(self.pins)]
         pin = [each for each in self.pins if each.same_as(one)][-1]
         self.pins.remove(pin)

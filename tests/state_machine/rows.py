@@ -1,4 +1,4 @@
-"""What one sequence of a batch must hold."""
+"""The expected content of one sequence of a batch."""
 
 from collections import abc
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from paged_kv.pool.window import Window
 Chain = tuple[str, ...]
 """The page formats that held a token, one after the other."""
 
-# What "auto" turns pages into.
+# The formats that "auto" requantises pages to.
 SMALLER = {"fp16": ("q8", "q4"), "q8": ("q4",)}
 
 
 @dataclass(frozen=True)
 class Formats:
-    """What pages of a factory may have been.
+    """The formats that pages of a factory may have had.
 
     Attributes:
         first: the format that they begin with.
@@ -37,7 +37,7 @@ class Formats:
         return chains if more <= chains else self.with_smaller(chains | more)
 
     def converted(self, chains: frozenset[Chain], name: str) -> frozenset[Chain]:
-        """What they are once the pages were turned into another format."""
+        """The chains after a conversion of the pages."""
         return self.with_smaller(
             frozenset(chain if chain[-1] == name else (*chain, name) for chain in chains)
         )
@@ -45,14 +45,14 @@ class Formats:
 
 @dataclass(eq=False)
 class Row:
-    """Tokens, and what is known of their pages.
+    """The tokens of a sequence, and the known facts about its pages.
 
     Attributes:
-        formats: of the factory.
-        new: the chains that a token written now has.
-        tokens: all that the sequence holds.
-        chains: for each of them, what its page may have been so far.
-        written: in each layer, the most tokens that there ever were.
+        formats: the factory's formats.
+        new: the chains of a token that is written now.
+        tokens: the tokens that the sequence holds.
+        chains: for each token, the formats that its page may have had.
+        written: in each layer, the most tokens that it ever had.
     """
 
     formats: Formats
@@ -84,7 +84,7 @@ class Row:
         return Row(self.formats, self.new, tokens, chains, written)
 
     def convert(self, name: str, *, is_whole: bool) -> None:
-        """Note a conversion; of one that ran out of memory it is not known how far it came."""
+        """Note a conversion. If it ran out of memory, nobody knows which pages it converted."""
 
         def after(chains: frozenset[Chain]) -> frozenset[Chain]:
             converted = self.formats.converted(chains, name)
@@ -93,16 +93,17 @@ class Row:
         known = {chains: after(chains) for chains in set(self.chains)}
         self.chains = [known[chains] for chains in self.chains]
         new = self.formats.with_smaller(frozenset({(name,)}))
-        # The last page is filled up in the format that it has.
+        # The last page keeps its format while it fills up.
         self.new = new if is_whole else self.new | new
 
     @property
     def is_found(self) -> bool:
-        """Whether others find it: only what was never converted is known as what it is."""
+        """Whether a lookup may find it: the index keeps a sequence under its format only if it was
+        never converted."""
         return self.new == self.formats.of_new_tokens
 
     def rollback(self, windows: Mapping[int, Window]) -> int:
-        """The most tokens that can be taken back, with these layers that see a window."""
+        """The most tokens that can be trimmed in layers with these windows."""
         shortest = [
             window.shortest_rollback(self.written[layer]) for layer, window in windows.items()
         ]

@@ -1,4 +1,4 @@
-"""What is done with factories and the folder that they share, in any order."""
+"""Rules for factories and the folder that they share, in any order."""
 
 import random
 from functools import cache
@@ -19,7 +19,7 @@ MOST_HOMES = 3
 
 @cache
 def writer() -> Writer:
-    """One for all examples; it ends with this process."""
+    """One folder for all examples; it is removed when this process ends."""
     return Writer()
 
 
@@ -30,7 +30,8 @@ def has_store(machine: "StoreRules") -> bool:
 class StoreRules(PromptRules):
     @rule(home=INDEX, number=st.integers(0, 100))
     def reopen(self, home: int, number: int) -> None:
-        """Its caches stay usable, and another factory begins with what it has stored."""
+        """Close a factory. Its caches stay usable, and another factory begins with what it has
+        stored."""
         at = self.home(home)
         assert at.factory is not None
         at.factory.close()
@@ -47,7 +48,7 @@ class StoreRules(PromptRules):
     @precondition(has_store)
     @rule(seed=st.integers(0, 1 << 16), share=st.sampled_from([0.1, 0.5]))
     def damage(self, seed: int, share: float) -> None:
-        """Of some files of the store a part becomes others."""
+        """Damage some files of the store."""
         numbers = random.Random(seed)
         files = sorted((self.folder / "store").glob("*.safetensors"))
         for path in numbers.sample(files, int(len(files) * share)):
@@ -55,13 +56,13 @@ class StoreRules(PromptRules):
                 content, other = path.read_bytes(), numbers.choice(files).read_bytes()
                 path.write_bytes(damaged(content, other, numbers)[1])
             except FileNotFoundError:
-                # A writer has evicted it.
+                # Another writer has evicted it.
                 continue
 
     @precondition(has_store)
     @rule(work=st.sampled_from([verify, gc, clear]))
     def maintain(self, work: object) -> None:
-        """As the command does, in the middle of everything."""
+        """Verify, shrink or clear the store as the command line does, while factories use it."""
         assert callable(work)
         with open_store(self.folder / "store", MIN_BYTES) as store:
             work(store)

@@ -1,4 +1,5 @@
-"""A model whose layers write and ask for what a table says, and nothing that they have computed.
+"""A model whose layers write keys and values from a table, and ask queries from it: nothing that it
+computes feeds back.
 
 The rows of a table that a token's queries, keys and values are follow from the token, its position
 and the layer. So what a page must hold is known in every format, bit for bit, whatever happened
@@ -22,14 +23,15 @@ from paged_kv.kernels.pages.number_format import NUMBER_FORMATS
 Floats = npt.NDArray[np.float32]
 
 ROWS, DIM, KV_HEADS, Q_HEADS = 997, 32, 2, 4
-# Large enough that single tokens are seen among hundreds.
+# Large enough to see single tokens among hundreds.
 SCALE = 2 * DIM**-0.5
 DECAY = 0.9
 TABLE: Floats = np.random.default_rng(7).standard_normal((ROWS, DIM), dtype=np.float32)
 
 
 def query_rows(tokens: Any, positions: Any, layer: int, head: int) -> Any:
-    """Which rows of the table the queries of tokens are, in one head; so for the next two."""
+    """The rows of the table that the queries of tokens use in one head; the next two functions do
+    the same for keys and values."""
     return (tokens * 3 + positions * 11 + layer * 29 + head * 307 + 2) % ROWS
 
 
@@ -42,13 +44,13 @@ def value_rows(tokens: Any, positions: Any, layer: int, head: int) -> Any:
 
 
 def state_rows(tokens: Any) -> Any:
-    """Which rows tokens add to the state."""
+    """The rows that tokens add to the state."""
     return (tokens * 13 + 5) % ROWS
 
 
 @cache
 def table_after(formats: tuple[str, ...]) -> Floats:
-    """The table, once its rows were held in these number formats, one after the other."""
+    """The table after a round trip through these number formats, one after the other."""
     numbers = mx.array(TABLE)
     for name in formats:
         held = NUMBER_FORMATS[name]
@@ -76,9 +78,10 @@ class TableModel(Module):
         ] + states
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """Of tokens [B, S] what each layer sees, [B, S, layers * Q_HEADS * DIM], and the state."""
+        """For tokens [B, S], the attention outputs of each layer, [B, S, layers * Q_HEADS * DIM],
+        and the state."""
         held = list(zip(self.windows, cache, strict=False))
-        # Before any layer changes, as all models do.
+        # Before any layer changes, as in all models.
         masks = [
             base.create_attention_mask(inputs, layer_cache, window_size=window)
             for window, layer_cache in held

@@ -15,13 +15,13 @@ from tests.state_machine.table_model import TableModel
 from tests.zoo import small_model
 
 FORMATS: tuple[FormatName, ...] = ("auto", "fp16", "q8", "q4", ("q8", "q4"), ("fp16", "q8"))
-# Bytes of a page of the models here, in their own format of 32 bits.
+# Bytes of a page of these models, in their own format of 32 bits.
 PAGE_BYTES = 2 * 2 * 256 * 32 * 4
 
 
 @dataclass(frozen=True)
 class World:
-    """What one example of the machine runs on.
+    """The models and settings of one example of the machine.
 
     Attributes:
         name: of a model of the zoo, or "table".
@@ -57,7 +57,7 @@ class World:
     def new_factory(self, folder: Path) -> PagedCacheFactory:
         options: dict[str, Any] = {"page_format": self.page_format}
         if self.page_format == "auto":
-            # One page is spared: prompts here have a few.
+            # One recent page, not more: prompts here have only a few pages.
             options["page_format"] = OldestFirst(recent=1)
         if self.store:
             options |= {"store": folder, "store_bytes": MIN_BYTES}
@@ -73,7 +73,7 @@ class World:
 
     @property
     def _share(self) -> float:
-        """How large a page is, of one of 32-bit floats."""
+        """The size of a page, as a share of one with 32-bit floats."""
         shares = {"fp16": 1.0, "q8": 0.27, "q4": 0.15}
         parts = self.formats.first.split("/")
         return (shares[parts[0]] + shares[parts[-1]]) / 2

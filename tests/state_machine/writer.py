@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import conftest  # the BLAS, as in the process that reads
+from tests import conftest  # Load the BLAS, as the reading process does.
 
 import mlx.core as mx  # isort: skip  # after the library above
 
@@ -37,7 +37,7 @@ class Work:
 
 
 class Writer:
-    """The process that makes these processes."""
+    """The process that forks these processes."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -49,7 +49,7 @@ class Writer:
         )
 
     def do(self, work: Work) -> None:
-        """Wait for a process to do its work or be killed.
+        """Wait for a process to finish or to be killed.
 
         Raises:
             AssertionError: it ended in any other way.
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def write(work: Work) -> None:
-    """Until it is done, or killed."""
+    """Until it ends or is killed."""
     code = 1
     try:
         kill = SystemCalls(work.killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL), CALLS)
@@ -95,7 +95,7 @@ def write(work: Work) -> None:
         factory.close()
         code = 0
     finally:
-        # Never back into the loop of the process that forked this one.
+        # Never return into the loop of the process that forked this one.
         os._exit(code)
 
 
