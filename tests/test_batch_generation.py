@@ -19,15 +19,16 @@ from tests.generation import (
 from tests.grids import plain_only
 from tests.zoo import FAMILIES, small_model
 
-# A row of a batch is multiplied as part of a larger matrix: float32 sums in another order.
+# A batch multiplies a sequence as part of a larger matrix: float32 sums in another order.
 TOLERANCE = 2e-3
-# mlx-lm's own attention in gemma2 does not take a batch's mask.
+# mlx-lm's own attention in gemma2 does not accept a batch's mask.
 STOCK_CANNOT_BATCH = {"gemma2"}
-# Their own batches differ from their single runs: plamo3 attends with a window that is a token
-# longer in longer steps, and minimax_m3_vl chooses blocks of keys that padding shifts.
+# Their own batches differ from their single runs: plamo3 attends with a window one token longer in
+# longer steps, and minimax_m3_vl chooses blocks of keys that padding shifts.
 BATCH_DIFFERS = {"plamo3", "minimax_m3_vl"}
 CAN_BATCH = [name for name in FAMILIES if name not in STOCK_CANNOT_BATCH]
-# A window, recurrent layers, latent attention, and neither.
+# One with a window, one with recurrent layers, one with latent attention, and one with none of
+# these.
 PLAIN_FAMILIES = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
 LENGTHS = (3, 70, 1, 260, 17)
 PROMPTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
@@ -37,7 +38,8 @@ MakeCache = Callable[[], list[Any]]
 
 
 class Served:
-    """A batch generator with caches of one kind, and what it has given to whom."""
+    """A batch generator with caches of one kind, and the responses that it gave to each
+    sequence."""
 
     def __init__(self, model: Any, make_cache: MakeCache, **options: Any) -> None:
         self.generator = BatchGenerator(
@@ -87,7 +89,7 @@ def expected_runs(model: Any, prompts: list[list[int]], step: int = 48) -> list[
 
 
 def runs_out(work: Callable[[], Any]) -> bool:
-    """Whether the pool is exhausted; without the traceback, whose frames would hold the rows."""
+    """Whether the pool is exhausted. Drops the traceback, whose frames would hold the sequences."""
     try:
         work()
     except PoolExhausted:
@@ -182,7 +184,7 @@ def test_extracting_from_a_running_batch_changes_nothing(model: Any) -> None:
     assert_same_runs(runs, [expected_runs(model, PROMPTS)[index] for index in (1, 4)], TOLERANCE)
     given = len(held) - len(PROMPTS[1])
     assert held == PROMPTS[1] + runs[0].tokens[:given]
-    # The cache is as it was then, whatever the batch has written since.
+    # The cache has the state of that moment, whatever the batch has written since.
     continued = greedy(model, runs[0].tokens[given : given + 1], cache, 1)
     assert continued.tokens[0] == runs[0].tokens[given + 1]
     del cache
@@ -191,7 +193,8 @@ def test_extracting_from_a_running_batch_changes_nothing(model: Any) -> None:
 
 
 def factory_of_blocks(model: Any, blocks: int) -> PagedCacheFactory:
-    """With a budget for so many blocks; what one takes is known once a factory has been asked."""
+    """A factory with a budget for so many blocks. The size of a block is known once a factory has
+    been used."""
     probe = PagedCacheFactory(model, max_bytes=64 << 20)
     assert probe.can_admit(1)
     block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
@@ -200,9 +203,9 @@ def factory_of_blocks(model: Any, blocks: int) -> PagedCacheFactory:
 
 @pytest.mark.parametrize("name", plain_only(["qwen3"], ["qwen3", "qwen3_next"]))
 def test_a_step_that_does_not_fit_is_tried_again_without_a_row(name: str) -> None:
-    """In hybrids too: no layer of any kind has gone further than the others."""
+    """Also in hybrids: no layer of any kind is ahead of the others."""
     model = small_model(name)
-    # Three prompts of a block each, and one more block: two rows cannot both begin another.
+    # Three prompts of one block each, and one more block: two sequences cannot both begin another.
     factory = factory_of_blocks(model, 4)
     served = Served(model, factory.make_cache)
     prompts = [PROMPTS[3][:253], PROMPTS[3][1:255], PROMPTS[1]]

@@ -26,7 +26,7 @@ def random_step(tokens: int, seed: int, batch: int = 1) -> tuple[mx.array, mx.ar
 
 
 def sequence_of(pool: PagePool, tokens: int, seed: int = 0) -> Layers:
-    """A cache of one sequence, one view for each layer, with that many tokens."""
+    """A cache of one sequence with that many tokens, one view per layer."""
     sequence = Sequence(pool)
     layers = [PagedKVCache(pool, layer, [sequence]) for layer in range(LAYERS)]
     write(layers, random_step(tokens, seed))
@@ -54,7 +54,7 @@ def lengths(layers: Layers) -> list[list[int]]:
 
 
 def row(cache: PagedKVCache, index: int) -> Any:
-    """Keys and values of one row, without what lies before and behind it."""
+    """Keys and values of one sequence, without padding before and after it."""
     sequence = cache.sequences[index]
     tokens, padding = sequence.context_lens[cache.layer], sequence.padding[cache.layer].right
     keys, values = cache.keys_and_values()
@@ -84,7 +84,8 @@ def test_merge_forks_and_leaves_the_originals_as_they_are(pool: PagePool) -> Non
     assert [row(batch[0], index) for index in range(3)] == before[::LAYERS]
     write(batch, random_step(2, 9, batch=3))
     assert [row(layer, 0) for original in originals for layer in original] == before
-    # The two tail blocks were copied; the row that ended with a block began a new one.
+    # The two last blocks that were not full were copied; the sequence that ended with a full block
+    # began a new one.
     assert (pool.stats().cow_copies, pool.stats().blocks_used) == (2, used + 3)
 
 
@@ -192,7 +193,7 @@ def test_deepcopy_of_a_batch_forks_every_row(pool: PagePool) -> None:
 
 
 def test_right_padding_is_not_stored_and_reads_as_with_stock(pool: PagePool) -> None:
-    """Prompts of 11, 2 and 0 tokens are read in steps of 4 by rows that already hold some."""
+    """Sequences that already hold some tokens read prompts of 11, 2 and 0 tokens in steps of 4."""
     sizes, prompt = (3, 250, 0), [11, 2, 0]
     batch = merged([sequence_of(pool, tokens, tokens) for tokens in sizes])
     stock = BatchKVCache.merge([stock_like(tokens, tokens) for tokens in sizes])
@@ -367,7 +368,7 @@ def test_a_batch_that_does_not_fit_changes_nothing_and_goes_on_without_a_row() -
         with pytest.raises(PoolExhausted) as error:
             attempt(1)
         assert (error.value.needed, error.value.free) == (2, 0)
-        # Its traceback holds the frames, and those the rows.
+        # The traceback holds the frames, and those hold the sequences.
         del error
     assert lengths(batch) == [[256, 512, 40]] * LAYERS
     assert [row(batch[0], index) for index in range(3)] == before

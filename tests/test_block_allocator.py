@@ -19,7 +19,7 @@ def new_allocator(blocks: int = 1000, **callbacks: Any) -> BlockAllocator:
 
 
 def state(allocator: BlockAllocator) -> Any:
-    """All that a refused call must leave as it was."""
+    """The state that a refused call must not change."""
     tables = {id(table): list(table.blocks) for table in allocator.tables}
     mapped, slabs = allocator.budget.mapped, dict(allocator.slabs)
     formats = [(list(each.free), dict(each.used), each.block_bytes) for each in allocator.formats]
@@ -275,7 +275,7 @@ def test_the_size_of_a_block_can_grow_and_shrink_within_the_budget() -> None:
         allocator.set_block_bytes({"fp16": block_bytes})
         assert (allocator.formats[0].block_bytes, allocator.budget.mapped) == (block_bytes, mapped)
         assert allocator.stats().bytes_active == 2 * block_bytes
-    # 260 bytes are left, a slab of two blocks, the eighth that is now 40 bytes, at a time.
+    # 260 bytes are left, for slabs of two blocks: an eighth of the budget is 40 bytes.
     assert allocator.available() == 2 + 17
 
 

@@ -178,7 +178,8 @@ def test_blocks_needed_is_what_reserving_allocates(
 
 
 def allocated_by(allocator: BlockAllocator, writes: list[Write]) -> int:
-    """Blocks more in use after reserving; a source of a copy stays in use with its others."""
+    """The number of additional blocks in use after reserving. The source of a copy stays in use if
+    other tables hold it."""
     before = allocator.stats().blocks_used
     for write in writes:
         write.table.reserve(write.start, write.end)
@@ -255,7 +256,8 @@ def test_a_fork_that_was_left_to_be_dropped_shares_nothing_with_a_write() -> Non
 def test_a_fork_that_a_finaliser_drops_during_reserve_leaves_the_source_of_the_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The collector can run at any point, here between the plan and the allocation."""
+    """The garbage collector can run at any point; here it runs between the plan and the
+    allocation."""
     allocator = new_allocator()
     table = new_table(allocator, 256)
     doomed = allocator.fork(table)

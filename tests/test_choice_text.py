@@ -25,7 +25,7 @@ WORDS = [
 
 
 class Detokenizer:
-    """Token i is word i."""
+    """A tokenizer in which token i is word i."""
 
     _new = ""
 
@@ -63,7 +63,7 @@ def loaded() -> Any:
 
 
 def read(words: list[str], end: str, *stop: str, state: str = "normal") -> list[Delta]:
-    """What each of the words adds, of which the last one ends the text."""
+    """The text that each word adds; the last word ends the text."""
     text = ChoiceText(loaded(), state, stop, None, is_streamed=True)
     reasons: list[str | None] = [None] * len(words)
     reasons[-1] = end
@@ -103,7 +103,7 @@ def test_tool_calls_are_parsed_and_sent_whole() -> None:
     (call,) = [call for each in deltas for call in each.tool_calls]
     assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert call["index"] == 0
-    # The end token is no part of the text; a call that is open then is one all the same.
+    # The end token is not part of the text. A call that is open at that point still counts.
     assert joined(read([*words[:4], "a"], "stop")) == ("a", "", 1, "tool_calls")
 
 
@@ -118,5 +118,5 @@ def test_text_ends_before_a_stop_word(stop: str, text: str) -> None:
 def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:
     deltas = read(["a", "b", "a", "b", "c"], "length", "abd")
     assert [each.text for each in deltas] == ["", "", "", "", "ababc"]
-    # Text before the end token is no stop word.
+    # Text before the end token is not a stop word.
     assert joined(read(["a", "b", "c"], "stop", "abd")) == ("ab", "", 0, "stop")

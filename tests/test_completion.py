@@ -1,4 +1,4 @@
-"""`paged-kv completion` prints scripts that shells take, with the options of every command."""
+"""`paged-kv completion` prints scripts that shells accept, with the options of every command."""
 
 import shutil
 import subprocess

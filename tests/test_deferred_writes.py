@@ -27,8 +27,8 @@ PADDED = AttentionMetadata((TABLE[:1], (4,)), (31, 1), (0, 1))
 
 
 def new_pages(backend: Backend, name: str = "fp16") -> LayerPages:
-    """Two slabs, of which the table holds 300 tokens; NaN is behind them, and not what another test
-    has left in memory."""
+    """Two slabs, of which the table holds 300 tokens. The rest is NaN, not the contents of an
+    earlier test."""
     pages = LayerPages(GEOMETRY, backend, 64)
     for slab in (0, 1):
         pages.map_slab(slab, 6, page_format_named(name))
@@ -85,7 +85,7 @@ def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
 
 
 def test_a_step_with_padding_is_owed_too(written: list[AttentionMetadata]) -> None:
-    """Every row of a batch finds its own tokens, and none of the padding."""
+    """Every sequence of a batch finds its own tokens, and no padding."""
     found = []
     for backend in (NativeBackend(native_library()), PlainBackend()):
         pages = new_pages(backend)
@@ -121,7 +121,7 @@ OPERATIONS: dict[str, Callable[[LayerPages, AttentionMetadata], Any]] = {
 @pytest.mark.parametrize("name", ["fp16", "q8", "q4"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_whatever_follows_finds_it_written(operation: str, name: str) -> None:
-    """As with the plain backend, which writes at once."""
+    """The result equals that of the plain backend, which writes at once."""
     found = []
     for backend in (NativeBackend(native_library()), PlainBackend()):
         pages = new_pages(backend, name)
@@ -163,7 +163,7 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
 
 @pytest.mark.parametrize("is_shorter", [False, True])
 def test_rows_of_others_do_not_have_it(is_shorter: bool) -> None:
-    """Of another table, or of the same one as it was."""
+    """The read is of another table, or of the same table before the step."""
     pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
     table, length = (TABLE, 300) if is_shorter else ((TABLE[0], 0), 301)
     if not is_shorter:
@@ -178,7 +178,7 @@ def test_rows_of_others_do_not_have_it(is_shorter: bool) -> None:
 
 
 def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> None:
-    """Also one that comes while the first one's step is still being computed."""
+    """Also if it comes while the first one's step is still being computed."""
     pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
     metadata = one_token(expected, 2)
 
@@ -201,7 +201,7 @@ def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> No
 def test_a_step_that_cannot_be_computed_stays_owed(
     is_attended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an interrupt comes while it is waited for, nothing is lost."""
+    """An interrupt during the wait loses nothing."""
     pages = new_pages(NativeBackend(native_library()))
     metadata = one_token(pages, 2)
     with monkeypatch.context() as patch:
@@ -222,7 +222,7 @@ def test_a_step_that_cannot_be_computed_stays_owed(
 def test_once_two_threads_have_come_steps_are_written_at_once(
     written: list[AttentionMetadata],
 ) -> None:
-    """What one thread leaves to be computed later no other can compute."""
+    """One thread cannot compute what another one has deferred."""
     pages = new_pages(NativeBackend(native_library()))
     thread = Thread(target=one_token, args=(pages, 2))
     thread.start()
@@ -243,7 +243,8 @@ def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[AttentionMe
 
 
 def test_a_slab_can_go_while_another_threads_step_is_not_computed() -> None:
-    """A GPU's steps are not begun. The block is nobody's any more, and neither is the step."""
+    """Like a GPU, this backend does not begin steps. No sequence holds the block any more, so
+    nobody needs the step."""
 
     class Lazy(NativeBackend):
         def begin(self, *arrays: mx.array) -> None:

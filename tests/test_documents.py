@@ -30,7 +30,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|cu|metal|html|json|toml|md))(?:::(\w+))?`")
 FOLDER = re.compile(r"`((?:paged_kv|allocator|kernels|integrations|tests|benches|docs)/[a-z_/]*)`")
-# Words in capitals in the name of a file stand for something; files of users are not ours.
+# Words in capitals in a file name are placeholders. The others are users' files.
 NOT_OURS = re.compile(r"[A-Z]{3}|(?:snapshot|my_program)\.")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -59,7 +59,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every line of every shell block, and where it stands."""
+    """Every line of every shell block, with its place."""
     for block in blocks("sh"):
         for at, line in enumerate(block.text.splitlines()):
             if line.strip():
@@ -84,7 +84,10 @@ def small_load(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return small_model("gemma3_text" if "gemma" in name else "llama", **changes), tokenizer
 
     monkeypatch.setattr(mlx_lm, "load", load)
-    for name in ("generate", "batch_generate"):  # answers are short unless a document says more
+    for name in (
+        "generate",
+        "batch_generate",
+    ):  # Answers are short unless a document asks for more.
         monkeypatch.setattr(mlx_lm, name, partial(getattr(mlx_lm, name), max_tokens=4))
 
 
@@ -98,7 +101,7 @@ def test_python_of_a_document_runs_from_its_beginning_to_its_end(
     names: dict[str, Any] = {}
     for block in blocks("python"):
         if block.document == document:
-            # So that an error names the line of the document.
+            # Keep line numbers, so that an error names the line of the document.
             code = compile("\n" * (block.line - 1) + block.text, str(document), "exec")
             exec(code, names)
     for factory in names.values():
@@ -115,7 +118,7 @@ def test_a_command_is_one_that_there_is(where: str, monkeypatch: pytest.MonkeyPa
 
 
 def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails unless a command with these arguments would begin."""
+    """Fails unless `paged-kv` would start with these arguments."""
     match words:
         case ["paged-kv", "server", *options]:
             server_parser().parse_args(options)
@@ -143,7 +146,7 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_parser_only(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse the arguments of `paged-kv` as it does, and do nothing."""
+    """Parse the arguments like `paged-kv`, and do nothing."""
     asked = []
     parse = argparse.ArgumentParser.parse_known_args
 
@@ -192,7 +195,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """What its headings are called in links."""
+    """The anchors of a document's headings."""
     text = FENCE.sub("", document.read_text(encoding="utf-8"))
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
@@ -217,7 +220,7 @@ def functions_of(path: Path) -> set[str]:
 
 
 def claims() -> list[tuple[str, str]]:
-    """Each claim, and what shows it."""
+    """Each claim, and its evidence."""
     text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     return [(claim, shown) for claim, shown in rows if claim != "claim"]
@@ -288,7 +291,7 @@ def test_readme_can_be_skimmed() -> None:
 
 
 def test_readme_names_the_versions_that_are_allowed() -> None:
-    """A change of these is a change of the sentence, by hand."""
+    """If these change, change the sentence in README by hand."""
     assert {"mlx>=0.32.4,<0.33", "mlx-lm==0.32.2"} <= set(PROJECT["dependencies"])
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "mlx 0.32.4 or newer in the 0.32 series" in text

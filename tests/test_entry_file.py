@@ -129,7 +129,7 @@ def _one_hash_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["tokens", "before", "weights", "format"],
 )
 def test_what_collides_is_told_apart(tmp_path: Path, asked: Link) -> None:
-    """With one sha256 for everything: tokens, what comes before and the identity are compared."""
+    """All share one sha256, so decoding must compare tokens, parent and identity."""
     stored = Link.root(identity()).then([1, 2]).then([3, 4])
     with open_store(tmp_path / "store") as store:
         store.put([entry(stored)])

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.generation import assert_written_and_free
 
-# Several rows at once, or masks in another form: float32 sums in another order.
+# Several sequences at once, or masks in another form: float32 sums in another order.
 FLOAT32_TOLERANCE = 1e-3
 NEW_TOKENS = 20
 
@@ -95,7 +95,7 @@ def test_a_batch_has_the_same_log_probabilities_and_gives_paged_caches(
 
 
 def run_main(module: Any, monkeypatch: pytest.MonkeyPatch, loaded: Any, *arguments: str) -> None:
-    """A command of mlx-lm, with the model in the place of the one that it loads."""
+    """A command of mlx-lm that gets the given model instead of loading one."""
 
     def load(*args: Any, return_config: bool = False, **options: Any) -> Any:
         return (*loaded, {}) if return_config else loaded
@@ -142,7 +142,7 @@ def test_a_prompt_cached_in_a_file_is_continued_alike(
         run_main(cache_prompt, monkeypatch, model_and_tokenizer, *saved, source_text[20000:20900])
         capsys.readouterr()
         continued = ["--verbose", "False", "--max-tokens", "16", *saved, "def "]
-        # `mlx_lm.generate` is a function wherever the package was imported.
+        # `mlx_lm.generate` is a function if somebody imported the package.
         generate_module = importlib.import_module("mlx_lm.generate")
         run_main(generate_module, monkeypatch, model_and_tokenizer, *continued)
         return capsys.readouterr().out
@@ -178,7 +178,7 @@ def evaluated(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iter
     module = importlib.import_module("mlx_lm.evaluate")
     monkeypatch.setattr(module, "load", lambda *args, **options: model_and_tokenizer)
     yield module.MLXLM("any", use_chat_template=False)
-    # It has the stubs in it.
+    # This module has imported the stubs.
     sys.modules.pop("mlx_lm.evaluate", None)
 
 
@@ -198,7 +198,7 @@ def test_evaluation_gives_the_same_scores(
         continued = evaluated._score_fn([prompts[1]], cache=cache)
         alone = evaluated._score_fn([prompts[1]], step_size=32)
         arrays = [logprobs, *continued, *alone]
-        # Texts of different lengths go into new caches as one batch.
+        # Texts of different lengths enter new caches as one batch.
         rolling = evaluated.loglikelihood_rolling(
             [SimpleNamespace(args=pair[:1]) for pair in pairs]
         )
@@ -210,7 +210,7 @@ def test_evaluation_gives_the_same_scores(
         ours = scores()
     for mine, theirs in zip(flat(ours), flat(stock), strict=True):
         assert mine == pytest.approx(theirs, abs=FLOAT32_TOLERANCE)
-    # Continuations are scored on copies of the cache of what they continue.
+    # Continuations are scored on copies of their text's cache.
     assert factory.stats().cow_copies > 0
     assert_written_and_free(factory)
 

@@ -26,7 +26,7 @@ from tests.store_entries import entry, links, open_store, prompt
 from tests.zoo import small_model
 
 PAGE = 4
-# The entries that are evicted first, once a, b and c were stored, a used twice more, b once.
+# The entries that are evicted first, after a, b and c were stored, a used twice more, and b once.
 FIRST: dict[EvictionPolicy, str] = {
     LeastRecentlyUsed(): "cab",
     LeastFrequentlyUsed(): "cba",
@@ -65,7 +65,7 @@ def test_prefixes(policy: EvictionPolicy) -> None:
 
 
 class OwnOrder:
-    """Ranks uses as it is told."""
+    """Ranks uses as the test says."""
 
     def __init__(self, ranks: dict[int, float]) -> None:
         self.ranks = ranks
@@ -83,7 +83,7 @@ class OwnOrder:
 def test_whatever_a_policy_says_all_goes_that_may_go(
     paths: list[list[int]], ranks: dict[int, float], held: set[int]
 ) -> None:
-    """Also where it ranks the beginning of a prompt before what follows."""
+    """Also if it ranks the beginning of a prompt before its continuation."""
     index = PrefixIndex(PAGE, policy=OwnOrder(ranks))
     allocator = BlockAllocator(ByteBudget(1000), 1, PAGE)
     for number, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""Every program of examples/ runs with a real model, and shows what it says."""
+"""Every program of examples/ runs with a real model, and prints what its text says."""
 
 import runpy
 import sys

@@ -19,7 +19,7 @@ from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.zoo import small_model
 
-# Float32 sums in another order, where a kernel computes attention, carried through random layers.
+# Where a kernel computes attention, float32 sums have another order, carried through random layers.
 TOLERANCE = 1e-4
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(300)]
 
@@ -70,7 +70,7 @@ def test_a_budget_that_is_too_small_raises_and_changes_nothing(model: Any) -> No
     assert {layer.offset for layer in cache} == {len(PROMPT) + 2}
     after = factory.stats()
     assert (after.blocks_used, after.bytes_mapped) == (before.blocks_used, before.bytes_mapped)
-    # What fits goes on as if nothing had been.
+    # Generation goes on with what fits, as if nothing had happened.
     stock = make_prompt_cache(model)
     greedy(model, PROMPT, stock, 2)
     assert_same_run(
@@ -84,7 +84,7 @@ def test_generation_goes_on_after_memory_is_freed(model: Any) -> None:
     greedy(model, PROMPT, first, 1)
     with pytest.raises(PoolExhausted):
         greedy(model, PROMPT, second, 1)
-    # The first step of the prompt that did not fit left nothing behind.
+    # The prompt that did not fit left nothing behind from its first step.
     assert {layer.offset for layer in second} == {0}
     del first
     stock = greedy(model, PROMPT, make_prompt_cache(model), 4)

@@ -1,4 +1,4 @@
-"""The store rejects a sound file with an impossible statement about a ring."""
+"""The store rejects a sound file whose description of a ring is impossible."""
 
 import dataclasses
 import json
@@ -16,7 +16,8 @@ LENGTH = 600
 
 
 def rewritten(folder: Path, written: int) -> int:
-    """Let rings that end with the prompt have seen so many tokens; returns how many that are."""
+    """Let files of rings at the end of a prompt claim so many written tokens; returns the number of
+    files."""
     changed = 0
     for path in folder.glob(f"*{SUFFIX}"):
         entry = decode(path.read_bytes(), path.name.removesuffix(SUFFIX))
@@ -30,7 +31,7 @@ def rewritten(folder: Path, written: int) -> int:
 
 @pytest.mark.parametrize("written", [LENGTH - 1, LENGTH + 600, 1 << 40])
 def test_a_ring_that_cannot_end_there_is_computed_again(tmp_path: Path, written: int) -> None:
-    """It has seen too few tokens to end there, or so many that its window has gone."""
+    """It claims too few tokens to end there, or so many that its window is overwritten."""
     model, prompt = small_model("gemma3_text"), [*TEXT[:LENGTH], 3, 4]
     factory = stored_factory(model, tmp_path)
     computed(model, factory, TEXT[:LENGTH])

@@ -26,13 +26,13 @@ def scaled_keys(keys: mx.array, values: mx.array) -> Held:
 
 
 def wrong_row(keys: mx.array, values: mx.array) -> Held:
-    """The next token in the place of one."""
+    """A page returns the next token in place of one."""
     rows = [WRONG + 1 if at == WRONG else at for at in range(keys.shape[2])]
     return keys[:, :, rows], values[:, :, rows]
 
 
 def shifted_values(keys: mx.array, values: mx.array) -> Held:
-    """Codes of one token one place further than they belong."""
+    """The codes of one token lie one place too far."""
     token = mx.arange(values.shape[2])[:, None] == WRONG
     return keys, mx.where(token, mx.take(values, mx.arange(values.shape[3]) - 1, axis=3), values)
 
@@ -42,7 +42,7 @@ FAULTS = [scaled_keys, wrong_row, shifted_values]
 
 @contextmanager
 def rounded_otherwise(model: Any) -> Iterator[None]:
-    """Every number of the model a little off, as another CPU's order of sums leaves them."""
+    """Changes every number of the model slightly, as another CPU's order of sums does."""
     embedding = model.model.embed_tokens
     weight = embedding.weight
     embedding.weight = weight * (1 + 1e-6)
@@ -53,7 +53,7 @@ def rounded_otherwise(model: Any) -> Iterator[None]:
 
 
 def distance(model: Any, prompt: list[int], page_format: FormatName, fault: Any = None) -> float:
-    """Of a run in which the second layer's oracle holds something wrong, if there is a fault."""
+    """The distances of a run. With a fault, the second layer's oracle holds something wrong."""
 
     class Faulty(FollowedCache):
         def write(self, row: int, keys: mx.array, values: mx.array) -> Held:

@@ -19,7 +19,7 @@ def test_ages_by_hand() -> None:
     first, second = allocator.new_table(), allocator.new_table()
     grown(allocator, first, 3 * PAGE)
     grown(allocator, second, 2 * PAGE)
-    # The first has waited for two pages, and behind its first block are two.
+    # The first table has waited for two pages, and two blocks follow its first one.
     found = {each.block: (each.age, each.is_first) for each in full_blocks(allocator)}
     assert found == {0: (4.0, True), 1: (3.0, False), 3: (1.0, True)}
 

@@ -18,7 +18,7 @@ PROMPT = "def read_file(path):"
 
 @pytest.fixture(scope="module")
 def expected(trained: Any) -> Any:
-    """A function of prompt and tokens: what mlx-lm generates with its own caches."""
+    """A function of prompt and tokens: the text that mlx-lm generates with its own caches."""
     import mlx.core as mx
 
     model, tokenizer = trained("stdlib-llama", mx.bfloat16)
@@ -132,7 +132,7 @@ def test_samples_share_the_prompts_pages(trained: Any, source_text: str) -> None
     assert len(set(response.texts)) > 1
     assert cache[0].offset == 699
     stats = factory.stats()
-    # Two full blocks are held by all five; each has a third, partly filled one of its own.
+    # All five share two full blocks. Each has a third block of its own, partly filled.
     assert (stats.blocks_used, stats.blocks_shared, stats.table_entries) == (2 + 5, 2, 15)
     assert stats.cow_copies == 4
     del response, cache

@@ -14,8 +14,8 @@ from tests.grids import plain_only
 FLOAT32_TOLERANCE = 1e-3
 # Sums of the same numbers in another order: measured 2e-5 on logits.
 OTHER_ORDER_TOLERANCE = 1e-4
-# How far from float32 pages may be, of how far mlx-lm is: measured 0.82 to 0.95 with kernels, which
-# round to bfloat16 once where MLX's operations do so several times, and 1 without.
+# The allowed distance of pages from float32, as a part of mlx-lm's: measured 0.82 to 0.95 with
+# kernels, which round to bfloat16 once where MLX's operations do so several times, and 1 without.
 BFLOAT16_SHARE = 1.05
 PREFILL_STEPS = [64, 256, 2048, 509]
 # The last two are longer than the longest step, and need a second slab.
@@ -25,8 +25,8 @@ MODELS = ["stdlib-llama", "stdlib-gemma3"]
 
 
 def same_steps_tolerance(model: Any, backend: str) -> float:
-    """Prefill in the same steps runs the same operations on the same numbers, unless a kernel does
-    it, or mlx-lm reads a window in the order in which its cache has rotated."""
+    """Prefill in the same steps runs the same operations on the same numbers, unless a kernel runs
+    it, or mlx-lm reads a window in the order of its rotated cache."""
     return 0.0 if is_exact(model, backend) else OTHER_ORDER_TOLERANCE
 
 
@@ -59,7 +59,7 @@ def test_same_tokens_at_every_prefill_step(model_and_tokens: Any, length: int) -
 
 
 def logprobs(model: Any, tokens: list[int], cache: Any, step: int) -> mx.array:
-    """For each token of a text those of the next one, in float32."""
+    """The float32 log-probabilities of the next token, for each token of a text."""
     logits = []
     for begin in range(0, len(tokens), step):
         logits.append(model(mx.array([tokens[begin : begin + step]]), cache=cache)[0])
@@ -73,8 +73,8 @@ def logprobs(model: Any, tokens: list[int], cache: Any, step: int) -> mx.array:
 def test_in_bfloat16_no_further_from_float32_than_mlx_lm(
     name: str, step: int, trained: Any, source_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a text and not at its worst token, which is another one for each way of rounding."""
-    # The weights are saved in bfloat16: the same numbers in both.
+    """The mean over a text, not its worst token, which differs with each way of rounding."""
+    # The weights are saved in bfloat16, so both have the same numbers.
     (exact, tokenizer), (model, _) = trained(name), trained(name, mx.bfloat16)
     tokens = tokenizer.encode(source_text)[:150]
     expected = logprobs(exact, tokens, make_prompt_cache(exact), 128)
@@ -100,7 +100,7 @@ def test_text_of_generate_is_the_same(trained: Any) -> None:
 
 
 def test_block_borders_one_token_at_a_time(model_and_tokens: Any, backend: str) -> None:
-    """Tokens 254 to 258 one by one, as decoding writes them."""
+    """Decoding writes tokens 254 to 258 one by one."""
     model, tokens = model_and_tokens
     caches = make_prompt_cache(model), PagedCacheFactory(model).make_cache()
     logits = []
@@ -112,7 +112,7 @@ def test_block_borders_one_token_at_a_time(model_and_tokens: Any, backend: str) 
 
 
 def test_multi_token_writes_over_several_blocks(model_and_tokens: Any, backend: str) -> None:
-    """Writes that begin and end anywhere in a block, the pool growing in between."""
+    """Writes that begin and end anywhere in a block, while the pool grows."""
     model, tokens = model_and_tokens
     caches = make_prompt_cache(model), PagedCacheFactory(model).make_cache()
     logits = []
@@ -127,7 +127,7 @@ def test_multi_token_writes_over_several_blocks(model_and_tokens: Any, backend: 
 
 
 def test_a_differing_token_is_only_let_pass_at_a_tie() -> None:
-    """The comparison itself refuses what it must."""
+    """The comparison itself rejects wrong runs."""
     logprobs = mx.array([[-1.0, -3.0, -2.0]])
     stock = Run([0], logprobs)
     assert_same_run(Run([0], logprobs), stock, 0.0)

@@ -38,7 +38,7 @@ from tests.gpu_pages import (
     written,
 )
 
-# Of log-probabilities in float16, against the plain backend's: sums are rounded at other places.
+# Of log-probabilities in float16, against the plain backend, which rounds sums at other places.
 FLOAT16_TOLERANCE = 0.05
 
 
@@ -105,8 +105,8 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
 class TestOnThisCpu:
     def test_growth_compiles_no_kernel_again(self, dialect: str) -> None:
-        """More slabs and longer tables: the same texts, whose names MLX compares. Only when
-        contexts become several parts, two others are needed."""
+        """More slabs and longer tables use the same texts, whose names MLX compares. Only contexts
+        of several parts need two others."""
         device = device_of(dialect, checked=False)
         pages = new_pages(backend_on(device, dialect), same(64), ["fp16"])
         queries = normal((1, 2, 1, 64), mx.float16, 1)
@@ -177,7 +177,7 @@ class TestOnThisCpu:
         source_text: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Whole models through caches, pools and these kernels, over the edge of a page and of a
+        """Whole models through caches, pools and these kernels, across the edge of a page and of a
         window, against the plain backend."""
         model, tokenizer = trained(model_name, mx.float16)
         prompt = tokenizer.encode(source_text)[100:352]
@@ -217,7 +217,7 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
 
 
 def test_every_check_of_the_doctor_can_fail() -> None:
-    """The tolerances are not so wide that nothing would show: writes of zeros fail all of them."""
+    """The tolerances are narrow enough: writes of zeros fail all of these tests."""
 
     class Nothing(PlainBackend):
         def write(

@@ -24,7 +24,7 @@ from tests.gpu_pages import (
 from tests.planted_decode_faults import DECODE_FAULTS
 from tests.planted_faults import BOTH, FAULTS, Fault
 
-# They fail when what runs kernels breaks, and not when a kernel does.
+# They fail if the emulation breaks, not if a kernel does.
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
@@ -46,7 +46,7 @@ def _cases() -> list[Any]:
 
 
 def _plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change the text that kernels are made of."""
+    """Change the text of the kernels."""
     if fault.least_tokens:
         monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", fault.least_tokens)
     if not fault.sound:
@@ -90,10 +90,10 @@ def test_each_fault_is_noticed(fault: Fault, dialect: str, monkeypatch: pytest.M
 
 
 def _is_right(backend: Any, fault: Fault) -> bool:
-    """Whether all numbers are there, and right."""
+    """Whether all numbers are present and right."""
     try:
         return _use(backend, fault) <= TOLERANCES[mx.float16]
-    except AssertionError:  # some are not finite
+    except AssertionError:  # Some are not finite.
         return False
 
 
@@ -111,7 +111,7 @@ def _use(backend: Any, fault: Fault) -> float:
 
 @pytest.mark.parametrize("dialect", BOTH)
 def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all that a fault is looked for with."""
+    """In every use in which a planted fault must show."""
     usual = gpu_tuning.LEAST_TOKENS
     uses = {str(replace(fault, **SOUND)): replace(fault, **SOUND) for fault in ALL_FAULTS}
     assert len(uses) > 10
@@ -122,7 +122,7 @@ def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_result_that_depends_on_the_order_is_noticed() -> None:
-    """Threadgroups that write one after the other, with nothing that a checker could see."""
+    """Threadgroups write one after the other, so a checker sees nothing."""
     device = device_of("metal", *ORDERS)
     kernel = device.metal_kernel(
         name="order",

@@ -36,8 +36,8 @@ FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("fp16", "q4"), ("q4", "fp16"),
 ORDERS = ("forward", "reverse", "shuffled")
 REST = [*product(FORMATS[3:], TOLERANCES), ("fp16", mx.bfloat16), ("q8", mx.float16)]
 REST += [("q4", mx.bfloat16)]
-# The order of sums is another than MLX's where rows are rotated: one code or scale in 10,000 may be
-# the next one.
+# With rotation, sums have another order than MLX's: one code or scale in 10,000 may be the next
+# one.
 OTHER_BYTES = 1e-4
 
 
@@ -110,7 +110,8 @@ def test_a_step_that_no_page_holds_yet(dialect: str, num_new: int, window: int |
 
 
 def test_steps_with_padding(dialect: str) -> None:
-    """The last row's own tokens are before the step's last three, and the second has none."""
+    """The last sequence's valid tokens come before the step's last three, and the second sequence
+    has none."""
     backend = backend_on(device_of(dialect), dialect)
     batch = written(backend, same(64), ["fp16"], [300, 0, 20], right_padding=[0, 5, 3])
     for queries in (1, 5, 40):
@@ -123,7 +124,7 @@ def test_queries_that_see_later_tokens(dialect: str) -> None:
     assert batch.attend(9, causal=False) <= TOLERANCES[mx.float16]
 
 
-# Compiled once for all that hypothesis asks, and run without looking at every access.
+# Compiled once for all of hypothesis's examples, and run without checks of every access.
 _random_formats: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("fp16", "q4")]
 
 
@@ -158,7 +159,7 @@ def test_pages_of_several_formats_in_one_table(
 
 
 def test_a_long_context_is_read_in_parts(dialect: str) -> None:
-    """Larger shapes, without looking at every access."""
+    """Larger shapes, without checks of every access."""
     device = device_of(dialect, "shuffled", checked=False)
     batch = written(backend_on(device, dialect), same(128), ["fp16", "q4"] * 3, [2048, 1500])
     for queries in (1, 9):
@@ -173,7 +174,7 @@ def test_a_long_context_is_read_in_parts(dialect: str) -> None:
 def test_a_write_gives_the_plain_backends_bytes_and_changes_nothing_else(
     dialect: str, name: FormatName, dtype: mx.Dtype
 ) -> None:
-    """Also of steps whose numbers lie elsewhere, as models give them."""
+    """Also for steps with other strides, as models produce them."""
     backends: list[Any] = [backend_on(device_of(dialect, *ORDERS), dialect), PlainBackend()]
     geometry = same(96, dtype, v_dim=128)
     start, count = 250, 30
@@ -192,7 +193,7 @@ def test_a_write_gives_the_plain_backends_bytes_and_changes_nothing_else(
 
 @pytest.mark.parametrize("name", plain_only(["fp16", "q8", "q4"], FORMATS))
 def test_gather(dialect: str, name: FormatName) -> None:
-    """With tokens at the head, others that a window has passed, padding and a new_tokens."""
+    """With sink tokens, tokens that a window has passed, padding and new tokens."""
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     batch = written(backend, same(96, v_dim=64), [name], [300, 40, 0])
     new_tokens = normal((3, 2, 6, 96), mx.float16, 5), normal((3, 2, 6, 64), mx.float16, 6)
@@ -203,7 +204,7 @@ def test_gather(dialect: str, name: FormatName) -> None:
         (10, 4, 0),
     )
     without_new = AttentionMetadata(tables, (300, 40, 0), padding, firsts, heads)
-    # Of the last row's step of 6 two are padding.
+    # Two of the 6 tokens of the last sequence's step are padding.
     with_new = AttentionMetadata(tables, (306, 46, 4), padding, firsts, heads)
     plain = LayerPages(batch.pages.geometry, PlainBackend(), STRIDE)
     plain.slabs = batch.pages.slabs
@@ -218,8 +219,8 @@ def test_gather(dialect: str, name: FormatName) -> None:
 @pytest.mark.parametrize("target", FORMATS[:4])
 @pytest.mark.parametrize("source", FORMATS[:4])
 def test_copies_and_conversions(dialect: str, source: FormatName, target: FormatName) -> None:
-    """The plain backend decodes to the model's dtype, then encodes; here that rounding is left out:
-    codes may be the next ones."""
+    """The plain backend decodes to the model's dtype and encodes again. The kernel does not round
+    in between, so codes may be the next ones."""
     backend = backend_on(device_of(dialect, "shuffled"), dialect)
     batch = written(backend, same(64, v_dim=96), [source, target], [512])
     entry = batch.metadata.block_tables[0][0]

@@ -19,9 +19,9 @@ REASON = why_not() or why_not_on_cpu()
 @pytest.mark.slow
 @pytest.mark.parametrize("formats", [["fp16"], ["q8"], ["q4"], ["fp16", "q4"]])
 def test_all_kernels_compile(formats: list[FormatName]) -> None:
-    """In bfloat16; the bench's, below, are in float16."""
+    """Here in bfloat16; the bench's texts, below, are in float16."""
     dim, dtype = 128, mx.bfloat16
-    device = Device(modes=())  # texts are made, and do not run
+    device = Device(modes=())  # The test makes texts, and runs no kernel.
     backend = backend_on(device, "cuda")
     batch = written(backend, same(dim, dtype, heads=1), formats, [300], more=1)
     step = (mx.zeros((1, 1, 1, dim), dtype),) * 2

@@ -40,7 +40,7 @@ class Forgetful(Order):
 
 
 def _use(dialect: str) -> list[str]:
-    """Two rows in two slabs; one ends, and its page is written again, by a step and by a copy."""
+    """Two sequences in two slabs. One ends, and a step and a copy write its page again."""
     device = device_of(dialect)
     backend = backend_on(device, dialect)
     pages = new_pages(backend, same(64), ["fp16", "fp16"])
@@ -86,12 +86,13 @@ def test_a_write_that_does_not_take_the_reads_tokens_is_noticed(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class WithoutReads(Forgetful):
-        """The first two of three tokens, those of a write and of a read, are left out in turn."""
+        """Leaves out each of the first two of three tokens in turn, those of a write and of a
+        read."""
 
         count = 0
 
         def keeps(self) -> bool:
-            # write, decode, decode, write, decode, decode, prefill, copy
+            # The order is: write, decode, decode, write, decode, decode, prefill, copy.
             self.count += 1
             return self.count in (1, 4, 8)
 
@@ -105,7 +106,8 @@ def test_a_step_that_does_not_take_the_token_of_the_one_before_is_noticed(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class WithoutTheLast(Forgetful):
-        """The first of the two that write a step and attend, behind nine others, leaves none."""
+        """The first of the two launches that write a step and attend leaves no token; nine others
+        are between."""
 
         count = 0
 

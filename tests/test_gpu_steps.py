@@ -35,7 +35,8 @@ pytestmark = needs_compiler
 
 ORDERS = ("forward", "reverse", "shuffled")
 FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("fp16", "q4"), ("q4", "fp16"), "q4-unrotated"]
-# The last token is the first of a page, its last one, the second of a row, and the first.
+# The last token is the first of a page, its last one, the second of a sequence, and the first of
+# one.
 EDGES = (256, 255, 1, 0)
 
 
@@ -47,8 +48,8 @@ def _is_right(
     lengths: tuple[int, ...],
     **options: Any,
 ) -> bool:
-    """Whether attention is that over the pages, and the pages hold what the kernel that only writes
-    leaves there."""
+    """Whether attention matches the pages, and the pages match those that the kernel that only
+    writes would leave."""
     backend = backend_on(device, dialect)
     batch, other = (written(backend, geometry, formats, lengths, more=1) for _ in range(2))
     error = batch.write_and_attend(backend, **options)
@@ -124,7 +125,7 @@ def test_contexts_of_several_parts(
     assert all("_partial_" in launch.name for launch in decodes)
 
 
-# Compiled once for all that hypothesis asks, and run without looking at every access.
+# Compiled once for all of hypothesis's examples, and run without checks of every access.
 _random_formats: list[list[FormatName]] = [["fp16"], ["q8", "q4"], ["q4", "fp16", ("q8", "fp16")]]
 
 
@@ -153,7 +154,7 @@ def test_steps_of_any_length(
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
 def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
-    """The second row's step is padding behind its tokens, the third's is before its first."""
+    """The second sequence's step is padding after its tokens, the third's is before its first."""
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     outputs, held = [], []
     for asked in (backend, Separately(backend)):
@@ -171,7 +172,7 @@ def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
 def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
-    """The window begins in the tile in which the step is written, 256 tokens later."""
+    """The window begins in the tile that the step is written to, 256 tokens later."""
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     step = normal((1, 2, 1, 64), mx.float16, 1), normal((1, 2, 1, 64), mx.float16, 2)
     queries, outputs = normal((1, 4, 1, 64), mx.float16, 3), []
@@ -187,7 +188,7 @@ def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
 def test_layers_that_differ_share_the_rows_of_a_step(dialect: str) -> None:
-    """What is made once a step is made of all that it depends on."""
+    """The plan that is made once per step is made for all that it depends on."""
     backend = backend_on(device_of(dialect, checked=False), dialect)
     batch = written(backend, same(64), ["fp16"], [100])
     queries, sinks = normal((1, 8, 1, 64), mx.float16, 1), mx.ones((8,))

@@ -9,7 +9,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 
 HEADS, DIM, TOKENS, STEP = 2, 64, 16_384, 2_048
-TOKEN_BYTES = 2 * HEADS * DIM * 2  # keys and values, of one layer, in float16
+TOKEN_BYTES = 2 * HEADS * DIM * 2  # Keys and values of one layer, in float16.
 
 
 @dataclass
@@ -37,7 +37,7 @@ class WatchedGrowth:
         mx.reset_peak_memory()
         for cache in self.caches:
             written, _ = cache.update_and_fetch(keys, values)
-            # As a model does; who drops what was fetched might still compute it later.
+            # Evaluate at once, as a model does: dropped arrays might still be computed later.
             written.read.attend(self.query, "causal", scale=1.0)
         found = self.addresses()
         stats = self.pool.stats()
@@ -51,7 +51,7 @@ class WatchedGrowth:
         self.growths += grown > 0
 
     def addresses(self) -> dict[tuple[int, int], int]:
-        """Where each layer's slabs lie; waits for their writes."""
+        """The addresses of each layer's slabs, after their writes."""
         return {
             (layer, number): np.asarray(slab.memory).ctypes.data
             for layer, pages in self.pool.groups[0].pages.items()
@@ -74,13 +74,13 @@ def random_tokens(count: int) -> tuple[mx.array, mx.array]:
 
 @pytest.mark.slow
 def test_decode_to_16k_tokens_copies_nothing() -> None:
-    """The budget is twice what the tokens need, so that slabs stop doubling at 16 pages."""
+    """The budget is twice what the tokens need, so slabs stop doubling at 16 pages."""
     pool = PagePool(1, max_bytes=2 * TOKENS * TOKEN_BYTES)
     growth = WatchedGrowth(pool, transient=32 * TOKEN_BYTES)
     keys, values = random_tokens(TOKENS)
     for at in range(TOKENS):
         growth.append(keys[:, :, at : at + 1], values[:, :, at : at + 1])
-    assert growth.growths == 6  # 4, 8, and four of 16 pages
+    assert growth.growths == 6  # Slabs of 4 and 8 pages, and four of 16.
     growth.assert_no_slab_is_over_an_eighth_of_the_budget()
     assert mx.array_equal(growth.caches[0].keys, keys)
     assert mx.array_equal(growth.caches[0].values, values)
@@ -89,7 +89,7 @@ def test_decode_to_16k_tokens_copies_nothing() -> None:
 
 @pytest.mark.parametrize(("budget_in_tokens", "growths"), [(2 * TOKENS, 5), (8 * TOKENS, 4)])
 def test_prefill_of_16k_tokens_copies_nothing(budget_in_tokens: int, growths: int) -> None:
-    """A step may hold its tokens, in the pages' order and in the graph, three times over."""
+    """A step may hold its tokens three times: in the step, in page order and in the graph."""
     layers = 2
     pool = PagePool(layers, max_bytes=budget_in_tokens * layers * TOKEN_BYTES)
     growth = WatchedGrowth(pool, transient=3 * layers * STEP * TOKEN_BYTES)
@@ -105,7 +105,7 @@ def test_prefill_of_16k_tokens_copies_nothing(budget_in_tokens: int, growths: in
 
 
 def test_a_budget_that_the_tokens_fill_is_used_to_the_last_page() -> None:
-    """Slabs that keep to an eighth never leave a remainder that the budget would still hold."""
+    """Slabs of at most an eighth never leave a remainder that the budget could still hold."""
     pool = PagePool(1, max_bytes=TOKENS * TOKEN_BYTES)
     growth = WatchedGrowth(pool, transient=3 * STEP * TOKEN_BYTES)
     keys, values = random_tokens(TOKENS)

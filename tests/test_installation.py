@@ -15,13 +15,13 @@ from paged_kv import PagedCacheFactory, PagedKVCache
 from tests.generation import assert_written_and_free
 from tests.zoo import small_model
 
-# `mlx_lm.generate` is a function wherever the package was imported.
+# `mlx_lm.generate` is a function if somebody imported the package.
 MODULES = [mlx_lm_cache, importlib.import_module("mlx_lm.generate"), server, chat, cache_prompt]
 
 
 @pytest.fixture
 def stock_function() -> Callable[..., Any]:
-    """mlx-lm's own function, held where no installation replaces it."""
+    """mlx-lm's own function, from where no installation replaces it."""
     function: Callable[..., Any] = mlx_lm_cache.make_prompt_cache
     assert function.__module__ == mlx_lm_cache.__name__
     return function
@@ -34,7 +34,7 @@ def assert_nothing_is_installed(stock: Callable[..., Any], model: Any) -> None:
 
 
 def is_paged(model: Any) -> bool:
-    """What every module of mlx-lm makes for a model that gives it no cache."""
+    """The caches that every module of mlx-lm makes for a model if nobody gives it one."""
     kinds = {type(cache) for module in MODULES for cache in module.make_prompt_cache(model)}
     assert len(kinds) == 1
     return kinds == {PagedKVCache}
@@ -98,7 +98,7 @@ def test_two_models_have_pools_of_their_own_and_a_third_has_none(
         assert (is_paged(model), is_paged(second)) == (True, False)
         assert other.stats().slabs > 0
         assert factory.stats().slabs == 0
-        # What is not for a model with a factory is for mlx-lm's function, arguments and all.
+        # Calls for other models go to mlx-lm's function with all their arguments.
         assert mlx_lm_cache.make_prompt_cache(third, 64)[0].max_size == 64
     assert_nothing_is_installed(stock_function, model)
 

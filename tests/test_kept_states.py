@@ -15,7 +15,7 @@ TEXT = list(range(1000))
 
 @dataclass
 class State:
-    """What a layer without pages holds behind so many tokens."""
+    """The state of a layer without pages after so many tokens."""
 
     tokens: int
     nbytes: int = 100
@@ -35,11 +35,12 @@ class Hybrid:
         return sequence
 
     def insert(self, tokens: list[int], sequence: Sequence) -> None:
-        """With the state as it is now: behind all that the sequence holds."""
+        """Insert with the present state, which is that after all tokens of the sequence."""
         self.prefixes.insert("", tokens, sequence, [State(sequence.length)])
 
     def found(self, tokens: list[int]) -> int:
-        """How much of a prompt is found; the state is that of these very tokens."""
+        """The number of a prompt's tokens that are found; checks that the state is that after these
+        tokens."""
         prefix = self.prefixes.fetch("", [*tokens, -1], self.pool.page_format)
         states: Any = prefix.states
         assert [each.tokens for each in states or []] == ([prefix.num_tokens] if states else [])
@@ -47,7 +48,7 @@ class Hybrid:
 
 
 def test_a_state_is_of_the_tokens_that_it_is_found_behind() -> None:
-    """Who inserts a part of what a sequence holds has no state for its end."""
+    """A caller that inserts a part of a sequence's tokens has no state for the end of that part."""
     hybrid = Hybrid()
     sequence = hybrid.sequence(TEXT[:600])
     for part in (600, 512, 300, 256, 1):
@@ -57,7 +58,7 @@ def test_a_state_is_of_the_tokens_that_it_is_found_behind() -> None:
 
 
 def test_the_longest_state_that_a_prompt_goes_along_with_is_taken() -> None:
-    """Of several in one block too, and also when a longer block has taken the place of theirs."""
+    """Also of several states in one block, and after a longer block has replaced theirs."""
     hybrid = Hybrid()
     ends = (10, 40, 200, 256, 300, 511)
     for end in ends:

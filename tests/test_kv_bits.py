@@ -57,7 +57,7 @@ def contents(cache: PagedKVCache) -> mx.array:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many pages each conversion of a layer has turned into others."""
+    """The number of pages that each conversion of a layer has converted."""
     counts: list[int] = []
     convert = LayerPages.convert
 
@@ -87,7 +87,7 @@ def test_pages_hold_what_a_cache_does_that_is_converted_at_the_same_step(
     assert {layer.offset for layer in held} == {len(prompt) + NEW_TOKENS}
     stats = factory.stats()
     assert stats.blocks_by_format == {"fp16": 0, f"q{bits}": stats.blocks_used}
-    # Every page that there was at the start was converted once, in its layer, and none again.
+    # Every page that existed at the start was converted once in its layer, and none a second time.
     written = max(start, 100)
     pages = 1 if start == 0 else 2
     assert written <= 256 * pages
@@ -179,7 +179,7 @@ def test_a_ragged_batch_is_converted_row_by_row(model: Any) -> None:
     for token in (3, 4, 5):
         mx.eval(model(mx.array([[token]] * 3), cache=batch), distances)
     assert farthest(distances) <= 1
-    # What was merged has its 16 bits still, in five blocks and three rings.
+    # The merged sequences still have 16 bits, in five blocks and three rings.
     assert factory.stats().blocks_by_format == {"fp16": 8, "q8": 8}
 
 
@@ -256,7 +256,7 @@ def test_what_is_converted_in_part_is_not_found_as_what_it_was() -> None:
     assert factory.stats().blocks_by_format == {"fp16": 2, "q4": 1}
     factory.insert_cache(PROMPT[:300] * 2, [cache])
     assert factory.fetch_cache(PROMPT[:300] * 2)[1] == 0
-    # Asking again goes on, and so does asking a fork.
+    # A second request continues the conversion, and so does a fork's request.
     copy.deepcopy(cache).to_quantized(group_size=32, bits=4)
     cache.to_quantized(group_size=32, bits=4)
     factory.clear()
@@ -274,7 +274,7 @@ def test_a_cache_that_is_converted_empty_takes_a_batch() -> None:
 
 
 def test_what_was_read_before_a_conversion_can_be_attended_to(model: Any) -> None:
-    """The step's arrays still stand for the pages: a model that reads a layer's keys again."""
+    """The step's arrays still stand for the pages, so a model can read a layer's keys again."""
     from mlx_lm.models import base
 
     cache = PagedCacheFactory(model, max_bytes=64 << 20).make_cache()
@@ -306,7 +306,7 @@ def test_a_head_size_that_does_not_divide_is_refused_at_the_first_write(page_for
 
 
 def test_a_first_step_that_a_later_layer_refuses_is_undone() -> None:
-    """As it is when memory is short."""
+    """The pool does this when memory is short."""
     pool = PagePool(2, max_bytes=1 << 24, page_format="q4")
     caches = caches_of(pool)
     write(caches[:1], 10)

@@ -26,7 +26,7 @@ def new_cache() -> PagedKVCache:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("tokens", [3, 256, 600])
 def test_arrays_that_are_held(heads: int, tokens: int) -> None:
-    """One head and whole pages too: these could be views of the slab."""
+    """Of one head and whole pages, so these could be views of the slab."""
     cache = new_cache()
     given = step(tokens, 1, heads)
     found = cache.update_and_fetch(*given)
@@ -37,7 +37,7 @@ def test_arrays_that_are_held(heads: int, tokens: int) -> None:
 
 
 def test_arrays_that_only_a_graph_holds() -> None:
-    """As a model that gathers leaves them, when nobody waits for its output."""
+    """Leave lazy arrays, as a model that gathers does if nobody waits for its output."""
     cache = new_cache()
     given = step(300, 1)
     keys, values = cache.update_and_fetch(*given)
@@ -72,7 +72,7 @@ def test_a_page_that_is_replaced_does_not_show_in_what_was_read() -> None:
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_another_threads_arrays_are_left_to_it(is_held: bool) -> None:
-    """They belong to its stream, and nothing of it hinders the others."""
+    """The arrays belong to their thread's stream, and do not block other threads."""
     cache = new_cache()
     kept: list[Any] = []
     cache.update_and_fetch(*step(3, 1))
@@ -89,7 +89,8 @@ def test_another_threads_arrays_are_left_to_it(is_held: bool) -> None:
 
 
 def test_another_threads_arrays_wait_for_it() -> None:
-    """Until it writes: others that write to other pages meanwhile do not forget them."""
+    """Until that thread writes: other threads that write to other pages meanwhile do not forget
+    them."""
     cache = new_cache()
     given = step(3, 1)
     cache.update_and_fetch(*given)

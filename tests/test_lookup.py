@@ -21,7 +21,7 @@ Tokens = st.lists(st.integers(0, 1), max_size=11)
 
 
 class Files:
-    """Places that are stored, and an index of them."""
+    """Stored places, and an index of them."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -47,7 +47,7 @@ def chain(tokens: Sequence[int]) -> list[Link]:
 
 
 def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
-    """The most tokens of the prompt, of all ends that there are, up to which everything that is
+    """The largest number of the prompt's tokens, among all possible ends, for which everything
     needed is stored."""
     there = files.places.keys() - without
 
@@ -96,7 +96,7 @@ def test_the_longest_stored_beginning_is_found(
     has_parts: bool,
     lost: int,
 ) -> None:
-    """Of prompts that begin as this one does, or nearly."""
+    """Prompts that begin like this one, or nearly."""
     files = Files()
     for common, others, has_checkpoint, first in stored:
         links = chain([*tokens[:common], *others])

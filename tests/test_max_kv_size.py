@@ -13,14 +13,14 @@ from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.zoo import small_model
 
-# Kept and latest tokens are multiplied as one matrix and not as a rotated one.
+# The first and the latest tokens are multiplied as one matrix, not in rotated order.
 TOLERANCE = 1e-3
 TOKENS = [(7 * i * i + 3 * i + 1) % 97 for i in range(700)]
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """One that leaves its caches to mlx-lm, which then honours max_kv_size."""
+    """A factory that leaves caches to mlx-lm, which then honours max_kv_size."""
     return small_model("qwen3")
 
 
@@ -38,10 +38,10 @@ def test_decoding_equals_stock_before_and_after_the_wrap(model: Any, size: int) 
 
 @pytest.mark.parametrize("size", plain_only([20], [20, 64, 300]))
 def test_a_prompt_gives_the_same_however_it_is_cut(model: Any, size: int) -> None:
-    """In longer steps mlx-lm hides the kept tokens from most queries, and these caches never do:
-    what they give does not depend on the steps."""
+    """In longer steps mlx-lm hides the sink tokens from most queries. These caches never do, so
+    their results do not depend on the steps."""
     factory = PagedCacheFactory(model, max_bytes=1 << 26)
-    prompt = TOKENS[: size + 300]  # a ring of one page is gone around
+    prompt = TOKENS[: size + 300]  # The ring of one page wraps.
     runs = [greedy(model, prompt, factory.make_cache(size), 6, step) for step in (1, 64, 2048)]
     for run in runs[1:]:
         assert_same_run(run, runs[0], TOLERANCE)
@@ -54,7 +54,7 @@ def test_memory_is_bounded_however_long_the_text(model: Any) -> None:
     for _ in range(3):
         greedy(model, TOKENS, cache, 1)
         blocks.append(factory.stats().blocks_used)
-    # A page of the first tokens, and a ring of 60 + 60 - 1 tokens.
+    # One page of the first tokens, and a ring of 60 + 60 - 1 tokens.
     assert blocks == [2, 2, 2]
 
 
@@ -112,6 +112,6 @@ def test_a_model_with_caches_of_its_own_ignores_it_as_with_mlx_lm(
         "max_kv_size is ignored for llama, as in mlx-lm: the model makes its own caches. "
         "max_bytes bounds the memory of all caches"
     ]
-    # What is ignored makes no other pages: prompts are shared with those of other caches.
+    # An ignored bound leaves pages unchanged: prompts are shared with those of other caches.
     factory.insert_cache(TOKENS[:300], ours)
     assert factory.fetch_cache(TOKENS[:300])[1] == 299

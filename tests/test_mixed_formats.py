@@ -23,13 +23,13 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
 def assert_same_codes(found: mx.array, expected: mx.array) -> None:
-    """But for one in a thousand, which another order of sums may round to a neighbour."""
+    """All but one in a thousand, which another order of sums may round to a neighbour."""
     differing = mx.abs(found - expected) > 1e-2 * mx.abs(expected).max()
     assert float(differing.mean()) <= 1e-3
 
 
 class Both:
-    """A paged cache and its oracle, of one layer, that are written alike."""
+    """A paged cache of one layer and its oracle, which get the same writes."""
 
     def __init__(self, pool: PagePool) -> None:
         self.paged = PagedKVCache(pool, 0, [Sequence(pool)])
@@ -59,14 +59,14 @@ class Both:
             self.oracle.hold(tokens, page_format_named(name))
 
     def append_as(self, name: str) -> None:
-        """Pages from now on are of that format."""
+        """Later pages have that format."""
         page_format = page_format_named(name)
         self.sequence.page_format = page_format
         self.paged.pool.groups[0].add_format(page_format)
         self.table.page_format = page_format.name
 
     def requantise(self, page: int, name: str) -> None:
-        """As the pool does when memory is short."""
+        """Convert pages as the pool does when memory is short."""
         group = self.paged.pool.groups[0]
         group.add_format(page_format_named(name))
         group.allocator.ensure_free({name: 1})
@@ -171,7 +171,7 @@ def test_a_conversion_turns_pages_of_all_formats() -> None:
 
 def test_formats_come_back_from_a_file(tmp_path: Path) -> None:
     both = mixed()
-    PagedCacheFactory(small_model("llama")).make_cache()  # tells mlx-lm the class
+    PagedCacheFactory(small_model("llama")).make_cache()  # mlx-lm needs to know the class.
     file = str(tmp_path / "prompt.safetensors")
     save_prompt_cache(file, [both.paged])
     other = PagePool(1, max_bytes=1 << 24)

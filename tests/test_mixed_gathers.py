@@ -11,7 +11,7 @@ from tests.arrays import normal
 from tests.backends import BACKENDS, backend_named
 
 GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
-# Of two slabs of different formats.
+# In two slabs of different formats.
 TABLES = ((0, 64), (1,), (65, 2), (66,))
 
 
@@ -38,7 +38,8 @@ def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, .
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_one_length_begin_where_each_of_them_does(backend: str) -> None:
-    """Their windows have passed different numbers of tokens, and their pages are alike."""
+    """Their windows have passed different numbers of tokens, but their pages have the same
+    format."""
     pages = LayerPages(GEOMETRY, backend_named(backend, GEOMETRY), 64)
     pages.map_slab(0, 4, page_format_named("fp16"))
     tables, lengths, firsts = ((0, 1), (2, 3)), (300, 280), (40, 20)

@@ -19,10 +19,10 @@ from tests.generation import assert_same_run, greedy
 from tests.grids import plain_only
 from tests.zoo import FAMILIES, small_model
 
-# Float32 sums in another order, where a kernel computes attention, carried through random layers.
+# Where a kernel computes attention, float32 sums have another order, carried through random layers.
 TOLERANCE = 1e-4
 # These compute attention themselves, or on keys and values that they transform first.
-# plamo3's masks are a token wider than its window while a prompt is read.
+# plamo3's masks are one token wider than its window while it reads a prompt.
 GATHERING = {"gemma2", "deepseek_v3", "stablelm", "minimax_m3_vl", "plamo3"}
 # Gathered, with windows, with shared keys, with latents, recurrent, with experts, and none of that.
 PLAIN = ["llama", "gemma2", "gemma3_text", "gemma3n", "deepseek_v3", "qwen3_next", "gpt_oss"]
@@ -30,7 +30,7 @@ PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(270)]
 
 
 def windows_of(cache: Any) -> set[bool]:
-    """Which kinds of paged layers a cache has: with a window, without, or both."""
+    """The kinds of paged layers in a cache: with a window, without, or both."""
     kinds = set()
     for layer in cache:
         inner = layer.caches[0] if isinstance(layer, CacheList) else layer
@@ -40,7 +40,8 @@ def windows_of(cache: Any) -> set[bool]:
 
 
 def blocks_of_a_sequence(cache: Any) -> int:
-    """Of 257 to 512 tokens: two in layers without a window, and a ring of one for windows of 32."""
+    """The blocks of 257 to 512 tokens: two in layers without a window, and a ring of one for
+    windows of 32."""
     return sum(1 if has_window else 2 for has_window in windows_of(cache))
 
 
@@ -67,11 +68,11 @@ def test_same_tokens_after_trim(family: Any) -> None:
     factory = PagedCacheFactory(model)
     runs = []
     for cache in (make_prompt_cache(model), factory.make_cache()):
-        # Shorter than the window of those that have one: a rotating cache trims before it wraps.
+        # Shorter than the smallest window: a rotating cache trims only before it wraps.
         greedy(model, PROMPT[:20], cache, 4)
         if not can_trim_prompt_cache(cache):
             return
-        # Declared as a list, and a number.
+        # One declares a list, and one a number.
         trimmed: Any = trim_prompt_cache(cache, 9)
         assert trimmed == 9
         runs.append(greedy(model, PROMPT[50:58], cache, 8))
@@ -94,7 +95,7 @@ def test_both_copies_continue_differently_after_deepcopy(family: Any) -> None:
         runs.append(greedy(model, PROMPT[60:64], second, 8))
     for ours, stock in zip(runs[3:], runs[:3], strict=True):
         assert_same_run(ours, stock, TOLERANCE)
-    # A full block is held once by all three; each has a tail, and a ring, of its own.
+    # All three share a full block once. Each has a last block, and a ring, of its own.
     expected = sum(3 if has_window else 4 for has_window in windows_of(original))
     assert factory.stats().blocks_used == expected
     del original, fork, second

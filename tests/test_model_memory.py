@@ -25,7 +25,8 @@ def filled(cache: list[Any], model: Any, tokens: int) -> list[Any]:
 
 
 def highest(model: Any, cache: list[Any], mapped: Callable[[], int] = lambda: 0) -> int:
-    """The most bytes that a step of decoding has taken beside what was there, and was mapped."""
+    """The most bytes that a decoding step takes beside the bytes in use before it and newly mapped
+    ones."""
     spikes = []
     for _ in range(STEPS):
         before = mx.get_active_memory() - mapped()
@@ -42,7 +43,7 @@ def test_a_model_grows_without_a_spike() -> None:
     held = sum(layer.nbytes for layer in stock)
     paged = filled(factory.make_cache(), model, TOKENS)
     spike = highest(model, paged, lambda: factory.stats().bytes_mapped)
-    # mlx-lm's layers grow one after the other, each by a copy of its own.
+    # mlx-lm's layers grow one after the other, each by a copy.
     assert highest(model, stock) > held // len(stock)
     assert spike < held // len(stock) // 10
 

@@ -24,7 +24,7 @@ def test_attention_follows_pages_that_were_converted_since(queries: int) -> None
     cache.update_and_fetch(*given)
     keys, values = cache.keys_and_values()
     convert(pool, cache.sequences, page_format_named("q8"))
-    # Another one takes the pages that have become free.
+    # Another sequence takes the pages that were freed.
     other = PagedKVCache(pool, 0, [Sequence(pool)])
     other.update_and_fetch(mx.zeros(SHAPE), mx.zeros(SHAPE))
     asked = normal((1, 2, queries, 32), mx.float32, 3)

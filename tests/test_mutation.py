@@ -15,7 +15,7 @@ MUTANTS = all_mutants()
 
 @pytest.mark.parametrize("part", sorted({mutant.part for mutant in MUTANTS}))
 def test_every_mutant_still_fits_the_code(part: str) -> None:
-    """Where this fails the code has changed: adapt the mutant to it, or remove it with the code."""
+    """If this fails, the code has changed: adapt the mutant to it, or remove it with the code."""
     for mutant in [mutant for mutant in MUTANTS if mutant.part == part]:
         changed = mutant.applied((ROOT / mutant.file).read_text())
         if mutant.file.endswith(".py"):

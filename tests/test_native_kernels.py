@@ -90,7 +90,7 @@ def test_new_tokens_stand_for_tokens_that_no_page_holds(
     values = normal((len(lengths), heads, longest, v_dim), dtypes[1], 2)
     in_pages = longest - min(num_new, longest)
     for row, length in enumerate(lengths):
-        # What is in the new_tokens is not in the pages.
+        # The pages do not hold the new tokens.
         count = length - min(num_new, length)
         if count:
             first = longest - length
@@ -122,7 +122,7 @@ def test_new_tokens_stand_for_tokens_that_no_page_holds(
 
 
 def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
-    """As a ring does: what the pages hold, then a new_tokens, as if they were two contexts."""
+    """As for a ring: the pages, then the new tokens, as if they were two contexts."""
     geometry = LayerGeometry(2, 64, mx.float32, 2, 64, mx.float32)
     pages, table = new_pages(backend, geometry), (64, 3, 1)
     keys, values = normal((1, 2, 700, 64), mx.float32, 1), normal((1, 2, 700, 64), mx.float32, 2)
@@ -255,7 +255,7 @@ def test_the_number_of_threads_does_not_matter(backend: NativeBackend, threads: 
 
 
 def test_threads_of_python_may_call_at_once(backend: NativeBackend) -> None:
-    """One of them has the library's threads, the others do their work alone."""
+    """One of them uses the library's threads, the others compute alone."""
     geometry = LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16)
     metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
 

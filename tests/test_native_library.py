@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(autouse=True)
 def _fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test loads the library anew, and the next one does too."""
+    """Each test loads the library anew, and so does the next one."""
     for name in ("PAGED_KV_BACKEND", "PAGED_KV_ISA", "PAGED_KV_THREADS"):
         monkeypatch.delenv(name, raising=False)
     native_library.load_native_library.cache_clear()
@@ -145,7 +145,7 @@ def test_cores_are_those_that_the_control_group_pays_for(
 
 
 def run(code: str, **environment: str) -> str:
-    """What the code prints in a Python of its own."""
+    """The output of the code in a Python of its own."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

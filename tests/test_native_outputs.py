@@ -19,7 +19,8 @@ from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
 
-# One thread of so many heads reads a row whole; of fewer each page would be a task of its own.
+# One thread reads a sequence of so many heads as a whole; with fewer heads each page would be a
+# task.
 HEADS, DIM, LENGTH = 8, 64, 700
 ROWS = AttentionMetadata(((0, 1, 2),), (LENGTH,), (0,))
 
@@ -40,7 +41,7 @@ def step(count: int, seed: int) -> mx.array:
 
 @pytest.mark.parametrize("queries", [1, 3, COPIED_BYTES // DIM // HEADS // 4 + 1])
 def test_an_output_stays_what_it_is_when_others_are_made(queries: int) -> None:
-    """Of the same shape, small and large."""
+    """Outputs of the same shape, small and large."""
     pages = written(instruction_sets()[0], step(LENGTH, 1), step(LENGTH, 2))
     asked = [step(queries, seed) for seed in (3, 4)]
     outputs = [pages.attend(each, ROWS, scale=0.2) for each in asked * 2]
@@ -59,7 +60,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_sums_follow_the_largest_logit(isa: str) -> None:
-    """Page by page it grows, or none of the later ones comes near it."""
+    """The logits grow page by page, or none of the later ones comes near the first."""
     # Logits from 0 to 7.
     rising = mx.arange(LENGTH)[:, None] / 100 / DIM
     for name, queries, growth in product(

@@ -1,4 +1,4 @@
-"""Quantised rows against an implementation of llama.cpp's q8_0 and q4_0 in numpy alone."""
+"""Quantised numbers against an implementation of llama.cpp's q8_0 and q4_0 in numpy alone."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ def round_trip(number_format: NumberFormat, rows: mx.array) -> Floats:
 
 
 def reference_q4(rows: Floats) -> tuple[Bytes, Floats]:
-    """quantize_row_q4_0, and then the scale that is best for its codes."""
+    """quantize_row_q4_0, followed by the best scale for its codes."""
     groups = rows.reshape(*rows.shape[:-1], -1, 32)
     at = np.abs(groups).argmax(-1)[..., None]
     scale = np.take_along_axis(groups, at, -1) / np.float32(-8)
@@ -89,7 +89,7 @@ def special_rows() -> Floats:
 def test_bytes_and_scales_are_those_of_llama_cpp(name: str, rows: Floats) -> None:
     codes, scales = encoded(name, rows)
     expected_codes, expected_scales = REFERENCES[name](rows)
-    # The codes of a group of zeros mean nothing.
+    # Codes of a group of zeros mean nothing.
     means = expected_scales != 0
     assert (codes[means] == expected_codes[means]).all()
     assert (scales[~means] == 0).all()
@@ -97,7 +97,7 @@ def test_bytes_and_scales_are_those_of_llama_cpp(name: str, rows: Floats) -> Non
 
 
 def test_the_low_nibbles_are_the_first_half_of_a_group() -> None:
-    """-8 is the code of the largest, so that the codes are the numbers, and the scale is 1."""
+    """-8 is the code of the largest number, so the codes are the numbers, and the scale is 1."""
     row = np.array([-8, *range(-7, 8), *range(-8, 8)], np.float32)[None]
     codes, scales = encoded("q4-unrotated", row)
     assert scales.tolist() == [[1.0]]
@@ -153,7 +153,7 @@ def test_rows_know_nothing_of_each_other(name: str) -> None:
     ],
 )
 def test_what_is_finite_stays_finite(name: str, dtype: mx.Dtype, size: float) -> None:
-    """One NaN in a value is a NaN in every query's output."""
+    """A NaN in a value makes every query's output NaN."""
     rows = np.random.default_rng(0).uniform(-size, size, (100, 64)).astype(np.float32)
     rows[0], rows[1], rows[2, 1:] = size, -size, 0
     found = round_trip(NUMBER_FORMATS[name], mx.array(rows).astype(dtype))
@@ -205,7 +205,7 @@ def test_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("dim", [0, 32, 96, 576])
 def test_rows_of_any_whole_number_of_groups_are_held(name: str, dim: int) -> None:
-    """None too: an indexer's cache keeps keys alone."""
+    """Also no heads: an indexer's cache keeps keys alone."""
     number_format = NUMBER_FORMATS[name]
     rows = mx.array(numbers((2, 3, dim)))
     words = number_format.slot_words(dim, mx.float32)

@@ -12,7 +12,7 @@ from paged_kv.allocator.prefixes.prefix_node import WindowSlots
 
 
 class Retired:
-    """Blocks that were retired one after the other, each of a table of its own."""
+    """Blocks that left a window one after the other, each of another table."""
 
     def __init__(self, count: int) -> None:
         self.allocator = BlockAllocator(ByteBudget(1000), 1, 4)
@@ -37,12 +37,12 @@ class Retired:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """False so many times."""
+    """Returns False so many times, then True."""
     return iter([*[False] * count, True]).__next__
 
 
 def test_the_longest_unused_goes_first() -> None:
-    """Whatever the order of use: a block's last use is what counts."""
+    """Only the last use of a block counts, whatever the order of uses."""
     rng = random.Random(1)
     for _ in range(20):
         out_of_window = Retired(8)
@@ -77,7 +77,7 @@ def test_ends_and_pinned_blocks_stay() -> None:
     out_of_window.drop_tables()
     out_of_window.known[0].ends = 1
     out_of_window.known[1].pins = 1
-    # What no prefix needs less is room, but pinned blocks are not.
+    # `evictable` counts block 0, where a prefix ends, but not block 1, which is pinned.
     assert out_of_window.blocks.evictable(out_of_window.allocator) == [0, 2, 3]
     assert out_of_window.blocks.give_up(lambda: False) == 2
     assert out_of_window.there() == [0, 1]
@@ -99,13 +99,13 @@ def test_a_block_goes_with_the_last_who_knew_of_it() -> None:
 
 
 def insert(index: PrefixIndex, out_of_window: Retired, at: int, *, is_end: bool = False) -> None:
-    """A page of tokens, all rows of one of the blocks."""
+    """A page of tokens: all slots of one of the blocks."""
     rows = WindowSlots(out_of_window.known[at], 0, 4, is_end)
     index.insert("", [1, 2, 3, 4], [{}], [{out_of_window.allocator: [rows]}])
 
 
 def test_a_prefix_counts_its_ends_and_pins_as_long_as_it_is_known() -> None:
-    """Of the same rows it holds the first, or the first that are an end."""
+    """Of the same slots, the node holds the first, or the first that are an end."""
     out_of_window, index = Retired(4), PrefixIndex(4)
     for at, is_end, expected in (
         (0, False, [0, 0, 0, 0]),

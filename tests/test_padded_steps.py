@@ -14,7 +14,8 @@ from tests.backends import BACKENDS, backend_named
 
 GEOMETRY = LayerGeometry(2, 16, mx.float32, 2, 8, mx.float32)
 TABLES = ((3, 0), (1,), (2,), (4,))
-# A step of 6: all of the first row's, three behind padding, four before padding, none.
+# In a step of 6 tokens the first sequence has 6, the second has three padding tokens after its own,
+# the third has four before, the fourth has none.
 ROWS = AttentionMetadata(TABLES, (300, 3, 20, 9), (0, 0, 2, 6))
 STEP = 6
 
@@ -25,7 +26,7 @@ def normal(heads: int, tokens: int, dim: int, seed: int, batch: int = 4) -> mx.a
 
 @pytest.fixture(params=BACKENDS)
 def pages(request: pytest.FixtureRequest) -> LayerPages:
-    """Rows of 294, 0, 16 and 9 tokens in pages that were full of NaN."""
+    """Sequences of 294, 0, 16 and 9 tokens in pages that were full of NaN."""
     pages = LayerPages(GEOMETRY, backend_named(request.param, GEOMETRY), 8)
     pages.map_slab(0, 5, FP16)
     shape = (pages.layout_of(0).page_units, pages.layout_of(0).unit_words)

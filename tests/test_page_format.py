@@ -21,7 +21,7 @@ from paged_kv.kernels.pages.page_format import (
 from tests.examples import examples
 
 Words = npt.NDArray[np.uint16]
-Part = tuple[int, int, mx.Dtype]  # heads, head size, dtype
+Part = tuple[int, int, mx.Dtype]  # Heads, head size, dtype.
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -31,7 +31,7 @@ def geometry(keys: Part, values: Part) -> LayerGeometry:
 
 
 def words(array: mx.array) -> Words:
-    """The bits of an array, so that NaNs compare."""
+    """The bits of an array, so that NaNs can be compared."""
     return np.asarray(array.view(WORD))
 
 
@@ -78,7 +78,7 @@ def test_keys_and_values_may_differ_in_heads_size_and_dtype(
 def test_arrays_that_are_not_contiguous_are_encoded_by_their_numbers(
     dtype: mx.Dtype, axes: tuple[int, int, int, int]
 ) -> None:
-    """Models hand over transposed projections."""
+    """Models pass transposed projections."""
     keys = any_bits((3, 4, 6, 8), dtype).transpose(axes)
     values = mx.broadcast_to(any_bits((1, 1, 1, 8), dtype), (*keys.shape[:3], 8))
     encoded_keys, encoded_values = FP16.encode(keys, values)

@@ -21,7 +21,7 @@ from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
 from tests.store_entries import PAGES, bytes_in, entry, is_right, links, open_store, prompt
 
 ROOT = Path(__file__).parent.parent
-LARGE = 100_000  # words: 20 files or so fill the smallest store
+LARGE = 100_000  # In words: about 20 files fill the smallest store.
 
 
 def put(store: PageStore, chain: list[Link], words: int = 1000) -> list[Outcome]:
@@ -56,7 +56,7 @@ def test_the_blocks_that_begin_most_alike_are_found(tmp_path: Path) -> None:
                     common_prefix(each, asked) for each in tails
                 )
             assert store.closest("another", [1]) == []
-            # An index that is made anew has the tokens from the files.
+            # A rebuilt index takes the tokens from the files.
             for name in FILES:
                 (tmp_path / "store" / name).unlink(missing_ok=True)
             with store.exclusive():
@@ -149,7 +149,7 @@ def test_the_disk_keeps_what_it_must_have_free(tmp_path: Path, monkeypatch: Any)
         assert len(store.stored_keys()) < 8
         monkeypatch.setattr(store.folder, "free_bytes", lambda: 1 << 20)
         before = store.stored_keys()
-        # All that could go would not be enough, so nothing goes.
+        # Evicting everything that may go would not be enough, so nothing is evicted.
         assert put(store, links(prompt(9)), LARGE) == [Outcome.NO_ROOM]
         assert store.stored_keys() == before
 

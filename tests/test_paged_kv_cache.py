@@ -183,7 +183,7 @@ def test_what_is_assigned_to_keys_is_computed_with_the_next_write(pool: PagePool
     cache.update_and_fetch(*random_step(2, seed=1))
     assert cache.keys[..., :3, :].tolist() == before[0]
     assert cache.state.keys() == new_caches(pool)[0].state.keys()
-    # What is computed takes memory.
+    # Computed arrays take memory.
     assigned = mx.zeros(1 << 22) + 1
     cache.keys = mx.depends(cache.keys, assigned)
     memory = mx.get_active_memory()
@@ -274,7 +274,8 @@ def test_exhaustion_changes_nothing_and_names_the_knob(pool: PagePool) -> None:
 
 
 def test_exhaustion_in_the_first_step_undoes_it_in_every_layer() -> None:
-    """The second layer turns out larger than the first, so only then it is known not to fit."""
+    """The second layer turns out larger than the first, so only now the pool knows that it does not
+    fit."""
     pool = PagePool(2, max_bytes=1 << 20)
     first, second = new_caches(pool)
     first.update_and_fetch(*random_step(300))
@@ -304,7 +305,7 @@ def test_pages_follow_when_slabs_are_compacted() -> None:
 
 
 def test_blocks_are_freed_when_the_collector_runs_in_the_middle_of_a_step(pool: PagePool) -> None:
-    """A dropped cache in a reference cycle is collected while another one maps a slab."""
+    """The collector frees a dropped cache in a reference cycle while another cache maps a slab."""
     doomed: Any = new_caches(pool)
     for cache in doomed:
         cache.update_and_fetch(*random_step(300))

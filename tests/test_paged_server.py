@@ -1,4 +1,4 @@
-"""`paged-kv server` answers what mlx-lm's server answers, from pages, and outlives bad requests."""
+"""`paged-kv server` answers as mlx-lm's server does, from pages, and survives bad requests."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def _float32() -> Iterator[None]:
 
 @pytest.fixture
 def system(source_text: str) -> str:
-    """More than a page of tokens, which all conversations begin with."""
+    """More than a page of tokens, with which all conversations begin."""
     return source_text[20000:21100]
 
 
@@ -47,7 +47,7 @@ def options(model: str, *others: str) -> list[str]:
 
 
 def ask(client: OpenAI, messages: list[Any], **more: Any) -> tuple[str, int]:
-    """The streamed answer, and how many tokens of the prompt were cached."""
+    """The streamed answer, and the number of cached prompt tokens."""
     stream = client.chat.completions.create(
         model="default_model",
         messages=messages,
@@ -66,7 +66,7 @@ def ask(client: OpenAI, messages: list[Any], **more: Any) -> tuple[str, int]:
 
 
 def converse(running: RunningServer, system: str, name: str, turns: int = 3) -> Any:
-    """The answers of one conversation, and the tokens that were cached for each."""
+    """The answers of one conversation, and the number of cached tokens for each."""
     client = running.client()
     messages: list[Any] = [{"role": "system", "content": system}]
     answers, cached = [], []
@@ -81,7 +81,7 @@ def converse(running: RunningServer, system: str, name: str, turns: int = 3) -> 
 
 
 def conversations(running: RunningServer, system: str) -> list[Any]:
-    """All of them at the same time."""
+    """Run all of them at the same time."""
     with ThreadPoolExecutor(len(NAMES)) as clients:
         talks = [clients.submit(converse, running, system, name) for name in NAMES]
         return [talk.result() for talk in talks]
@@ -107,7 +107,7 @@ def test_conversations_read_the_same_and_share_what_they_begin_with(
 
 
 def test_a_draft_model_reads_the_same_and_shares_too(system: str) -> None:
-    """The draft model has windows; what both know is what counts."""
+    """The draft model has windows; only tokens that both models have cached count."""
     draft = ["--draft-model", str(MODEL_FOLDERS[GEMMA])]
     with stock_server(*options(LLAMA)) as running:
         stock, _ = converse(running, system, NAMES[0], turns=2)
@@ -135,7 +135,7 @@ def test_clients_that_leave_leave_nothing_behind(system: str) -> None:
         for stream in streams:
             stream.close()
         assert_idle_pools_hold_nothing(running)
-        # Others are served as before.
+        # The server still serves others.
         assert ask(running.client(), [{"role": "user", "content": "import "}])[0]
 
 
@@ -162,7 +162,7 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
             client.completions.create(model="default_model", prompt="import", max_tokens=512)
         with pytest.raises(APIStatusError, match="the prompt has no tokens"):
             client.completions.create(model="default_model", prompt="")
-        # All that is possible is served to its end, whatever was cached before.
+        # The server serves every possible request to its end, whatever it has cached before.
         for prompt in (system + system[:600], system + system[:599]):
             tokens = len(tokens_of(running, prompt))
             answer = client.completions.create(
@@ -184,7 +184,7 @@ def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
 def test_requests_wait_for_memory_and_all_are_served(
     model: str, budget: str, page_format: str, system: str
 ) -> None:
-    """There is room for two at a time, and for few of their prompts."""
+    """The budget has room for two requests at a time, and for few of their prompts."""
     memory = ["--max-kv-bytes", budget, "--page-format", page_format]
     with paged_server(*options(model, *memory)) as running:
         questions = [system[start : start + 200] for start in range(0, 600, 100)]
@@ -213,13 +213,14 @@ def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
         assert refused.value.response.headers["Retry-After"] == "1"
         stream.close()
         running.wait_until_idle()
-        # One that does come again is served.
+        # The server serves a prompt that does come again.
         assert ask(running.client(), [{"role": "user", "content": "import"}])[0]
         assert_idle_pools_hold_nothing(running)
 
 
 def test_another_model_gets_pages_of_its_own(system: str) -> None:
-    """The request that needs it waits until the others are done, and the first comes back."""
+    """The request for the other model waits until the others have ended. Then the first model loads
+    again."""
     with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", "--allow-model-switch")) as running:
         first = running.pools[0]
         stream = running.client().completions.create(
@@ -240,8 +241,8 @@ def test_another_model_gets_pages_of_its_own(system: str) -> None:
 
 @pytest.mark.parametrize("alone", [[], ["--draft-model", str(MODEL_FOLDERS[LLAMA])]])
 def test_users_of_other_salts_share_nothing(alone: list[str], system: str) -> None:
-    """Seen in what was found, not in how long it took; with a draft model requests are served
-    alone."""
+    """The test checks what the cache finds, not the time. With a draft model the server serves
+    requests alone."""
     with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", *alone)) as running:
         client = running.client()
         factory = running.provider.factories[0]
@@ -263,7 +264,7 @@ def test_users_of_other_salts_share_nothing(alone: list[str], system: str) -> No
         held = factory.stats().blocks_cached
         for body in ({"cache_salt": "alice"}, {"cache_salt": "bob"}, {}):
             assert cached(**body) > 256
-        # Each of the three goes on in blocks of its own.
+        # Each of the three continues in blocks of its own.
         assert factory.stats().blocks_cached == held
         assert len(texts) == 1
         for salt in ("", 7):
@@ -276,7 +277,7 @@ def test_users_of_other_salts_share_nothing(alone: list[str], system: str) -> No
 def test_recurrent_layers_go_on_inside_of_prompts(
     system: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A random hybrid reads what the tokenizer of the llama gives."""
+    """A random hybrid reads the tokens of the llama's tokenizer."""
     load: Any = vars(server)["load"]
 
     def load_hybrid(path: str, **kwargs: Any) -> Any:

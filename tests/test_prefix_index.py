@@ -99,7 +99,7 @@ def test_tokens_are_any_64_bit_integers() -> None:
 
 
 def test_tokens_of_equal_hash_are_not_taken_for_each_other() -> None:
-    """In Python -1 and -2 have one hash, and so have tuples of them."""
+    """In Python -1 and -2 have the same hash, and so have tuples of them."""
     indexed = Indexed()
     assert hash((-1,) * PAGE) == hash((-2,) * PAGE)
     indexed.insert([-1] * PAGE)
@@ -160,7 +160,7 @@ def test_what_is_about_to_go_is_told_while_its_block_is_still_there() -> None:
     assert [block for block, _ in told] == list(reversed(blocks[1:]))
     indexed.index.clear()
     assert [block for block, _ in told] == list(reversed(blocks))
-    # One that a longer one takes the place of does not go: its tokens are known as before.
+    # A node that a longer one replaces does not count as evicted: its tokens are still known.
     indexed.insert([1, 2])
     indexed.insert([1, 2, 3])
     assert len(told) == len(blocks)
@@ -199,11 +199,11 @@ def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None
     assert indexed.blocks_of(indexed.index.match("new", [1] * 9)) == [block, table.blocks[1]]
     indexed.allocator.drop(table)
     indexed.allocator.check()
-    # The block counts once, and stays until the last of its nodes goes.
+    # The block counts once, and stays until its last node is gone.
     assert (len(indexed.index), indexed.allocator.stats().blocks_cached) == (3, 2)
     pinned = indexed.index.pin("new", [1] * 4)
     assert len(indexed.index.evictable(indexed.allocator)) == 1
-    # Letting go of the old node would free nothing.
+    # Evicting the old node would free nothing.
     assert indexed.index.evict(lambda: False) == 1
     assert indexed.index.match("old", [1] * 5).num_tokens == 4
     indexed.index.unpin(pinned)
@@ -243,7 +243,7 @@ def test_a_pin_inside_a_block_is_undone_after_a_sibling_that_shares_more() -> No
 
 @dataclass
 class State:
-    """A checkpoint, for an index that does not know what it holds."""
+    """A checkpoint, which is opaque to the index."""
 
     pins: int = 0
 
@@ -256,7 +256,7 @@ def test_checkpoints_are_pinned_by_the_nodes_that_hold_them() -> None:
     first, longer, again = State(), State(), State()
     indexed.index.insert("", [1, 2], blocks, checkpoint=first)
     pin = indexed.index.pin("", [1, 2])
-    # The shorter one stays, as it is pinned, and the longer one holds its checkpoint too.
+    # The shorter node stays because it is pinned, and the longer one holds its checkpoint too.
     indexed.index.insert("", [1, 2, 3], blocks, checkpoint=longer)
     both = indexed.index.pin("", [1, 2, 3])
     assert (first.pins, longer.pins) == (2, 1)
@@ -272,7 +272,7 @@ def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:
     indexed.insert([1] * 8)
     again = indexed.allocator.new_table()
     again.reserve(0, 12)
-    # The leaf of a path that somebody else began.
+    # The leaf of a path that another prompt began.
     blocks = [{indexed.allocator: block} for block in again.blocks]
     indexed.index.insert("", [1] * 8 + [2] * 4, blocks)
     assert indexed.index.num_prompts == 1

@@ -16,7 +16,7 @@ from tests.generation import Run, assert_same_run, assert_same_runs, greedy, run
 from tests.grids import plain_only
 from tests.zoo import small_model
 
-# Float32 sums in another order: a step of other length goes through other kernels.
+# A step of another length uses other kernels: float32 sums in another order.
 TOLERANCE = 1e-4
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
@@ -25,7 +25,7 @@ TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
 def warm(
     model: Any, factory: PagedCacheFactory, prompt: list[int], count: int = 4
 ) -> tuple[Run, int]:
-    """A run behind what the factory knows of the prompt, and how many tokens that was."""
+    """A run after the cached part of a prompt, and the length of that part."""
     cache, cached = factory.fetch_cache(prompt)
     run = greedy(model, prompt[cached:], cache, count)
     factory.insert_cache(prompt + run.tokens, cache)
@@ -38,7 +38,7 @@ def cold(model: Any, prompt: list[int], count: int = 4) -> Run:
 
 
 def read(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
-    """Compute tokens, generate nothing, and keep that."""
+    """Compute tokens, generate nothing, and insert the result."""
     cache = factory.make_cache()
     model(mx.array([tokens]), cache=cache)
     assert factory.insert_cache(tokens, cache) == len(tokens)
@@ -191,7 +191,7 @@ def test_windows_and_recurrent_layers_go_on_where_somebody_stopped(name: str, le
     "name", plain_only(["gemma3_text", "falcon_h1"], ["gemma3_text", "falcon_h1", "qwen3_next"])
 )
 def test_a_match_that_not_all_layers_can_use_is_shortened(name: str) -> None:
-    """Never a wrong result: behind a prefix where nobody stopped, less is used."""
+    """Never a wrong result: if no prompt ended there, the factory uses fewer tokens."""
     model = small_model(name)
     factory = PagedCacheFactory(model)
     warm(model, factory, TEXT[:200])
@@ -211,7 +211,7 @@ def test_a_trained_model_says_the_same_warm_and_cold(name: str, trained: Any) ->
         run, _ = warm(model, factory, text[:length])
         assert_same_run(run, cold(model, text[:length]), 1e-3)
     for length in (300, 256, 512):
-        # The window has passed what comes before.
+        # The window has passed the tokens before.
         prompt = [*text[:length], *text[5:9]]
         run, cached = warm(model, factory, prompt)
         assert cached >= length
@@ -261,7 +261,7 @@ def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
         prompt = [*text[:length], 3, 4] if length > 2048 else text[:length]
         cache, cached = factory.fetch_cache(prompt)
         assert cached == expected
-        # Where nothing was found a run is a cold one, and 2,049 tokens go on as 2,250 do.
+        # A run without a hit is a cold one. With 2,049 tokens it continues like one with 2,250.
         if length in (2300, 2250):
             run = greedy(model, prompt[cached:], cache, 3)
             assert_same_run(run, cold(model, prompt, 3), 1e-3)
@@ -285,7 +285,7 @@ def test_states_have_a_bound_of_their_own_and_the_last_used_stay() -> None:
         read(model, factory, [first, *TEXT[:40]])
         assert snapshots.nbytes <= 3 * one
     found = [factory.fetch_cache([first, *TEXT[:50]])[1] for first in range(6)]
-    # The first is pinned, and without a state pages alone are of no use.
+    # The first is pinned, and pages without a state are of no use.
     assert [count > 0 for count in found] == [True, False, False, False, True, True]
     assert factory.unpin([0, *TEXT[:40]]) == 41
 
@@ -306,7 +306,7 @@ SPLIT_MODELS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "d
 
 @pytest.mark.parametrize("name", plain_only(["qwen3", "gemma3_text"], SPLIT_MODELS))
 def test_splits_around_borders_of_blocks_give_what_a_cold_prompt_gives(name: str) -> None:
-    """Alone, and all of them in one batch."""
+    """Each alone, and all of them in one batch."""
     model: Any = small_model(name)
     factory = PagedCacheFactory(model)
     expected = cold(model, TEXT[:530], 3)

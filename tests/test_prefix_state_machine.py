@@ -1,5 +1,6 @@
 """Random histories of a prefix index with several namespaces, pins, moves and evictions: its
-matches are what the pages hold, its counts are right, and without pins all can be evicted."""
+matches are what the pages hold, its counts are right, and without pins everything can be
+evicted."""
 
 from collections import Counter
 from itertools import chain
@@ -22,7 +23,7 @@ PAGE, MAX_TABLES, BLOCKS = 4, 4, 48
 FREED = -2
 
 namespaces = st.sampled_from(["", "alice"])
-# Few enough that prompts often begin alike, and end at any place of a block.
+# Few tokens, so that prompts often share a prefix that ends anywhere in a block.
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 picks = st.integers(0, MAX_TABLES - 1)
 
@@ -48,7 +49,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return list(self.tables)[pick % len(self.tables)] if self.tables else None
 
     def write(self, table: BlockTable, tokens: list[int]) -> None:
-        """Tokens behind those that a table has, in blocks that nobody else sees."""
+        """Append tokens to a table, in blocks that no other table has."""
         start, end = len(self.tables[table]), len(self.tables[table]) + len(tokens)
         for source, target in table.reserve(start, end).items():
             self.pages[target] = list(self.pages[source])
@@ -57,7 +58,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.tables[table] += tokens
 
     def make_room(self, tokens: int) -> bool:
-        """Blocks for so many tokens, and one for a copy; false if others hold them."""
+        """Make room for so many blocks, and one for a copy; returns False if others hold them."""
         needed = -(-tokens // PAGE) + 1
         self.index.evict(lambda: self.allocator.available() >= needed)
         return self.allocator.available() >= needed
@@ -82,7 +83,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, namespace=namespaces, left_out=st.integers(0, 3))
     def insert(self, pick: int, namespace: str, left_out: int) -> None:
-        """Under any salt, also that of another; all of a sequence, or its first tokens."""
+        """Insert under any salt, also another one, all tokens of a sequence or its first ones."""
         table = self.table(pick)
         if table is None:
             return
