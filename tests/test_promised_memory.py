@@ -83,7 +83,7 @@ def test_no_step_of_what_was_promised_exhausts_a_pool(
     for _ in range(250):
         if not len(admission):
             length = rng.randrange(1, int(size.tokens_in(size.promisable)))
-            # Prompts that begin alike, and part where no page ends.
+            # Prompts that share a prefix and part in the middle of a page.
             serial += 1
             half = length // 2
             admission.arrive((*[rng.randrange(3)] * half, *range(length - half - 1), -serial))

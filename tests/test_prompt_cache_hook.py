@@ -16,13 +16,13 @@ KEY = "model"
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """One with windows of 32 tokens, whose rings of one page hold 256."""
+    """A model with windows of 32 tokens, whose rings of one page hold 256."""
     return small_model("gemma3_text")
 
 
 def filled(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> list[Any]:
     cache = factory.make_cache()
-    # The last generated token is not in the cache's prompt, and is trimmed.
+    # The cache's prompt lacks the last generated token, so it is trimmed.
     greedy(model, tokens, cache, 1, 64)
     for layer in cache:
         layer.trim(1)

@@ -20,7 +20,7 @@ def qwen3() -> Any:
 
 @pytest.fixture(scope="module")
 def gemma3() -> Any:
-    """With windows of 32 tokens."""
+    """A model with windows of 32 tokens."""
     return small_model("gemma3_text")
 
 
@@ -36,22 +36,22 @@ def keep(
     tokens: list[int],
     most: list[int] | None = None,
 ) -> None:
-    """Compute a prompt with every model, of some only the first tokens, and keep it."""
+    """Compute a prompt with every model, with some only the first tokens, and insert it."""
     prompt_cache: list[Any] = []
     for model, factory, end in zip(models, factories, most or [len(tokens)] * 2, strict=False):
         cache = factory.make_cache()
         greedy(model, tokens[:end], cache, 1)
         for layer in cache:
-            layer.trim(layer.offset - end)  # what was generated
+            layer.trim(layer.offset - end)  # The generated token.
         prompt_cache += cache
-    # Nothing but the list holds them, as in the server.
+    # Only the list holds them, as in the server.
     del cache, layer
     prompts.insert(tokens, prompt_cache, SALT)
     assert prompt_cache == []
 
 
 def fetched(prompts: PromptReuse, tokens: list[int], salt: str | None = SALT) -> Any:
-    """What is found, and what is left to compute."""
+    """The number of cached tokens, and the tokens left to compute."""
     cache, cached = prompts.fetch(tokens, salt)
     return cache, tokens[cached:]
 
@@ -116,7 +116,7 @@ def test_bytes_are_bounded_those_of_requests_among_them(
     for first in range(3):
         keep(prompts, [model], factories, [first, *TEXT[:300]])
     assert kept_bytes(factories) == 2 * one_prompt
-    # What a request uses is no longer kept, but counts.
+    # Blocks that a request uses are active, not kept, but still count against the limit.
     found, rest = fetched(prompts, [2, *TEXT[:300]])
     assert len(rest) == 1
     for first in range(3, 6):

@@ -1,4 +1,4 @@
-"""mlx-lm on quantised pages attends to the same numbers as a contiguous cache of them."""
+"""mlx-lm on quantised pages attends to the same numbers as on a contiguous cache of them."""
 
 import copy
 import subprocess
@@ -53,7 +53,7 @@ def test_a_trained_model_on_real_text(
     cache = followed_caches(model, factory, page_format, distances)
     run = greedy(model, prompt, cache, NEW_TOKENS, 190)
     assert farthest(distances) <= (0 if factory.pool.backend.name == "plain" else 1)
-    # To be looked at changes nothing.
+    # Looking at the arrays changes nothing.
     assert_same_run(greedy(model, prompt, factory.make_cache(), NEW_TOKENS, 190), run, 0.0)
     assert factory.stats().gather_fallbacks == 0
     del cache
@@ -77,13 +77,13 @@ def test_a_step_longer_than_a_window_is_attended_to_before_it_is_quantised(
     ("name", "dtype"),
     [
         *product(("llama", "gemma3_text"), (mx.float32, mx.float16, mx.bfloat16)),
-        ("gpt_oss", mx.float32),  # its experts run in float32 only on MLX's CPU
+        ("gpt_oss", mx.float32),  # Its experts run in float32 only on MLX's CPU backend.
     ],
 )
 def test_small_models_of_every_dtype(
     name: str, page_format: FormatName, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows of 32 tokens in rings of a page, and the sinks of gpt_oss.
+    """Windows of 32 tokens in rings of one page, and the sinks of gpt_oss.
 
     In 16 bits the plain backend attends with MLX's own attention, so nothing may differ;
     tests/test_backend_formats.py compares the native one's.
@@ -111,7 +111,7 @@ def test_small_models_of_every_dtype(
 def test_a_ragged_batch_gives_every_row_what_it_gets_alone(
     name: str, page_format: FormatName, trained: Any, source_text: str
 ) -> None:
-    """batch_generate merges, pads, extends and filters; and what it extracts goes on alone."""
+    """batch_generate merges, pads, extends and filters. The extracted caches continue alone."""
     model, tokenizer = trained(name)
     tokens = tokenizer.encode(source_text[20000:26000])
     prompts = [tokens[7 * i :][:n] for i, n in enumerate((300, 1, 255, 40))]
@@ -143,7 +143,7 @@ def test_a_ragged_batch_gives_every_row_what_it_gets_alone(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_merged_rows_are_extended_filtered_and_extracted(name: str) -> None:
-    """Every row decodes in one batch after the other what it decodes alone."""
+    """Every sequence decodes the same in one batch after the other as alone."""
     model: Any = small_model(name)
     factory = new_factory(model, "q4")
     distances: list[mx.array] = []
@@ -168,7 +168,7 @@ def test_merged_rows_are_extended_filtered_and_extracted(name: str) -> None:
     alone = [layer.extract(1) for layer in batch]
     assert_step(alone, [17])
     assert_step(batch, [19, 19])
-    # The caches that were merged are as they were.
+    # The merged caches are unchanged.
     assert_step(caches[1], [23])
     del caches, batch, alone, layer, more, cache
     assert_nothing_is_used(factory)
@@ -187,7 +187,7 @@ def test_forks_copy_what_they_write(page_format: FormatName, trained: Any, code:
         greedy(model, code[320 + at :][:30], fork, 4)
     greedy(model, code[350:355], cache, 4)
     assert farthest(distances) <= 1
-    # The full block is shared by all three; two forks have copied the other one.
+    # All three share the full block. Two forks have copied the other one.
     stats = factory.stats()
     assert (stats.blocks_used, stats.blocks_shared, stats.cow_copies) == (4, 1, 2)
 
@@ -196,7 +196,8 @@ def test_forks_copy_what_they_write(page_format: FormatName, trained: Any, code:
 def test_rows_are_trimmed_and_written_again(
     page_format: FormatName, trained: Any, code: list[int]
 ) -> None:
-    """Back into an earlier page, and within one: other rows of the page stay as they are."""
+    """Trim back into an earlier page, and within one: other slots of the page keep their
+    contents."""
     model, _ = trained("stdlib-llama")
     distances: list[mx.array] = []
     cache = followed_caches(model, new_factory(model, page_format), page_format, distances)
@@ -235,7 +236,7 @@ def test_a_saved_cache_goes_on_in_a_fresh_process(
     file = str(tmp_path / "prompt.safetensors")
     save_prompt_cache(file, cache)
     run = greedy(model, [5, 6, 7], cache, 8)
-    # In another pool of this process, which was made later.
+    # Load into another pool of this process, which was made later.
     other = new_factory(model, page_format)
     loaded = load_prompt_cache(file)
     assert loaded[0].pool is other.pool
@@ -247,7 +248,7 @@ def test_a_saved_cache_goes_on_in_a_fresh_process(
 
 
 def draft_of(model: Any) -> Any:
-    """All layers of the model but the last: it guesses some tokens right."""
+    """The draft has all layers of the model but the last: it guesses some tokens right."""
     draft = copy.deepcopy(model)
     draft.model.layers = draft.model.layers[:-1]
     draft.args.num_hidden_layers = draft.model.num_hidden_layers = len(draft.model.layers)
@@ -261,7 +262,7 @@ def draft_of(model: Any) -> Any:
 def test_speculation_trims_what_was_guessed_wrong(
     name: str, drafted: int, trained: Any, source_text: str
 ) -> None:
-    """The 40 tokens lie around a page's border, and behind gemma's window."""
+    """The 40 tokens lie around a page border, and beyond gemma's window."""
     model, tokenizer = trained(name)
     tokens = tokenizer.encode(source_text[20000:26000])
     prompt = tokens[: 240 if name == "stdlib-llama" else 500]

@@ -12,7 +12,8 @@ SIXTEEN_BIT_BYTES = 2 * TOKENS * HEADS * DIM * 2
 
 
 def attend(cache: PagedKVCache, queries: mx.array, step: mx.array) -> None:
-    """A step of a model, which lets go of what was fetched: it would be computed otherwise."""
+    """A step of a model that drops the gathered arrays at once: otherwise MLX would compute
+    them."""
     keys, values = cache.update_and_fetch(step, step)
     mask = None if queries.shape[2] == 1 else "causal"
     mx.eval(paged_attention(queries, keys, values, cache, 0.125, mask))

@@ -44,7 +44,7 @@ def write(caches: list[PagedKVCache], tokens: int) -> None:
 
 
 def fill(pool: PagePool, held: list[list[PagedKVCache]]) -> None:
-    """Write a page for each in turn, until the pool is exhausted."""
+    """Write a page for each sequence in turn, until the pool is exhausted."""
     for _ in range(200):
         for caches in held:
             try:
@@ -60,7 +60,7 @@ def formats(caches: list[PagedKVCache]) -> list[str]:
 
 
 def assert_within_budget(pool: PagePool) -> None:
-    """Also of the memory itself."""
+    """This also holds for the memory itself."""
     pool.check()
     held = sum(
         slab.memory.nbytes
@@ -82,7 +82,7 @@ def test_a_trained_model_goes_on_far_past_what_16_bits_allow(
     block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
     factory = PagedCacheFactory(model, page_format="auto", max_bytes=8 * block_bytes)
     cache = factory.make_cache()
-    # Three times what 16 bits hold, but not more than the smallest pages do.
+    # Three times as many tokens as in 16 bits, but no more than the smallest pages hold.
     assert factory.can_admit(len(prompt))
     assert not factory.can_admit(10 * len(prompt))
 
@@ -116,7 +116,8 @@ def test_a_trained_model_goes_on_far_past_what_16_bits_allow(
 
 
 def follow(oracle: QuantisedOracle, names: list[str]) -> None:
-    """Demote the oracle's tokens as the pages were: 16 bits become 8, and 8 become 4."""
+    """Requantise the oracle's tokens as the pool did the pages: 16 bits become 8, and 8 become
+    4."""
     for page, name in enumerate(names):
         for each in ("q8", "q4"):
             at = 256 * page
@@ -128,7 +129,7 @@ def follow(oracle: QuantisedOracle, names: list[str]) -> None:
 
 
 class DemotedCache(FollowedCache):
-    """Its oracle turns tokens into smaller ones where the pool did it with pages."""
+    """An oracle that requantises tokens where the pool requantised their pages."""
 
     def write(self, row: int, keys: mx.array, values: mx.array) -> Held:
         oracle = self.oracles[row]
@@ -139,7 +140,7 @@ class DemotedCache(FollowedCache):
 
 
 def test_a_model_reads_what_a_demoted_oracle_holds() -> None:
-    """Until pages of three formats are read at once."""
+    """Write until a sequence has pages of three formats at once."""
     model: Any = small_model("qwen3")
     factory = PagedCacheFactory(model, page_format="auto", max_bytes=9 * QWEN_BLOCK_BYTES)
     distances: list[mx.array] = []
@@ -162,7 +163,7 @@ def test_the_first_page_and_the_latest_stay_until_the_budget_is_full() -> None:
         names = formats(caches)
         assert names[0] == "fp16"
         assert set(names[-4:]) == {"fp16"}
-        # The oldest are the smallest.
+        # The oldest pages are the smallest.
         assert names[1:] == sorted(names[1:], key=["q4", "q8", "fp16"].index)
     fill(pool, [caches])
     names = formats(caches)
@@ -175,7 +176,7 @@ def test_the_first_page_and_the_latest_stay_until_the_budget_is_full() -> None:
 def test_sequences_that_are_all_first_and_latest_pages_get_smaller(
     blocks: int, sequences: int
 ) -> None:
-    """They are spared until the budget is full, and then they must find room."""
+    """The policy spares them until the budget is full, and then must requantise them."""
     pool = new_pool(blocks)
     held = [caches_of(pool) for _ in range(sequences)]
     fill(pool, held)
@@ -231,7 +232,7 @@ def test_shared_blocks_become_smaller_for_all_who_hold_them() -> None:
 
 @dataclass(frozen=True)
 class StraightToQ4:
-    """Everything, the latest first."""
+    """A policy that requantises everything, the latest page first."""
 
     watermark: float = 0.5
     page_formats: tuple[str, ...] = ("q4",)
@@ -248,7 +249,7 @@ class Never(StraightToQ4):
 
 
 class NamesAllAgain:
-    """It does not look at what is q4 already."""
+    """The policy skips pages that are q4 already."""
 
     watermark = 0.5
     page_formats = ("q4",)
@@ -315,7 +316,7 @@ def test_rings_are_left_alone() -> None:
 
 @pytest.mark.parametrize("pages", [12, 15, 16, 18, 20])
 def test_a_saved_cache_is_loaded_into_a_pool_that_it_nearly_fills(pages: int) -> None:
-    """The layers come one by one, and what one has loaded must not change for the next."""
+    """Layers arrive one by one, and the pages of one layer must not change for the next."""
     source = PagePool(LAYERS, max_bytes=1 << 28)
     caches = caches_of(source)
     write(caches, 256 * pages - 3)

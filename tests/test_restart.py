@@ -48,7 +48,7 @@ print(json.dumps(runs))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_format", "dtype", "length"),
-    # Without a GPU 16 bits are slow; benches/page_store.py goes to 4,096 in them too.
+    # Without a GPU 16 bits are slow; benches/page_store.py also goes to 4,096 tokens in 16 bits.
     [("fp16", "float16", 512), ("fp16", "float32", 4096), ("q4", "float32", 4096)],
 )
 def test_a_fresh_process_answers_a_long_prompt_from_disk(

@@ -30,10 +30,10 @@ from tests.generation import (
 from tests.grids import plain_cases, plain_only
 from tests.zoo import small_model
 
-# A long step is summed in another order than mlx-lm's, and a row of a batch in yet another.
+# mlx-lm adds the sums of a long step in another order, and a batch in yet another.
 TOLERANCE = 1e-3
 BATCH_TOLERANCE = 2e-3
-# Windows of 32 tokens live in rings of one page: these prompts go around it.
+# Windows of 32 tokens live in rings of one page: these prompts wrap.
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(430)]
 NEW_TOKENS = 6
 STEPS = plain_only([31, 32, 33, 2048], [31, 32, 33, 2048, 16, 64])
@@ -52,11 +52,11 @@ WITH_RINGS = [
     "ministral3",
     "plamo3",
 ]
-# mlx-lm gives the windows of these full caches, or chunked ones of its own.
+# mlx-lm gives these windows full caches, or chunked ones of its own.
 WITHOUT_RINGS = ["smollm3", "llama4_text"]
-# One with full layers between, with shared keys, with sinks, and without rings.
+# One with full layers between, one with shared keys, one with sinks, and one without rings.
 PLAIN = ["gemma3_text", "gemma3n", "gpt_oss", "smollm3"]
-# Its own batches differ from its single runs.
+# mlx-lm's own batches differ from its single runs.
 BATCH_DIFFERS = {"plamo3"}
 
 
@@ -85,7 +85,8 @@ def test_layers_with_a_window_get_rings(family: tuple[str, Any]) -> None:
 def test_every_prefill_step_gives_the_tokens_of_the_same_one(
     family: tuple[str, Any], step: int
 ) -> None:
-    """Steps that are written before they are read, that fill a window, and that are too long."""
+    """Steps that are written before they are read, steps that fill a window, and steps that are too
+    long."""
     _, model = family
     factory = new_factory(model)
     stock = greedy(model, PROMPT, make_prompt_cache(model), NEW_TOKENS, step)
@@ -106,7 +107,7 @@ def test_many_single_tokens_give_the_same_tokens(family: tuple[str, Any]) -> Non
 
 
 def batched(model: Any, caches: list[list[Any]]) -> list[Run]:
-    """Prompts of several lengths, read in steps that are longer than a window."""
+    """Prompts of several lengths, read in steps longer than a window."""
     generator = BatchGenerator(
         model, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=100
     )
@@ -149,7 +150,7 @@ def test_copies_and_saved_caches_go_on_as_mlx_lms_do(
 
 
 def continued(model: Any, cache: list[Any], file: str) -> list[Run]:
-    """The runs of a cache, of two copies and of two loaded caches, in turns."""
+    """Alternates the runs of a cache, of two copies and of two loaded caches."""
     greedy(model, PROMPT[:350], cache, 1, 64)
     copies = copy.deepcopy(cache), copy.deepcopy(cache)
     save_prompt_cache(file, cache)
@@ -205,7 +206,7 @@ def truncated(model: Any, num_layers: int) -> Any:
 def test_speculation_behind_the_window_equals_greedy_decoding(
     drafted: int, code: tuple[Any, list[int]]
 ) -> None:
-    """mlx-lm's rotating caches cannot be trimmed once they have wrapped, and it says so."""
+    """mlx-lm's rotating caches cannot be trimmed after they have wrapped, and say so."""
     model, prompt = code
     draft = truncated(model, 5)
     plain = greedy(model, prompt, make_prompt_cache(model), 40)
@@ -232,7 +233,7 @@ def test_mlx_lm_refuses_to_speculate_behind_the_window_on_its_own_caches(
 
 @pytest.mark.parametrize("drafted", [2, 5])
 def test_a_small_model_drafts_for_itself_around_the_ring(drafted: int) -> None:
-    """Windows of 32 in rings of a page: the 40 tokens lie where the page is used again."""
+    """Windows of 32 in rings of one page: the 40 tokens lie where the page wraps."""
     model = small_model("gemma3_text")
     plain = greedy(model, PROMPT[:240], make_prompt_cache(model), 40)
     factory = new_factory(model)

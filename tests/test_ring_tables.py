@@ -75,7 +75,7 @@ def test_blocks_of_follows_the_tokens_around_the_ring() -> None:
 
 def test_the_last_block_may_be_the_first_again() -> None:
     table = ring_table(new_allocator(), Ring(3), 40)
-    # Eleven tokens from the middle of a page on touch four blocks of a ring of three.
+    # Eleven tokens from the middle of a page touch four blocks of a ring of three.
     assert table.blocks_of(14, 25) == (0, 1, 2, 0)
     assert ring_table(new_allocator(), Ring(1), 40).blocks_of(3, 5) == (0, 0)
 
@@ -96,11 +96,11 @@ def test_a_shared_block_of_a_full_ring_is_copied_when_its_turn_comes() -> None:
     allocator = new_allocator()
     table = ring_table(allocator, Ring(3), 22)
     fork = allocator.fork(table)
-    # Token 22 goes on in block 5, which lives in entry 2, and token 24 into entry 0.
+    # Token 22 continues in block 5, which is in entry 2, and token 24 goes to entry 0.
     assert fork.reserve(22, 25) == {0: 3, 2: S1}
     assert (table.blocks, fork.blocks) == ((0, 1, 2), (3, 1, S1))
     assert fork.reserve(25, 28) == {}
-    # Block 1 is the only one that both still hold; the others belong to the original again.
+    # Both still hold only block 1; the original alone holds the others again.
     assert table.reserve(22, 28) == {}
     assert table.reserve(28, 29) == {1: S1 + 1}
     assert fork.reserve(28, 29) == {}
@@ -228,7 +228,7 @@ def test_the_default_write_chunk_is_a_page() -> None:
 
 @pytest.mark.parametrize(
     ("written", "first_held", "shortest"),
-    # Two pages hold 512 tokens; a sequence of 300 + n must hold those from n + 1 on.
+    # Two pages hold 512 tokens; a sequence of 300 + n tokens must hold those from n + 1 on.
     [(0, 0, 0), (511, 0, 0), (512, 0, 0), (513, 1, 300), (600, 88, 387), (5000, 4488, 4787)],
 )
 def test_what_is_held_says_how_far_back_is_possible(
@@ -307,7 +307,7 @@ def test_every_write_chunk_rolls_back_exactly_after_several_wraps(write_chunk: i
 def test_too_much_rollback_says_how_much_is_possible_and_changes_nothing() -> None:
     batch = new_batch(ring_pool(Window(256, 256), Window(20, 20)), rows=2)
     append(batch, 536)
-    # The second ring holds 256 tokens, and 19 of them must stay in sight of the next one.
+    # The second ring holds 256 tokens, and the next token must see 19 of them.
     for counts in ([0, 238], [7, 238], [600, 0]):
         for cache in batch.layers:
             with pytest.raises(RollbackError, match=f"cannot trim {max(counts)} tokens, only 237"):
@@ -357,7 +357,7 @@ def test_a_thousand_tokens_in_full_rings_allocate_nothing() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 100, 101, 2048])
 def test_what_a_page_held_before_is_never_seen(count: int) -> None:
-    """Pages that others gave back are full of NaN, which no weight of zero would hide."""
+    """Pages that other sequences freed are full of NaN, which a weight of zero would not hide."""
     pool = ring_pool(Window(300, 100), Window(20, 20))
     nothing = mx.full((3, KV_HEADS, 3000, DIM), mx.nan)
     for cache in new_batch(pool, rows=3).layers:

@@ -1,4 +1,5 @@
-"""Rings hold what a window sees, and remember after a rollback what they have overwritten."""
+"""Rings hold what a window sees, and after a rollback remember which tokens they have
+overwritten."""
 
 import mlx.core as mx
 import numpy as np
@@ -39,7 +40,7 @@ def test_what_was_written_over_cannot_be_taken_back(
 
 @pytest.mark.parametrize("window", [Window(300, 100), Window(256, 256), Window(20, 20)])
 def test_what_is_read_is_what_the_first_query_of_a_step_sees(window: Window) -> None:
-    """Attention that does not know the window must not be given more."""
+    """Attention without the window must not get more tokens."""
     batch = new_batch(PagePool(2, windows={1: window}, max_bytes=100 * PAGE_BYTES))
     for count in (10, 600, 1, 3, 20, 1):
         assert append(batch, count)
@@ -50,7 +51,8 @@ def test_what_is_read_is_what_the_first_query_of_a_step_sees(window: Window) -> 
 
 @pytest.mark.parametrize("queries", [1, 10])
 def test_a_causal_mask_hides_no_more_than_it_says(queries: int) -> None:
-    """A model that passes one means all keys that it was given, also of a layer with a window."""
+    """A model that passes a mask means all keys that it was given, also in a layer with a
+    window."""
     pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=100 * PAGE_BYTES)
     cache = PagedKVCache(pool, 0, [Sequence(pool)])
     cache.update_and_fetch(

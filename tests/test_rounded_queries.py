@@ -1,4 +1,5 @@
-"""Queries of 16 bits may be rounded to bytes for keys of 4 bits; they are where it is faster."""
+"""For keys of 4 bits, kernels may round queries of 16 bits to bytes, and do so where it is
+faster."""
 
 from typing import Any
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 LENGTH = 301
 TABLE = (1, 0)
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
-# Of the noise that keys of 4 bits have themselves: measured 0.06 where queries are rounded.
+# As a part of the noise of 4-bit keys: measured 0.06 where queries are rounded.
 MOST_NOISE = 0.1
 
 
@@ -59,7 +60,7 @@ def held_by(pages: LayerPages) -> tuple[Numbers, Numbers]:
 def test_queries_that_bytes_hold_are_multiplied_as_they_are(
     backend: str, dtype: mx.Dtype, gqa_group_size: int, dim: int
 ) -> None:
-    """Whole numbers, of which each group's largest is 127; its groups have scales of their own."""
+    """Whole numbers whose largest in each group is 127, with a scale for each group."""
     keys, values = normal((1, 2, LENGTH, dim), dtype, 1), normal((1, 2, LENGTH, 64), dtype, 2)
     pages = pages_of(keys, values, "q4-unrotated", backend)
     whole = mx.random.randint(-127, 128, (1, 2 * gqa_group_size, 1, dim), key=mx.random.key(3))
@@ -72,7 +73,7 @@ def test_queries_that_bytes_hold_are_multiplied_as_they_are(
 
 @pytest.mark.parametrize("name", ["q4", "q4-unrotated"])
 def test_rounded_queries_add_little_to_the_noise_of_keys(backend: str, name: FormatName) -> None:
-    """Root mean squares of what comes out, against the same values and keys in 16 bits."""
+    """Root mean square of the output's difference from the same values and keys in 16 bits."""
     shape = 1, 2, LENGTH, 128
     keys, values = normal(shape, mx.float16, 1), normal(shape, mx.float16, 2)
     pages = pages_of(keys, values, name, backend)

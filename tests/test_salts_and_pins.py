@@ -14,7 +14,7 @@ TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
 
 
 def read(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
-    """Compute tokens, generate nothing, and keep that."""
+    """Compute tokens, generate nothing, and insert the result."""
     cache = factory.make_cache()
     model(mx.array([tokens]), cache=cache)
     assert factory.insert_cache(tokens, cache) == len(tokens)
@@ -46,7 +46,7 @@ def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str)
     for salt in (None, "alice"):
         assert factory.insert_cache(TEXT[:600], cache, salt=salt) == 600
     del cache
-    # A cache that was fetched under one salt, and is inserted under another.
+    # A cache that was fetched under one salt and inserted under another.
     cache, cached = factory.fetch_cache([*TEXT[:600], 1], salt="alice")
     assert cached == 600
     assert factory.insert_cache(TEXT[:600], cache, salt="bob") == 600
@@ -58,7 +58,7 @@ def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str)
         assert_same_run(greedy(model, asked[cached:], cache, 4), expected, 1e-3)
     del cache
     assert factory.fetch_cache(asked, salt="carol")[1] == 0
-    # As long as one of them is pinned, and no longer.
+    # The prompt stays as long as one of them is pinned, and no longer.
     assert factory.pin(TEXT[:600], salt="alice") == 600
     factory.clear()
     found = {salt: factory.fetch_cache(asked, salt=salt)[1] for salt in (None, "alice", "bob")}
@@ -72,7 +72,7 @@ def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str)
 
 @pytest.mark.parametrize(("name", "found"), [("qwen3", 500), ("qwen3_next", 0)])
 def test_insert_returns_what_is_found(name: str, found: int) -> None:
-    """A state is that behind all tokens, so fewer of them cannot be gone on from."""
+    """A state is that after all tokens, so nothing can resume from fewer of them."""
     model = small_model(name)
     factory = PagedCacheFactory(model)
     cache = factory.make_cache()
@@ -99,7 +99,7 @@ def test_a_pinned_prompt_stays(qwen3: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
 def test_unpin_undoes_a_pin_of_what_was_known_then(name: str) -> None:
-    """Also when more was inserted since, and under other weights."""
+    """Also if the factory has inserted more since, and under other weights."""
     model = copy.deepcopy(small_model(name))
     factory = PagedCacheFactory(model)
     read(model, factory, TEXT[:300])

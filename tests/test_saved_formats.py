@@ -7,7 +7,7 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.cache.page_transfer import page_formats
 from tests.ring_batches import materialised
 
-# Of two layers of one head of 64 numbers.
+# Of two layers with one head of 64 numbers.
 BLOCK = 2 * 2 * 256 * 64 * 2
 
 
@@ -24,7 +24,7 @@ def test_tokens_to_come_get_pages_like_those_before(bits: int) -> None:
 
 
 def test_pages_that_become_smaller_while_their_cache_is_loaded() -> None:
-    """The pages of a layer that is loaded later are then as small as those of the first."""
+    """The pages of a layer that is loaded later are as small as those of the first."""
     pool = PagePool(2, max_bytes=13 * BLOCK, page_format="auto")
     tokens = mx.random.normal((2, 3, 1, 512, 64), key=mx.random.key(3)).astype(mx.float16)
     sequences = [Sequence(pool) for _ in range(3)]

@@ -24,7 +24,7 @@ Serve = Callable[..., Any]
 
 
 class Server(StockServer):
-    """What `mlx_lm.server.main` runs, with a way to stop it."""
+    """The server that `mlx_lm.server.main` runs, with a way to stop it."""
 
     def __init__(self, provider: Any) -> None:
         prompt_cache = LRUPromptCache(provider.cli_args.prompt_cache_size)
@@ -41,7 +41,7 @@ class Server(StockServer):
         return answer
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """What a client reads: text, why it ended, and token counts."""
+        """The text that a client reads, why it ended, and token counts."""
         status, text = self.post(**body)
         assert status == 200, text
         answer = json.loads(text)
@@ -65,14 +65,15 @@ class Server(StockServer):
 @pytest.fixture
 def model_and_tokenizer(trained: Any) -> Any:
     model, tokenizer = trained("stdlib-llama")
-    # Another thread is to generate, and cannot compute what this one has put off.
+    # Another thread will generate, and cannot compute this thread's lazy arrays.
     mx.eval(model.parameters())
     return model, tokenizer
 
 
 @pytest.fixture
 def serve(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """A context manager (clients, *arguments) -> Server, with the model in the place of any.
+    """A context manager (clients, *arguments) -> Server, with the given model in place of any
+    other.
 
     It loads the model when so many clients wait, so that their requests become one batch.
     """
@@ -105,7 +106,7 @@ def serve(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
 @pytest.fixture
 def prompts(model_and_tokenizer: Any, source_text: str) -> list[str]:
-    """Texts of different lengths, one of which reaches a page border while it is continued."""
+    """Texts of different lengths. One of them crosses a page border during generation."""
     tokenizer = model_and_tokenizer[1]
     tokens = tokenizer.encode(source_text[20000:22500])
     texts = [tokenizer.decode(tokens[start : start + 40 + start]) for start in (0, 50, 90)]
@@ -131,7 +132,8 @@ def spy_on_batches(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def conversation(serve: Serve, prompts: list[str]) -> list[Any]:
-    """Clients that ask at the same time, half of them streaming, and one that asks further."""
+    """Clients that ask at the same time, half of them with streams, and one that asks
+    afterwards."""
     with serve(len(prompts)) as running, ThreadPoolExecutor(len(prompts)) as clients:
         asked = [
             clients.submit(running.stream if number % 2 else running.complete, prompt=prompt)
@@ -150,7 +152,7 @@ def test_concurrent_clients_read_the_same_text(
     with factory:
         assert conversation(serve, prompts) == stock
     assert max(batches) == len(prompts)
-    # The last prompt was found in the server's prompt cache, for the most part.
+    # The server's prompt cache had most of the last prompt.
     assert stock[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
     assert_written_and_free(factory)
 
@@ -158,7 +160,7 @@ def test_concurrent_clients_read_the_same_text(
 def test_requests_that_cannot_be_batched_read_the_same_text(
     serve: Serve, prompts: list[str], factory: PagedCacheFactory
 ) -> None:
-    """A seed, or a draft model, makes the server generate for one client at a time."""
+    """With a seed, or with a draft model, the server generates for one client at a time."""
 
     def answers(*arguments: str) -> list[Any]:
         with serve(1, *arguments) as running:
@@ -177,9 +179,9 @@ def test_prompts_that_the_server_keeps_share_their_pages(
 ) -> None:
     with factory, serve() as running:
         for ending in ("", "a", "b", "c"):
-            # More than a block, so that one is full and stays shared.
+            # More than a block, so that one block is full and stays shared.
             running.complete(prompt="".join(prompts) + ending, max_tokens=1)
-        # Clients have their answer before the server keeps the last prompt.
+        # Clients get their answer before the server keeps the last prompt.
         assert len(running.generator.prompt_cache) >= 3
         assert factory.stats().table_entries > factory.stats().blocks_used > 0
     assert_written_and_free(factory)
@@ -200,7 +202,7 @@ def test_a_server_that_is_told_to_quantise_keeps_quantised_pages(
 def test_a_stopped_server_leaves_a_pool_that_other_threads_can_use(
     serve: Serve, prompts: list[str], factory: PagedCacheFactory, model_and_tokenizer: Any
 ) -> None:
-    """Nothing stays in slabs that only the thread that has ended could compute."""
+    """Slabs hold nothing that only the ended thread could compute."""
     model, tokenizer = model_and_tokenizer
     stock = generate(model, tokenizer, prompts[3], max_tokens=16)
     with factory:

@@ -86,7 +86,7 @@ def test_choices_share_the_pages_of_their_prompt(
         model=NAME, prompt=[3] * 1030, n=6, temperature=1, logit_bias=GO_ON
     )
     assert len({choice.text for choice in answer.choices}) > 1
-    # Four full blocks are shared, and each has one of its own.
+    # Four full blocks are shared, and each answer has one of its own.
     assert 4 < most <= 4 + 6 + 1
 
 
@@ -102,7 +102,7 @@ def test_seeds_draw_the_same_in_any_company(client: OpenAI, running: PagedRunnin
     assert drawn(seed=5, n=3)[0] == alone[0]
     assert len(set(drawn(seed=5, n=3))) > 1
     assert drawn(seed=-1) == drawn(seed=-1)
-    # As mlx-lm's server draws, one at a time.
+    # As mlx-lm's server samples, one at a time.
     options = ["--model", MODEL]
     with stock_server(*options) as stock, stock.client() as other:
         answer = other.completions.create(
@@ -124,7 +124,7 @@ def test_log_probabilities_of_completions(client: OpenAI) -> None:
     for token, logprob, top in zip(
         listed.tokens, listed.token_logprobs, listed.top_logprobs, strict=True
     ):
-        # Greedy: the token is the likeliest.
+        # Greedy: the chosen token is the likeliest.
         assert logprob == max(top.values()) == top[token]
     assert listed.text_offset == [len("".join(listed.tokens[:at])) for at in range(8)]
     none = client.completions.create(model=NAME, prompt=PROMPT, logprobs=0).choices[0].logprobs
@@ -173,7 +173,7 @@ def test_a_choice_ends_before_a_stop_word_however_its_tokens_are_cut(
     whole = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=40, logit_bias=GO_ON)
     text = whole.choices[0].text
     tokenizer: Any = running.provider.tokenizer
-    # No token begins or ends where this does.
+    # No token begins or ends there.
     word = text[11:19]
     for stop in (word, [word, "nowhere"]):
         answer = client.completions.create(
@@ -215,7 +215,7 @@ def test_an_unknown_name_lets_go_of_nothing(client: OpenAI, running: PagedRunnin
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_one_that_is() -> None:
-    """Also where requests may name others."""
+    """Also if requests may name other models."""
     with paged_server("--model", MODEL, "--allow-model-switch", "--max-kv-bytes", "32MB") as other:
         (pool,) = other.pools
         with pytest.raises(NotFoundError, match="cannot be loaded"):

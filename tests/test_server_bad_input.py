@@ -114,7 +114,7 @@ def test_a_long_body_is_refused_and_a_shorter_one_is_not(
         assert_refused(answer, 413)
         assert "--max-body-bytes" in answer["error"]["message"]
         assert_serves(client)
-    # In chunks nobody knows the length before the end.
+    # With chunks nobody knows the length before the end.
     client.request("POST", TEXT, iter([b" " * 1000] * 400), encode_chunked=True,
                    headers={"Transfer-Encoding": "chunked"})  # fmt: skip
     assert client.getresponse().status == 413
@@ -137,7 +137,7 @@ def test_a_long_prompt_is_refused_and_a_shorter_one_is_not(client: HTTPConnectio
 
 
 def said_to(port: int, said: bytes) -> tuple[HTTPResponse, bytes]:
-    """What a server answers to these bytes, and the content of that."""
+    """The server's answer to these bytes, as status and content."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as raw:
         raw.sendall(said)
         with HTTPResponse(raw) as answer:
@@ -216,7 +216,7 @@ def test_slow_clients_are_told_so() -> None:
 def test_a_request_whose_sampling_fails_is_refused_and_no_other(
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the schema does not know of: made in the generation thread, inside of its guard."""
+    """The schema cannot foresee this error, which the generation thread raises inside its guard."""
     from paged_kv.integrations.server.generation import sampling
 
     def broken(*_: Any) -> Any:
@@ -233,14 +233,14 @@ def test_a_request_whose_sampling_fails_is_refused_and_no_other(
 def test_a_request_that_cannot_be_admitted_or_begun_is_told_so_and_leaves_nothing(
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nobody has thought of, wherever it is."""
+    """An unexpected error, at any place."""
     from paged_kv.integrations.server.generation.batched_rows import BatchedRows
     from paged_kv.integrations.server.generation.rows import Rows
 
     def broken(*_: Any) -> Any:
         raise OverflowError("out of range")
 
-    # The second time its prompt is known, so that it is forked as soon as it has begun.
+    # The second time the prompt is cached, so the server forks it when it begins.
     body = json.dumps(GOOD[TEXT] | {"n": 2}).encode()
     assert post(client, TEXT, body)[0] == 200
     for kind, method in ((Rows, "demand"), (BatchedRows, "_fork")):

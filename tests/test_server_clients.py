@@ -38,14 +38,14 @@ def _float32() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[PagedRunningServer]:
-    # A chunk of a prompt takes a moment only, on any machine.
+    # A chunk of a prompt takes only a moment on any machine.
     options = ["--max-kv-bytes", "12.8MB", "--prefill-step-size", "64"]
     with paged_server(*LLAMA, *options) as server:
         yield server
 
 
 def send(running: PagedRunningServer, **body: Any) -> socket.socket:
-    """Ask, and read no answer."""
+    """Ask, and do not read the answer."""
     content = json.dumps({"prompt": "import os\n", "logit_bias": GO_ON, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
     client = socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S)
@@ -60,7 +60,7 @@ def jobs(running: PagedRunningServer, stage: Stage) -> int:
 def test_who_leaves_the_batch_the_line_or_a_prompt_is_forgotten(
     running: PagedRunningServer,
 ) -> None:
-    """Nothing is generated any more for clients that left: far from the end of what they asked."""
+    """The server stops generating for clients that left, far from the end of their answers."""
     before = running.service.metrics.generation_tokens
     talking = send(running, max_tokens=1900)
     wait_until(lambda: running.service.metrics.generation_tokens > before)
@@ -72,7 +72,7 @@ def test_who_leaves_the_batch_the_line_or_a_prompt_is_forgotten(
     assert jobs(running, Stage.RUNNING) == 1
     talking.close()
     assert_idle_pools_hold_nothing(running)
-    # With 64 tokens a step it takes 28 steps.
+    # It takes 28 steps with 64 tokens each.
     reading = send(running, prompt=[7] * 1800, max_tokens=10)
     wait_until(lambda: jobs(running, Stage.RUNNING) == 1)
     reading.close()
@@ -81,7 +81,7 @@ def test_who_leaves_the_batch_the_line_or_a_prompt_is_forgotten(
 
 
 def test_many_that_leave_do_not_keep_those_that_stay(running: PagedRunningServer) -> None:
-    """There is room for about three of them at a time."""
+    """The budget has room for about three of them at a time."""
     with ThreadPoolExecutor(10) as pool:
         leaving = [send(running, max_tokens=600, stream=True) for _ in range(25)]
         staying = [
@@ -111,7 +111,7 @@ def test_no_part_of_an_answer_waits_for_the_client_to_acknowledge_another(
 
 
 def test_a_stream_that_is_cut_gives_its_blocks_back_at_once(running: PagedRunningServer) -> None:
-    """As the status page sees it, which asks nothing of the pool."""
+    """As the status page counts them, without asking the pool."""
     (pool,) = running.pools
     stream = running.client().completions.create(
         model=NAME, prompt=[9] * 1000, max_tokens=800, stream=True, logit_bias=GO_ON
@@ -127,7 +127,7 @@ def test_a_stream_that_is_cut_gives_its_blocks_back_at_once(running: PagedRunnin
 def test_a_client_that_reads_nothing_is_let_go(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
-    """It is there, and what is sent to it never arrives."""
+    """The client is connected, but never receives anything."""
     monkeypatch.setattr(running.service.options, "write_timeout", 0.1)
     content = json.dumps({"prompt": "a", **body}).encode()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
@@ -159,7 +159,7 @@ def test_without_patience_an_idle_server_serves_and_a_full_one_refuses() -> None
             client.completions.create(model=NAME, prompt="import", max_tokens=1000)
         assert refused.value.status_code == 503
         assert refused.value.response.headers["Retry-After"] == "1"
-        # What can never fit is no question of time.
+        # A request that can never fit is refused at once.
         with pytest.raises(APIStatusError, match="fit: shorten the prompt") as refused:
             client.completions.create(model=NAME, prompt="import", max_tokens=3000)
         assert refused.value.status_code == 400

@@ -96,7 +96,7 @@ def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
 def test_a_port_in_use_ends_the_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is set up for a process of its own would stay in this one.
+    # Settings for a process of its own would stay in this one.
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -108,7 +108,7 @@ def test_a_port_in_use_ends_the_process(
 
 
 def opened(request: Request) -> bytes:
-    """The answer of a server that may be starting still."""
+    """The answer of a server that may still be starting."""
     deadline = monotonic() + PATIENCE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The end of a server: in order on a signal, and with an exit status of 1 after a failure."""
+"""A server ends in order on a signal, and with exit status 1 after a failure."""
 
 import http.client
 import json
@@ -29,7 +29,7 @@ GO_ON = {"0": -1000}
 
 @contextmanager
 def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`paged-kv server` in a process of its own, and the port that it listens at."""
+    """`paged-kv server` in a process of its own, and its port."""
     command = [sys.executable, "-m", "paged_kv", "server", *OPTIONS, "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -62,12 +62,12 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
         stream.readline()
         process.send_signal(number)
         refused = post(port)
-        while refused.status == 200:  # the signal has not arrived yet
+        while refused.status == 200:  # The signal has not arrived yet.
             refused = post(port)
         assert refused.status == 503
         assert refused.headers["Retry-After"] == "1"
         assert b"shutting down" in refused.read()
-        # To its end, which came after the signal.
+        # The answer reaches its end, which comes after the signal.
         text = stream.read().decode()
         assert text.count('"finish_reason": "length"') == 1
         assert text.endswith("data: [DONE]\n\n")
@@ -76,7 +76,7 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
         assert process.wait(PATIENCE_S) == 0, log
         assert "terminate called" not in log
         assert "Traceback" not in log
-    # All of the first prompt and its answer, the last block of it too.
+    # The whole first prompt and its answer, with their last block.
     running = PagedRunningServer(*OPTIONS, "--store", str(store))
     answer = json.loads(post(running.port, prompt=[*known, 6, 6], max_tokens=1).read())
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 301
@@ -177,7 +177,7 @@ def test_a_thread_that_has_died_is_told_before_the_process_ends(
     statuses = []
     while status_of(running.port, "/health") == 200:
         statuses.append(post(running.port).status)
-    # What met the step, and maybe one that met the dead thread.
+    # The error of the failed step, and possibly one from the dead thread.
     assert statuses[:2] == [500, 500]
     assert set(statuses[2:]) <= {503}
     assert status_of(running.port, "/ready") == 503

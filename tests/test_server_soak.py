@@ -1,4 +1,4 @@
-"""Mixed traffic for a while: memory does not grow, and nothing stays behind.
+"""Mixed traffic for a while: memory does not grow, and nothing is left at the end.
 
 PAGED_KV_SOAK_S sets the seconds: 60 by default, 600 before a release.
 """
@@ -29,7 +29,7 @@ from tests.running_server import (
 
 SOAK_S = float(os.environ.get("PAGED_KV_SOAK_S", "60"))
 CLIENTS = 12
-# What may lie idle after a part of the soak, and not after its beginning.
+# An idle server may hold this much more after a part of the soak than at its beginning.
 GROWTH_BYTES = 48 << 20
 GO_ON = {"0": -1000}
 
@@ -49,8 +49,8 @@ async def ask(running: PagedRunningServer, body: bytes, reads: int | None) -> in
 
 
 async def while_computing(running: PagedRunningServer, reading: asyncio.Future[bytes]) -> bytes:
-    """An answer, for which a client waits as long as the server computes anything: the whole of 800
-    tokens, among those of others, takes minutes on a busy machine."""
+    """An answer. The client waits as long as the server computes: 800 tokens, among those of
+    others, take minutes on a busy machine."""
     metrics = running.service.metrics
     before = -1
     while not reading.done():
@@ -62,7 +62,7 @@ async def while_computing(running: PagedRunningServer, reading: asyncio.Future[b
 
 
 def bodies(rng: random.Random) -> Any:
-    """A request of a kind that is drawn, and how much of its answer is read."""
+    """A random kind of request, and how much of its answer the client reads."""
     bad = [each for group in bad_requests().values() for each in group if each.path == TEXT]
     while True:
         said: dict[str, Any] = {
@@ -85,7 +85,7 @@ def bodies(rng: random.Random) -> Any:
 
 
 async def traffic(running: PagedRunningServer, seconds: float, rng: random.Random) -> Counter[int]:
-    """How often each status came."""
+    """The number of answers of each status."""
     statuses: Counter[int] = Counter()
     until, asked = monotonic() + seconds, bodies(rng)
 
@@ -99,7 +99,7 @@ async def traffic(running: PagedRunningServer, seconds: float, rng: random.Rando
 
 
 def held(running: PagedRunningServer) -> dict[str, int]:
-    """What an idle server holds, beside its cache."""
+    """The memory that an idle server holds, without its cache."""
     assert_idle_pools_hold_nothing(running)
     gc.collect()
     proc = Path("/proc/self")

@@ -23,7 +23,7 @@ COMMON = [(13 * i * i + 5 * i + 7) % 97 for i in range(700)]
 
 
 class CountingModel:
-    """Counts the tokens that a model is given."""
+    """Counts the tokens that a model gets."""
 
     def __init__(self, model: Any) -> None:
         self.tokens = 0
@@ -35,7 +35,7 @@ class CountingModel:
 
 
 def finish(generator: Any, uids: list[int]) -> dict[int, list[int]]:
-    """All tokens of some rows."""
+    """All tokens of some sequences."""
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
     left = set(uids)
     while left:
@@ -48,7 +48,7 @@ def finish(generator: Any, uids: list[int]) -> dict[int, list[int]]:
 
 
 def prompts_of(lengths: list[tuple[int, int]]) -> list[list[int]]:
-    """Prompts that share so many tokens with the others and have so many of their own."""
+    """Prompts that share so many tokens with the others, and have so many of their own."""
     return [
         COMMON[:shared] + [90 + row + 3 * i % 7 for i in range(own)]
         for row, (shared, own) in enumerate(lengths)
@@ -75,7 +75,7 @@ def test_what_prompts_share_is_computed_once(
         type(model), "__call__", lambda self, inputs, **named: counting(self, inputs, **named)
     )
     factory = PagedCacheFactory(model)
-    # Looks at what a step writes, and computes nothing.
+    # Observes what a step writes, and computes nothing.
     factory.can_admit(0)
     counting.tokens = 0
     with factory:
@@ -96,7 +96,7 @@ def test_shared_blocks_are_held_once() -> None:
         generator = BatchGenerator(model, max_tokens=3)
         uids = generator.insert(prompts)
         generator.next()
-        # Two full blocks that all share, and a tail for each.
+        # Two full blocks that all share, and a last block for each.
         assert factory.stats().blocks_used <= 2 + len(prompts) + 1
         finish(generator, uids)
         generator.close()

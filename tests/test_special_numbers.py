@@ -23,7 +23,7 @@ from tests.backends import instruction_sets, native_library
 HEADS, DIM = 2, 96
 ROWS = AttentionMetadata(((0,),), (256,), (0,))
 CODES = ("q8-unrotated", "q4-unrotated")
-# Two of NaN whose last bits carry on into the sign when they are rounded as if they were a number.
+# Two NaNs whose last bits would carry into the sign if a kernel rounded them like numbers.
 NANS = (0x7FFF, 0xFFFF, 0x7C01, 0x7E00)
 
 
@@ -35,7 +35,7 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
 
 
 def pages_of(backend: NativeBackend, dtype: mx.Dtype, *names: str) -> LayerPages:
-    """A page of each format: the first of a slab of its own."""
+    """A page of each format, each the first of its own slab."""
     pages = LayerPages(LayerGeometry(HEADS, DIM, dtype, HEADS, DIM, dtype), backend, 64)
     for slab, name in enumerate(names):
         pages.map_slab(slab, 1, page_format_named(name))
@@ -47,7 +47,7 @@ def step(dtype: mx.Dtype, seed: int) -> mx.array:
 
 
 def test_nan_in_a_page_is_nan_in_what_is_gathered(backend: NativeBackend) -> None:
-    """Whatever its bits are. Codes that are not 0 have a scale of NaN."""
+    """Whatever the NaN's bits are. Codes other than 0 have a scale of NaN."""
     for name, bits, dtype in product(CODES, NANS, (mx.float32, mx.float16, mx.bfloat16)):
         pages = pages_of(backend, dtype, name)
         words = np.full(pages.page(0).shape, 0x1111, np.uint16).reshape(-1)
@@ -61,7 +61,7 @@ def test_nan_in_a_page_is_nan_in_what_is_gathered(backend: NativeBackend) -> Non
 
 
 def test_what_is_gathered_is_rounded_as_mlx_rounds(backend: NativeBackend) -> None:
-    """Code times scale has more bits than the dtype: to the nearest, ties to even."""
+    """Code times scale has more bits than the dtype: it rounds to nearest, ties to even."""
     for name, dtype in product(CODES, (mx.float16, mx.bfloat16)):
         pages = pages_of(backend, dtype, name)
         pages.write(step(dtype, 1), step(dtype, 2), ROWS)
@@ -70,7 +70,7 @@ def test_what_is_gathered_is_rounded_as_mlx_rounds(backend: NativeBackend) -> No
 
 
 def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
-    """And leaves those beside it alone."""
+    """The numbers beside it keep their values."""
     for name, queries in product(("fp16", "q8", "q4", "q4-unrotated"), (1, 40)):
         pages = pages_of(backend, mx.float16, name)
         pages.write(mx.abs(step(mx.float16, 1)) + 1, step(mx.float16, 2), ROWS)
@@ -84,7 +84,7 @@ def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
 
 
 def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend) -> None:
-    """As far as codes of 4 bits can: a wrong basis or scale leaves nothing of them."""
+    """To within codes of 4 bits: with a wrong basis or scale, nothing would match."""
     names = ("fp16", "q8", "q4", *CODES)
     for source, target in permutations(names, 2):
         pages = pages_of(backend, mx.float16, source, target)

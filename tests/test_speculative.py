@@ -18,16 +18,16 @@ from tests.generation import Run, assert_same_run, assert_written_and_free, gree
 from tests.grids import plain_only
 from tests.zoo import small_model
 
-# Drafts are verified several tokens at a time, so float32 sums run in another order.
+# The target verifies several draft tokens at a time, so float32 sums have another order.
 FLOAT32_TOLERANCE = 1e-3
-# The page border at 256 lies among the tokens that are drafted, accepted and trimmed.
+# The page border at 256 lies among the drafted, accepted and trimmed tokens.
 PROMPT_LENGTH = 240
 NEW_TOKENS = 40
 
 
 @dataclass
 class Case:
-    """A target, its prompt, and what it writes without a draft."""
+    """A target, its prompt, and the text that it writes without a draft."""
 
     model: Any
     prompt: list[int]
@@ -51,7 +51,7 @@ def truncated_draft(case: Case) -> Any:
 
 @pytest.fixture(scope="module")
 def random_draft(case: Case) -> Any:
-    """It guesses nothing, so that every draft is trimmed whole."""
+    """It guesses nothing, so the target trims every draft."""
     mx.random.seed(0)
     args = dataclasses.replace(case.model.args, num_hidden_layers=1, layer_types=None)
     draft = llama.Model(dataclasses.replace(args, hidden_size=64, intermediate_size=64))
@@ -71,7 +71,7 @@ def truncated(model: Any, num_layers: int) -> Any:
 
 
 def speculate(case: Case, draft: Any, **options: Any) -> tuple[Run, int]:
-    """A run, and how many of its tokens the draft had guessed."""
+    """A run, and the number of its tokens that the draft guessed."""
     produced = list(
         speculative_generate_step(
             mx.array(case.prompt), case.model, draft, max_tokens=NEW_TOKENS, **options
@@ -107,7 +107,7 @@ def test_caches_that_are_passed_in_give_the_greedy_run(
         case, draft, num_draft_tokens=num_draft_tokens, prompt_cache=caches[0] + caches[1]
     )
     assert_same_run(run, case.greedy_run, FLOAT32_TOLERANCE)
-    # A draft that is always right or always wrong would not try every length of trimming.
+    # A draft that is always right or always wrong would not cover every length of trimming.
     assert (0 < guessed < NEW_TOKENS) == guesses
     assert caches[0][0].pool.stats().blocks_used == 2
     del caches
@@ -128,7 +128,7 @@ def test_installed_factories_of_target_and_draft_give_the_greedy_run(
 
 
 def test_a_model_can_draft_for_itself_out_of_one_pool(case: Case) -> None:
-    """All is accepted, and the two sequences interleave their blocks."""
+    """The target accepts everything, and the two sequences interleave their blocks."""
     factory = PagedCacheFactory(case.model, max_bytes=64 << 20)
     with factory:
         run, guessed = speculate(case, case.model, num_draft_tokens=3)
@@ -163,7 +163,7 @@ def abandon(case: Case, draft: Any, caches: list[Any], taken: int) -> None:
 def test_what_is_kept_after_trimming_continues_as_greedy_decoding_does(
     case: Case, truncated_draft: Any
 ) -> None:
-    """A cache that was trimmed over and over holds exactly the tokens that were accepted."""
+    """A cache that was trimmed many times holds exactly the accepted tokens."""
     cache = PagedCacheFactory(case.model, max_bytes=64 << 20).make_cache()
     draft_cache = make_prompt_cache(truncated_draft)
     produced, _ = speculate(

@@ -18,7 +18,7 @@ from tests.state_machine.store_rules import StoreRules
 from tests.state_machine.worlds import FORMATS, World
 
 SOAK = int(os.environ.get("PAGED_KV_SOAK", "0"))
-# From what holds a prompt or two to what is never full.
+# From a pool that holds a prompt or two to one that is never full.
 PAGES = st.sampled_from([60, 40, 100, 400])
 CHUNKS = st.sampled_from([None, 100, 1])
 # Narrower than a page and wider, in rings of one page and of two.
@@ -34,7 +34,7 @@ def zoo(name: str, *windows: int) -> st.SearchStrategy[World]:
 
 
 def table(windows: st.SearchStrategy[tuple[int | None, ...]]) -> st.SearchStrategy[World]:
-    """A model of which the content of every page is known, in every format."""
+    """A model for which the expected content of every page is known, in every format."""
     formats = st.sampled_from(FORMATS)
     has_states = st.booleans()
     return st.builds(
@@ -65,7 +65,7 @@ def run(worlds: st.SearchStrategy[World], examples: int) -> None:
             database=None,
             deadline=None,
             max_examples=SOAK or examples,
-            # To shrink an example takes minutes.
+            # Shrinking an example takes minutes.
             phases=(Phase.generate,),
             stateful_step_count=30,
             suppress_health_check=list(HealthCheck),
@@ -73,7 +73,7 @@ def run(worlds: st.SearchStrategy[World], examples: int) -> None:
     )
 
 
-# What a llama has, gemma3 has too, and lfm2 has what falcon_h1 has.
+# gemma3 has everything that a llama has, and lfm2 everything that falcon_h1 has.
 @pytest.mark.parametrize(
     "name", WORLDS if SOAK else plain_only(["gemma3", "lfm2", "table", "windows"], WORLDS)
 )

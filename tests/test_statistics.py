@@ -25,7 +25,7 @@ from tests.invariants import assert_invariants, used_rows
 
 LAYERS = 3
 WINDOW = Window(300, 64)
-# float32, one head of 4 numbers, keys and values
+# Keys and values in float32, one head of 4 numbers.
 TOKEN_BYTES = 2 * 4 * 4
 
 
@@ -51,10 +51,10 @@ def test_one_sequence_by_hand() -> None:
     for count in (60, 64, 64, 64, 64, 64, 20):
         write(caches, count)
     full, windowed = pool.stats().groups
-    # 400 tokens: two pages, of which 112 rows are free.
+    # 400 tokens: two pages with 112 free slots.
     assert (full.layers, full.window, full.blocks_used) == (1, None, 2)
     assert (full.bytes_last_block, full.bytes_out_of_window) == (112 * TOKEN_BYTES, 0)
-    # A window of 300 in a ring of two pages: 100 of the 400 tokens are out of sight.
+    # A window of 300 in a ring of two pages: 100 of the 400 tokens are out of the window.
     assert (windowed.layers, windowed.window, windowed.blocks_used) == (2, 300, 2)
     assert windowed.bytes_last_block == 112 * 2 * TOKEN_BYTES
     assert windowed.bytes_out_of_window == 100 * 2 * TOKEN_BYTES
@@ -89,16 +89,17 @@ def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_ne
     caches = [PagedKVCache(pool, layer, [first]) for layer in range(LAYERS)]
     for count in [64] * 10 + [60]:
         write(caches, count)
-    # The second page is the oldest in the ring, and sees its last 112 rows.
+    # The second page is the oldest in the ring, and the window sees its last 112 slots.
     kept = first.blocks(pool.groups[1])[1]
     prefixes.insert("", [7] * 700, first, None)
     found = prefixes.fetch("", [7] * 300 + [8], pool.page_format)
     assert found.num_tokens == 300
-    # That page is the second one's latest, with 44 rows: between those and the 112 are 100.
+    # That page is the second sequence's latest, with 44 slots: 100 slots lie between those and the
+    # 112.
     assert found.sequence.blocks(pool.groups[1])[1] == kept
     windowed = pool.stats().groups[1]
     assert (windowed.blocks_used, windowed.blocks_shared, windowed.blocks_cached) == (3, 1, 0)
-    # The first one's latest page has 188 rows, and behind them what was there a lap before.
+    # The first sequence's latest page has 188 slots, and after them the tokens of the lap before.
     assert windowed.bytes_out_of_window == (100 + 256 - 188) * 2 * TOKEN_BYTES
     assert windowed.bytes_last_block == 0
     pool.check()
@@ -124,8 +125,8 @@ def test_rows_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
-    """Random lengths, forks, drops and windows; waste is half a page a sequence and group, and
-    what the rings are larger than their windows."""
+    """Random lengths, forks, drops and windows. Half a page per sequence and group is unused, and
+    the difference between rings and their windows."""
     rng = random.Random(seed)
     pool = ring_pool(1 << 28)
     held: list[list[PagedKVCache]] = []
@@ -150,7 +151,7 @@ def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
     assert full.bytes_last_block / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
     assert tails / len(held) / 2 < 128 + 3 * 9.2
     owned = [-(-int(length) // 256) * 256 - int(length) for length in lengths]
-    # Shared tails are counted once, so this is what there would be without forks.
+    # Shared last blocks count once, so without forks there would be this many.
     assert full.bytes_last_block <= sum(owned) * TOKEN_BYTES
     pool.check()
 

@@ -29,7 +29,7 @@ def _own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def wait_until_published(folder: Path, pid: int) -> None:
-    """Until all that the process has is there to see."""
+    """Wait until the process shows everything."""
     published = folder / "paged-kv" / f"{pid}.json"
     wait_until(lambda: published.exists() and '"used":3' in published.read_text())
 
@@ -60,7 +60,7 @@ def test_the_only_process_is_shown_to_the_byte(
     assert stats() == 0
     text = capsys.readouterr().out
     assert f"process {pid}:" in text
-    # 320 tokens in 2 layers of float32, and 212 + 236 slots behind them
+    # 320 tokens in 2 layers of float32, and 212 + 236 free slots after them.
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["allocated"][1:3] == ["20.48", "kB"]
     assert rows["+ last block"][3:5] == ["28.67", "kB"]
@@ -233,7 +233,7 @@ def test_a_folder_that_others_can_enter_is_refused(
     (tmp_path / "paged-kv").chmod(0o755)
     assert stats() == 1
     assert "that nobody else can enter: chmod 700" in capsys.readouterr().err
-    # The process goes on all the same.
+    # The process continues all the same.
     with shown_process(tmp_path):
         time.sleep(0.2)
     assert not list((tmp_path / "paged-kv").iterdir())
@@ -280,7 +280,7 @@ print("ready", flush=True)""",
     with shown_process(tmp_path, forks) as number:
         files = {file.name for file in (tmp_path / "paged-kv").iterdir()}
         assert f"{number}.json" in files
-        # The last child published too, and its end was not seen by it.
+        # The last child published too, and did not notice its own end.
         assert len([name for name in files if name.endswith(".json")]) == 2
 
 

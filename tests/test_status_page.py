@@ -113,7 +113,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
     running: PagedRunningServer,
 ) -> None:
-    """Another name may be that of a site, whose pages could read the answers."""
+    """Another name may belong to another site, whose pages could read the answers."""
     for path in ("/kv", "/kv/data"):
         address = f"http://127.0.0.1:{running.port}{path}"
         with pytest.raises(HTTPError, match="403"):
@@ -153,7 +153,7 @@ def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, names)), None)
     with playwright.sync_playwright() as driver:
         try:
-            # Where everybody is root, Chromium's sandbox does not start.
+            # Chromium's sandbox does not start for root.
             opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no browser: install chromium, or run `playwright install`: {error}")
@@ -171,7 +171,7 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
     page.on("request", lambda request: asked.append(request.url))
     address = f"http://127.0.0.1:{running.port}"
     page.goto(f"{address}/kv")
-    # A test that failed may still hold pools of its own, which the page shows too.
+    # An earlier test that failed may still hold pools, which the page shows too.
     pool = f"#pool-{running.pools[0].serial}"
     page.wait_for_selector(f"{pool} .map i")
     stats = running.pools[0].stats()
@@ -200,7 +200,7 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
     page.screenshot(path=ARTEFACTS / "status_page.png", full_page=True)
     wait_until(lambda: "0 running, 0 waiting" in page.locator("#requests").inner_text())
     page.set_viewport_size({"width": 390, "height": 844})
-    # Nothing sticks out to the side, but what scrolls by itself.
+    # Nothing overflows to the side, except elements that scroll by themselves.
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.screenshot(path=ARTEFACTS / "status_page_390.png", full_page=True)
     assert not wrong

@@ -28,7 +28,7 @@ from tests.layer_calls import calls_of_layers
 from tests.zoo import small_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-# Of the project's own, in each layer but a step's first.
+# Of the project's own calls, in each layer but a step's first.
 MOST_CALLS = 15
 
 
@@ -62,7 +62,7 @@ def test_a_models_arrays_are_never_made_and_others_are() -> None:
     found, _ = other.update_and_fetch(*given)
     assert mx.array_equal(found, given[0])
     assert mx.array_equal(attending.keys, given[0])
-    # Without a mask before it, nothing tells that a model takes the step.
+    # Without a mask before it, the pool does not know that a model takes the step.
     found, _ = attending.update_and_fetch(*step(1, 2))
     assert found.shape == (1, 2, 6, 16)
     mx.eval(found)
@@ -86,7 +86,7 @@ def test_attention_gathers_where_a_mask_is_not_one_of_a_kernel() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_what_was_not_read_in_its_step_is_refused_later() -> None:
-    """A ring may have been written over by then."""
+    """The step may have overwritten a ring by then."""
     pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=1 << 24)
     pool.attending = frozenset({0})
     (cache,) = layers_of(pool)
@@ -117,7 +117,7 @@ def test_a_model_that_changes_its_ways_is_told_what_to_do(monkeypatch: pytest.Mo
     gathering = PagedCacheFactory(model, max_bytes=64 << 20, always_gather=True)
     assert_same_run(greedy(model, PROMPT, gathering.make_cache(), 5), expected, 1e-4)
     assert gathering.stats().gather_fallbacks > 0
-    # One that is tried out with its own attention gets arrays without being asked for them.
+    # The factory tries the model out, finds its own attention, and gives it arrays.
     later = PagedCacheFactory(model, max_bytes=64 << 20)
     assert_same_run(greedy(model, PROMPT, later.make_cache(), 5), expected, 1e-4)
 
@@ -176,7 +176,7 @@ def test_a_step_tells_its_sequences_also_when_all_caches_are_gone() -> None:
 
 
 def test_rows_that_leave_a_batch_give_their_blocks_back_at_once() -> None:
-    """Without waiting for the collector."""
+    """Without waiting for the garbage collector."""
     pool = PagePool(2, max_bytes=1 << 24)
     pool.attending = frozenset({0, 1})
     layers = layers_of(pool, 2)
@@ -210,7 +210,7 @@ def test_offsets_of_layers_on_both_sides_of_a_step() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
-    """Its queries come first: it is written when something else asks for its pages."""
+    """Its queries attend first: it is written when another call needs its pages."""
     pool = PagePool(2, windows={0: Window(32, 32), 1: Window(300, 256)}, max_bytes=1 << 24)
     layers = layers_of(pool)
     given = step(600, 1)
@@ -248,7 +248,7 @@ def test_layers_that_are_not_as_far_take_steps_of_their_own() -> None:
     second.update_and_fetch(*given)
     for layer in (first, second):
         assert mx.array_equal(layer.keys, given[0])
-    # Padding that one layer has still to come makes it another step, too.
+    # Padding that one layer has not seen yet makes it another step, too.
     first.prepare(left_padding=[0])
     second.trim(9)
     first.trim(9)
@@ -261,7 +261,7 @@ def test_layers_that_are_not_as_far_take_steps_of_their_own() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_a_group_that_another_sequence_opens_between_mask_and_step() -> None:
-    """Only what is open has blocks that can be owned when a mask is asked for."""
+    """Only open groups have blocks that a mask can reserve."""
     pool = PagePool(2, windows={1: Window(300, 256)}, max_bytes=1 << 24)
     other, layers = layers_of(pool), layers_of(pool)
     other[0].update_and_fetch(*step(3, 1))
@@ -295,7 +295,7 @@ def test_a_step_that_cannot_be_gathered_is_undone(monkeypatch: pytest.MonkeyPatc
 def test_a_shared_page_that_cannot_be_copied_yet_stays_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another thread may still have to read what was in the page that it is copied to."""
+    """Another thread may still have to read the page that the copy would overwrite."""
     pool = PagePool(1, max_bytes=1 << 24)
     (cache,) = layers_of(pool)
     given = step(9, 1)
@@ -357,7 +357,7 @@ def test_a_conversion_that_is_interrupted_takes_no_blocks(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("backend")
 def test_attention_follows_pages_that_became_smaller_within_the_step() -> None:
-    """As where another thread's step makes room between a layer's write and its attention."""
+    """As if another thread's step made room between a layer's write and its attention."""
     pool = PagePool(1, page_format="auto", max_bytes=1 << 22)
     pool.attending = frozenset({0})
     (cache,), (other,) = layers_of(pool), layers_of(pool)

@@ -21,7 +21,7 @@ from tests.zoo import small_model
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A store of one prompt of three blocks, and of another of one."""
+    """A store of one prompt of three blocks, and of another of one block."""
     folder = tmp_path / "store"
     with open_store(folder) as store:
         for seed, length in ((1, 600), (2, 256)):
@@ -146,7 +146,7 @@ def test_the_order_of_use_survives_export_and_import(
         assert run(each, "gc", "--store-bytes", "10MB") == 0
         with open_store(each) as store:
             kept = [Place(link, PAGES).key in store.stored_keys() for link in chain]
-        # The beginning of a prompt stays, as what comes behind it is of no use without it.
+        # The beginning of a prompt stays: its continuation is of no use without it.
         assert sum(kept) > 5
         assert all(kept[: sum(kept)])
 
@@ -231,7 +231,7 @@ def test_generate_begins_with_what_is_stored(
     shutil.rmtree(folder)
     generate("--prompt", prompt + "x", "--store", str(folder))
     with open_store(folder) as store:
-        # One whole block, and what the longer of the two has behind it.
+        # One whole block, and the rest of the longer prompt.
         assert len(store.stored_keys()) == 2
 
 
@@ -256,7 +256,7 @@ def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
     name: str,
     max_tokens: int,
 ) -> None:
-    """A window has passed the prompt, or a state has seen the answer."""
+    """A window has passed the prompt, or a state has already seen the answer."""
     _, tokenizer = trained("stdlib-llama")
     monkeypatch.setattr(text_generation, "load", lambda _: (small_model(name), tokenizer))
     outputs = []

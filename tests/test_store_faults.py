@@ -1,4 +1,4 @@
-"""A failing disk: a clear error when a store is opened, afterwards only misses."""
+"""A failing disk: opening a store raises a clear error, and later failures are misses."""
 
 import errno
 import logging
@@ -55,7 +55,7 @@ def wanted(tokens: list[int]) -> Wanted:
 
 
 def found(store: BackgroundStore, tokens: list[int]) -> int:
-    """How many tokens of a prompt are stored; everything that is read is right."""
+    """The number of a prompt's stored tokens; everything that is read is right."""
     stored = store.find(wanted(tokens))
     if stored is None:
         return 0
@@ -74,7 +74,7 @@ def save(store: BackgroundStore, tokens: list[int], words: int = 1000) -> None:
 
 
 def assert_sound(folder: Path) -> None:
-    """What is there can be read by the next process, and nothing of it is wrong."""
+    """The next process can read all entries, and none of them is wrong."""
     with open_store(folder, MIN_BYTES) as store:
         for link in links(TEXT):
             with suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ def test_every_system_call_may_fail_in_the_background(
             assert found(store, TEXT) in (0, 256, 512, 600)
             store.close()
             stats = store.stats()
-            # Whatever was not stored or found was counted.
+            # The counts include everything that was not stored or not found.
             assert stats.errors or stats.tokens_found == 0
         monkeypatch.setattr(folder_module, "os", os)
         assert_sound(folder)
@@ -176,7 +176,7 @@ def test_a_file_is_flushed_before_it_has_its_name_and_the_folder_afterwards(
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Without being root: files may not grow beyond a limit, and the signal for it is ignored."""
+    """Needs no root: the process limits the size of files, and ignores the signal for it."""
     code = f"""
 import errno, resource
 from pathlib import Path
@@ -242,7 +242,7 @@ def test_a_folder_that_vanishes_is_a_miss(
         save(store, prompt(seed, 300))
         store.flush()
         assert found(store, TEXT) == 0
-        # What could not be stored is not taken for stored.
+        # Entries that could not be stored do not count as stored.
         assert not store.knows(Place(links(prompt(seed, 300))[0], PAGES).key)
     store.close()
     assert store.stats().dropped == {"the disk failed": 6}
@@ -318,7 +318,7 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
     answers.set()
     assert store.flush()
     assert store.stats().entries_written == 101 - dropped
-    # What was dropped is not taken for stored.
+    # Dropped entries do not count as stored.
     assert store.knows(Place(links(prompt(0))[0], PAGES).key)
     assert not store.knows(Place(links(prompt(99))[0], PAGES).key)
     store.close()
@@ -376,5 +376,5 @@ def test_reading_while_others_evict_gives_the_right_thing_or_nothing(tmp_path: P
 
 
 def test_what_faults_are_is_what_a_disk_can_do() -> None:
-    # TimeoutError, of a lock, is an OSError.
+    # TimeoutError, which a lock raises, is an OSError.
     assert issubclass(TimeoutError, FAULTS)

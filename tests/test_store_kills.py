@@ -1,4 +1,4 @@
-"""Writers killed at any moment leave nothing that is read wrongly, and no folder over its cap."""
+"""A killed writer leaves nothing that is read wrongly, and no folder over its limit."""
 
 import json
 import os
@@ -31,8 +31,8 @@ def test_a_hundred_writers_are_killed(tmp_path: Path) -> None:
     assert counts["wrong_reads"] == 0
     assert "other_findings" not in counts
     assert counts["most_bytes"] <= counts["cap"]
-    # They were killed while they wrote, and what they had written before was read. How much that is
-    # depends on how busy the machine is.
+    # The writers were killed while they wrote, and the test has read what they had written before.
+    # The amount depends on how busy the machine is.
     assert counts["left_behind"] > 0
     assert counts["reads"] > 100
 

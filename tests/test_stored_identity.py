@@ -77,7 +77,7 @@ def test_weights_exchanged_under_a_factory_find_nothing(folder: Path) -> None:
     greedy(model, [1, *TEXT[:600]], begun, 1)
     scaled(model)
     assert factory.fetch_cache(TEXT[:600])[1] == 0
-    # Begun with the other weights: not to be stored under these.
+    # The sequence began with the other weights: it must not be stored under these.
     factory.insert_cache([1, *TEXT[:600]], begun)
     factory.close()
     assert found(model, folder, [1, *TEXT[:600]]) == 0
@@ -113,7 +113,7 @@ def test_the_fingerprint_is_that_of_the_content() -> None:
     model = small_model("gemma3_text")
     first = of(model)
     assert of(small_model("gemma3_text")) == of(copy.deepcopy(model)) == first
-    # Running it changes nothing.
+    # Running the model changes nothing.
     greedy(model, TEXT[:20], PagedCacheFactory(model).make_cache(), 1)
     assert of(model) == first
     for change in (scaled, other_scale):

@@ -33,7 +33,7 @@ KINDS = [
     *[("qwen3_next", page_format) for page_format in ("fp16", "q4")],
     *[("falcon_h1", page_format) for page_format in ("fp16", "auto")],
     ("deepseek_v3", "fp16"),
-    # Layers that keep mlx-lm's KVCache or ChunkedKVCache beside pages.
+    # These layers keep mlx-lm's KVCache or ChunkedKVCache beside pages.
     *[(name, "fp16") for name in ("minimax_m3_vl", "deepseek_v32", "llama4")],
 ]
 
@@ -71,9 +71,10 @@ def test_a_process_that_is_ended_has_stored_what_it_inserted(folder: Path, name:
     factory = stored_factory(model, folder)
     computed(model, factory, TEXT[:600])
     store_of(factory).flush()
-    # The other process is still there, and has closed nothing.
+    # The other process still runs, and has closed nothing.
     cached = found(model, folder, [*TEXT[:600], 1, 2])
-    # Layers that begin anywhere have stored whole blocks so far; others all of it.
+    # Models whose layers can all resume from any token have stored whole blocks so far, the others
+    # everything.
     assert cached == (512 if name == "qwen3" else 600)
     factory.close()
     assert found(model, folder, [*TEXT[:600], 1, 2]) == 600
@@ -85,7 +86,7 @@ def test_prompts_that_part_share_what_is_stored(folder: Path) -> None:
     computed(model, factory, TEXT[:1000])
     computed(model, factory, [*TEXT[:512], *TEXT[600:900]])
     factory.close()
-    # Of the four blocks of each, two are the same.
+    # Two of each prompt's four blocks are the same.
     with open_store(folder) as store:
         assert len(store.stored_keys()) == 4 + 2
     assert found(model, folder, TEXT[:1100]) == 1000
@@ -99,7 +100,7 @@ def test_prompts_that_part_share_what_is_stored(folder: Path) -> None:
 def test_a_prompt_that_was_stored_with_its_answer_is_found_to_the_token(
     folder: Path, name: str, length: int, answer: int
 ) -> None:
-    """In the block that was stored as the last, and in one that the answer filled."""
+    """In the last block of the stored prompt, and in one that the answer filled."""
     model = small_model(name)
     prompt = TEXT[:length]
     factory = stored_factory(model, folder)
@@ -149,7 +150,7 @@ def test_what_memory_lost_comes_back_from_disk(folder: Path) -> None:
         asked = [*prompt, 1, 2, 3]
         run, cached = warm(model, factory, asked)
         assert cached == 601
-        if prompt in (prompts[0], prompts[-1]):  # the first and the last to be lost
+        if prompt in (prompts[0], prompts[-1]):  # The first and the last are lost.
             cold = greedy(model, asked, PagedCacheFactory(model).make_cache(), 4)
             assert_same_run(run, cold, 1e-4)
     assert store_of(factory).stats().tokens_found > 0
@@ -225,7 +226,7 @@ def test_a_damaged_file_shortens_what_is_found(folder: Path) -> None:
     cold = greedy(model, prompt, PagedCacheFactory(model).make_cache(), 4)
     assert_same_run(run, cold, 1e-4)
     assert store_of(factory).stats().errors == {"damaged": 1}
-    # Computed again, it is stored again.
+    # The factory computes it again, and stores it again.
     computed(model, factory, TEXT[:1100])
     factory.close()
     assert found(model, folder, prompt) == 1100
@@ -259,7 +260,7 @@ def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str)
 def test_rows_that_hold_no_tokens_are_stored_as_zeros(folder: Path) -> None:
     model = small_model("qwen3")
     factory = stored_factory(model, folder)
-    # Another's prompt leaves its numbers in the pages.
+    # Another user's prompt leaves its numbers in the pages.
     cache = factory.make_cache()
     greedy(model, TEXT[300:800], cache, 1)
     del cache

@@ -1,4 +1,4 @@
-"""States of layers without pages survive packing into bytes unchanged."""
+"""The states of layers without pages are the same after packing and unpacking."""
 
 import json
 from typing import Any

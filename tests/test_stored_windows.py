@@ -1,4 +1,4 @@
-"""Models with windows and states resume from disk after every block whose ring is stored, and never
+"""Models with windows and states resume from disk after every block with a stored ring, and never
 with a wrong page."""
 
 import random
@@ -59,7 +59,7 @@ def run_of(
     step: int = 2048,
     keep: bool = True,
 ) -> tuple[Run, int]:
-    """A run behind what is known of a prompt, and how many tokens that was."""
+    """A run after the cached part of a prompt, and the length of that part."""
     cache, cached = factory.fetch_cache(prompt)
     run = greedy(model, prompt[cached:], cache, 3, step)
     if keep:
@@ -86,7 +86,7 @@ def test_a_fresh_pool_says_what_a_cold_one_says(folder: Path, name: str, page_fo
     with stored_factory(model, folder, page_format=page_format) as factory:
         cache, _ = factory.fetch_cache(prompt)
         first = greedy(model, prompt, cache, 3)
-        # States are those behind all tokens, so they are needed behind the last but one.
+        # A state is that after all tokens, and a lookup needs one after the last token but one.
         behind, _ = factory.fetch_cache([0, *TEXT])
         model(mx.array([prompt[:-1]]), cache=behind)
         factory.insert_cache(prompt[:-1], behind)
@@ -114,7 +114,7 @@ def test_a_restart_goes_on_behind_every_block(
         run_of(model, factory, TEXT[:1301], step=step)
         prompts = [[*TEXT[:length], 1, 2, 3] for length in (1280, 768, 512, 256)]
         expected = [run_of(model, factory, prompt, keep=False)[0] for prompt in prompts]
-        # Within a block as far as its page and those before it hold the window.
+        # Within a block, as far as its page and the pages before hold the window.
         within = [[*TEXT[:length], 4, 5] for length in (700, 520)]
         in_memory = [run_of(model, factory, prompt, keep=False)[1] for prompt in within]
     assert in_memory[0] == 700
@@ -155,7 +155,7 @@ def test_rows_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> No
     model = small_model("gemma3_text")
     with stored_factory(model, folder) as factory:
         for length in (40, 340):
-            # Others leave their numbers in the pages, and more is computed than is inserted.
+            # Others leave their numbers in the pages, and the model computes more than it inserts.
             greedy(model, TEXT[300:900], factory.make_cache(), 1)
             cache = factory.make_cache()
             model(mx.array([TEXT[: length + 20]]), cache=cache)
@@ -177,12 +177,12 @@ def test_rows_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> No
                 used = np.any(rows, axis=(0, 2))
                 rows_of.setdefault(row.num_tokens, []).append(np.flatnonzero(used).tolist())
     assert all(rows == list(range(40)) for rows in rows_of[40])
-    # A ring of one page: 360 tokens were written once, of which 20 were taken back.
+    # A ring of one page: 360 tokens were once written, and 20 of them trimmed.
     assert all(rows == [*range(84), *range(104, 256)] for rows in rows_of[84])
 
 
 class StoredTold(Told):
-    """A pool whose layers hold what they are told, and its prefixes, in a store."""
+    """A pool whose layers hold the given numbers, and its prefixes, with a store."""
 
     def __init__(self, folder: Path, max_bytes: int, **options: Any) -> None:
         super().__init__(max_bytes, **options)
@@ -200,7 +200,7 @@ class StoredTold(Told):
 
 @pytest.mark.parametrize("blocks", plain_only([45], [45, 200]))
 def test_random_histories_begin_with_no_wrong_page_from_disk(folder: Path, blocks: int) -> None:
-    """Full pools, processes that end and damaged files, and what is found is right."""
+    """With full pools, ending processes and damaged files, everything that is found is right."""
     counts: Counter[str] = Counter()
     for seed in range(2):
         history(random.Random(seed), blocks, folder / str(seed), counts)
@@ -222,12 +222,12 @@ def history(rng: random.Random, blocks: int, folder: Path, counts: Counter[str])
             told.close()
             damage(rng, folder)
             told = new()
-        # No two positions of a prompt hold the same.
+        # No two positions of a prompt hold the same numbers.
         first = rng.randrange(2)
-        # Some are asked for again, so that all of them may be known.
+        # The rule repeats some prompts, so that the cache may know all of them.
         if not prompt or rng.random() < 0.8:
             prompt = [*range(first, first + 2 * rng.randrange(1, 2000), 2), 5000, 5000]
-        # Sometimes who came before is still there, and memory is full.
+        # Sometimes the earlier process still runs, and memory is full.
         prefix = told.prefixes.fetch("", prompt, told.pool.page_format)
         known, sequence = prefix.num_tokens, prefix.sequence
         told.assert_holds(sequence, prompt[:known])
@@ -284,7 +284,7 @@ def test_pages_from_disk_exhaust_no_pool(folder: Path) -> None:
         stats = factory.stats()
         assert sum(stats.evictions.values()) > 0
         assert stats.allocation_failures == 0
-    # Where a sequence leaves no room, less or nothing is found, and that is no failure.
+    # If a sequence leaves no room, a lookup finds less or nothing, which is not a failure.
     with stored_factory(model, folder, max_bytes=max_bytes // 3) as factory:
         held = factory.make_cache()
         greedy(model, TEXT[5:300], held, 1)
@@ -309,7 +309,7 @@ def test_a_pool_without_room_for_states_computes_everything(folder: Path) -> Non
 
 
 class Emptying:
-    """A tier that has nothing, and for which everything in memory must go."""
+    """A tier that holds nothing, and asks to evict everything from memory."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool

@@ -27,8 +27,8 @@ Step = tuple[int, int]
 
 
 def steps(seed: int) -> Iterator[Step]:
-    """Sequences that grow and end, without end. The first step is of one token, so that all layers
-    are known."""
+    """Sequences that grow and end, forever. The first step has one token, so that the pool knows
+    all layers."""
     rng = random.Random(seed)
     yield 0, 1
     while True:
@@ -36,7 +36,7 @@ def steps(seed: int) -> Iterator[Step]:
 
 
 def run(pool: PagePool, todo: Iterator[Step]) -> tuple[int, PoolExhausted]:
-    """How many steps a pool takes, and what ends them."""
+    """The number of steps that a pool takes, and the error that ends them."""
     held: dict[int, list[PagedKVCache]] = {}
     for number, (name, count) in enumerate(todo):
         if not count:

@@ -50,7 +50,7 @@ ROWS = {
 def written(
     folder: Path, bench: str, *, name: str = "", chip: str = "Chip", mlx: str = "0.32.4"
 ) -> None:
-    """A results file as benches write it."""
+    """A results file in the format of the benches."""
     content = {
         "bench": bench,
         "machine": {**MACHINE, "chip": chip},

@@ -1,4 +1,5 @@
-"""Threads that share a factory generate right or raise a typed error, and never crash."""
+"""Threads that share a factory generate the right tokens or raise a typed error, and never
+crash."""
 
 import gc
 import os
@@ -41,7 +42,7 @@ def new_cache(pool: PagePool) -> PagedKVCache:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises in a thread of its own."""
+    """Run `work` in a thread of its own; returns its result, or raises its error."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -58,7 +59,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 @pytest.mark.usefixtures("backend")
 def test_attention_follows_pages_that_moved_since_they_were_read() -> None:
-    """As `compact()` of another thread moves them between a layer's write and its attention."""
+    """As if `compact()` of another thread moved them between a layer's write and its attention."""
     pool = PagePool(1, max_bytes=1 << 24)
     first, second, cache = new_cache(pool), new_cache(pool), new_cache(pool)
     for filling in (first, second):
@@ -132,7 +133,7 @@ def test_threads_that_copy_one_prompt_cache_at_once_get_sequences_of_their_own()
 
 
 def test_a_slab_can_be_made_while_another_thread_clears_mlxs_cache() -> None:
-    """`mx.clear_cache` waits for all streams and holds the interpreter's lock meanwhile."""
+    """`mx.clear_cache` waits for all streams, and meanwhile holds the interpreter's lock."""
     code = """
 import os
 import threading
@@ -153,12 +154,12 @@ while not made.is_set():
 # MLX aborts now and then at the end of a process in which a thread has computed.
 os._exit(0)
 """
-    # A hang never ends; the limit says nothing about the machine.
+    # A hang never ends; the limit does not measure the machine.
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 class Stress:
-    """Threads that generate with one factory, and one that does everything else with it.
+    """Threads that generate with one factory, and one thread that does everything else with it.
 
     Attributes:
         outcomes: how generations ended.
@@ -241,7 +242,7 @@ def is_same(ours: Run, stock: Run) -> None:
 
 
 def is_a_run(ours: Run, stock: Run) -> None:
-    """All that is promised of quantised pages here: logits, and none of them NaN."""
+    """Quantised pages promise no more here: logits, and no NaN among them."""
     assert len(ours.tokens) == len(stock.tokens)
     assert not mx.isnan(ours.logprobs).any()
 

@@ -1,4 +1,5 @@
-"""Traces record what happened, and replays give the same results, or those of other parameters."""
+"""Traces record events of blocks, and replays give the same results, or those of other
+parameters."""
 
 import argparse
 import copy
@@ -180,7 +181,7 @@ def test_a_trace_of_rings_by_hand(tmp_path: Path) -> None:
         "G 0 0 1 0 200 0",
         "n 0 0 fp16",
         "w 0 0 250 1",
-        # The page is full and written over in one step, so it never is in the ring.
+        # One step fills the page and overwrites it, so the ring never holds it.
         "w 0 250 300 0",
         "s 0 0 fp16",
         "r 1 0 0",
@@ -198,7 +199,7 @@ def test_a_trace_of_rings_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_a_smaller_budget_would_have_changed(tmp_path: Path) -> None:
-    """Three prompts that come again, with room for two of them."""
+    """Three prompts that repeat, with room for two of them."""
     path = tmp_path / "trace"
     pool = PagePool(1, max_bytes=1 << 20, trace=str(path))
     prefixes = PrefixCache(pool, has_states=False)
@@ -281,7 +282,7 @@ def test_replay_prints_both_and_what_changes(
     assert main(["trace", "replay", path, "--json"]) == 0
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert content["recorded"] == content["replayed"]
-    # 32 layers, keys and values, 8 heads of 128 numbers of 2 bytes
+    # 32 layers, keys and values, 8 heads of 128 numbers of 2 bytes.
     assert content["recorded"]["peak_allocated"] == 8 * 300 * 32 * 2 * 8 * 128 * 2
     assert main(["stats", path]) == 0
     assert "block tables 8" in capsys.readouterr().out

@@ -24,14 +24,14 @@ from tests.ring_batches import (
 )
 
 LAYERS = 3
-# The one in the middle sees everything.
+# The layer in the middle sees everything.
 WINDOWS = {0: Window(300, 100), 2: Window(20, 20)}
 LONGEST_WRITE = 100
 COUNTS = st.sampled_from([1, 3, 20, 100, 256, 700, 1500])
 
 
 def refused_step(batch: Batch, count: int, refusing: int, lengths: list[int] | None) -> None:
-    """A step that all layers before one take, and that one is given heads of another size."""
+    """All layers before one take a step, and that one gets heads of another size."""
     steps = fresh_tokens(count, len(batch.rows))
     with contextlib.nullcontext() if lengths is None else ragged_step(batch.layers, lengths):
         before = progress(batch)
@@ -44,7 +44,7 @@ def refused_step(batch: Batch, count: int, refusing: int, lengths: list[int] | N
 
 
 def progress(batch: Batch) -> list[Any]:
-    """What later steps go by."""
+    """The state that later steps depend on."""
     sequences = batch.layers[0].sequences
     return [(list(each.context_lens), list(each.padding)) for each in sequences]
 

@@ -1,4 +1,5 @@
-"""Cached out-of-window blocks of forks: each sequence has its own; recently used ones go last."""
+"""Cached out-of-window blocks of forks: each sequence has its own, and the least recently used go
+first."""
 
 import copy
 
@@ -18,14 +19,14 @@ LAYERS = 1 + len(WINDOWS)
 
 
 def write(sequence: Sequence, tokens: list[int]) -> None:
-    """What layers write are the tokens themselves."""
+    """The numbers that layers write are the tokens themselves."""
     for layer in range(sequence.pool.num_layers):
         part = mx.array(tokens, mx.float32)[None, None, :, None] + 10_000 * layer
         steps.append(sequence.pool, layer, [sequence], part, part)
 
 
 def assert_holds(sequence: Sequence, tokens: list[int]) -> None:
-    """All that the next query sees is there, in every layer."""
+    """Check that every layer holds all tokens that the next query sees."""
     assert set(sequence.context_lens) == {len(tokens)}
     for layer in range(LAYERS):
         window = sequence.pool.windows.get(layer)
@@ -87,9 +88,9 @@ def test_pages_that_were_of_use_outlive_those_that_were_not() -> None:
     def found(prompt: list[int]) -> int:
         return prefixes.fetch("", [*prompt[:256], -1], pool.page_format).num_tokens
 
-    # Each has left two pages behind, and the very first of all is used.
+    # Each has left two pages behind, and the first page of all is in use.
     assert found(prompts[0]) == 256
-    pool.stats()  # releases what was dropped
+    pool.stats()  # Releases the blocks of dropped sequences.
     allocator = pool.group_of(1).allocator
     left = len(pool.out_of_window.evictable(allocator)) - 3
     assert (

@@ -18,17 +18,17 @@ WINDOW = Window(512, 256)
     ("rows", "num_tokens", "is_known"),
     [
         ([(0, 256), (0, 256), (0, 50)], 562, True),
-        # Of a page between others rows are missing.
+        # A page between others lacks slots.
         ([(0, 256), (100, 256), (0, 50)], 562, False),
         ([(0, 256), (0, 256), (10, 50)], 562, False),
-        # Of the oldest only what the window has left.
+        # The oldest page has only the slots that the window has left.
         ([(51, 256), (0, 256), (0, 50)], 562, True),
         ([(52, 256), (0, 256), (0, 50)], 562, False),
-        # A page ends too soon, or is not known.
+        # A page ends too early, or is missing.
         ([(0, 255), (0, 256), (0, 50)], 562, False),
         ([(0, 256), (0, 256), (0, 49)], 562, False),
         ([(0, 256), None, (0, 50)], 562, False),
-        # What is further back does not matter.
+        # Older pages do not matter.
         ([None, (0, 256), (0, 256), (0, 256)], 1024, True),
         ([(0, 100)], 100, True),
     ],

@@ -1,5 +1,5 @@
-"""Prompts of models with windows resume after any computed block, as long as memory holds the
-cached out-of-window blocks, and never with a wrong one."""
+"""Prompts of models with windows resume after any computed block while memory holds the cached
+out-of-window blocks, and never with a wrong one."""
 
 import copy
 import random
@@ -26,12 +26,12 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def gemma3() -> Any:
-    """With windows of 32 tokens, in rings of one page."""
+    """A model with windows of 32 tokens, in rings of one page."""
     return small_model("gemma3_text")
 
 
 def warm(model: Any, factory: PagedCacheFactory, prompt: list[int], step: int = 2048) -> Any:
-    """A run behind what is known of a prompt, which is kept, and how many tokens were known."""
+    """A run after the cached part of a prompt, which is inserted, and the length of that part."""
     cache, cached = factory.fetch_cache(prompt)
     run = greedy(model, prompt[cached:], cache, 3, step)
     factory.insert_cache(prompt + run.tokens, cache)
@@ -52,15 +52,15 @@ def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
     for length in (1290, 1100, 800, 513, 512, 511, 300, 257, 256, 100):
         prompt = [*TEXT[:length], 1, 2, 3]
         run, cached = warm(gemma3, factory, prompt)
-        # A ring of one page needs a window's worth of rows in the latest one, but where the
-        # first prompt ended, as it still holds rows of the page before.
+        # A ring of one page needs a window's worth of slots in the latest page, except where the
+        # first prompt ended, as the page still holds slots of the page before.
         is_behind = length % 256 >= 31 or length < 256 or length >= 1280
         assert cached == (length if is_behind else length // 256 * 256)
         assert_same_run(run, cold(gemma3, prompt), TOLERANCE)
 
 
 def test_a_prompt_of_whole_blocks_and_one_token_is_found_again(gemma3: Any) -> None:
-    """A match leaves a token, so the ring goes back over the border of a block."""
+    """A match leaves one token to compute, so the ring goes back across a block's border."""
     for length in (257, 513, 769):
         factory = PagedCacheFactory(gemma3)
         cache = factory.make_cache()
@@ -109,7 +109,7 @@ def test_without_reuse_a_ring_holds_no_more_than_before(gemma3: Any) -> None:
     greedy(gemma3, TEXT, kept, 3)
     stats = factory.stats()
     assert (stats.blocks_used, stats.blocks_cached) == (2 * (6 + 1), 5)
-    # Nobody can ask for them any more.
+    # No request can ask for them any more.
     del kept
     stats = factory.stats()
     assert (stats.blocks_used, stats.blocks_cached) == (6 + 1, 0)
@@ -118,21 +118,21 @@ def test_without_reuse_a_ring_holds_no_more_than_before(gemma3: Any) -> None:
 
 # Quantised pages need as many.
 DIM = 32
-# Narrower than a page and wider, in rings of one, two and three, two of which can hardly be
-# rolled back.
+# Narrower than a page and wider, in rings of one, two and three pages. Two of the rings can hardly
+# be rolled back.
 WINDOWS = {1: Window(32, 32), 2: Window(300, 100), 3: Window(512, 256), 4: Window(512, 1)}
 # In rings that can be rolled back far.
 LOOSE = {1: Window(32, 32), 2: Window(300, 200)}
 
 
 def numbers(tokens: list[int], layer: int) -> mx.array:
-    """What a layer writes: the tokens themselves."""
+    """The numbers that a layer writes: the tokens themselves."""
     column = np.array(tokens, np.float32)[None, None, :, None] + 10_000 * layer
     return mx.array(np.broadcast_to(column, (1, 1, len(tokens), DIM)).copy())
 
 
 class Told:
-    """A pool whose layers hold what they are told, and its prefixes."""
+    """A pool whose layers hold the given numbers, and its prefixes."""
 
     def __init__(
         self, max_bytes: int, windows: dict[int, Window] = WINDOWS, **options: Any
@@ -140,7 +140,7 @@ class Told:
         self.layers = range(1 + len(windows))
         self.pool = PagePool(len(self.layers), windows=windows, max_bytes=max_bytes, **options)
         self.prefixes = PrefixCache(self.pool, has_states=False)
-        # With its second step it is known what all layers write.
+        # The pool knows what all layers write after the second step.
         first = Sequence(self.pool)
         for _ in range(2):
             self.write(first, [1, 2])
@@ -154,7 +154,7 @@ class Told:
             append(self.pool, layer, [sequence], part, part)
 
     def assert_holds(self, sequence: Sequence, tokens: list[int]) -> None:
-        """All that the next query sees is there, in every layer."""
+        """Check that every layer holds all tokens that the next query sees."""
         assert set(sequence.context_lens) == {len(tokens)}
         for layer in self.layers:
             window = self.pool.windows.get(layer)
@@ -170,7 +170,8 @@ class Told:
 def test_random_histories_never_begin_with_a_wrong_page(
     windows: dict[int, Window], blocks: int
 ) -> None:
-    """Forks, trims, insertions, evictions, moves and full pools, and what is found is right."""
+    """With forks, trims, insertions, evictions, moves and full pools, everything that is found is
+    right."""
     found = [
         history(random.Random(seed), Told(blocks * 256 * DIM * 2 * 4, windows)) for seed in range(4)
     ]
@@ -181,7 +182,7 @@ TALES = [[1 + 3 * at + tale for at in range(4000)] for tale in range(3)]
 
 
 def history(rng: random.Random, told: Told) -> int:
-    """How many tokens were found in one of them. Sequences tell parts of three tales."""
+    """The number of tokens found in one of them. Sequences take parts of three texts."""
     pool, prefixes = told.pool, told.prefixes
     rows: list[tuple[Sequence, list[int]]] = []
     texts = [tale[:1500] for tale in TALES]
@@ -240,13 +241,13 @@ def copy_of(pool: PagePool, sequence: Sequence) -> Sequence:
 @pytest.mark.parametrize(
     ("steps", "asked"),
     [
-        # A page is retired whose last rows are of a step that is in no page yet.
+        # The last slots of a page that left the window belong to a step that no page holds yet.
         ([512, 30], 512),
         ([500, 12, 30], 512),
-        # A page that was passed holds tokens that were taken back.
+        # A page that the window passed holds trimmed tokens.
         ([500, 20, -120, 300], 512),
         ([500, 20, -120, 300], 450),
-        # The first rows of a page are gone when the rest of it is written.
+        # The first slots of a page are lost when a step writes the rest of it.
         ([500, 20, -220, 300], 290),
         ([500, 20, -220, 20, 300], 512),
     ],
@@ -271,7 +272,7 @@ def test_a_passed_page_holds_all_of_its_tokens_or_is_not_kept(steps: list[int], 
 
 
 def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> None:
-    """One sequence needs all of the memory in the end."""
+    """In the end one sequence needs all of the memory."""
     told = Told(40 * 256 * DIM * 2 * 4)
     kept = told.prefixes.fetch("", [7] * 300, told.pool.page_format).sequence
     told.write(kept, [7] * 300)
@@ -290,7 +291,7 @@ def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> N
 
 
 def test_passed_pages_make_no_page_smaller() -> None:
-    """With "auto" pages become smaller in the end, but no sooner."""
+    """With "auto", pages become smaller at the end, but no sooner."""
     requantised = []
     for caches_out_of_window in (True, False):
         told = Told(100 * 256 * DIM * 2 * 4, page_format="auto")

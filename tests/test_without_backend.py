@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv.extras import backend_named
 
-# As Linux says it, of a package mlx without a backend.
+# Linux's message about a package mlx without a backend.
 SAID = "libmlx.so: cannot open shared object file: No such file or directory"
 EXTRAS = "install one with pip install 'paged-kv[cpu]', or with [cuda] or [cuda13] for an NVIDIA"
 # Runs commands in one process, and prints the status, the output and the error of each.

@@ -26,10 +26,10 @@ from tests.zoo import small_model
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(300)]
 HUGE = 10**5000
 NAN = float("nan")
-# For arguments that no type checker lets through.
+# For arguments that no type checker accepts.
 POLICY: Any = OldestFirst
 
-# Of any argument that takes a size.
+# Bad values of any argument that takes a size.
 WRONG_SIZES: list[tuple[Any, str]] = [
     (NAN, "nan is not a size"),
     (float("inf"), "inf is not a size"),
@@ -179,7 +179,7 @@ def test_of_sequences_and_caches() -> None:
 
 @pytest.fixture(scope="module")
 def used(model: Any) -> tuple[PagedCacheFactory, list[Any]]:
-    """A factory that knows a prompt, and the prompt's cache."""
+    """A factory that has cached a prompt, and that prompt's cache."""
     factory = PagedCacheFactory(model, max_bytes=1 << 24)
     cache = factory.make_cache()
     greedy(model, PROMPT, cache, 1)

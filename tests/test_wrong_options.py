@@ -107,7 +107,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What options may name by mistake."""
+    """Arguments that users may pass by mistake."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "text").write_text("mine\n")
     (folder / "empty").touch()
@@ -123,7 +123,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """All files outside the store, whose index writes when it likes."""
+    """All files outside the store, whose index writes at any time."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -142,7 +142,7 @@ def test_it_is_refused_in_words(
     monkeypatch.chdir(files)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(files / "none"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
-    # Pools of earlier tests are published from a thread, which would write into that folder.
+    # A thread publishes the pools of earlier tests, and would write into that folder.
     monkeypatch.setattr(Publisher, "publish", lambda self: None)
     before = tree(files)
     try:
@@ -170,7 +170,7 @@ def test_a_reader_that_goes_away_is_no_failure(
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    # Unbuffered texts, as of `generate`, and what is left when a command has ended.
+    # Unbuffered text, as `generate` writes it, and the rest when a command has ended.
     for argv in ([*GENERATE, "--max-tokens", "2"], ["trace", "replay", "trace", "--json"]):
         output = os.fdopen(os.dup(writer), "w")
         monkeypatch.setattr(sys, "stdout", output)
@@ -179,7 +179,7 @@ def test_a_reader_that_goes_away_is_no_failure(
                 "paged_kv.commands.trace_command.run_replay", lambda _: print("{}") or 0
             )
         assert main(argv) == 141
-        # What is left goes to nowhere, as it will when Python ends.
+        # The rest goes nowhere when Python ends.
         output.close()
         assert capsys.readouterr().err == ""
     os.close(writer)

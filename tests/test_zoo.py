@@ -11,16 +11,16 @@ from paged_kv import PagedCacheFactory
 from tests.generation import Run, assert_nothing_is_used, assert_same_runs, greedy, runs_of
 from tests.zoo import ZOO, small_model
 
-# Float32 sums in another order, where a kernel computes attention, carried through random layers;
-# near ties among random weights lie closer than this.
+# Where a kernel computes attention, float32 sums have another order, carried through random layers.
+# Near ties among random weights lie closer than this.
 ALONE_TOLERANCE = 1e-4
 BATCH_TOLERANCE = 1e-4
-# What mlx-lm cannot batch with its own caches, by the error it gives.
+# Model files that mlx-lm cannot batch with its own caches, by the error.
 STOCK_CANNOT_BATCH = {"deepseek_v41", "gemma2", "gpt_bigcode", "llama4", "phi3small"}
-# Padding enters their recurrent states, with stock caches too: a row of a batch depends on how
-# much it is padded. Two prompts of one length, read together, are not.
+# Padding enters their recurrent states, with mlx-lm's caches too: a sequence of a batch depends on
+# its padding. Two prompts of one length, read together, do not.
 PADDING_LEAKS = {"baichuan_m1", "bailing_moe_linear", "jamba", "olmo_hybrid", "recurrent_gemma"}
-# The configuration has a layer without attention that stock's batch does not provide for.
+# The configuration has a layer without attention, which mlx-lm's own batch does not support.
 ONLY_PAGED_CAN_BATCH = {"nemotron-nas"}
 LENGTHS = (3, 70, 1, 40)
 RAGGED = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
