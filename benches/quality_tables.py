@@ -9,7 +9,7 @@ Figures = dict[str, Any]
 
 
 def quantised_quality(figures: Figures) -> str:
-    """Sizes and losses, losses with outliers, and how a long run was demoted."""
+    """Sizes and losses, losses with outliers, and how a long run was requantised."""
     tables = [formats(figures)]
     if figures["outliers"]["rows"]:
         tables.append(outliers(figures["outliers"]))

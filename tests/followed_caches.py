@@ -219,7 +219,7 @@ class _ComparedRead:
         end = gathered[0].shape[2] - (queries.shape[2] - step.stop)
         paged = [each[row : row + 1, :, end - visible : end] for each in gathered]
         for ours, oracles in zip(paged, step.held, strict=True):
-            yield _rows_apart(ours, oracles[:, :, -visible:])
+            yield _vectors_apart(ours, oracles[:, :, -visible:])
         part = slice(row, row + 1), slice(None), slice(step.start, step.stop)
         mask = create_causal_mask(step.count, visible - step.count, self.window)
         yield _attention_apart(
@@ -228,7 +228,7 @@ class _ComparedRead:
         )
 
 
-def _rows_apart(ours: mx.array, oracles: mx.array) -> mx.array:
+def _vectors_apart(ours: mx.array, oracles: mx.array) -> mx.array:
     """How far keys, or values, are from the oracle's, as a part of the allowed distance."""
     ours, oracles = ours.astype(mx.float32), oracles.astype(mx.float32)
     apart = mx.linalg.norm(ours - oracles, axis=-1) / mx.linalg.norm(oracles, axis=-1)

@@ -23,12 +23,12 @@ def assert_invariants(stats: BlockTotals, mapped: int) -> None:
 
 def live_rows(lengths: Iterable[tuple[BlockTable, int]], page_size: int) -> dict[int, int]:
     """The slots of each block that hold tokens, for tables of so many tokens and no ring."""
-    rows: dict[int, int] = {}
+    slots: dict[int, int] = {}
     for table, tokens in lengths:
         for page, block in enumerate(table.blocks):
             mine = min(page_size, tokens - page * page_size)
-            rows[block] = max(rows.get(block, 0), mine)
-    return rows
+            slots[block] = max(slots.get(block, 0), mine)
+    return slots
 
 
 def used_rows(stats: BlockTotals) -> int:

@@ -57,8 +57,8 @@ class QuantisedOracle(_Cache):  # type: ignore[misc]
             return
         part = slice(tokens.start, tokens.stop)
         for array, each in ((self.keys, page_format.keys), (self.values, page_format.values)):
-            rows = array[:, :, part]
-            array[:, :, part] = each.decode(each.encode(rows), rows.dtype)
+            numbers = array[:, :, part]
+            array[:, :, part] = each.decode(each.encode(numbers), numbers.dtype)
         self.formats[part] = [page_format.name] * len(tokens)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> "QuantisedOracle":

@@ -49,11 +49,11 @@ def steps(draw: st.DrawFn) -> tuple[AttentionMetadata, int]:
 def test_every_token_of_a_batch_sees_what_it_would_see_alone(
     step: tuple[AttentionMetadata, int], window: int | None, keep: int
 ) -> None:
-    rows, queries = step
-    longest = max(rows.ends)
-    mask = np.asarray(batch_mask(rows, queries, window, keep))
-    for row, (length, end) in enumerate(zip(rows.context_lens, rows.ends, strict=True)):
-        own = rows.valid_tokens(queries)[row]
+    metadata, queries = step
+    longest = max(metadata.ends)
+    mask = np.asarray(batch_mask(metadata, queries, window, keep))
+    for row, (length, end) in enumerate(zip(metadata.context_lens, metadata.ends, strict=True)):
+        own = metadata.valid_tokens(queries)[row]
         seen = mask[row, 0, own.start : own.stop]
         start = longest - end
         assert not seen[:, :start].any()

@@ -119,10 +119,10 @@ def test_decode_and_prefill_at_the_edges_of_pages(
     backend: str, name: FormatName, length: int
 ) -> None:
     pages = new_pages(backend, same(64, 64), [name])
-    rows = unpadded((table_of(pages, length),), (length,))
-    write(pages, rows, seed=5)
+    metadata = unpadded((table_of(pages, length),), (length,))
+    write(pages, metadata, seed=5)
     for queries in {1, min(7, length), min(90, length)}:
-        assert_attends(pages, rows, queries)
+        assert_attends(pages, metadata, queries)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -141,10 +141,10 @@ def test_head_sizes(
     backend: str, name: FormatName, k_dim: int, v_dim: int, dtype: mx.Dtype
 ) -> None:
     pages = new_pages(backend, same(k_dim, v_dim, dtype), [name])
-    rows = unpadded((table_of(pages, 269),), (269,))
-    write(pages, rows, seed=5)
+    metadata = unpadded((table_of(pages, 269),), (269,))
+    write(pages, metadata, seed=5)
     for queries in (1, 9):
-        assert_attends(pages, rows, queries)
+        assert_attends(pages, metadata, queries)
 
 
 @examples(15)
@@ -172,12 +172,12 @@ def test_pages_of_several_formats_in_one_table(
     tables = tuple(table_of(pages, length, row) for row, length in enumerate(lengths))
     if len(set(sum(tables, ()))) < sum(map(len, tables)):
         lengths, tables = lengths[:1], tables[:1]
-    rows = unpadded(tables, tuple(lengths))
+    metadata = unpadded(tables, tuple(lengths))
     if max(lengths):
-        write(pages, rows, seed=7)
+        write(pages, metadata, seed=7)
     assert_attends(
         pages,
-        rows,
+        metadata,
         queries,
         num_new=num_new,
         window=window,
@@ -225,10 +225,10 @@ def test_gather_gives_the_numbers_that_pages_hold(
         tuple(row * STRIDE + page for page in range(-(-length // PAGE_SIZE)))
         for row, length in enumerate(lengths)
     )
-    rows = unpadded(tables, lengths)
+    metadata = unpadded(tables, lengths)
     if max(lengths):
-        write(pages, rows, seed=3)
-    for found, side in zip(pages.gather(rows), (0, 1), strict=True):
+        write(pages, metadata, seed=3)
+    for found, side in zip(pages.gather(metadata), (0, 1), strict=True):
         for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
             before = max(lengths) - length
             assert not found[row, :, :before].any()
@@ -278,9 +278,9 @@ def test_groups_of_zeros_and_of_the_largest_numbers(backend: str) -> None:
     keys = mx.zeros((1, 2, 300, 64))
     values = mx.full((1, 2, 300, 64), 3e38)
     values[..., :GROUP] = -0.5
-    rows = unpadded(((0, STRIDE),), (300,))
-    pages.write(keys, values, rows)
-    found_keys, found_values = pages.gather(rows)
+    metadata = unpadded(((0, STRIDE),), (300,))
+    pages.write(keys, values, metadata)
+    found_keys, found_values = pages.gather(metadata)
     assert not found_keys.any()
     assert mx.allclose(found_values[..., :GROUP], mx.array(-0.5), atol=1e-3)
     assert (found_values[..., GROUP:] > 4e5).all()

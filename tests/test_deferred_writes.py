@@ -162,7 +162,7 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(
 
 
 @pytest.mark.parametrize("is_shorter", [False, True])
-def test_rows_of_others_do_not_have_it(is_shorter: bool) -> None:
+def test_reads_of_other_metadata_do_not_have_the_step(is_shorter: bool) -> None:
     """The read is of another table, or of the same table before the step."""
     pages, expected = new_pages(NativeBackend(native_library())), new_pages(PlainBackend())
     table, length = (TABLE, 300) if is_shorter else ((TABLE[0], 0), 301)

@@ -187,7 +187,7 @@ def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
-def test_layers_that_differ_share_the_rows_of_a_step(dialect: str) -> None:
+def test_layers_that_differ_share_the_metadata_of_a_step(dialect: str) -> None:
     """The plan that is made once per step is made for all that it depends on."""
     backend = backend_on(device_of(dialect, checked=False), dialect)
     batch = written(backend, same(64), ["fp16"], [100])

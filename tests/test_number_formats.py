@@ -107,7 +107,7 @@ def test_the_low_nibbles_are_the_first_half_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_a_rotated_row_is_the_row_of_the_other_basis(name: str) -> None:
+def test_rotated_numbers_are_those_of_the_other_basis(name: str) -> None:
     plain = name.removesuffix("-unrotated")
     rows = numbers((50, 128))
     turned = np.asarray(rotate(mx.array(rows)))
@@ -129,7 +129,7 @@ def test_numbers_come_back_within_half_a_step(name: str, dtype: mx.Dtype) -> Non
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_rows_know_nothing_of_each_other(name: str) -> None:
+def test_each_token_is_encoded_alone(name: str) -> None:
     rows = numbers((2, 3, 5, 64))
     codes, scales = encoded(name, rows)
     rows[1, 2, 3] *= 1000
@@ -204,7 +204,7 @@ def test_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
 
 @pytest.mark.parametrize("name", QUANTISED)
 @pytest.mark.parametrize("dim", [0, 32, 96, 576])
-def test_rows_of_any_whole_number_of_groups_are_held(name: str, dim: int) -> None:
+def test_any_whole_number_of_groups_is_held(name: str, dim: int) -> None:
     """Also no heads: an indexer's cache keeps keys alone."""
     number_format = NUMBER_FORMATS[name]
     rows = mx.array(numbers((2, 3, dim)))

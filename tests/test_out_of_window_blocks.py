@@ -100,8 +100,8 @@ def test_a_block_goes_with_the_last_who_knew_of_it() -> None:
 
 def insert(index: PrefixIndex, out_of_window: Retired, at: int, *, is_end: bool = False) -> None:
     """A page of tokens: all slots of one of the blocks."""
-    rows = WindowSlots(out_of_window.known[at], 0, 4, is_end)
-    index.insert("", [1, 2, 3, 4], [{}], [{out_of_window.allocator: [rows]}])
+    slots = WindowSlots(out_of_window.known[at], 0, 4, is_end)
+    index.insert("", [1, 2, 3, 4], [{}], [{out_of_window.allocator: [slots]}])
 
 
 def test_a_prefix_counts_its_ends_and_pins_as_long_as_it_is_known() -> None:
@@ -124,7 +124,7 @@ def test_a_prefix_counts_its_ends_and_pins_as_long_as_it_is_known() -> None:
     assert [(each.ends, each.pins) for each in out_of_window.known] == [(0, 0)] * 4
 
 
-def test_rows_that_were_given_up_are_held_again_elsewhere() -> None:
+def test_slots_of_evicted_blocks_are_held_again_elsewhere() -> None:
     out_of_window, index = Retired(2), PrefixIndex(4)
     insert(index, out_of_window, 0)
     out_of_window.drop_tables()

@@ -44,8 +44,8 @@ def any_bits(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array
 
 def round_trip(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     page_format = FP16
-    rows = page_format.encode(keys, values)
-    return page_format.decode(LayerGeometry.of(keys, values), rows)
+    encoded = page_format.encode(keys, values)
+    return page_format.decode(LayerGeometry.of(keys, values), encoded)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -66,8 +66,8 @@ def test_keys_and_values_may_differ_in_heads_size_and_dtype(
     values = any_bits((2, 1, 5, 20), v_dtype, seed=2)
     encoded = FP16.encode(keys, values)
     planes = FP16.planes(LayerGeometry.of(keys, values))
-    for rows, plane in zip(encoded, planes, strict=True):
-        assert (rows.dtype, rows.shape) == (mx.uint16, (2, plane.heads, 5, plane.slot_words))
+    for held, plane in zip(encoded, planes, strict=True):
+        assert (held.dtype, held.shape) == (mx.uint16, (2, plane.heads, 5, plane.slot_words))
     for found, given_ in zip(round_trip(keys, values), (keys, values), strict=True):
         assert (found.dtype, found.shape) == (given_.dtype, given_.shape)
         assert (words(found) == words(given_)).all()
@@ -89,15 +89,15 @@ def test_arrays_that_are_not_contiguous_are_encoded_by_their_numbers(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_takes_rows_with_and_without_a_batch(dtype: mx.Dtype) -> None:
     keys, values = any_bits((2, 3, 5, 16), dtype), any_bits((2, 3, 5, 8), dtype)
-    rows = FP16.encode(keys, values)
-    one = [plane_rows[1] for plane_rows in rows]
+    planes = FP16.encode(keys, values)
+    one = [plane[1] for plane in planes]
     found, _ = FP16.decode(LayerGeometry.of(keys, values), one)
     assert found.shape == (3, 5, 16)
     assert (words(found) == words(keys[1])).all()
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "rows", "unit_words", "page_bytes", "values_at"),
+    ("keys", "values", "slot_words", "unit_words", "page_bytes", "values_at"),
     [
         ((2, 64, mx.float16), (2, 64, mx.float16), (64, 64), 64, 131_072, 32_768),
         ((2, 192, mx.bfloat16), (2, 128, mx.bfloat16), (192, 128), 64, 327_680, 98_304),
@@ -109,13 +109,13 @@ def test_decode_takes_rows_with_and_without_a_batch(dtype: mx.Dtype) -> None:
 def test_layout_of_a_page(
     keys: Part,
     values: Part,
-    rows: tuple[int, int],
+    slot_words: tuple[int, int],
     unit_words: int,
     page_bytes: int,
     values_at: int,
 ) -> None:
     planes = FP16.planes(geometry(keys, values))
-    assert planes == (Plane(keys[0], rows[0]), Plane(values[0], rows[1]))
+    assert planes == (Plane(keys[0], slot_words[0]), Plane(values[0], slot_words[1]))
     layout = PageLayout(FP16, geometry(keys, values))
     assert layout.unit_words == unit_words
     assert (layout.page_bytes, layout.page_words) == (page_bytes, page_bytes // 2)
@@ -129,7 +129,7 @@ def test_layout_of_a_page(
     groups=st.tuples(st.integers(1, 19), st.integers(1, 19)),
     formats=st.tuples(*[st.sampled_from(sorted(NUMBER_FORMATS))] * 2),
 )
-def test_planes_follow_each_other_and_every_row_is_whole_units(
+def test_planes_follow_each_other_and_every_slot_is_whole_units(
     heads: tuple[int, int], groups: tuple[int, int], formats: tuple[str, str]
 ) -> None:
     held = geometry((heads[0], 32 * groups[0], mx.float16), (heads[1], 32 * groups[1], mx.bfloat16))

@@ -128,7 +128,7 @@ def follow(oracle: QuantisedOracle, names: list[str]) -> None:
             assert oracle.formats[256 * page] == name
 
 
-class DemotedCache(FollowedCache):
+class RequantisedCache(FollowedCache):
     """An oracle that requantises tokens where the pool requantised their pages."""
 
     def write(self, row: int, keys: mx.array, values: mx.array) -> Held:
@@ -139,12 +139,12 @@ class DemotedCache(FollowedCache):
         return held
 
 
-def test_a_model_reads_what_a_demoted_oracle_holds() -> None:
+def test_a_model_reads_what_a_requantised_oracle_holds() -> None:
     """Write until a sequence has pages of three formats at once."""
     model: Any = small_model("qwen3")
     factory = PagedCacheFactory(model, page_format="auto", max_bytes=9 * QWEN_BLOCK_BYTES)
     distances: list[mx.array] = []
-    cache = followed_caches(model, factory, "fp16", distances, DemotedCache)
+    cache = followed_caches(model, factory, "fp16", distances, RequantisedCache)
     seen: set[str] = set()
     for at in range(0, 15 * 256, 500):
         mx.eval(model(mx.array([TOKENS[at : at + 500]]), cache=cache), distances)
@@ -183,7 +183,7 @@ def test_sequences_that_are_all_first_and_latest_pages_get_smaller(
     assert pool.stats().blocks_used > 1.5 * blocks
 
 
-def test_below_the_watermark_nothing_is_demoted() -> None:
+def test_below_the_watermark_nothing_is_requantised() -> None:
     pool = new_pool(16, OldestFirst(watermark=1.0))
     caches = caches_of(pool)
     write(caches, 16 * 256)

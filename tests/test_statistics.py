@@ -65,7 +65,7 @@ def test_one_sequence_by_hand() -> None:
     assert (windowed.bytes_last_block, windowed.bytes_out_of_window) == (0, 2 * 212 * TOKEN_BYTES)
 
 
-def test_what_two_share_counts_once_and_idle_rows_are_those_that_neither_uses() -> None:
+def test_shared_blocks_count_once_and_idle_slots_are_those_that_no_sequence_uses() -> None:
     pool = PagePool(1, max_bytes=1 << 22)
     first = new_caches(pool)
     write(first, 300)
@@ -80,7 +80,7 @@ def test_what_two_share_counts_once_and_idle_rows_are_those_that_neither_uses() 
     assert used_rows(pool.stats()) == 270
 
 
-def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_neither() -> None:
+def test_idle_slots_of_a_page_in_two_rings_are_those_that_neither_uses() -> None:
     pool = ring_pool()
     prefixes = PrefixCache(pool, has_states=False)
     write(new_caches(pool), 1)
@@ -108,16 +108,18 @@ def test_idle_rows_of_a_page_that_two_rings_hold_at_other_tokens_are_those_of_ne
 
 @pytest.mark.parametrize("keep", [0, 4])
 @pytest.mark.parametrize("entries", [1, 2, 3])
-def test_rows_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -> None:
+def test_slots_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -> None:
     size, window = 8, 6
     ring = Ring(entries, -(-keep // size), window, keep)
-    rows: dict[tuple[int, int], int] = {}
+    tokens_at: dict[tuple[int, int], int] = {}
     for tokens in range(1, 70):
-        rows[ring.entry((tokens - 1) // size), (tokens - 1) % size] = tokens - 1
+        tokens_at[ring.entry((tokens - 1) // size), (tokens - 1) % size] = tokens - 1
         for entry in range(ring.size):
-            held = {row: rows[entry, row] for row in range(size) if (entry, row) in rows}
-            seen = [row for row, at in held.items() if at >= tokens - window or at < keep]
-            expected = sum(1 << row for row in held), sum(1 << row for row in seen)
+            held = {
+                slot: tokens_at[entry, slot] for slot in range(size) if (entry, slot) in tokens_at
+            }
+            seen = [slot for slot, at in held.items() if at >= tokens - window or at < keep]
+            expected = sum(1 << slot for slot in held), sum(1 << slot for slot in seen)
             assert ring.slots(entry, tokens, size) == expected
 
 

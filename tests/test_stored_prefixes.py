@@ -257,7 +257,7 @@ def test_a_damaged_end_leaves_the_one_before(folder: Path, name: str, part: str)
     factory.close()
 
 
-def test_rows_that_hold_no_tokens_are_stored_as_zeros(folder: Path) -> None:
+def test_slots_that_hold_no_tokens_are_stored_as_zeros(folder: Path) -> None:
     model = small_model("qwen3")
     factory = stored_factory(model, folder)
     # Another user's prompt leaves its numbers in the pages.

@@ -151,7 +151,7 @@ def test_a_restart_goes_on_where_states_were_kept(folder: Path, name: str) -> No
             del cache
 
 
-def test_rows_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> None:
+def test_slots_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> None:
     model = small_model("gemma3_text")
     with stored_factory(model, folder) as factory:
         for length in (40, 340):
@@ -168,17 +168,17 @@ def test_rows_of_rings_that_hold_nothing_are_stored_as_zeros(folder: Path) -> No
             for layer, pages in group.pages.items()
             if group.window is not None
         }
-    rows_of: dict[int, list[list[int]]] = {}
+    slots_of: dict[int, list[list[int]]] = {}
     with open_store(folder) as store:
         for row in store.rows():
             entry = decode(store.folder.read(f"{row.key}.safetensors"), row.key)
             for name in layers.keys() & entry.arrays.keys():
-                rows = entry.arrays[name].reshape(2 * layers[name].k_heads, 256, -1)
-                used = np.any(rows, axis=(0, 2))
-                rows_of.setdefault(row.num_tokens, []).append(np.flatnonzero(used).tolist())
-    assert all(rows == list(range(40)) for rows in rows_of[40])
+                slots = entry.arrays[name].reshape(2 * layers[name].k_heads, 256, -1)
+                used = np.any(slots, axis=(0, 2))
+                slots_of.setdefault(row.num_tokens, []).append(np.flatnonzero(used).tolist())
+    assert all(slots == list(range(40)) for slots in slots_of[40])
     # A ring of one page: 360 tokens were once written, and 20 of them trimmed.
-    assert all(rows == [*range(84), *range(104, 256)] for rows in rows_of[84])
+    assert all(slots == [*range(84), *range(104, 256)] for slots in slots_of[84])
 
 
 class StoredTold(Told):

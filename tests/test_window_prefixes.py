@@ -15,7 +15,7 @@ WINDOW = Window(512, 256)
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_tokens", "is_known"),
+    ("slots", "num_tokens", "is_known"),
     [
         ([(0, 256), (0, 256), (0, 50)], 562, True),
         # A page between others lacks slots.
@@ -34,19 +34,19 @@ WINDOW = Window(512, 256)
     ],
 )
 def test_all_that_the_window_sees_must_be_there(
-    rows: list[tuple[int, int] | None], num_tokens: int, is_known: bool
+    slots: list[tuple[int, int] | None], num_tokens: int, is_known: bool
 ) -> None:
     allocator, blocks = BlockAllocator(ByteBudget(1000), 1, PAGE_SIZE), OutOfWindowBlocks()
     table = allocator.new_table()
-    table.reserve(0, len(rows) * PAGE_SIZE)
+    table.reserve(0, len(slots) * PAGE_SIZE)
     out_of_window = [blocks.cache(allocator, block) for block in table.blocks]
-    nodes = [Node((), {}, None) for _ in rows]
-    for node, page, held in zip(nodes, out_of_window, rows, strict=True):
+    nodes = [Node((), {}, None) for _ in slots]
+    for node, page, held in zip(nodes, out_of_window, slots, strict=True):
         if held is not None:
             node.hold(allocator, WindowSlots(page, *held, is_end=False))
     known = window_prefix(nodes, num_tokens, WINDOW, allocator)
     assert (known is not None) == is_known
     if known is not None:
-        latest = list(range(max(0, len(rows) - 3), len(rows)))
+        latest = list(range(max(0, len(slots) - 3), len(slots)))
         assert set(known.pages) == {out_of_window[page] for page in latest}
         assert known.written >= num_tokens
