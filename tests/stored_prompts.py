@@ -39,6 +39,13 @@ def computed(model: Any, factory: PagedCacheFactory, prompt: list[int]) -> None:
     factory.insert_cache(prompt, cache)
 
 
+def read(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
+    """Compute tokens, generate nothing, and insert the result."""
+    cache = factory.make_cache()
+    model(mx.array([tokens]), cache=cache)
+    assert factory.insert_cache(tokens, cache) == len(tokens)
+
+
 def found(model: Any, folder: Path, prompt: list[int], **options: Any) -> int:
     """The number of a prompt's tokens that a new factory finds."""
     factory = stored_factory(model, folder, **options)

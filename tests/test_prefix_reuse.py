@@ -14,6 +14,7 @@ from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.shared_prefill import begin_together
 from tests.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.grids import plain_only
+from tests.stored_prompts import read
 from tests.zoo import small_model
 
 # A step of another length uses other kernels: float32 sums in another order.
@@ -35,13 +36,6 @@ def warm(
 
 def cold(model: Any, prompt: list[int], count: int = 4) -> Run:
     return greedy(model, prompt, PagedCacheFactory(model).make_cache(), count)
-
-
-def read(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
-    """Compute tokens, generate nothing, and insert the result."""
-    cache = factory.make_cache()
-    model(mx.array([tokens]), cache=cache)
-    assert factory.insert_cache(tokens, cache) == len(tokens)
 
 
 @pytest.fixture(scope="module")

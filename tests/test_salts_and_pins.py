@@ -8,16 +8,10 @@ import pytest
 
 from paged_kv import NotPinned, PagedCacheFactory
 from tests.generation import assert_same_run, greedy
+from tests.stored_prompts import read
 from tests.zoo import small_model
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(900)]
-
-
-def read(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
-    """Compute tokens, generate nothing, and insert the result."""
-    cache = factory.make_cache()
-    model(mx.array([tokens]), cache=cache)
-    assert factory.insert_cache(tokens, cache) == len(tokens)
 
 
 @pytest.fixture(scope="module")
