@@ -152,17 +152,27 @@ def step(model: Any, caches: list[Any], batch: int, maker: ArrayMaker) -> Step:
 
     def build(inputs: mx.array) -> float:
         began = time.thread_time()
-        model(inputs, cache=caches)
-        return time.thread_time() - began
+        logits = model(inputs, cache=caches)
+        took = time.thread_time() - began
+        del logits  # not before: caches of mlx-lm's keep most of their graph alive themselves
+        return took
 
     def seconds() -> float:
-        before = [dict(vars(cache)) for cache in stock]
+        before = [_attributes(cache) for cache in stock]
         took = maker.call(build, tokens)
         for cache, attributes in zip(stock, before, strict=True):
             vars(cache).update(attributes)
         return took
 
     return seconds
+
+
+def _attributes(cache: Any) -> dict[str, Any]:
+    """The attributes of a cache, with arrays that its later steps do not change."""
+    return {
+        name: mx.array(value) if isinstance(value, mx.array) else value
+        for name, value in vars(cache).items()
+    }
 
 
 def measured(name: str, batch: int, context: int) -> dict[str, Any]:
