@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from paged_kv.kernels.gpu.kernels import SLABS
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
@@ -84,19 +85,28 @@ def tables_of(metadata: AttentionMetadata, slab_stride: int) -> Tables:
 
 
 def _new_tables(metadata: AttentionMetadata, slab_stride: int) -> Tables:
-    entries = metadata.block_table_array
-    used = np.zeros(entries.shape, bool)
-    for row, table in enumerate(metadata.block_tables):
-        used[row, : len(table)] = True
-    slabs, pages = np.divmod(entries, slab_stride)
-    numbers = np.unique(slabs[used])
-    own = np.searchsorted(numbers, slabs) * slab_stride + pages
-    width = -(-(ROW_FIELDS + entries.shape[1]) // TABLE_WIDTH) * TABLE_WIDTH
-    array = np.zeros((len(metadata.context_lens), width), np.int32)
+    entries, slabs = _table_entries(metadata.block_tables, slab_stride)
+    array = entries.copy()
     array[:, 0], array[:, 1] = metadata.context_lens, metadata.right_padding
     array[:, 2], array[:, 3] = metadata.head_tokens or 0, metadata.first_tokens or 0
-    array[:, ROW_FIELDS : ROW_FIELDS + entries.shape[1]] = np.where(used, own, 0)
-    return Tables(mx.array(array), tuple(numbers.tolist()))
+    return Tables(mx.array(array), slabs)
+
+
+@lru_cache(maxsize=64)
+def _table_entries(
+    block_tables: tuple[tuple[int, ...], ...], slab_stride: int
+) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
+    """The array of `Tables` without its first fields, and the slabs that occur. Cached, because
+    most steps only lengthen the context: do not change the array."""
+    longest = max(map(len, block_tables), default=0)
+    width = -(-(ROW_FIELDS + longest) // TABLE_WIDTH) * TABLE_WIDTH
+    array = np.zeros((len(block_tables), width), np.int32)
+    slabs = sorted({entry // slab_stride for table in block_tables for entry in table})
+    first = {slab: (number - slab) * slab_stride for number, slab in enumerate(slabs)}
+    for row, table in zip(array, block_tables, strict=True):
+        bound = [entry + first[entry // slab_stride] for entry in table]
+        row[ROW_FIELDS : ROW_FIELDS + len(table)] = bound
+    return array, tuple(slabs)
 
 
 @dataclass(frozen=True, eq=False)
