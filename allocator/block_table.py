@@ -236,12 +236,13 @@ def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
     Of the tables that share a block, the last writer keeps it and needs no copy.
     """
     needs: Counter[str] = Counter()
+    others = [write for write in writes if not write.table.owns(write.start, write.end)]
+    if not others:
+        return needs
     writers: Counter[int] = Counter()
-    for write in writes:
+    others[0].table.allocator.drain()
+    for write in others:
         table = write.table
-        table.allocator.drain()
-        if table.owns(write.start, write.end):
-            continue
         needs[table.page_format] += max(0, table._entries_for(write.end) - len(table.blocks))
         for entry in table._shared_entries(write.start, write.end):
             writers[table.blocks[entry]] += 1

@@ -9,6 +9,7 @@ import pytest
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.pool.window import Window
 from paged_kv.sequences.step_blocks import reserve
+from paged_kv.sequences.step_row import StepRow
 from tests.generation import greedy
 
 DIMS = (32, 64)
@@ -46,7 +47,7 @@ def test_a_step_that_does_not_fit_leaves_every_table_as_it_was() -> None:
     with pytest.raises(PoolExhausted):
         write(pool, sequence, 100_000)
     with pytest.raises(PoolExhausted):
-        reserve(pool, 0, [sequence], 100_000)
+        reserve(pool, [StepRow.next(sequence, 0, 100_000)])
     pool.check()
     assert sequence.context_lens == [300, 300]
     assert len(sequence.blocks(pool.groups[0])) == held

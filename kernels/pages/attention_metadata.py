@@ -44,6 +44,8 @@ class AttentionMetadata:
     @cached_property
     def visible_lens(self) -> tuple[int, ...]:
         """Per sequence, the number of valid tokens."""
+        if not self.first_tokens and not self.head_tokens:
+            return self.context_lens
         return tuple(
             [sum(map(len, self.valid_ranges(row))) for row in range(len(self.context_lens))]
         )

@@ -358,7 +358,7 @@ class PagedKVCache:
             or step.sequences != sequences
         ):
             step = begin_step(self.pool, self.layer, sequences, count)
-        step.begin_in_model(self.layer)
+        step.begin_in_model()
         self._step = step
         return step
 

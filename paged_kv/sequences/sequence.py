@@ -154,10 +154,10 @@ class Sequence:
         for table in self._tables.values():
             table.page_format = page_format.name
 
-    def begin_write(self, layer: int, count: int) -> bool:
-        """Note that a layer will append `count` tokens; returns whether this begins a new step."""
+    def begin_write(self, end: int) -> bool:
+        """Note that a layer will append tokens up to position `end`; returns whether this begins a
+        new step."""
         self._forks.clear()
-        end = self.offset(layer) + count
         if end <= self._furthest:
             return False
         self._before_step = self._progress()

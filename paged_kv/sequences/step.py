@@ -81,13 +81,18 @@ class Step:
         """The position after the last token."""
         return _offsets([row.offset_after for row in self.rows])
 
-    def begin_in_model(self, layer: int) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers of the pool have taken the step."""
+        return not self.waiting and len(self.layers) == self.pool.num_layers
+
+    def begin_in_model(self) -> None:
         """Note that a model takes the step, and reserve blocks for it.
 
         Raises:
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
-        self._reserve(layer)
+        self._reserve()
         self.attending = self.pool.attending
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
@@ -154,18 +159,18 @@ class Step:
         """Prepare everything that writes need, so that they cannot fail. Called for the first layer
         of the step, and for layers that were never written."""
         pool, count = self.pool, self.shape[1]
-        begun = [each for each in self.sequences if each.begin_write(layer, count)]
+        begun = [row for row in self.rows if row.sequence.begin_write(row.offset + count)]
         for sequence in self.sequences:
-            sequence.write_pending(self.waiting)
+            if sequence.pending:
+                sequence.write_pending(self.waiting)
         group = pool.group_of(layer)
         pages = group.open_layer(layer, geometry)
-        if any(sequence.length for sequence in begun):
+        if any(row.sequence.length for row in begun):
             for each in pool.groups:
                 each.settle()
-        self._reserve(layer)
-        for row in self.rows:
-            if row.sequence in begun:
-                keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
+        self._reserve()
+        for row in begun:
+            keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
         for each in pool.groups:
             if each.is_open:
                 read_first = is_read_first(each.window, self.rows, count)
@@ -173,12 +178,12 @@ class Step:
                 self._views.update(dict.fromkeys(each.layers, view))
         return self._views[layer], pages
 
-    def _reserve(self, layer: int) -> None:
+    def _reserve(self) -> None:
         """Reserve blocks in all open groups. The block size of other groups is unknown until their
         first write."""
         groups = sum(group.is_open for group in self.pool.groups)
         if groups != self._reserved_groups:
-            reserve(self.pool, layer, self.sequences, self.shape[1])
+            reserve(self.pool, self.rows)
             self._reserved_groups = groups
 
     def _undo(self) -> None:

@@ -12,10 +12,11 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reservation import Writes, needs_of, own, own_by_page
 from paged_kv.sequences.out_of_window_pages import cache_leaving
 from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step_row import StepRow
 
 
-def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -> None:
-    """Own blocks in all groups for the next `count` tokens of each sequence.
+def reserve(pool: PagePool, rows: list[StepRow]) -> None:
+    """Own blocks in all groups for the tokens of a step.
 
     Writing does so by itself. A model that is asked for masks first can be stopped here,
     before any of its layers has changed anything.
@@ -24,7 +25,7 @@ def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -
         PoolExhausted: the budget does not hold the blocks; no sequence has changed.
     """
     with pool.lock:
-        step_writes = _unreserved(pool, layer, sequences, count)
+        step_writes = _unreserved(pool, rows)
         _cache_leaving(pool, step_writes)
         writes = _by_group(step_writes)
         if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
@@ -33,8 +34,8 @@ def reserve(pool: PagePool, layer: int, sequences: list[Sequence], count: int) -
         try:
             own_by_page(pool.reclaimer, writes)
         except (PoolExhausted, ThreadConflict):
-            for sequence in sequences:
-                sequence.shrink()
+            for row in rows:
+                row.sequence.shrink()
             raise
 
 
@@ -44,15 +45,11 @@ class _StepWrite(NamedTuple):
     write: Write
 
 
-def _unreserved(
-    pool: PagePool, layer: int, sequences: list[Sequence], count: int
-) -> list[_StepWrite]:
+def _unreserved(pool: PagePool, rows: list[StepRow]) -> list[_StepWrite]:
     """The writes of a step that are not reserved yet."""
     writes: list[_StepWrite] = []
     open_groups = [group for group in pool.groups if group.is_open]
-    for sequence in sequences:
-        start, padding = sequence.progress(layer)
-        end = start + padding.own(count)
+    for sequence, start, end, *_ in rows:
         for group in open_groups:
             table = sequence.table(group)
             if end > start and not table.is_reserved(end):

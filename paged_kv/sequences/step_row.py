@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from paged_kv.sequences.padding import Padding
+from paged_kv.sequences.padding import NO_PADDING, Padding
 from paged_kv.sequences.sequence import Sequence
 
 
@@ -29,7 +29,16 @@ class StepRow(NamedTuple):
     @classmethod
     def next(cls, sequence: Sequence, layer: int, count: int) -> StepRow:
         """The step of the next `count` tokens, padding included."""
-        before, padding = sequence.progress(layer)
+        return cls._behind(sequence, *sequence.progress(layer), count)
+
+    def following(self, count: int) -> StepRow:
+        """The step of `count` tokens after this one."""
+        return self._behind(self.sequence, self.end, self.padding, count)
+
+    @classmethod
+    def _behind(cls, sequence: Sequence, before: int, padding: Padding, count: int) -> StepRow:
+        if padding is NO_PADDING:
+            return cls(sequence, before, before + count, padding, before)
         offset = before + padding.right - padding.left
         return cls(sequence, before, before + padding.own(count), padding.after(count), offset)
 

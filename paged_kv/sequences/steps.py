@@ -44,6 +44,10 @@ def begin_step(pool: PagePool, layer: int, sequences: list[Sequence], count: int
     """Begin the step of each sequence's next `count` tokens, padding included, for one layer and
     all others with as many tokens. Closes any other step of these sequences."""
     with pool.lock:
+        latest = sequences[0].step() if sequences else None
+        if isinstance(latest, Step) and latest.is_complete and latest.sequences == sequences:
+            rows = [row.following(count) for row in latest.rows]
+            return Step(pool, rows, count, latest.layers)
         layers = layers_as_far(sequences, layer, pool.num_layers)
         rows = [StepRow.next(sequence, layer, count) for sequence in sequences]
         return Step(pool, rows, count, layers)
