@@ -221,6 +221,11 @@ class Write:
     start: int
     end: int
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether it needs no other block: see `BlockTable.owns`."""
+        return self.table.owns(self.start, self.end)
+
     def by_page(self) -> list[Write]:
         """The same tokens as one write per page."""
         size = self.table.allocator.page_size
@@ -236,13 +241,12 @@ def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
     Of the tables that share a block, the last writer keeps it and needs no copy.
     """
     needs: Counter[str] = Counter()
-    others = [write for write in writes if not write.table.owns(write.start, write.end)]
-    if not others:
-        return needs
     writers: Counter[int] = Counter()
-    others[0].table.allocator.drain()
-    for write in others:
+    for write in writes:
         table = write.table
+        table.allocator.drain()
+        if table.owns(write.start, write.end):
+            continue
         needs[table.page_format] += max(0, table._entries_for(write.end) - len(table.blocks))
         for entry in table._shared_entries(write.start, write.end):
             writers[table.blocks[entry]] += 1

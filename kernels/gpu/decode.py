@@ -4,21 +4,20 @@ The attention kernel also writes the step, if it gets one. All inputs but a laye
 the same in all layers of a kind, and are made once per step.
 """
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, TILE, DecodeShape, decode_shape
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """The arguments that the launches of several layers share.
 
     Attributes:
@@ -36,14 +35,12 @@ class Asked:
     writes: bool
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Launches, and the inputs that all layers share."""
+class _Plan(NamedTuple):
+    """Launches, and their parameters."""
 
     attend: Launch
     merge: Launch | None
     params: mx.array
-    arrays: tuple[mx.array, ...] = ()
 
 
 class Decode:
@@ -68,20 +65,21 @@ class Decode:
     ) -> mx.array:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
         heads, dtype = queries.shape[1], None if sinks is None else sinks.dtype
-        key = (slabs.kind, heads, scale, window, dtype, step is None)
+        key = (slabs.kind, heads, scale, window, dtype, step is not None)
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
-            asked = Asked(slabs.kind, heads, scale, window, dtype, step is not None)
-            plan = tables.plans[key] = self._plan(asked, tables, metadata)
+            plan = tables.plans[key] = self._plan(Asked(*key), tables, metadata)
         inputs = [queries, *step] if step is not None else [queries]
         of_sinks = [] if sinks is None else [sinks]
         if plan.merge is None:
             inputs += of_sinks
-        outputs = self._order.run(pages, plan.attend, [*inputs, *slabs.inputs, *plan.arrays])
+        outputs = self._order.run(
+            pages, plan.attend, [*inputs, *slabs.inputs, tables.array, plan.params]
+        )
         if plan.merge is None:
             return outputs[0]
         partials, measures, _ = outputs
-        return plan.merge([partials, measures, *of_sinks, plan.params])[0]
+        return plan.merge(inputs=[partials, measures, *of_sinks, plan.params])[0]
 
     def _plan(self, asked: Asked, tables: Tables, metadata: AttentionMetadata) -> _Plan:
         """Context lengths that split into the same parts share a plan."""
@@ -94,8 +92,7 @@ class Decode:
         shape = decode_shape(
             batch, asked.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
         )
-        plan = self._new_plan(asked, shape, batch, width)
-        return replace(plan, arrays=(tables.array, plan.params))
+        return self._new_plan(asked, shape, batch, width)
 
     def _plan_of(self, asked: Asked, shape: DecodeShape, batch: int, width: int) -> _Plan:
         kind, geometry = asked.kind, asked.kind.geometry
@@ -122,7 +119,7 @@ class Decode:
         output = Output((batch, asked.heads, 1, geometry.v_dim), geometry.k_dtype)
         slots = batch * asked.heads * shape.splits * bases
         partial = [Output((slots, geometry.v_dim), mx.float32), Output((slots, 2), mx.float32)]
-        attend = Launch(
+        attend = launch_of(
             self._kernels.kernel("decode", geometry.k_dtype, dims | sizes, flags),
             (geometry.k_heads * shape.groups, shape.splits, batch * bases),
             LANES * shape.parts * shape.blocks,
@@ -134,4 +131,4 @@ class Decode:
         kernel = self._kernels.kernel(
             "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks]
         )
-        return _Plan(attend, Launch(kernel, (asked.heads, batch, 1), LANES, [output]), params)
+        return _Plan(attend, launch_of(kernel, (asked.heads, batch, 1), LANES, [output]), params)

@@ -7,6 +7,7 @@ kernel again, and no kernel binds more than the 31 buffers that Metal has.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -60,22 +61,19 @@ LEAST_ELEMENTS = 8
 DONE = Output((LEAST_ELEMENTS,), mx.int32)
 
 
-class Launch:
+Launch = Callable[..., list[mx.array]]
+"""Launches a kernel for the argument `inputs`, and returns its outputs. Lazy."""
+
+
+def launch_of(kernel: Any, groups: Size, threads: int, outputs: Sequence[Output]) -> Launch:
     """A kernel with its grid and output shapes: everything but a layer's arrays."""
-
-    def __init__(self, kernel: Any, groups: Size, threads: int, outputs: Sequence[Output]) -> None:
-        self._kernel = kernel
-        self._options = {
-            "grid": (groups[0] * threads, groups[1], groups[2]),
-            "threadgroup": (threads, 1, 1),
-            "output_shapes": [output.shape for output in outputs],
-            "output_dtypes": [output.dtype for output in outputs],
-        }
-
-    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
-        """The outputs. Lazy."""
-        result: list[mx.array] = self._kernel(inputs=inputs, **self._options)
-        return result
+    return partial(
+        kernel,
+        grid=(groups[0] * threads, groups[1], groups[2]),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[output.shape for output in outputs],
+        output_dtypes=[output.dtype for output in outputs],
+    )
 
 
 class GpuKernels:

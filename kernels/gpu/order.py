@@ -37,7 +37,7 @@ class Order:
         chain: _Chain | None = pages.kept
         if chain is None or chain.thread != get_ident():
             chain = self._chain(pages)
-        outputs = launch([*inputs, chain.latest])
+        outputs = launch(inputs=[*inputs, chain.latest])
         chain.latest = outputs[-1]
         if chain.is_shared:
             mx.async_eval(chain.latest)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types

@@ -6,7 +6,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
 from paged_kv.kernels.pages.attention_metadata import NewTokens
@@ -94,7 +94,7 @@ class Prefill:
         flags += ["HAS_NEW_TOKENS"] if asked.new_tokens else []
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         rows = PREFILL_ROWS[self._kernels.dialect]
-        launch = Launch(
+        launch = launch_of(
             self._kernels.kernel("prefill", geometry.k_dtype, dims, flags),
             (-(-steps * gqa_group_size // rows), geometry.k_heads, batch),
             PREFILL_THREADS,

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.kernels.gpu.arrays import TABLE_WIDTH, BoundSlabs, PageKind, Tables, parameters
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SLOT_SIMDGROUPS
 from paged_kv.kernels.pages.attention_metadata import NewTokens
@@ -76,7 +76,7 @@ class SlotKernels:
             Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
             for dim in dims.values()
         ]
-        launch = Launch(
+        launch = launch_of(
             self._kernels.kernel(operation, geometry.k_dtype, dims, flags),
             (-(-tokens // SLOT_SIMDGROUPS), geometry.k_heads, 2 * batch),
             LANES * SLOT_SIMDGROUPS,

@@ -4,8 +4,8 @@ None was measured: no Mac and no NVIDIA GPU has run these kernels yet. The reaso
 on published figures of the devices; kernels/metal/*.metal and kernels/cuda/*.cu do it in full.
 """
 
-from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 LANES = 32
 
@@ -52,8 +52,7 @@ def row_blocks(gqa_group_size: int, k_dim: int, bases: int) -> int:
     return max(1, min(ceil(gqa_group_size / rows), DECODE_SIMDGROUPS, fitting))
 
 
-@dataclass(frozen=True)
-class DecodeShape:
+class DecodeShape(NamedTuple):
     """How threadgroups divide the work of decode.
 
     Attributes:

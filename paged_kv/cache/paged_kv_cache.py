@@ -58,8 +58,11 @@ class PagedKVCache:
         """The position of the next token: a number for one sequence, int32 [B] for a batch."""
         sequences, layer = self.sequences, self.layer
         step = sequences[0].step() if sequences else None
-        if isinstance(step, Step) and layer in step.layers and step.sequences == sequences:
-            return step.offset_before if layer in step.waiting else step.offset_after
+        if isinstance(step, Step) and step.sequences == sequences:
+            if layer in step.waiting:
+                return step.offset_before
+            if layer in step.layers:
+                return step.offset_after
         offsets = [sequence.offset(layer) for sequence in sequences]
         return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 

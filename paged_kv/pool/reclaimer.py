@@ -72,8 +72,7 @@ class Reclaimer:
             needs = needed()
             self._require(needs)
         for group, counts in needs.items():
-            if counts:
-                group.allocator.ensure_free(counts)
+            group.allocator.ensure_free(counts)
 
     def has(self, needs: Needs) -> bool:
         """Whether the needs fit now, without eviction or requantisation. O(slabs)."""
@@ -216,8 +215,6 @@ class Reclaimer:
 
     def _mapped_after(self, needs: Needs) -> int:
         """Bytes mapped after the needs are free; more than the budget if it does not hold them."""
-        if not any(needs.values()):
-            return self._budget.mapped
         try:
             return self._budget.max_bytes - self._left_after(needs)
         except PoolExhausted:
