@@ -25,7 +25,7 @@ def own(reclaimer: Reclaimer, writes: Writes) -> None:
         ThreadConflict: another thread still has to read the target page of a copy; the source
             block stays shared.
     """
-    if not all([each.is_owned for theirs in writes.values() for each in theirs]):
+    if not all(each.is_owned for theirs in writes.values() for each in theirs):
         reclaimer.make_room(lambda: needs_of(writes))
     for group, group_writes in writes.items():
         for write in group_writes:
