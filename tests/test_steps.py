@@ -29,7 +29,7 @@ from tests.zoo import small_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Of the project's own calls, in each layer but a step's first.
-MOST_CALLS = 15
+MOST_CALLS = 14
 
 
 def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
@@ -194,6 +194,33 @@ def test_rows_that_leave_a_batch_give_their_blocks_back_at_once() -> None:
         assert pool.stats().blocks_used == 0
     finally:
         gc.enable()
+
+
+def test_a_step_goes_on_in_the_padding_of_the_one_before() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    layers = layers_of(pool, 2)
+    for layer in layers:
+        layer.prepare(left_padding=[0, 3])
+    for seed in (1, 2):
+        layers[0].make_mask(2)
+        for layer in layers:
+            layer.update_and_fetch(*step(2, seed, batch=2))
+    assert [each.context_lens for each in layers[0].sequences] == [[4, 4], [1, 1]]
+    assert [each.offset(1) for each in layers[0].sequences] == [4, 1]
+
+
+def test_a_layer_may_take_two_steps_before_another_takes_one() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    given = step(3, 1)
+    first.make_mask(2)
+    first.update_and_fetch(*(each[:, :, :2] for each in given))
+    first.update_and_fetch(*(each[:, :, 2:] for each in given))
+    second.update_and_fetch(*(each[:, :, :1] for each in given))
+    assert first.sequences[0].context_lens == [3, 1]
+    second.update_and_fetch(*(each[:, :, 1:] for each in given))
+    assert mx.array_equal(first.keys, given[0])
+    assert mx.array_equal(second.keys, given[0])
 
 
 @pytest.mark.usefixtures("backend")
