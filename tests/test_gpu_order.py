@@ -125,10 +125,10 @@ def test_a_second_thread_comes_when_the_first_has_computed(dialect: str) -> None
     order, pages = Order(), new_pages(PlainBackend(), same(64), ["fp16"])
     token = mx.arange(8) + 1
 
-    def first(_: Any) -> list[mx.array]:
+    def first(inputs: Any) -> list[mx.array]:
         return [token]
 
-    def second(_: Any) -> list[mx.array]:
+    def second(inputs: Any) -> list[mx.array]:
         return [mx.arange(8) + 2]
 
     launches: list[Any] = [first, second]
