@@ -17,6 +17,7 @@ from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_layers import model_file, window_of
 from paged_kv.integrations.factory_arguments import (
     only_sequence,
@@ -32,7 +33,6 @@ from paged_kv.integrations.prompt_cache_hook import (
     uninstall_factory,
 )
 from paged_kv.integrations.stored_states import StoredStates
-from paged_kv.integrations.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.pool.formats import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -20,15 +20,13 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
+from paged_kv.integrations.batching.preemption import PagedFactory, attach
+from paged_kv.integrations.batching.shared_prefill import (
+    begin_together,
+    joined,
+    without_first,
+)
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.integrations.shared_prefill import Reuses, begin_together, joined, without_first
-
-
-class Factory(Reuses, Protocol):
-    """Makes the prompt caches of one model."""
-
-    def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
-
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
 
@@ -36,7 +34,7 @@ _stock_fetch_nearest_cache = LRUPromptCache.fetch_nearest_cache
 _stock_insert_segments = BatchGenerator.insert_segments
 
 # Models are dictionaries and cannot be keys. The reference keeps each model's id from being reused.
-_installed: dict[int, tuple[Module, Factory]] = {}
+_installed: dict[int, tuple[Module, PagedFactory]] = {}
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
@@ -47,7 +45,7 @@ def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any
     return stock_make_prompt_cache(model, max_kv_size)
 
 
-def install_factory(model: Module, factory: Factory) -> bool:
+def install_factory(model: Module, factory: PagedFactory) -> bool:
     """Let mlx-lm make this model's prompt caches with a factory; false if it already does.
 
     Raises:
@@ -64,7 +62,7 @@ def install_factory(model: Module, factory: Factory) -> bool:
     return len(_installed) > before
 
 
-def uninstall_factory(model: Module, factory: Factory) -> None:
+def uninstall_factory(model: Module, factory: PagedFactory) -> None:
     """Undo `install_factory`; does nothing if this factory is not installed."""
     if _factory_of(model) is not factory:
         return
@@ -105,6 +103,7 @@ def insert_segments(
         return _stock_insert_segments(
             generator, segments, max_tokens, caches, all_tokens, *others, **named
         )
+    attach(generator, factory)
     caches, segments = list(caches or [None] * len(segments)), list(segments)
     all_tokens = list(all_tokens or [[] for _ in segments])
     new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]
@@ -119,7 +118,7 @@ def insert_segments(
     )
 
 
-def _factory_of(model: Module) -> Factory | None:
+def _factory_of(model: Module) -> PagedFactory | None:
     _, factory = _installed.get(id(model), (model, None))
     return factory
 

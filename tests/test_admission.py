@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.generation.admission import (
-    Admission,
-    Demand,
-    GroupSize,
-    PoolSize,
-    RequestImpossible,
-)
+from paged_kv.admission.admission import Admission, RequestImpossible
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.pool_size import GroupSize, PoolSize
 
 
 def group(block_bytes: int, most_blocks: int = 1 << 60) -> GroupSize:

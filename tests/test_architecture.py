@@ -25,6 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "kernels.cpu": {"kernels.pages", "kernels.plain"},
     "kernels.gpu": {"kernels.pages", "kernels.plain"},
     "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
+    "admission": set(),
     "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages"},
     "sequences": {"allocator", "allocator.prefixes", "kernels.pages", "kernels.plain", "pool"},
     "cache": {"kernels.pages", "pool", "sequences"},
@@ -32,19 +33,25 @@ ARROWS: dict[str, set[str]] = {
     "monitor": {"allocator", "pool"},
     "trace": {"allocator", "allocator.prefixes", "monitor", "pool"},
     "commands": {"kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"},
+    "integrations.batching": {
+        *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
+        "sequences",
+    },
     "integrations": {
-        *("allocator", "allocator.prefixes", "cache", "commands", "kernels.pages"),
-        *("pool", "prefix", "sequences", "store"),
+        *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
+        *("kernels.pages", "pool", "prefix", "sequences", "store"),
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "kernels.pages", "sequences"),
     },
     "integrations.server.http": set(),
     "integrations.server.generation": {
-        *("allocator", "integrations", "integrations.server.http", "kernels.pages", "pool"),
+        *("admission", "allocator", "integrations", "integrations.batching"),
+        *("integrations.server.http", "kernels.pages"),
     },
     "integrations.server.completions": {
-        *("integrations", "integrations.server.generation", "integrations.server.http"),
+        *("integrations", "integrations.batching"),
+        *("integrations.server.generation", "integrations.server.http"),
     },
     "integrations.server": {
         *("commands", "integrations.server.completions", "integrations.server.generation"),

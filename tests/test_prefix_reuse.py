@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations.batching.shared_prefill import begin_together
 from paged_kv.integrations.model_version import ModelVersion
-from paged_kv.integrations.shared_prefill import begin_together
 from tests.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.grids import plain_only
 from tests.stored_prompts import read

@@ -8,9 +8,10 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
+from paged_kv.admission.admission import Admission
+from paged_kv.admission.demand import Demand
 from paged_kv.cache.page_transfer import page_views
-from paged_kv.integrations.server.generation.admission import Admission, Demand
-from paged_kv.integrations.server.generation.paged_model_provider import pool_size
+from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.steps import append

@@ -15,7 +15,7 @@ import pytest
 from paged_kv import PagedCacheFactory, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
-from paged_kv.integrations.shared_prefill import begin_together
+from paged_kv.integrations.batching.shared_prefill import begin_together
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes

@@ -77,6 +77,14 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
+        "--admission",
+        choices=["optimistic", "reserve"],
+        default="optimistic",
+        help="optimistic begins a request when its prompt and a few more pages fit; if memory gets "
+        "short later, the latest requests wait, and continue where they were. reserve begins a "
+        "request when its prompt and max_tokens fit, and never interrupts it (default: optimistic)",
+    )
+    group.add_argument(
         "--admission-timeout",
         type=_seconds,
         default=60.0,

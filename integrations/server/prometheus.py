@@ -38,8 +38,6 @@ class _Collector(Collector):
         waiting = choices_in(jobs, Stage.WAITING)
         yield _gauge("num_requests_running", "Choices that are computed", running)
         yield _gauge("num_requests_waiting", "Choices that wait for their turn", waiting)
-        # Admission reserves all the memory that a request may need, so none is preempted.
-        yield _counter("num_preemptions", "Requests that lost their place", 0)
         yield _counter("num_requests_refused", "Requests answered with 503", counted.refused)
         yield _counter("prompt_tokens", "Tokens of prompts", counted.prompt_tokens)
         yield _counter("prompt_tokens_cached", "Those not computed", counted.cached_tokens)

@@ -164,6 +164,14 @@ COLUMNS = [
         "hit rate", unit=Unit.SHARE,
     ),
     Column(
+        "preemptions", "times a sequence of a batch lost its pages, to return later",
+        "preempted", "num_preemptions", kind=Kind.COUNTER,
+    ),
+    Column(
+        "tokens_recomputed", "tokens of preempted sequences that were computed again",
+        "tokens computed again", "tokens_recomputed", kind=Kind.COUNTER,
+    ),
+    Column(
         "evictions", "blocks' worth of cached tokens that were evicted, by reason",
         "evicted", "evictions", kind=Kind.COUNTER, by="reason",
     ),

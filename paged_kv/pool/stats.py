@@ -48,6 +48,8 @@ class PoolStats(BlockTotals):
         requantisations: blocks requantised because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
         prefix_hits: those of them that were cached.
+        preemptions: times a sequence of a batch lost its pages, to return later.
+        tokens_recomputed: tokens of preempted sequences that were computed again.
         kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
             not, besides those of `plain_layers`.
     """
@@ -60,6 +62,8 @@ class PoolStats(BlockTotals):
     requantisations: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    preemptions: int = 0
+    tokens_recomputed: int = 0
     kernel_fallbacks: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
@@ -145,6 +149,8 @@ class PoolStats(BlockTotals):
             requantisations=sum_counts([self.requantisations, other.requantisations]),
             prefix_queries=self.prefix_queries + other.prefix_queries,
             prefix_hits=self.prefix_hits + other.prefix_hits,
+            preemptions=self.preemptions + other.preemptions,
+            tokens_recomputed=self.tokens_recomputed + other.tokens_recomputed,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
         )
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm import server
 
+from paged_kv.integrations.batching.shared_prefill import cut_for_snapshots
 from paged_kv.integrations.server.generation.jobs import Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
-from paged_kv.integrations.shared_prefill import cut_for_snapshots
 
 Made = TypeVar("Made")
 

@@ -11,6 +11,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
+from paged_kv.admission.demand import Demand
+from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.preemption import attach
+from paged_kv.integrations.batching.shared_prefill import without_first
 from paged_kv.integrations.server.generation.jobs import (
     Event,
     Job,
@@ -21,7 +25,6 @@ from paged_kv.integrations.server.generation.jobs import (
 )
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.sampling import Sampling
-from paged_kv.integrations.shared_prefill import without_first
 
 Happened = Iterator[tuple[Job, Event]]
 
@@ -68,9 +71,18 @@ class BatchedRows:
             prefill_step_size=options.prefill_step_size,
             stream=stream,
         )
+        (factory, *_) = provider.factories
+        self._pool = factory.pool
+        self._preemption = attach(self._generator, factory)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a job could begin at once, beside what is in use now."""
+        if self._preemption is None:
+            return True
+        return self._preemption.can_begin(demand.bytes_to_begin(pool_size(self._pool)))
 
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
         """Add a job; the next steps compute it."""
@@ -139,6 +151,8 @@ class BatchedRows:
             logits_processors=[sampling.processors],
             stop_sequences=self._stops,
         )
+        if self._preemption is not None:
+            self._preemption.salts[uid] = row.job.salt
         self._rows[uid] = row
         self._reading.add(uid)
         return int(uid)
@@ -157,6 +171,8 @@ class BatchedRows:
 
     def _note_read(self, response: Any) -> Happened:
         uid, row = response.uid, self._rows[response.uid]
+        if uid not in self._reading:
+            return  # a preempted choice, whose tokens are computed again
         if response.end_of_prompt:
             self._reading.discard(uid)
         elif response.end_of_segment:

@@ -16,8 +16,10 @@ from concurrent.futures import Future
 
 import mlx.core as mx
 
+from paged_kv.admission.admission import Admission, RequestImpossible
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.policies import Optimistic, Reserve
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.integrations.server.generation.admission import Admission, Demand, RequestImpossible
 from paged_kv.integrations.server.generation.jobs import Begun, Failed, Job, Outbox, Stage, Token
 from paged_kv.integrations.server.generation.mailbox import Command, Mailbox
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
@@ -53,7 +55,10 @@ class GenerationThread:
         self.jobs: dict[Job, None] = {}
         self._options = provider.cli_args
         self._admission: Admission[Job] = Admission(
-            self._demand, self._options.admission_timeout, self._options.decode_concurrency
+            self._demand,
+            self._options.admission_timeout,
+            self._options.decode_concurrency,
+            policy=Optimistic(self._fits) if self._options.admission == "optimistic" else Reserve(),
         )
         self._rows: Rows | None = None
         self._mailbox = Mailbox()
@@ -194,6 +199,9 @@ class GenerationThread:
             # Loading its model and reading its prompt happen while no other job runs.
             return Demand(0, 0, is_alone=True)
         return self._rows.demand(job, job.prompt)
+
+    def _fits(self, demand: Demand) -> bool:
+        return self._rows is None or self._rows.fits(demand)
 
     def _begin(self) -> None:
         if not len(self._admission):

@@ -12,13 +12,12 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load
 
+from paged_kv.admission.pool_size import PoolSize
+from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.integrations.server.generation.admission import GroupSize, PoolSize
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
 from paged_kv.kernels.pages.memory import recommended_bytes
-from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.page_pool import PagePool
 
 # Paths or repositories of a model, its adapter and its draft model, as in mlx-lm's `model_key`.
 ModelKey = tuple[str | None, str | None, str | None]
@@ -175,23 +174,6 @@ class PagedModelProvider(ModelProvider):
         # This makes the factory learn the size of a block, which promises are computed from.
         factory.can_admit(0)
         return factory
-
-
-def pool_size(pool: PagePool) -> PoolSize:
-    """The memory that a pool can promise, once it knows its layers' geometry. With "auto" pages
-    promises count 16 bits: requantisation makes room for cached pages, never for a promise."""
-    groups = [group for group in pool.groups if group.is_open]
-    return PoolSize(
-        pool.budget.max_bytes,
-        pool.slack,
-        tuple(
-            [
-                GroupSize(group.block_bytes, group.blocks_for, is_ring=group.window is not None)
-                for group in groups
-            ]
-        ),
-        PAGE_SIZE,
-    )
 
 
 def _vocab_size(model: Any) -> int:

@@ -6,7 +6,7 @@ import argparse
 
 import mlx.core as mx
 
-from paged_kv.integrations.server.generation.admission import Demand
+from paged_kv.admission.demand import Demand
 from paged_kv.integrations.server.generation.batched_rows import BatchedRows, Happened
 from paged_kv.integrations.server.generation.jobs import Job, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import (
@@ -53,6 +53,10 @@ class Rows:
             drafted=job.arguments.num_draft_tokens + 1 if self.loaded.has_draft else 0,
             is_alone=is_alone,
         )
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a job could begin at once, beside what is in use now."""
+        return self._batch.fits(demand)
 
     def begin(self, job: Job, prompt: Prompt) -> None:
         """Add a job; the next steps compute it.

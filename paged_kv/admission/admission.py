@@ -1,0 +1,136 @@
+"""Decides which requests of a server may begin, in the order of their arrival."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Generic, TypeVar
+
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.policies import Policy, Reserve
+from paged_kv.admission.pool_size import PoolSize
+
+Request = TypeVar("Request", bound=Hashable)
+
+
+class RequestImpossible(Exception):
+    """A request that can never be served."""
+
+
+@dataclass
+class _Waiting(Generic[Request]):
+    request: Request
+    since: float
+
+
+@dataclass
+class Admission(Generic[Request]):
+    """Lets requests begin in order, each when its policy finds room for it.
+
+    Attributes:
+        demand_of: returns the most that a request may need; called on its arrival and its turn.
+        patience_s: seconds that a request may wait for its turn.
+        places: the most choices that run at the same time. A request with more begins alone.
+        pools: each of them must have room.
+        policy: says whether there is room.
+    """
+
+    demand_of: Callable[[Request], Demand]
+    patience_s: float
+    places: int = 1 << 30
+    clock: Callable[[], float] = monotonic
+    pools: list[PoolSize] = field(default_factory=list)
+    policy: Policy = field(default_factory=Reserve)
+    _line: deque[_Waiting[Request]] = field(default_factory=deque)
+    _begun: dict[Request, Demand] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """The number of waiting requests."""
+        return len(self._line)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._line and not self._begun
+
+    def arrive(self, request: Request) -> None:
+        """Queue a request after the earlier ones.
+
+        Raises:
+            RequestImpossible: there is no room for it even alone.
+        """
+        self._require_possible(self.demand_of(request))
+        self._line.append(_Waiting(request, self.clock()))
+
+    def next(self) -> Request | None:
+        """Dequeue the next request if it can begin now. It counts as running until `leave`."""
+        if not self._line:
+            return None
+        first = self._line[0].request
+        demand = self.demand_of(first)
+        if not self._can_begin(demand):
+            return None
+        self._line.popleft()
+        self._begun[first] = demand
+        return first
+
+    def renew(self, request: Request) -> None:
+        """Update the demand of a request that has begun.
+
+        Raises:
+            RequestImpossible: there is no room for it even alone.
+        """
+        demand = self.demand_of(request)
+        self._require_possible(demand)
+        self._begun[request] = demand
+
+    def leave(self, request: Request) -> None:
+        """Remove a request that waits or runs."""
+        if self._begun.pop(request, None) is None:
+            self._line = deque(each for each in self._line if each.request is not request)
+
+    def late(self) -> list[Request]:
+        """Dequeue the requests that have waited too long. Call it after `next`."""
+        before = self.clock() - self.patience_s
+        late = []
+        while self._line and self._line[0].since <= before:
+            late.append(self._line.popleft().request)
+        return late
+
+    def why_late(self) -> str:
+        """The error message for requests that have waited too long."""
+        begun = self._begun.values()
+        shares = [
+            sum(demand.bytes_in(pool) for demand in begun) / max(1, pool.promisable)
+            for pool in self.pools
+        ]
+        return (
+            f"the request could not begin in {self.patience_s:g} s: {len(begun)} others run, "
+            f"which may still grow to {max(shares, default=0):.0%} of what the cache can promise. "
+            "Ask again later or with a smaller max_tokens, or start the server with a larger "
+            "--max-kv-bytes, --decode-concurrency or --admission-timeout"
+        )
+
+    def _require_possible(self, demand: Demand) -> None:
+        if all(self.policy.is_possible(demand, pool) for pool in self.pools):
+            return
+        asked = demand.prompt_tokens + demand.max_tokens
+        most = min(pool.tokens_in(pool.promisable) for pool in self.pools) - demand.drafted
+        each = f" for each of {demand.choices} choices" if demand.choices > 1 else ""
+        raise RequestImpossible(
+            f"{asked} tokens were asked{each}, {demand.prompt_tokens} of the prompt and max_tokens="
+            f"{demand.max_tokens}, and at most {max(0, most)} fit: shorten the prompt, "
+            "lower max_tokens or n, or start the server with a larger --max-kv-bytes"
+        )
+
+    def _can_begin(self, demand: Demand) -> bool:
+        if not self._begun:
+            return True
+        if demand.is_alone or any(each.is_alone for each in self._begun.values()):
+            return False
+        taken = sum(each.choices for each in self._begun.values())
+        return taken + demand.choices <= self.places and self.policy.has_room(
+            demand, self._begun.values(), self.pools
+        )

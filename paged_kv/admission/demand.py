@@ -1,0 +1,42 @@
+"""Describes what a request may need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paged_kv.admission.pool_size import PoolSize
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The tokens of a request.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        max_tokens: the most tokens generated for each choice.
+        choices: the number of continuations of the prompt.
+        drafted: the most tokens that a draft model may be ahead by.
+        is_alone: whether it cannot run together with other requests.
+        held: tokens of the prompt whose pages another sequence holds, and this one will share.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    choices: int = 1
+    drafted: int = 0
+    is_alone: bool = False
+    held: int = 0
+
+    def bytes_in(self, pool: PoolSize) -> int:
+        """The most bytes that all choices take together."""
+        one = pool.bytes_for(self.prompt_tokens + self.max_tokens + self.drafted)
+        # Each choice computes the prompt's last token itself.
+        shared = pool.shared_bytes(max(0, self.prompt_tokens - 1))
+        return one + (self.choices - 1) * (one - shared)
+
+    def bytes_to_begin(self, pool: PoolSize) -> int:
+        """Bytes that all choices take until each has generated a block of tokens."""
+        most = self.prompt_tokens + self.max_tokens
+        one = pool.bytes_for(min(most, self.prompt_tokens + pool.page_size))
+        shared = pool.shared_bytes(max(0, self.prompt_tokens - 1))
+        return one + (self.choices - 1) * (one - shared) - pool.shared_bytes(self.held)

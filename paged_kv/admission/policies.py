@@ -1,0 +1,65 @@
+"""The two policies that say whether a request may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.pool_size import PoolSize
+
+
+class Policy(Protocol):
+    """Says whether a request may begin, and whether it ever may."""
+
+    def is_possible(self, demand: Demand, pool: PoolSize) -> bool:
+        """Whether a pool could serve the request if no other ran."""
+        ...
+
+    def has_room(
+        self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
+    ) -> bool:
+        """Whether the request may begin beside the ones that have begun."""
+        ...
+
+
+class Reserve:
+    """Promises each request all that it may need until it ends: its prompt and `max_tokens` for
+    each choice. So nothing that has begun is ever preempted.
+
+    Cached pages are not counted, as the pool evicts them for promised memory.
+    """
+
+    def is_possible(self, demand: Demand, pool: PoolSize) -> bool:
+        return demand.bytes_in(pool) <= pool.promisable
+
+    def has_room(
+        self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
+    ) -> bool:
+        return all(
+            sum(each.bytes_in(pool) for each in begun) + demand.bytes_in(pool) <= pool.promisable
+            for pool in pools
+        )
+
+
+@dataclass(frozen=True)
+class Optimistic:
+    """Lets a request begin when its prompt and a little more fit beside what is in use now, see
+    `growth`. When memory gets short later, the latest sequences are preempted.
+
+    The choices of a request are preempted one by one, so one of them alone must fit.
+
+    Attributes:
+        fits: says whether a request fits beside what is in use now.
+    """
+
+    fits: Callable[[Demand], bool]
+
+    def is_possible(self, demand: Demand, pool: PoolSize) -> bool:
+        return replace(demand, choices=1).bytes_in(pool) <= pool.promisable
+
+    def has_room(
+        self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
+    ) -> bool:
+        return self.fits(demand)

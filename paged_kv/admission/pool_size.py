@@ -1,0 +1,65 @@
+"""Describes the memory of a pool in integers: what sequences take, and how much can be promised."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# A length that no memory holds: it fits only if all layers have windows.
+UNENDING = 1 << 50
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """The memory of a sequence in a layer group.
+
+    Attributes:
+        block_bytes: bytes of a block.
+        blocks_for: returns the number of blocks for a number of tokens.
+        is_ring: whether blocks are overwritten, so that sequences cannot share them for long.
+    """
+
+    block_bytes: int
+    blocks_for: Callable[[int], int]
+    is_ring: bool = False
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """The memory that a pool can promise.
+
+    Attributes:
+        budget: the bytes that it may map.
+        slack: bytes of the budget that may stay unused, because memory is mapped in slabs.
+        groups: all layer groups of the pool.
+        page_size: tokens a block.
+    """
+
+    budget: int
+    slack: int
+    groups: tuple[GroupSize, ...]
+    page_size: int = 256
+
+    @property
+    def promisable(self) -> int:
+        """The total number of bytes that can be promised."""
+        return max(0, self.budget - self.slack)
+
+    def bytes_for(self, tokens: int) -> int:
+        """The most bytes that a sequence of `tokens` tokens takes."""
+        return sum(group.block_bytes * group.blocks_for(tokens) for group in self.groups)
+
+    def shared_bytes(self, tokens: int) -> int:
+        """The bytes of these tokens that all their continuations share to their end."""
+        shared = [group for group in self.groups if not group.is_ring]
+        return sum(group.block_bytes * (tokens // self.page_size) for group in shared)
+
+    def tokens_in(self, nbytes: int) -> float:
+        """The length of the longest sequence that fits in `nbytes`; infinite if any fits."""
+        if self.bytes_for(UNENDING) <= nbytes:
+            return math.inf
+        most = nbytes // min(group.block_bytes for group in self.groups) + 1
+        lengths = range(0, (most + 1) * self.page_size, self.page_size)
+        return lengths[bisect_right(lengths, nbytes, key=self.bytes_for) - 1]
