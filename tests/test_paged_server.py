@@ -186,7 +186,7 @@ def test_requests_wait_for_memory_and_all_are_served(
 ) -> None:
     """The budget has room for two requests at a time, and for few of their prompts."""
     memory = ["--max-kv-bytes", budget, "--page-format", page_format]
-    with paged_server(*options(model, *memory)) as running:
+    with paged_server(*options(model, *memory, "--admission", "reserve")) as running:
         questions = [system[start : start + 200] for start in range(0, 600, 100)]
         with ThreadPoolExecutor(len(questions)) as clients:
             answers = [
@@ -201,7 +201,7 @@ def test_requests_wait_for_memory_and_all_are_served(
 
 
 def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
-    patience = ["--admission-timeout", "0.3"]
+    patience = ["--admission-timeout", "0.3", "--admission", "reserve"]
     with paged_server(*options(LLAMA, *token_budget(1024), *patience)) as running:
         stream = running.client().completions.create(
             model="default_model", prompt=system, max_tokens=700, stream=True

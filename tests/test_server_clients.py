@@ -39,7 +39,7 @@ def _float32() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def running() -> Iterator[PagedRunningServer]:
     # A chunk of a prompt takes only a moment on any machine.
-    options = ["--max-kv-bytes", "12.8MB", "--prefill-step-size", "64"]
+    options = ["--max-kv-bytes", "12.8MB", "--prefill-step-size", "64", "--admission", "reserve"]
     with paged_server(*LLAMA, *options) as server:
         yield server
 
@@ -150,7 +150,8 @@ def test_a_client_that_reads_nothing_is_let_go(
 
 
 def test_without_patience_an_idle_server_serves_and_a_full_one_refuses() -> None:
-    with paged_server(*LLAMA, "--admission-timeout", "0", "--max-kv-bytes", "12.8MB") as running:
+    limits = ["--admission-timeout", "0", "--max-kv-bytes", "12.8MB", "--admission", "reserve"]
+    with paged_server(*LLAMA, *limits) as running:
         client = running.client()
         assert client.completions.create(model=NAME, prompt="import").choices[0].text
         talking = send(running, max_tokens=1900)

@@ -1,0 +1,219 @@
+"""A preempted sequence gets the tokens that it would have got, and no step exhausts a pool."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.sample_utils import make_logits_processors
+
+from paged_kv import PagedCacheFactory, PoolExhausted
+from paged_kv.integrations.server.generation.sampling import RandomSampler
+from paged_kv.pool.formats import FormatChoice
+from tests.generation import Run, assert_nothing_is_used, assert_same_runs
+from tests.grids import plain_only
+from tests.zoo import small_model
+
+TOLERANCE = 2e-3
+NEW_TOKENS = 80
+# Each needs a second block when it has generated a few tokens.
+LENGTHS = (200, 250, 238, 230, 240, 255, 20, 248)
+PROMPTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
+LARGE = 256 << 20
+
+
+def factory_of_blocks(
+    model: Any, blocks: int, page_format: FormatChoice = "fp16"
+) -> PagedCacheFactory:
+    """With memory for so many blocks in each group of layers."""
+    probe = PagedCacheFactory(model, max_bytes=LARGE, page_format=page_format)
+    assert probe.can_admit(1)
+    block_bytes = sum(group.block_bytes for group in probe.pool.groups)
+    return PagedCacheFactory(model, max_bytes=blocks * block_bytes, page_format=page_format)
+
+
+def generator_of(model: Any, **options: Any) -> BatchGenerator:
+    defaults = {"completion_batch_size": 8, "prefill_batch_size": 4, "prefill_step_size": 100}
+    return BatchGenerator(model, **{**defaults, **options})
+
+
+def finish(generator: BatchGenerator, uids: list[int]) -> list[Run]:
+    """What it gives; its caches are dropped at once, as other sequences need their pages."""
+    given: dict[int, list[Any]] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            response.prompt_cache = None
+            given[response.uid].append(response)
+    return [
+        Run([each.token for each in given[uid]], mx.stack([each.logprobs for each in given[uid]]))
+        for uid in uids
+    ]
+
+
+def served(
+    factory: PagedCacheFactory, model: Any, make_options: Callable[[], dict[str, Any]] = dict
+) -> list[Run]:
+    """All prompts at once, through BatchGenerator with the factory installed."""
+    with factory:
+        generator = generator_of(model)
+        options = {"max_tokens": [NEW_TOKENS] * len(PROMPTS), **make_options()}
+        return finish(generator, generator.insert(PROMPTS, **options))
+
+
+def assert_equal_under_pressure(
+    model: Any,
+    make_options: Callable[[], dict[str, Any]] = dict,
+    blocks: int = 4,
+    page_format: FormatChoice = "fp16",
+) -> PagedCacheFactory:
+    """Returns the factory with a pool of a quarter of the need."""
+    large = PagedCacheFactory(model, max_bytes=LARGE, page_format=page_format)
+    small = factory_of_blocks(model, blocks, page_format)
+    expected = served(large, model, make_options)
+    assert_same_runs(served(small, model, make_options), expected, TOLERANCE)
+    assert large.stats().preemptions == 0
+    assert small.stats().preemptions > 0
+    assert_nothing_is_used(large, small)
+    return small
+
+
+@pytest.mark.parametrize(
+    "name", plain_only(["qwen3", "falcon_h1"], ["qwen3", "falcon_h1", "gemma3_text", "deepseek_v3"])
+)
+def test_greedy_texts_are_equal(name: str) -> None:
+    """Without a window, with recurrent layers, with windows, and with latent attention."""
+    assert_equal_under_pressure(small_model(name), blocks=5 if name == "gemma3_text" else 4)
+
+
+def test_what_is_evicted_is_computed_again() -> None:
+    small = assert_equal_under_pressure(small_model("qwen3"), blocks=3)
+    assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 340
+
+
+def seeded() -> dict[str, Any]:
+    class Options:
+        temperature, top_p, top_k, min_p = 1.0, 0.9, 0, 0.0
+        xtc_probability, xtc_threshold = 0.0, 0.0
+
+    options: Any = Options()
+    return {"samplers": [RandomSampler(options, [], seed) for seed in range(len(PROMPTS))]}
+
+
+def penalised() -> dict[str, Any]:
+    processors = [make_logits_processors(None, 1.3, 30) for _ in PROMPTS]
+    return {"logits_processors": processors}
+
+
+@pytest.mark.parametrize("make_options", [seeded, penalised])
+def test_random_and_penalised_texts_are_equal(make_options: Callable[[], dict[str, Any]]) -> None:
+    assert_equal_under_pressure(small_model("qwen3"), make_options, blocks=3)
+
+
+@pytest.mark.parametrize("page_format", ["q8", "q4"])
+def test_texts_from_quantised_pages_are_equal(page_format: str) -> None:
+    assert_equal_under_pressure(small_model("qwen3"), page_format=page_format)
+
+
+def test_pages_are_requantised_before_a_sequence_is_preempted() -> None:
+    model = small_model("qwen3")
+    small = factory_of_blocks(model, 4, "auto")
+    runs = served(small, model)
+    assert [len(run.tokens) for run in runs] == [NEW_TOKENS] * len(PROMPTS)
+    stats = small.stats()
+    assert sum(stats.requantisations.values()) > 0
+    assert_nothing_is_used(small)
+
+
+def test_stop_words_and_lengths_count_across_a_preemption() -> None:
+    model = small_model("qwen3")
+    large = PagedCacheFactory(model, max_bytes=LARGE)
+    whole = served(large, model)
+    # Each ends with the third and fourth last of its tokens, which must match in this order.
+    ends = [StopSequences([run.tokens[-4:-2]]) for run in whole]
+    small = factory_of_blocks(model, 3)
+    runs = served(small, model, lambda: {"stop_sequences": ends})
+    expected = served(large, model, lambda: {"stop_sequences": ends})
+    assert_same_runs(runs, expected, TOLERANCE)
+    assert small.stats().preemptions > 0
+    assert_nothing_is_used(small, large)
+
+
+def until_preempted(generator: BatchGenerator, factory: PagedCacheFactory) -> None:
+    while not factory.stats().preemptions:
+        assert generator.next_generated()
+
+
+def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 4)
+    with factory:
+        generator = generator_of(model)
+        uids = generator.insert(PROMPTS[1:5], max_tokens=[NEW_TOKENS] * 4)
+        until_preempted(generator, factory)
+        waiting = [entry[0] for entry in generator._unprocessed_sequences]
+        assert waiting == sorted(waiting)
+        cache, tokens = generator.extract_cache([waiting[0]])[waiting[0]]
+        assert cache[0].size() == len(tokens)
+        assert generator.remove([waiting[0]], return_prompt_caches=True)
+        left = [uid for uid in uids if uid != waiting[0]]
+        runs = finish(generator, left)
+        assert all(run.tokens for run in runs)
+        del cache
+    assert_nothing_is_used(factory)
+
+
+def test_a_sequence_whose_prompt_is_half_computed_can_be_preempted() -> None:
+    model = small_model("qwen3")
+    prompts = [PROMPTS[1], [5, *PROMPTS[1] * 2]]
+    large, small = PagedCacheFactory(model, max_bytes=LARGE), factory_of_blocks(model, 4)
+    runs = []
+    for factory in (large, small):
+        with factory:
+            # The first one generates 10 tokens, and the prompt takes 50 steps.
+            generator = generator_of(model, prefill_step_size=10)
+            uids = generator.insert(prompts, max_tokens=[300, 3])
+            runs.append(finish(generator, uids))
+    assert_same_runs(runs[1], runs[0], TOLERANCE)
+    assert_nothing_is_used(large, small)
+
+
+def test_what_nothing_could_compute_again_is_not_preempted() -> None:
+    """The caches hold tokens that BatchGenerator was not told."""
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 4)
+    with factory:
+        caches = [factory.make_cache() for _ in range(4)]
+        for cache in caches:
+            model(mx.array([PROMPTS[1]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        generator = generator_of(model)
+        generator.insert([[7]] * 4, max_tokens=[NEW_TOKENS] * 4, caches=caches)
+        caches.clear()
+        with pytest.raises(PoolExhausted):
+            finish(generator, [0, 1, 2, 3])
+        assert factory.stats().preemptions == 0
+        generator.remove([0, 1, 2, 3])
+    del cache
+    assert_nothing_is_used(factory)
+
+
+def test_a_sequence_too_long_for_the_pool_is_told_and_the_rest_continues() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 2)
+    with factory:
+        generator = generator_of(model)
+        long, short = generator.insert([PROMPTS[1] * 2, PROMPTS[1]], max_tokens=[60, NEW_TOKENS])
+        with pytest.raises(PoolExhausted):
+            finish(generator, [long, short])
+        generator.remove([long])
+        (run,) = finish(generator, [short])
+        assert len(run.tokens) == NEW_TOKENS
+    assert_nothing_is_used(factory)
+
+
+def test_without_a_factory_mlx_lms_generator_is_its_own() -> None:
+    model = small_model("qwen3")
+    generator = generator_of(model)
+    generator.insert([PROMPTS[6]], max_tokens=[1])
+    assert "_next" not in vars(generator)
