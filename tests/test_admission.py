@@ -8,6 +8,7 @@ import pytest
 
 from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
+from paged_kv.admission.policies import Optimistic
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 
 
@@ -214,3 +215,38 @@ def test_a_promise_is_renewed_when_more_is_known() -> None:
     asked["a"] = Demand(2561, 0)
     with pytest.raises(RequestImpossible):
         requests.renew("a")
+
+
+def test_optimistic_asks_what_is_free_now_and_one_choice_must_fit_alone() -> None:
+    asked: list[Demand] = []
+
+    def fits(each: Demand) -> bool:
+        asked.append(each)
+        return len(asked) < 2
+
+    requests = admission(FULL)
+    requests.policy = Optimistic(fits)
+    first, second, third = demand(1, 2000, choices=5), demand(1, 2000), demand(1, 2000)
+    for each in (first, second, third):
+        requests.arrive(each)
+    # Nothing else runs, so the first begins in any case.
+    assert [requests.next(), requests.next(), requests.next()] == [first, second, None]
+    assert asked == [second, third]
+    with pytest.raises(RequestImpossible):
+        requests.arrive(demand(2000, 561))
+
+
+@pytest.mark.parametrize(
+    ("request_of", "nbytes"),
+    [
+        (demand(256, 1000), 200),
+        (demand(256, 0), 100),
+        (demand(200, 56), 100),
+        (demand(1025, 100, choices=4), 500 + 3 * 100),
+        (demand(1025, 1000, choices=4), 600 + 3 * 200),
+    ],
+)
+def test_to_begin_a_request_needs_its_prompt_and_a_block_of_tokens(
+    request_of: Demand, nbytes: int
+) -> None:
+    assert request_of.bytes_to_begin(FULL) == nbytes

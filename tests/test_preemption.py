@@ -16,21 +16,21 @@ from tests.grids import plain_only
 from tests.zoo import small_model
 
 TOLERANCE = 2e-3
-NEW_TOKENS = 80
-# Each needs a second block when it has generated a few tokens.
-LENGTHS = (200, 250, 238, 230, 240, 255, 20, 248)
+# Each needs a block for its prompt, and two more. One of those is kept free when it begins.
+NEW_TOKENS = 280
+LENGTHS = (250, 245, 255, 248)
 PROMPTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
 LARGE = 256 << 20
 
 
 def factory_of_blocks(
-    model: Any, blocks: int, page_format: FormatChoice = "fp16"
+    model: Any, blocks: float, page_format: FormatChoice = "fp16"
 ) -> PagedCacheFactory:
     """With memory for so many blocks in each group of layers."""
     probe = PagedCacheFactory(model, max_bytes=LARGE, page_format=page_format)
     assert probe.can_admit(1)
     block_bytes = sum(group.block_bytes for group in probe.pool.groups)
-    return PagedCacheFactory(model, max_bytes=blocks * block_bytes, page_format=page_format)
+    return PagedCacheFactory(model, max_bytes=int(blocks * block_bytes), page_format=page_format)
 
 
 def generator_of(model: Any, **options: Any) -> BatchGenerator:
@@ -64,10 +64,10 @@ def served(
 def assert_equal_under_pressure(
     model: Any,
     make_options: Callable[[], dict[str, Any]] = dict,
-    blocks: int = 4,
+    blocks: float = 5,
     page_format: FormatChoice = "fp16",
 ) -> PagedCacheFactory:
-    """Returns the factory with a pool of a quarter of the need."""
+    """Returns the factory with the small pool; all need 12 blocks."""
     large = PagedCacheFactory(model, max_bytes=LARGE, page_format=page_format)
     small = factory_of_blocks(model, blocks, page_format)
     expected = served(large, model, make_options)
@@ -83,12 +83,12 @@ def assert_equal_under_pressure(
 )
 def test_greedy_texts_are_equal(name: str) -> None:
     """Without a window, with recurrent layers, with windows, and with latent attention."""
-    assert_equal_under_pressure(small_model(name), blocks=5 if name == "gemma3_text" else 4)
+    assert_equal_under_pressure(small_model(name), blocks=5.75 if name == "gemma3_text" else 5)
 
 
 def test_what_is_evicted_is_computed_again() -> None:
-    small = assert_equal_under_pressure(small_model("qwen3"), blocks=3)
-    assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 340
+    small = assert_equal_under_pressure(small_model("qwen3"), blocks=4)
+    assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 535
 
 
 def seeded() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def penalised() -> dict[str, Any]:
 
 @pytest.mark.parametrize("make_options", [seeded, penalised])
 def test_random_and_penalised_texts_are_equal(make_options: Callable[[], dict[str, Any]]) -> None:
-    assert_equal_under_pressure(small_model("qwen3"), make_options, blocks=3)
+    assert_equal_under_pressure(small_model("qwen3"), make_options, blocks=4)
 
 
 @pytest.mark.parametrize("page_format", ["q8", "q4"])
@@ -117,7 +117,7 @@ def test_texts_from_quantised_pages_are_equal(page_format: str) -> None:
 
 def test_pages_are_requantised_before_a_sequence_is_preempted() -> None:
     model = small_model("qwen3")
-    small = factory_of_blocks(model, 4, "auto")
+    small = factory_of_blocks(model, 9, "auto")
     runs = served(small, model)
     assert [len(run.tokens) for run in runs] == [NEW_TOKENS] * len(PROMPTS)
     stats = small.stats()
@@ -125,23 +125,34 @@ def test_pages_are_requantised_before_a_sequence_is_preempted() -> None:
     assert_nothing_is_used(small)
 
 
-def test_stop_words_and_lengths_count_across_a_preemption() -> None:
-    model = small_model("qwen3")
-    large = PagedCacheFactory(model, max_bytes=LARGE)
-    whole = served(large, model)
-    # Each ends with the third and fourth last of its tokens, which must match in this order.
-    ends = [StopSequences([run.tokens[-4:-2]]) for run in whole]
-    small = factory_of_blocks(model, 3)
-    runs = served(small, model, lambda: {"stop_sequences": ends})
-    expected = served(large, model, lambda: {"stop_sequences": ends})
-    assert_same_runs(runs, expected, TOLERANCE)
-    assert small.stats().preemptions > 0
-    assert_nothing_is_used(small, large)
-
-
 def until_preempted(generator: BatchGenerator, factory: PagedCacheFactory) -> None:
     while not factory.stats().preemptions:
         assert generator.next_generated()
+
+
+def test_a_stop_word_matches_across_a_preemption() -> None:
+    """Of its two tokens the first came before the preemption, and the second after it."""
+    model = small_model("qwen3")
+    whole = served(PagedCacheFactory(model, max_bytes=LARGE), model, seeded)
+    factory = factory_of_blocks(model, 5)
+    with factory:
+        generator = generator_of(model)
+        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4, **seeded())
+        until_preempted(generator, factory)
+        (uid, kept) = next(iter(_preempted(generator).items()))
+        (count,) = kept._num_tokens
+        stop = whole[uid].tokens[count - 1 : count + 1]
+        kept.stop_sequences = [StopSequences([stop])]
+        kept._matchers = [kept.stop_sequences[0].matcher()]
+        kept._matchers[0].advance(stop[0])
+        runs = finish(generator, uids)
+    assert runs[uid].tokens == stop[1:]
+    assert_nothing_is_used(factory)
+
+
+def _preempted(generator: Any) -> dict[int, Any]:
+    preempted: dict[int, Any] = generator.paged_kv_preemption._generating
+    return preempted
 
 
 def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() -> None:
@@ -149,7 +160,7 @@ def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() ->
     factory = factory_of_blocks(model, 4)
     with factory:
         generator = generator_of(model)
-        uids = generator.insert(PROMPTS[1:5], max_tokens=[NEW_TOKENS] * 4)
+        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
         until_preempted(generator, factory)
         waiting = [entry[0] for entry in generator._unprocessed_sequences]
         assert waiting == sorted(waiting)
@@ -203,17 +214,17 @@ def test_a_sequence_too_long_for_the_pool_is_told_and_the_rest_continues() -> No
     factory = factory_of_blocks(model, 2)
     with factory:
         generator = generator_of(model)
-        long, short = generator.insert([PROMPTS[1] * 2, PROMPTS[1]], max_tokens=[60, NEW_TOKENS])
+        long, short = generator.insert([PROMPTS[1] * 2, PROMPTS[1]], max_tokens=[60, 20])
         with pytest.raises(PoolExhausted):
             finish(generator, [long, short])
         generator.remove([long])
         (run,) = finish(generator, [short])
-        assert len(run.tokens) == NEW_TOKENS
+        assert len(run.tokens) == 20
     assert_nothing_is_used(factory)
 
 
 def test_without_a_factory_mlx_lms_generator_is_its_own() -> None:
     model = small_model("qwen3")
     generator = generator_of(model)
-    generator.insert([PROMPTS[6]], max_tokens=[1])
+    generator.insert([PROMPTS[0]], max_tokens=[1])
     assert "_next" not in vars(generator)

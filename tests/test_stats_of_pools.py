@@ -34,7 +34,7 @@ def stats(first: int) -> PoolStats:
     )  # fmt: skip
     return PoolStats(
         "q8", "plain", 10**6, (group,), {"room": first + 14, "limit": first + 15},
-        {"q4": first + 16}, first + 17, first + 18, first + 19,
+        {"q4": first + 16}, first + 17, first + 18, first + 19, first + 20, first + 21,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
         "allocation_failures", "blocks_used", "blocks_cached", "blocks_free", "blocks_shared",
         "bytes_mapped", "bytes_allocated", "bytes_last_block", "bytes_out_of_window",
         "bytes_compactable",
-        "table_entries", "tables", "tables_dropped",
+        "table_entries", "tables", "tables_dropped", "preemptions", "tokens_recomputed",
     ):  # fmt: skip
         assert getattr(both, name) == getattr(one, name) + getattr(other, name), name
     assert both.evictions == {"room": 328, "limit": 330}
@@ -74,6 +74,8 @@ def test_metrics_say_what_the_numbers_are() -> None:
         (f"prefix_cache_queries_total{{{labels}}}", 117),
         (f"prefix_cache_hits_total{{{labels}}}", 118),
         (f"kernel_fallbacks_total{{{labels}}}", 119),
+        (f"num_preemptions_total{{{labels}}}", 120),
+        (f"tokens_recomputed_total{{{labels}}}", 121),
         (f"cow_copies_total{{{labels}}}", 111),
         (f"allocation_failures_total{{{labels}}}", 112),
         (f"gather_fallbacks_total{{{labels}}}", 113),

@@ -95,8 +95,9 @@ class Preemption:
         running = sorted(self._known.intersection(self._running_uids()))
         waiting = [each.uid for each in self._line()]
         if not self._scheduler.schedule(running, waiting, self._places()):
-            assert self._error is not None, "schedule stops only after a failed reservation"
-            raise self._error
+            error, self._error = self._error, None
+            assert error is not None, "schedule stops only after a failed reservation"
+            raise error
         prompts, generated = self._step_without(set(waiting))
         for response in generated:
             self._scheduler.note_token(response.uid)

@@ -17,7 +17,6 @@ class Demand:
         choices: the number of continuations of the prompt.
         drafted: the most tokens that a draft model may be ahead by.
         is_alone: whether it cannot run together with other requests.
-        held: tokens of the prompt whose pages another sequence holds, and this one will share.
     """
 
     prompt_tokens: int
@@ -25,18 +24,19 @@ class Demand:
     choices: int = 1
     drafted: int = 0
     is_alone: bool = False
-    held: int = 0
 
     def bytes_in(self, pool: PoolSize) -> int:
         """The most bytes that all choices take together."""
         one = pool.bytes_for(self.prompt_tokens + self.max_tokens + self.drafted)
+        return self._of_all_choices(one, pool)
+
+    def bytes_to_begin(self, pool: PoolSize) -> int:
+        """Bytes that all choices take until each has generated a block of tokens, see `growth`."""
+        generated = min(self.max_tokens, pool.page_size)
+        return self._of_all_choices(pool.bytes_for(self.prompt_tokens + generated), pool)
+
+    def _of_all_choices(self, one: int, pool: PoolSize) -> int:
+        """The bytes of all choices, of which each alone takes `one`."""
         # Each choice computes the prompt's last token itself.
         shared = pool.shared_bytes(max(0, self.prompt_tokens - 1))
         return one + (self.choices - 1) * (one - shared)
-
-    def bytes_to_begin(self, pool: PoolSize) -> int:
-        """Bytes that all choices take until each has generated a block of tokens."""
-        most = self.prompt_tokens + self.max_tokens
-        one = pool.bytes_for(min(most, self.prompt_tokens + pool.page_size))
-        shared = pool.shared_bytes(max(0, self.prompt_tokens - 1))
-        return one + (self.choices - 1) * (one - shared) - pool.shared_bytes(self.held)

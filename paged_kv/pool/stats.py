@@ -48,10 +48,10 @@ class PoolStats(BlockTotals):
         requantisations: blocks requantised because memory was short, by their new format.
         prefix_queries: tokens of all prompts that were looked up.
         prefix_hits: those of them that were cached.
-        preemptions: times a sequence of a batch lost its pages, to return later.
-        tokens_recomputed: tokens of preempted sequences that were computed again.
         kernel_fallbacks: times MLX's own operations had to do what a kernel of the backend could
             not, besides those of `plain_layers`.
+        preemptions: times a sequence of a batch lost its pages, to return later.
+        tokens_recomputed: tokens of preempted sequences that were computed again.
     """
 
     page_format: str
@@ -62,9 +62,9 @@ class PoolStats(BlockTotals):
     requantisations: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    kernel_fallbacks: int = 0
     preemptions: int = 0
     tokens_recomputed: int = 0
-    kernel_fallbacks: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
