@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "cache": {"kernels.pages", "pool", "sequences"},
     "prefix": {"allocator", "allocator.prefixes", "kernels.pages", "pool", "sequences", "store"},
     "monitor": {"allocator", "pool"},
-    "trace": {"allocator", "allocator.prefixes", "monitor", "pool"},
+    "trace": {"admission", "allocator", "allocator.prefixes", "monitor", "pool"},
     "commands": {"kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"},
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),

@@ -1,15 +1,15 @@
 """The scheduler of a batch without a model: integers in, integers out."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_kv.admission.growth import Growth, has_room
+from paged_kv.admission.growth import Growth
 from paged_kv.admission.pool_size import GroupSize, PoolSize
-from paged_kv.admission.scheduler import Scheduler
+from paged_kv.admission.simulated_batch import ReservingBatch, SimulatedBatch, SimulatedSequence
 
 PAGE = 4
 # The longest sequence is computed in a page of steps, as `growth` asks.
@@ -24,129 +24,39 @@ def pool_of(blocks: int, ring: int | None = None) -> PoolSize:
     return PoolSize(blocks, 0, tuple(groups), PAGE)
 
 
-@dataclass
-class Row:
-    """A sequence.
-
-    Attributes:
-        prompt: tokens to compute before it generates.
-        answer: tokens that it will generate.
-        promised: the most that it asked for.
-        held: tokens in pages.
-        cached: tokens whose pages are cached while it waits.
-        generated: tokens so far.
-    """
-
-    prompt: int
-    answer: int
-    promised: int
-    held: int = 0
-    cached: int = 0
-    generated: int = 0
-    since_return: int | None = None
-
-    @property
-    def target(self) -> int:
-        """The tokens to hold before it generates the next one."""
-        return self.prompt + self.generated
-
-    def next_held(self) -> int:
-        """The tokens that it holds after the next step."""
-        return min(self.held + CHUNK, self.target) if self.held < self.target else self.held + 1
-
-    @property
-    def growth(self) -> Growth:
-        return Growth(self.held, self.target, self.prompt + self.promised)
+Row = SimulatedSequence
 
 
-@dataclass
-class Machine:
-    """Runs sequences in a pool of integers; it loses cached pages whenever others need them."""
+class Machine(SimulatedBatch):
+    """Checks each decision of the scheduler."""
 
-    pool: PoolSize
-    places: int
-    rows: dict[int, Row] = field(default_factory=dict)
-    running: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self)
-        self.reserved: list[int] = []
-
-    @property
-    def in_use(self) -> int:
-        return sum(self.pool.bytes_for(self.rows[each].held) for each in self.running)
-
-    def arrive(self, row: Row) -> None:
-        number = len(self.rows)
-        self.rows[number] = row
-        self.waiting.append(number)
-
-    def reserve(self, running: list[int]) -> bool:
-        needed = sum(self.pool.bytes_for(self.rows[each].next_held()) for each in running)
-        if needed > self.pool.budget:
-            return False
-        self.reserved = list(running)
-        return True
+    def __init__(self, pool: PoolSize, places: int) -> None:
+        super().__init__(pool, places, CHUNK)
+        self.preempted: list[int] = []
+        self.ended: list[int] = []
+        # Tokens that a sequence has generated since it returned.
+        self.since_return: dict[int, int] = {}
 
     def preempt(self, number: int) -> None:
-        row = self.rows[number]
         assert number != min(self.running), "the earliest sequence was preempted"
-        assert row.since_return != 0, "it was preempted again before it generated a token"
-        row.cached, row.held, row.since_return = row.held, 0, None
+        assert self.since_return.pop(number, 1), "preempted again before it generated a token"
         self.preempted.append(number)
-
-    def has_room(self, number: int, running: list[int]) -> bool:
-        new = self.rows[number].growth.bytes_to_begin(self.pool)
-        in_use = sum(self.pool.bytes_for(self.rows[each].held) for each in running)
-        return has_room(new, [self.rows[each].growth for each in running], self.pool, in_use)
+        super().preempt(number)
 
     def begin(self, number: int) -> bool:
-        row = self.rows[number]
-        row.held = min(row.cached, row.target)
-        if number in self.preempted:
-            row.since_return = 0
-        if self.reserve([*self.reserved, number]):
-            return True
-        row.held = 0
-        return False
+        has_begun = super().begin(number)
+        if has_begun and number in self.preempted:
+            self.since_return[number] = 0
+        return has_begun
 
     def step(self) -> None:
-        """Schedule, and compute a step of all running sequences."""
-        self.reserved = []
-        running, waiting = list(self.running), list(self.waiting)
-        assert self.scheduler.schedule(running, waiting, self.places - len(running))
-        assert sorted([*running, *waiting]) == sorted([*self.running, *self.waiting])
-        assert waiting == sorted(waiting)
-        self.running, self.waiting = running, waiting
-        self._lose_cached()
-        for number in list(running):
-            self._compute(number)
-
-    def _lose_cached(self) -> None:
-        """Cached pages are evicted for used ones, a page at a time."""
-        left = self.pool.budget - self.in_use
-        for number in self.waiting:
-            row = self.rows[number]
-            while row.cached and self.pool.bytes_for(row.cached) > left:
-                row.cached -= 1
-            left -= self.pool.bytes_for(row.cached)
-
-    def _compute(self, number: int) -> None:
-        row = self.rows[number]
-        was_generating = row.held == row.target
-        row.held = row.next_held()
-        if was_generating:
-            row.generated += 1
-            self.scheduler.note_token(number)
-            if row.since_return is not None:
-                row.since_return += 1
-        if row.generated == row.answer:
-            self.running.remove(number)
-            self.ended.append(number)
-            row.held = 0
+        before = sorted([*self.running, *self.waiting])
+        generated = [each.generated for each in self.sequences]
+        super().step()
+        assert self.waiting == sorted(self.waiting)
+        self.ended += sorted({*before} - {*self.running, *self.waiting})
+        for number in self.since_return:
+            self.since_return[number] += self.sequences[number].generated - generated[number]
 
 
 rows = st.builds(
@@ -174,18 +84,18 @@ def test_every_sequence_ends_and_the_earliest_is_never_preempted(
     for step in range(times[-1] + work * len(arrivals)):
         for time, (_, row) in zip(times, arrivals, strict=True):
             if time == step:
-                machine.arrive(replace(row))
+                assert machine.arrive(replace(row))
         if machine.running or machine.waiting:
             machine.step()
         assert len(machine.running) <= places
     assert sorted(machine.ended) == list(range(len(arrivals)))
-    assert machine.in_use == 0
+    assert machine.bytes_in_use == 0
 
 
 def machine_of(blocks: int, *sequences: Row, places: int = 10) -> Machine:
     machine = Machine(pool_of(blocks), places)
     for row in sequences:
-        machine.arrive(row)
+        assert machine.arrive(row)
     return machine
 
 
@@ -205,11 +115,11 @@ def test_an_answer_that_ends_in_its_block_needs_no_more() -> None:
 
 def test_the_rest_of_a_prompt_is_kept_free() -> None:
     """The first has computed 10 of 20 tokens. The others take 2 more blocks, and its answer one."""
-    machine = machine_of(8, Row(20, 20, 20), Row(4, 20, 20))
+    machine = machine_of(8, Row(20, 4, 4), Row(4, 4, 4))
     machine.step()
     machine.step()
     assert machine.running == [0, 1]
-    machine = machine_of(7, Row(20, 20, 20), Row(4, 20, 20))
+    machine = machine_of(7, Row(20, 4, 4), Row(4, 4, 4))
     machine.step()
     machine.step()
     assert machine.running == [0]
@@ -241,12 +151,31 @@ def test_who_has_returned_is_spared_until_it_has_generated() -> None:
 
 
 def test_a_step_that_the_earliest_alone_exhausts_is_told() -> None:
-    machine = machine_of(2, Row(4, 12, 12))
-    for _ in range(5):
-        machine.step()
-    assert machine.rows[0].held == 8
+    machine = machine_of(4, Row(4, 12, 12))
+    machine.step()
+    machine.pool = pool_of(0)
     assert not machine.scheduler.schedule([0], [], 0)
-    assert not machine_of(1, Row(8, 1, 1)).scheduler.schedule([], [0], 1)
+    assert not machine.scheduler.schedule([], [0], 1)
+
+
+def test_what_could_not_end_alone_does_not_arrive() -> None:
+    assert not Machine(pool_of(3), 1).arrive(Row(1, 1, 12))
+    assert Machine(pool_of(3), 1).arrive(Row(1, 1, 11))
+
+
+def test_a_batch_that_reserves_preempts_nothing() -> None:
+    running = {}
+    for kind in (SimulatedBatch, ReservingBatch):
+        batch = kind(pool_of(12), places=10, chunk=CHUNK)
+        for _ in range(6):
+            assert batch.arrive(Row(4, 6, 20))
+        batch.step()
+        running[kind] = len(batch.running)
+        while batch.running or batch.waiting:
+            batch.step()
+        assert (batch.scheduler.preemptions > 0) == (kind is SimulatedBatch)
+        assert (batch.recomputed > 0) == (kind is SimulatedBatch)
+    assert running == {SimulatedBatch: 6, ReservingBatch: 2}
 
 
 @pytest.mark.parametrize(

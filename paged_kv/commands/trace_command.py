@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import length_range, path, positive, share
 from paged_kv.commands.cache_options import examples
+from paged_kv.pool.trace import PAGE_SIZE
 from paged_kv.sizes import format_size, parse_size
+from paged_kv.trace.admission_replay import AdmissionOutcome, replay_admission
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
+from paged_kv.trace.requests import TracedLoad
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -62,6 +65,18 @@ def _add_replay_parser(commands: "Subparsers") -> None:
         default="lru",
         help="which cached prefixes to evict: the least recently used when memory is short, or all "
         "at once (default: lru)",
+    )
+    parser.add_argument(
+        "--admission",
+        choices=["optimistic", "reserve"],
+        help="say how many requests would have run at once with this policy of paged-kv server",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="for --admission: the max_tokens of each request (default: 512)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
 
@@ -134,12 +149,25 @@ def run_replay(arguments: argparse.Namespace) -> int:
     other = Parameters(arguments.page_size, arguments.max_kv_bytes, arguments.eviction == "lru")
     recorded = Replay(events, Parameters()).run()
     changed = recorded if other == Parameters() else Replay(events, other).run()
+    admitted = _admitted(arguments, events)
     if arguments.json:
         content = {"recorded": as_dict(recorded), "replayed": as_dict(changed)}
+        if admitted is not None:
+            content["admission"] = asdict(admitted)
         print(json.dumps(content, indent=2))
-    else:
-        _print_table(recorded, changed, _in_words(arguments))
+        return 0
+    _print_table(recorded, changed, _in_words(arguments))
+    if admitted is not None:
+        _print_admission(admitted, f"{arguments.admission}, max_tokens {arguments.max_tokens:,}")
     return 0
+
+
+def _admitted(arguments: argparse.Namespace, events: list[list[str]]) -> AdmissionOutcome | None:
+    if arguments.admission is None:
+        return None
+    load = TracedLoad(events, PAGE_SIZE)
+    policy, most = arguments.admission, arguments.max_tokens
+    return replay_admission(load, policy, most, arguments.max_kv_bytes)
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -158,6 +186,25 @@ def _in_words(arguments: argparse.Namespace) -> str:
     if arguments.eviction != "lru":
         words.append("no prefix reuse")
     return ", ".join(words)
+
+
+def _print_admission(outcome: AdmissionOutcome, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("\n", "\n" + title, box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, cell in (
+        ("requests", f"{outcome.requests:,}"),
+        ("  of them too long for the pool", f"{outcome.impossible:,}"),
+        ("running at once, on average", f"{outcome.running_mean:.1f}"),
+        ("running at once, at most", f"{outcome.running_most:,}"),
+        ("steps", f"{outcome.steps:,}"),
+        ("preemptions", f"{outcome.preemptions:,}"),
+        ("tokens computed again", f"{outcome.tokens_recomputed:,}"),
+    ):
+        table.add_row(name, cell)
+    Console(highlight=False).print(table)
 
 
 def _print_table(recorded: Outcome, changed: Outcome, title: str) -> None:
