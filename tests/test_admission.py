@@ -243,10 +243,10 @@ def test_optimistic_asks_what_is_free_now_and_one_choice_must_fit_alone() -> Non
         (demand(256, 0), 100),
         (demand(200, 56), 100),
         (demand(1025, 100, choices=4), 500 + 3 * 100),
-        (demand(1025, 1000, choices=4), 600 + 3 * 200),
+        (demand(1000, 1000, choices=4), 500 + 3 * 200),
     ],
 )
-def test_to_begin_a_request_needs_its_prompt_and_a_block_of_tokens(
+def test_to_begin_a_request_needs_its_prompt_and_a_few_tokens(
     request_of: Demand, nbytes: int
 ) -> None:
     assert request_of.bytes_to_begin(FULL) == nbytes

@@ -12,7 +12,7 @@ from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.admission.simulated_batch import ReservingBatch, SimulatedBatch, SimulatedSequence
 
 PAGE = 4
-# The longest sequence is computed in a page of steps, as `growth` asks.
+# The longest sequence is computed in 4 steps, the lookahead of these pools.
 CHUNK = 10
 
 
@@ -21,7 +21,7 @@ def pool_of(blocks: int, ring: int | None = None) -> PoolSize:
     groups = [GroupSize(1, lambda tokens: -(-tokens // PAGE))]
     if ring is not None:
         groups.append(GroupSize(1, lambda tokens: min(-(-tokens // PAGE), ring), is_ring=True))
-    return PoolSize(blocks, 0, tuple(groups), PAGE)
+    return PoolSize(blocks, 0, tuple(groups), PAGE, lookahead=PAGE)
 
 
 Row = SimulatedSequence

@@ -31,8 +31,8 @@ class Demand:
         return self._of_all_choices(one, pool)
 
     def bytes_to_begin(self, pool: PoolSize) -> int:
-        """Bytes that all choices take until each has generated a block of tokens, see `growth`."""
-        generated = min(self.max_tokens, pool.page_size)
+        """Bytes that all choices take until each has generated a few tokens, see `growth`."""
+        generated = min(self.max_tokens, pool.lookahead)
         return self._of_all_choices(pool.bytes_for(self.prompt_tokens + generated), pool)
 
     def _of_all_choices(self, one: int, pool: PoolSize) -> int:

@@ -1,18 +1,18 @@
 """Derives how much memory must be free before another sequence begins.
 
-A sequence that begins takes its prompt, and each running sequence takes a new block in every group
-of layers after at most `page_size` tokens. If the newcomer took the last free block, it would be
-preempted a step later, and its prompt computed for nothing. So a sequence begins only if all can
-get as far as this without another preemption:
+If a newcomer took the last free block, the next running sequence that needs one would preempt it,
+and its prompt would be computed for nothing. So it begins only if it will have generated a token
+before the pool is full again. Until then it takes a step for each chunk of its prompt, and each
+running sequence writes a token a step. `PoolSize.lookahead` is a bound of these steps. So these
+must fit beside what is in use:
 
-- a running sequence whose prompt is still being computed: the rest of the prompt, and one more
-  block of tokens in every group;
-- any other running sequence: one more block of tokens in every group;
-- the new sequence: its prompt without the pages that it shares, and one more block of tokens.
+- of a running sequence whose prompt is still being computed: the rest of the prompt, and so many
+  tokens more;
+- of any other running sequence: so many tokens more;
+- of the new sequence: its prompt without the pages that it shares, and so many tokens more.
 
-No sequence counts for more than its prompt and `max_tokens`. A window takes at most its ring, so a
-ring that is complete counts nothing. With these blocks free each sequence generates at least one
-token before the pool is full again, as long as a prompt takes at most `page_size` steps.
+Most of them end in blocks that are there already. No sequence counts for more than its prompt and
+`max_tokens`. A window takes at most its ring, so a ring that is complete counts nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Growth:
     most: int
 
     def bytes_to_come(self, pool: PoolSize) -> int:
-        """Bytes that it takes beside those that it holds, until it has generated a block of
-        tokens."""
+        """Bytes that it takes beside those that it holds, until it has generated
+        `lookahead` tokens."""
         return pool.bytes_for(self._soon(pool)) - pool.bytes_for(min(self.held, self._soon(pool)))
 
     def bytes_to_begin(self, pool: PoolSize) -> int:
@@ -48,7 +48,7 @@ class Growth:
         return max(0, pool.bytes_for(self._soon(pool)) - pool.shared_bytes(self.held))
 
     def _soon(self, pool: PoolSize) -> int:
-        return min(self.most, max(self.held, self.prompt) + pool.page_size)
+        return min(self.most, max(self.held, self.prompt) + pool.lookahead)
 
 
 def has_room(new_bytes: int, running: Iterable[Growth], pool: PoolSize, bytes_in_use: int) -> bool:
