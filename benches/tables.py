@@ -228,6 +228,25 @@ def serving_http(figures: Figures) -> str:
     )
 
 
+def admission(figures: Figures) -> str:
+    """Two policies of admission on the same arrivals."""
+    loads = {
+        "short answers, max_tokens 1,900": figures["short_answers"]["1900"],
+        "short answers, max_tokens 512": figures["short_answers"]["512"],
+        "answers of max_tokens, 512": figures["answers_of_max_tokens"],
+    }
+    rows = []
+    for name, load in loads.items():
+        runs = [load[policy][-1] for policy in ("reserve", "optimistic")]
+        means = [f"{run['running_mean']:.1f}" for run in runs]
+        speeds = [ratio(load["speed_ratio"]), count(runs[1]["preemptions"])]
+        rows.append((f"{load['requests']} requests, {name}", *means, *speeds))
+    loads_wrong = sum(load["requests_wrong"] for load in loads.values())
+    head = ("running, reserve", "running, optimistic", "tokens a second", "preemptions")
+    pool = f"{figures['model']} in {figures['dtype']}, {megabytes(figures['pool_bytes'])} of pages"
+    return table((pool, *head), rows) + f"\n\nRequests with other tokens: {loads_wrong}."
+
+
 _GETS = {
     "paged": "Attention reads pages",
     "gather": "Pages, gathered for attention of the model's own",
@@ -290,6 +309,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "allocator": allocator,
     "growth": growth,
     "batch_operations": batch_operations,
+    "admission": admission,
     "serving": serving,
     "serving_http": serving_http,
     "cpu_kernels": cpu_kernels,

@@ -18,6 +18,13 @@ RUN = {
     "peak_memory_bytes": 2**30,
     "peak_tokens_held": 1024,
 }
+ADMITTED = {
+    "reserve": [{"running_mean": 1.0, "preemptions": 0}],
+    "optimistic": [{"running_mean": 6.4, "preemptions": 3}],
+    "speed_ratio": 2.5,
+    "requests": 200,
+    "requests_wrong": 0,
+}
 TIMES = {"p50": 0.012, "p95": 0.25, "p99": 1.5}
 SERVED = {
     "tokens_per_second": 50.0,
@@ -84,6 +91,13 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "ratios": {"operation": {"seconds": 681.2}, "next_write": {"seconds": 0.25}},
             }
         },
+    },
+    "admission": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "pool_bytes": 16 << 20,
+        "short_answers": {"1900": ADMITTED, "512": ADMITTED},
+        "answers_of_max_tokens": ADMITTED,
     },
     "serving": {
         "model": "stdlib-llama",

@@ -16,6 +16,7 @@ kept token, so its text is what it would have been.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -40,6 +41,8 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.step_blocks import reserve
 
 Responses = tuple[list[Any], list[Any]]
+
+logger = logging.getLogger("paged_kv")
 
 _ATTACHED = "paged_kv_preemption"
 
@@ -140,6 +143,7 @@ class Preemption:
         line.append(self._without_pages(each))
         self._generator._unprocessed_sequences = deque(sorted(line, key=lambda other: other[0]))
         self._pool.counts.preemptions += 1
+        logger.info("sequence %d is preempted, after %d tokens", number, len(each.tokens))
 
     def _paused(self, at: int) -> Waiting:
         """A generating sequence as one that waits. Its kept token stands for the last of its

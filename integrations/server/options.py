@@ -80,7 +80,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--admission",
         choices=["optimistic", "reserve"],
         default="optimistic",
-        help="optimistic begins a request when its prompt and a few more tokens fit; if memory gets "
+        help="optimistic begins a request when its prompt and a few tokens fit; if memory gets "
         "short later, the latest requests wait, and continue where they were. reserve begins a "
         "request when its prompt and max_tokens fit, and never interrupts it (default: optimistic)",
     )
