@@ -250,7 +250,6 @@ def main() -> None:
         "blas": BLAS,
         "pool_bytes": POOL_BYTES,
         "places": PLACES,
-        "repetitions": REPETITIONS,
         "short_answers": short,
         "answers_of_max_tokens": compare(model, long),
     }

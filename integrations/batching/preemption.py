@@ -39,6 +39,7 @@ from paged_kv.integrations.batching.rows import (
 from paged_kv.integrations.batching.shared_prefill import Reuses, Tokens, without_first
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.step_blocks import reserve
+from paged_kv.sequences.step_row import StepRow
 
 Responses = tuple[list[Any], list[Any]]
 
@@ -234,11 +235,8 @@ class Preemption:
         cache = first_paged(prompt_cache)
         if cache is None or cache.pool is not self._pool or not counts:
             return
-        if len(set(counts)) == 1:
-            reserve(self._pool, cache.layer, cache.sequences, counts[0])
-            return
-        for sequence, count in zip(cache.sequences, counts, strict=True):
-            reserve(self._pool, cache.layer, [sequence], count)
+        counted = zip(cache.sequences, counts, strict=True)
+        reserve(self._pool, [StepRow.next(each, cache.layer, count) for each, count in counted])
 
     def _fits(self, nbytes: int, begun: list[Growth]) -> bool:
         in_use = self._pool.stats().bytes_active
