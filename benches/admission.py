@@ -50,7 +50,7 @@ ANSWER_TOKENS = (16, 104)
 MEAN_STEPS_BETWEEN_ARRIVALS = 4
 LONG_REQUESTS = 24
 LONG_ANSWER = 512
-REPETITIONS = 1
+REPETITIONS = 2
 POOL_BYTES = 16 << 20
 PLACES = 32
 # Differences of this size come from the order of sums in batches of different size.

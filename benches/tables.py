@@ -242,7 +242,7 @@ def admission(figures: Figures) -> str:
         speeds = [ratio(load["speed_ratio"]), count(runs[1]["preemptions"])]
         rows.append((f"{load['requests']} requests, {name}", *means, *speeds))
     loads_wrong = sum(load["requests_wrong"] for load in loads.values())
-    head = ("running, reserve", "running, optimistic", "tokens a second", "preemptions")
+    head = ("running, reserve", "running, optimistic", "times the tokens a second", "preemptions")
     pool = f"{figures['model']} in {figures['dtype']}, {megabytes(figures['pool_bytes'])} of pages"
     return table((pool, *head), rows) + f"\n\nRequests with other tokens: {loads_wrong}."
 

@@ -30,6 +30,7 @@ ROWS = {
     "allocator": "| one block allocated and released | 146,382 a second | 150,000 |",
     "growth": "| decode, 1 a step: pages | 536.9 MB | 1.0 MB | 3,221.2 MB | 0.64 ms | 980 ms |",
     "batch_operations": "| merge | 2 ms | 2 ms | 681 | 1.0 MB | 1.0 MB | 8 of 128 |",
+    "admission": "| 200 requests, answers of max_tokens, 512 | 1.0 | 6.4 | 2.5 | 3 |",
     "serving": "| peak of keys and values | 3.1 MB | 1.0 MB in use, 2.1 MB mapped |",
     "serving_http": "| generated tokens a second, all clients | 50 | 123 |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
@@ -149,7 +150,7 @@ def test_only_the_newest_versions_are_shown(results: Path) -> None:
 
 
 def test_unknown_table_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="no table 'speed': use one of allocator, batch_op"):
+    with pytest.raises(ValueError, match="no table 'speed': use one of admission, allocator"):
         rewritten(marked("speed"), results)
 
 
