@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "commands": {"kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"},
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
-        "sequences",
+        *("prefix", "sequences"),
     },
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),

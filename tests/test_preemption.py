@@ -1,6 +1,7 @@
 """A preempted sequence gets the tokens that it would have got, and no step exhausts a pool."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.integrations.server.generation.sampling import RandomSampler
 from paged_kv.pool.formats import FormatChoice
+from paged_kv.prefix.rates import Rates
 from tests.generation import Run, assert_nothing_is_used, assert_same_runs
 from tests.grids import plain_only
 from tests.zoo import small_model
@@ -24,13 +26,14 @@ LARGE = 256 << 20
 
 
 def factory_of_blocks(
-    model: Any, blocks: float, page_format: FormatChoice = "fp16"
+    model: Any, blocks: float, page_format: FormatChoice = "fp16", **options: Any
 ) -> PagedCacheFactory:
     """With memory for so many blocks in each group of layers."""
     probe = PagedCacheFactory(model, max_bytes=LARGE, page_format=page_format)
     assert probe.can_admit(1)
     block_bytes = sum(group.block_bytes for group in probe.pool.groups)
-    return PagedCacheFactory(model, max_bytes=int(blocks * block_bytes), page_format=page_format)
+    most = int(blocks * block_bytes)
+    return PagedCacheFactory(model, max_bytes=most, page_format=page_format, **options)
 
 
 def generator_of(model: Any, **options: Any) -> BatchGenerator:
@@ -52,13 +55,16 @@ def finish(generator: BatchGenerator, uids: list[int]) -> list[Run]:
 
 
 def served(
-    factory: PagedCacheFactory, model: Any, make_options: Callable[[], dict[str, Any]] = dict
+    factory: PagedCacheFactory,
+    model: Any,
+    make_options: Callable[[], dict[str, Any]] = dict,
+    prompts: list[list[int]] = PROMPTS,
 ) -> list[Run]:
     """All prompts at once, through BatchGenerator with the factory installed."""
     with factory:
         generator = generator_of(model)
-        options = {"max_tokens": [NEW_TOKENS] * len(PROMPTS), **make_options()}
-        return finish(generator, generator.insert(PROMPTS, **options))
+        options = {"max_tokens": [NEW_TOKENS] * len(prompts), **make_options()}
+        return finish(generator, generator.insert(prompts, **options))
 
 
 def assert_equal_under_pressure(
@@ -103,6 +109,34 @@ def seeded() -> dict[str, Any]:
 def penalised() -> dict[str, Any]:
     processors = [make_logits_processors(None, 1.3, 30) for _ in PROMPTS]
     return {"logits_processors": processors}
+
+
+@pytest.mark.slow
+def test_a_tenth_of_the_memory_that_all_need_is_enough() -> None:
+    model = small_model("qwen3")
+    prompts = [[(5 * i * i + 11 * k + 1) % 97 for i in range(240 + k)] for k in range(14)]
+    large, small = PagedCacheFactory(model, max_bytes=LARGE), factory_of_blocks(model, 4.2)
+    expected = served(large, model, prompts=prompts)
+    assert_same_runs(served(small, model, prompts=prompts), expected, TOLERANCE)
+    assert small.stats().preemptions > 0
+    assert_nothing_is_used(large, small)
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_what_is_evicted_is_read_again_if_that_is_quicker(
+    is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("qwen3")
+    monkeypatch.setattr(Rates, "is_reading_quicker", lambda *_: is_quick)
+    factory = factory_of_blocks(model, 4, store=tmp_path / "pages")
+    expected = served(PagedCacheFactory(model, max_bytes=LARGE), model)
+    assert_same_runs(served(factory, model), expected, TOLERANCE)
+    stats = factory.stats()
+    assert stats.preemptions > 0
+    assert (stats.tokens_reread > 0) == is_quick
+    assert stats.tokens_reread <= stats.tokens_read
+    assert factory.prefixes.rates.computing.seconds_for(1)
+    factory.close()
 
 
 @pytest.mark.parametrize("make_options", [seeded, penalised])

@@ -35,6 +35,7 @@ def stats(first: int) -> PoolStats:
     return PoolStats(
         "q8", "plain", 10**6, (group,), {"room": first + 14, "limit": first + 15},
         {"q4": first + 16}, first + 17, first + 18, first + 19, first + 20, first + 21,
+        first + 22, first + 23,
     )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
         "bytes_mapped", "bytes_allocated", "bytes_last_block", "bytes_out_of_window",
         "bytes_compactable",
         "table_entries", "tables", "tables_dropped", "preemptions", "tokens_recomputed",
+        "tokens_reread", "tokens_read",
     ):  # fmt: skip
         assert getattr(both, name) == getattr(one, name) + getattr(other, name), name
     assert both.evictions == {"room": 328, "limit": 330}
@@ -76,6 +78,8 @@ def test_metrics_say_what_the_numbers_are() -> None:
         (f"kernel_fallbacks_total{{{labels}}}", 119),
         (f"num_preemptions_total{{{labels}}}", 120),
         (f"tokens_recomputed_total{{{labels}}}", 121),
+        (f"tokens_reread_total{{{labels}}}", 122),
+        (f"tokens_read_total{{{labels}}}", 123),
         (f"cow_copies_total{{{labels}}}", 111),
         (f"allocation_failures_total{{{labels}}}", 112),
         (f"gather_fallbacks_total{{{labels}}}", 113),

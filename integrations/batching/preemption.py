@@ -10,7 +10,8 @@ does not hold them, the `Scheduler` preempts the latest sequence:
   sampler with its random key, the tokens for logits processors, the matcher of stop words;
 - it waits at the head of the line, under the same uid.
 
-It returns with what is still cached, and computes only the rest again. Then it continues with the
+It returns with what is still cached, or can be read from a page store in less time than it takes to
+compute, and computes only the rest again. Then it continues with the
 kept token, so its text is what it would have been.
 """
 
@@ -20,6 +21,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from time import perf_counter
 from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator, GenerationBatch
@@ -38,6 +40,7 @@ from paged_kv.integrations.batching.rows import (
 )
 from paged_kv.integrations.batching.shared_prefill import Reuses, Tokens, without_first
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_row import StepRow
 
@@ -46,12 +49,15 @@ Responses = tuple[list[Any], list[Any]]
 logger = logging.getLogger("paged_kv")
 
 _ATTACHED = "paged_kv_preemption"
+# With fewer tokens of prompts, a step's time is that of the tokens that others generate in it.
+_FEW_TOKENS = 16
 
 
 class PagedFactory(Reuses, Protocol):
     """Makes, finds and keeps the prompt caches of one model."""
 
     pool: PagePool
+    prefixes: PrefixCache
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
 
@@ -102,7 +108,7 @@ class Preemption:
             error, self._error = self._error, None
             assert error is not None, "schedule stops only after a failed reservation"
             raise error
-        prompts, generated = self._step_without(set(waiting))
+        prompts, generated = self._timed_step(set(waiting))
         for response in generated:
             self._scheduler.note_token(response.uid)
         return [self._told(each) for each in prompts], generated
@@ -191,7 +197,10 @@ class Preemption:
     def _fetched(self, each: Waiting) -> Waiting:
         """A waiting sequence with the pages that are still cached."""
         tokens = each.all_tokens
+        counts = self._pool.counts
+        read_before = counts.tokens_read
         cache, cached = self._factory.fetch_cache(tokens, salt=self.salts.get(each.uid))
+        counts.tokens_reread += counts.tokens_read - read_before
         segments = without_first(each.segments, cached)
         return each._replace(segments=segments, cache=cache, tokens=tokens[:cached])
 
@@ -281,6 +290,17 @@ class Preemption:
             for gone in (self._generating, self._held, self._prompt_tokens, self.salts):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
+
+    def _timed_step(self, held_back: set[int]) -> Responses:
+        """As `_step_without`; notes how long prompts take."""
+        generator = self._generator
+        size = generator.prefill_step_size
+        tokens = sum(chunk_length(each[0], size) for each in generator._currently_processing)
+        began = perf_counter()
+        responses = self._step_without(held_back)
+        if tokens > _FEW_TOKENS:
+            self._factory.prefixes.rates.computing.note(tokens, perf_counter() - began)
+        return responses
 
     def _step_without(self, held_back: set[int]) -> Responses:
         """BatchGenerator's step without some of the waiting sequences."""

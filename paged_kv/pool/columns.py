@@ -172,6 +172,14 @@ COLUMNS = [
         "tokens computed again", "tokens_recomputed", kind=Kind.COUNTER,
     ),
     Column(
+        "tokens_reread", "tokens of preempted sequences that were read again from a store",
+        "tokens read again", "tokens_reread", kind=Kind.COUNTER,
+    ),
+    Column(
+        "tokens_read", "tokens of prompts that were read from a store",
+        "tokens read", "tokens_read", kind=Kind.COUNTER,
+    ),
+    Column(
         "evictions", "blocks' worth of cached tokens that were evicted, by reason",
         "evicted", "evictions", kind=Kind.COUNTER, by="reason",
     ),

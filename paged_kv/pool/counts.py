@@ -24,6 +24,8 @@ class PoolCounts:
     prefix_hits: int = 0
     preemptions: int = 0
     tokens_recomputed: int = 0
+    tokens_read: int = 0
+    tokens_reread: int = 0
 
     def look_up(self, num_tokens: int, found: int) -> None:
         """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""

@@ -52,6 +52,8 @@ class PoolStats(BlockTotals):
             not, besides those of `plain_layers`.
         preemptions: times a sequence of a batch lost its pages, to return later.
         tokens_recomputed: tokens of preempted sequences that were computed again.
+        tokens_reread: tokens of preempted sequences that were read again from a store.
+        tokens_read: tokens of all prompts that were read from a store.
     """
 
     page_format: str
@@ -65,6 +67,8 @@ class PoolStats(BlockTotals):
     kernel_fallbacks: int = 0
     preemptions: int = 0
     tokens_recomputed: int = 0
+    tokens_reread: int = 0
+    tokens_read: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,6 +155,8 @@ class PoolStats(BlockTotals):
             prefix_hits=self.prefix_hits + other.prefix_hits,
             preemptions=self.preemptions + other.preemptions,
             tokens_recomputed=self.tokens_recomputed + other.tokens_recomputed,
+            tokens_reread=self.tokens_reread + other.tokens_reread,
+            tokens_read=self.tokens_read + other.tokens_read,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
         )
 

@@ -19,6 +19,7 @@ from paged_kv.allocator.prefixes.prefix_node import WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.locked import locked
 from paged_kv.prefix.lower_tier import LowerTier
+from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
 from paged_kv.sequences.sequence import Sequence
@@ -65,6 +66,7 @@ class PrefixCache:
     Attributes:
         has_states: as given.
         snapshots: the states of those layers.
+        rates: how quickly prompts are computed, and read from a lower tier.
     """
 
     def __init__(self, pool: PagePool, *, has_states: bool) -> None:
@@ -72,6 +74,7 @@ class PrefixCache:
         self.lock = pool.lock
         self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE, pool.eviction_policy)
         self.has_states = has_states
+        self.rates = Rates()
         self._lower: LowerTier | None = None
 
     def __len__(self) -> int:

@@ -10,13 +10,15 @@ out-of-window blocks are therefore written like others. The last block of an ins
 ring is written at once, with the slots that it still holds of the block before it. The states of
 layers without pages are written at once too, with the block that they end.
 
-Stored blocks enter the index like computed ones, once all of them are read and verified. The last
+Stored blocks enter the index like computed ones, once all of them are read and verified. They are
+left on disk where `Rates` estimates that computing them is quicker. The last
 block may hold tokens that the prompt does not have; the index matches the part that it has.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -97,12 +99,17 @@ class StoredPrefixes:
             stored = self._store.find(wanted, failed)
             if stored is None or not self._pool.can_admit(stored.num_tokens):
                 return
+            if not self._prefixes.rates.is_reading_quicker(stored.num_tokens - known):
+                return
+            began = time.perf_counter()
             try:
                 unusable = self._load(namespace, stored, held)
             except (PoolExhausted, MemoryError):
                 return
             found = self._prefixes.known(namespace, tokens)
             if unusable is None and found > known:
+                self._prefixes.rates.reading.note(found - known, time.perf_counter() - began)
+                self._pool.counts.tokens_read += found - known
                 self._store.note_found(found - known)
                 self._store.touch(stored.keys)
                 return
