@@ -41,7 +41,8 @@ from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
 from paged_kv.store.background import BackgroundStore
-from paged_kv.store.page_store import DEFAULT_STORE_BYTES, PageStore
+from paged_kv.store.folder import DEFAULT_STORE_BYTES
+from paged_kv.store.page_store import PageStore
 
 # mlx-lm's load_prompt_cache looks classes up by name in its own module.
 setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)
@@ -58,8 +59,7 @@ class PagedCacheFactory:
         model: a model of mlx-lm.
         page_format: how pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or two
             of these, for keys and for values. With "auto", pages begin in 16 bits, and the oldest
-            are requantised to q8 and then q4 when `max_bytes` gets short; pass a
-            `RequantisationPolicy` to choose otherwise.
+            become q8 and then q4 when memory gets short; a `RequantisationPolicy` may differ.
         max_bytes: the most that pages may take, in bytes or as a text such as "4GB". None means
             80 % of what the machine recommends, less what is in use; `stats()` shows it. Snapshots
             of recurrent layers by `insert_cache` take up to a quarter of that besides.

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.samples import generate_samples
 from paged_kv.sizes import counted, format_size
-from paged_kv.store.page_store import DEFAULT_STORE_BYTES
+from paged_kv.store.folder import DEFAULT_STORE_BYTES
 
 
 class TextGeneration:

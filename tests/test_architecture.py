@@ -42,7 +42,8 @@ ARROWS: dict[str, set[str]] = {
         *("kernels.pages", "pool", "prefix", "sequences", "store"),
     },
     "integrations.bench": {
-        *("cache", "commands", "integrations", "kernels.pages", "sequences"),
+        *("cache", "commands", "integrations", "integrations.batching", "kernels.pages"),
+        "sequences",
     },
     "integrations.server.http": set(),
     "integrations.server.generation": {

@@ -12,8 +12,9 @@ import pytest
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.command_line import main
+from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.bench import measurements
-from paged_kv.integrations.bench.cache_pairs import CachePairs, _leaves
+from paged_kv.integrations.bench.cache_pairs import CachePairs
 from paged_kv.integrations.bench.measurements import Plan
 from paged_kv.integrations.bench.turns import (
     FEWEST_TURNS,
@@ -63,7 +64,7 @@ def test_both_kinds_hold_the_same_numbers(name: str) -> None:
     model = small_model(name)
     pairs = CachePairs(model, PagedCacheFactory(model))
     for rows in (1, 2):
-        stock, paged = (list(_leaves(caches)) for caches in pairs.filled(20, rows))
+        stock, paged = (list(leaves(caches)) for caches in pairs.filled(20, rows))
         compared = 0
         for one, other in zip(stock, paged, strict=True):
             if isinstance(other, PagedKVCache):

@@ -11,8 +11,8 @@ does not hold them, the `Scheduler` preempts the latest sequence:
 - it waits at the head of the line, under the same uid.
 
 It returns with what is still cached, or can be read from a page store in less time than it takes to
-compute, and computes only the rest again. Then it continues with the
-kept token, so its text is what it would have been.
+compute, and computes only the rest again. Then it continues with the kept token, so its text is
+what it would have been.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from paged_kv.integrations.batching.rows import (
     first_paged,
     generating_row,
     growths,
+    is_at_last_token,
     merged_cache,
 )
 from paged_kv.integrations.batching.shared_prefill import Reuses, Tokens, without_first
@@ -219,8 +220,7 @@ class Preemption:
         processing = self._generator._currently_processing
         for uid in [uid for uid in self._generator._prompt_batch.uids if uid in self._generating]:
             at = self._generator._prompt_batch.uids.index(uid)
-            segments = processing[at][0]
-            if len(segments) == 1 and len(segments[0]) == 1:
+            if is_at_last_token(processing[at][0]):
                 batch = self._generator._prompt_batch.split([at])
                 del processing[at]
                 self._resume(uid, batch.prompt_cache, batch.tokens[0])
@@ -236,9 +236,13 @@ class Preemption:
         batch = generator._generation_batch
         if batch.uids:
             self._reserve(batch.prompt_cache, [1] * len(batch.uids))
+        self._reserve(generator._prompt_batch.prompt_cache, self._chunks())
+
+    def _chunks(self) -> list[int]:
+        """The number of tokens that the next step computes of each running prompt."""
+        generator = self._generator
         size = generator.prefill_step_size
-        counts = [chunk_length(each[0], size) for each in generator._currently_processing]
-        self._reserve(generator._prompt_batch.prompt_cache, counts)
+        return [chunk_length(each[0], size) for each in generator._currently_processing]
 
     def _reserve(self, prompt_cache: list[Any], counts: list[int]) -> None:
         cache = first_paged(prompt_cache)
@@ -293,9 +297,7 @@ class Preemption:
 
     def _timed_step(self, held_back: set[int]) -> Responses:
         """As `_step_without`; notes how long prompts take."""
-        generator = self._generator
-        size = generator.prefill_step_size
-        tokens = sum(chunk_length(each[0], size) for each in generator._currently_processing)
+        tokens = sum(self._chunks())
         began = perf_counter()
         responses = self._step_without(held_back)
         if tokens > _FEW_TOKENS:

@@ -50,7 +50,12 @@ class Waiting(NamedTuple):
     @property
     def is_at_last_token(self) -> bool:
         """Whether only the last token is left to compute."""
-        return len(self.segments) == 1 and len(self.segments[0]) == 1
+        return is_at_last_token(self.segments)
+
+
+def is_at_last_token(segments: list[Tokens]) -> bool:
+    """Whether only the last token is left to compute."""
+    return len(segments) == 1 and len(segments[0]) == 1
 
 
 def first_paged(prompt_cache: list[Any]) -> PagedKVCache | None:

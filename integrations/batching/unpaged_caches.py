@@ -4,7 +4,7 @@ on."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mlx_lm.models.cache import CacheList
@@ -14,12 +14,12 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 
 def paged_caches(prompt_cache: list[Any]) -> list[PagedKVCache]:
     """The paged caches, in order."""
-    return [cache for cache in _leaves(prompt_cache) if isinstance(cache, PagedKVCache)]
+    return [cache for cache in leaves(prompt_cache) if isinstance(cache, PagedKVCache)]
 
 
 def unpaged_caches(prompt_cache: list[Any]) -> list[Any]:
     """Copies of the caches that are not paged, in order."""
-    others = [cache for cache in _leaves(prompt_cache) if not isinstance(cache, PagedKVCache)]
+    others = [cache for cache in leaves(prompt_cache) if not isinstance(cache, PagedKVCache)]
     return copy.deepcopy(others)
 
 
@@ -35,9 +35,10 @@ def _replaced(cache: Any, copies: Iterator[Any]) -> Any:
     return cache if isinstance(cache, PagedKVCache) else next(copies)
 
 
-def _leaves(caches: Any) -> Iterator[Any]:
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches, and those in lists of caches, in order."""
     for cache in caches:
         if isinstance(cache, CacheList):
-            yield from _leaves(cache.caches)
+            yield from leaves(cache.caches)
         else:
             yield cache

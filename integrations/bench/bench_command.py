@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         report.write_json(content, arguments.json)
     if arguments.plot:
-        report.draw(content, arguments.plot)
+        report.draw(content, outcomes, arguments.plot)
     factory.close()
     return 0
 

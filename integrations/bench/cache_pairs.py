@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.sequences.steps import append
@@ -34,7 +35,7 @@ class CachePairs:
         self.step(known, 1)
         self._shapes: dict[int, tuple[mx.array, mx.array]] = {}
         self.bytes_per_token = 0
-        for number, cache in enumerate(_leaves(known)):
+        for number, cache in enumerate(leaves(known)):
             if isinstance(cache, KVCache | RotatingKVCache):
                 arrays: Any = cache.state
                 keys, values = (each[..., :1, :] for each in arrays[:2])
@@ -70,9 +71,9 @@ class CachePairs:
         mx.eval(self.model(mx.ones((1, tokens), dtype=mx.int32), cache=caches)[:, -1])
 
     def _fill(self, caches: Caches, tokens: int) -> None:
-        leaves = list(_leaves(caches))
+        flat = list(leaves(caches))
         for number, shapes in self._shapes.items():
-            cache = leaves[number]
+            cache = flat[number]
             for keys, values in self._random(number, shapes, tokens):
                 if isinstance(cache, PagedKVCache):
                     # Not update_and_fetch: outside of a model, that gathers what it returns.
@@ -92,12 +93,6 @@ class CachePairs:
                 for each, one in zip(numbers, keys, strict=True)
             ]
             yield drawn[0], drawn[1]
-
-
-def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """The caches, and those in lists of caches, in order."""
-    for cache in caches:
-        yield from _leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
 
 
 def _merged(singles: tuple[Caches, ...]) -> Caches:

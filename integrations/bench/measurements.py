@@ -19,6 +19,7 @@ from paged_kv.integrations.bench.turns import (
     compared_clocks,
 )
 from paged_kv.kernels.pages.memory import recommended_bytes
+from paged_kv.sizes import counted
 
 Outcome = Measurement | Skipped
 
@@ -53,7 +54,7 @@ QUICK = Plan(contexts=(256, _LONG), prefix=1024, part_s=3.0)
 def parts(pairs: CachePairs, plan: Plan) -> list[tuple[str, Callable[[], Iterator[Outcome]]]]:
     """The names of all parts, and what measures them."""
     decodes = [
-        (f"decode at {context:,}, {rows} {'row' if rows == 1 else 'rows'}", context, rows)
+        (f"decode at {context:,}, {counted(rows, 'row')}", context, rows)
         for context in plan.contexts
         for rows in plan.rows
     ]

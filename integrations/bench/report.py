@@ -15,7 +15,7 @@ from paged_kv import __version__
 from paged_kv.extras import extra_module
 from paged_kv.integrations.bench.machine import machine, versions
 from paged_kv.integrations.bench.measurements import Outcome
-from paged_kv.integrations.bench.turns import MOST_SPREAD, Measurement, Skipped
+from paged_kv.integrations.bench.turns import Measurement, Skipped
 from paged_kv.sizes import format_size
 
 
@@ -67,23 +67,19 @@ def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
     console.print(table)
 
 
-def draw(content: dict[str, Any], file: Path) -> None:
+def draw(content: dict[str, Any], outcomes: Iterable[Outcome], file: Path) -> None:
     """Plot how many times better pages are, to a .svg, .png or .pdf.
 
     Raises:
         ValueError: matplotlib is not installed, or cannot write such a file.
     """
     figures = extra_module("matplotlib.figure", "plot")
-    told = [
-        each
-        for each in content["outcomes"]
-        if "times_better" in each and each["spread"] <= MOST_SPREAD
-    ]
+    told = [each for each in outcomes if isinstance(each, Measurement) and not each.is_noisy]
     figure = figures.Figure(figsize=(8, 1 + 0.3 * len(told)), layout="constrained")
     axes = figure.subplots()
-    factors = [each["times_better"] for each in told]
+    factors = [each.times_better for each in told]
     colours = ["#009e73" if factor >= 1 else "#d55e00" for factor in factors]
-    axes.barh([each["name"] for each in told], factors, color=colours)
+    axes.barh([each.name for each in told], factors, color=colours)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="times better than mlx-lm's caches", title=content["model"])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from paged_kv.commands.arguments import page_format, path, store_size
 from paged_kv.sizes import parse_size
-
-_STORE_BYTES = "50GB"
+from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
 
 
 def add_cache_options(parser: argparse._ActionsContainer) -> None:
@@ -35,17 +33,18 @@ def add_cache_options(parser: argparse._ActionsContainer) -> None:
         "--store",
         type=path,
         nargs="?",
-        const=default_store(),
+        const=default_folder(),
         metavar="FOLDER",
         help=f"persist prompts' pages on disk and reuse them; without a folder, in "
-        f"{default_store()}",
+        f"{default_folder()}",
     )
     parser.add_argument(
         "--store-bytes",
         type=store_size,
-        default=parse_size(_STORE_BYTES),
+        default=parse_size(DEFAULT_STORE_BYTES),
         metavar="SIZE",
-        help=f"the most that the folder of --store may take on disk (default: {_STORE_BYTES})",
+        help="the most that the folder of --store may take on disk (default: "
+        f"{DEFAULT_STORE_BYTES})",
     )
 
 
@@ -55,15 +54,8 @@ def require_complete(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: one does.
     """
-    if arguments.store is None and arguments.store_bytes != parse_size(_STORE_BYTES):
+    if arguments.store is None and arguments.store_bytes != parse_size(DEFAULT_STORE_BYTES):
         raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
-
-
-def default_store() -> Path:
-    """The folder of pages of a --store without one."""
-    from paged_kv.store.folder import default_folder
-
-    return default_folder()
 
 
 def examples(*commands: str) -> dict[str, Any]:

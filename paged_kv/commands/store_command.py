@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import path, store_size
-from paged_kv.commands.cache_options import default_store, examples
+from paged_kv.commands.cache_options import examples
 from paged_kv.sizes import counted, format_size, parse_size
+from paged_kv.store.folder import DEFAULT_STORE_BYTES, TAG, default_folder
 
 if TYPE_CHECKING:
     from paged_kv.store.finding import Finding
@@ -53,7 +54,11 @@ def add_store_parser(subparsers: Subparsers) -> None:
     export.add_argument("file", type=path, help="the tar file to write; it must not exist yet")
     import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
     import_.add_argument("file", type=path, help="a tar file that export wrote")
-    _add_cap(import_, "50GB", "the most that the folder may take (default: 50GB)")
+    _add_cap(
+        import_,
+        DEFAULT_STORE_BYTES,
+        f"the most that the folder may take (default: {DEFAULT_STORE_BYTES})",
+    )
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -140,9 +145,9 @@ def _add(
     parser.add_argument(
         "--store",
         type=path,
-        default=default_store(),
+        default=default_folder(),
         metavar="FOLDER",
-        help=f"the folder of pages (default: {default_store()})",
+        help=f"the folder of pages (default: {default_folder()})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
     parser.set_defaults(run=lambda arguments: _run(run, arguments), store_bytes=NO_LIMIT)
@@ -167,7 +172,6 @@ def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
 
 
 def _opened(arguments: argparse.Namespace, *, must_exist: bool = True) -> PageStore:
-    from paged_kv.store.folder import TAG
     from paged_kv.store.page_store import MIN_FREE_BYTES, PageStore
 
     folder = arguments.store

@@ -9,7 +9,7 @@ from paged_kv.commands.arguments import length_range, path, positive, share
 from paged_kv.commands.cache_options import examples
 from paged_kv.pool.trace import PAGE_SIZE
 from paged_kv.sizes import format_size, parse_size
-from paged_kv.trace.admission_replay import AdmissionOutcome, replay_admission
+from paged_kv.trace.admission_replay import BATCHES, AdmissionOutcome, replay_admission
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.requests import TracedLoad
 
@@ -68,7 +68,7 @@ def _add_replay_parser(commands: "Subparsers") -> None:
     )
     parser.add_argument(
         "--admission",
-        choices=["optimistic", "reserve"],
+        choices=list(BATCHES),
         help="say how many requests would have run at once with this policy of paged-kv server",
     )
     parser.add_argument(

@@ -15,7 +15,7 @@ from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
 from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
 from paged_kv.pool.stats import PoolStats
-from paged_kv.sizes import format_size
+from paged_kv.sizes import counted, format_size
 
 # The marks differ without colours too.
 MARKS = {USED: "■", SHARED: "▣", CACHED: "□", FREE: "·"}
@@ -59,7 +59,7 @@ def blocks_table(stats: PoolStats) -> Table:
         table.add_column(f"\n{name}", justify="right")
     for group in stats.groups:
         # A trace does not record the number of layers.
-        layers = f"{group.layers} layer{'s' if group.layers > 1 else ''}" if group.layers else "all"
+        layers = counted(group.layers, "layer") if group.layers else "all"
         name = layers if group.window is None else f"{layers}, window {group.window:,}"
         for each in group.formats:
             free = each.spare + each.fragmented

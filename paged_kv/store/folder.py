@@ -17,6 +17,7 @@ from pathlib import Path
 from paged_kv.store.entry_file import SUFFIX, Buffer
 from paged_kv.store.errors import StoreError, unusable
 
+DEFAULT_STORE_BYTES = "50GB"
 TAG, LOCK = "CACHEDIR.TAG", "lock"
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # This folder holds pages of paged_kv: computed again when they are lost, and not worth a backup.

@@ -41,7 +41,6 @@ from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary,
 from paged_kv.store.index import OpenIndex, Row
 from paged_kv.store.keys import Place
 
-DEFAULT_STORE_BYTES = "50GB"
 MIN_BYTES = 8 << 20
 MIN_FREE_BYTES = 1 << 30
 # Bytes that the index and the folder itself may grow by while one file is written.
