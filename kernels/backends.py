@@ -1,7 +1,7 @@
 """Chooses the backend: the code that reads and writes pages on this device."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -9,10 +9,18 @@ from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import Maker
+from paged_kv.kernels.left_out import left_out
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.partial_backend import PartialBackend, is_read
 from paged_kv.kernels.plain.plain_backend import PlainBackend
+
+# What a message says of kernels that are left out.
+HEAL = (
+    "were found wrong or slow on this device. `paged-kv doctor` says which, and looks again; "
+    "`paged-kv doctor --reset` uses all of them"
+)
 
 
 def _native() -> Backend:
@@ -53,7 +61,20 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def choose_backend() -> Backend:
-    """The best backend for this device, or the one that PAGED_KV_BACKEND names.
+    """The best backend for this device without the kernels that `paged-kv doctor` has left out, or
+    the whole backend that PAGED_KV_BACKEND names.
+
+    Raises:
+        ValueError: see `whole_backend`.
+    """
+    backend = whole_backend()
+    if "PAGED_KV_BACKEND" in os.environ:
+        return backend
+    return _without(backend, left_out(variant(backend)))
+
+
+def whole_backend() -> Backend:
+    """The best backend for this device, or the one that PAGED_KV_BACKEND names, with all kernels.
 
     Raises:
         ValueError: PAGED_KV_BACKEND names no backend, or one that is missing here; or another
@@ -68,6 +89,13 @@ def choose_backend() -> Backend:
     return BACKENDS[name]()
 
 
+def variant(backend: Backend) -> str:
+    """The backend's name; for the CPU kernels with their instruction set, "native (avx2)"."""
+    if isinstance(backend, NativeBackend):
+        return f"{backend.name} ({backend.library.instruction_set})"
+    return backend.name
+
+
 def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
     """The backend for one layer: the given one if it supports the layer, else the plain one."""
     if backend.supports(geometry):
@@ -77,6 +105,17 @@ def backend_for(backend: Backend, geometry: LayerGeometry) -> Backend:
         "which is correct but slower (stats() counts such layers)"
     )
     return PlainBackend()
+
+
+def _without(backend: Backend, kernels: Mapping[str, str]) -> Backend:
+    """The backend without these kernels. Only reads can be left out alone: see PartialBackend."""
+    if not kernels:
+        return backend
+    if not all(is_read(kernel) for kernel in kernels):
+        warn_once(f"plain MLX operations serve everything: {backend.name} kernels {HEAL}")
+        return PlainBackend()
+    warn_once(f"plain MLX operations serve {', '.join(kernels)}: these kernels {HEAL}")
+    return PartialBackend(backend, kernels)
 
 
 def _best() -> Backend:

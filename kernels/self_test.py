@@ -19,13 +19,20 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, SixteenBit
 from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.partial_backend import (
+    DECODE,
+    GATHER,
+    PREFILL,
+    STEP_DECODE,
+    WINDOW_DECODE,
+    kernel_name,
+)
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 # Codes that are not rotated go through the same kernels as those that are.
 FORMATS = tuple(
     name for name, each in NUMBER_FORMATS.items() if each.is_rotated or each == SixteenBit()
 )
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
 STRIDE, SLAB_PAGES = 8, 3
 LENGTHS = (300, 31)
@@ -45,6 +52,7 @@ class Check:
     """One kernel on one kind of page.
 
     Attributes:
+        name: the kernel's, such as "decode q4 bfloat16"; see `kernel_name`.
         run: runs the kernel and returns the error of its result.
         tolerance: the largest error that passes.
     """
@@ -56,21 +64,25 @@ class Check:
 
 def checks(backend: Backend) -> Iterator[Check]:
     """All checks of a backend. Each check makes its own pages."""
-    for dtype_name, dtype in DTYPES.items():
+    for dtype in TOLERANCES:
         for page_format in FORMATS:
             test = _Test(backend, page_format, dtype)
-            kind = f"{page_format} {dtype_name}"
             near = TOLERANCES[dtype]
             rounds = backend.name == "native" and page_format == "q4"
             decoded = max(near, ROUNDED_QUERIES) if rounds else near
-            yield Check(f"write {kind}", test.write, OTHER_BYTES if page_format != "fp16" else 0)
-            yield Check(f"decode {kind}", partial(test.attend, 1, None), decoded)
-            yield Check(f"decode in a window {kind}", partial(test.attend, 1, WINDOW), decoded)
-            yield Check(f"write and decode {kind}", test.write_and_decode, decoded)
-            yield Check(f"prefill {kind}", partial(test.attend, 20, None), near)
-            yield Check(f"gather {kind}", test.gather, near)
-            yield Check(f"copy {kind}", test.copy, 0)
-            yield Check(f"convert {kind}", test.convert, 0.15)
+            yield from (
+                Check(kernel_name(operation, page_format, dtype), run, tolerance)
+                for operation, run, tolerance in (
+                    ("write", test.write, OTHER_BYTES if page_format != "fp16" else 0),
+                    (DECODE, partial(test.attend, 1, None), decoded),
+                    (WINDOW_DECODE, partial(test.attend, 1, WINDOW), decoded),
+                    (STEP_DECODE, test.write_and_decode, decoded),
+                    (PREFILL, partial(test.attend, 20, None), near),
+                    (GATHER, test.gather, near),
+                    ("copy", test.copy, 0),
+                    ("convert", test.convert, 0.15),
+                )
+            )
 
 
 class _Test:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
 from paged_kv.commands.completion_command import add_completion_parser
-from paged_kv.commands.doctor_command import add_doctor_parser
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.commands.trace_command import add_trace_parser
@@ -82,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     add_stats_parser(commands)
     add_trace_parser(commands)
     add_store_parser(commands)
-    add_doctor_parser(commands)
     add_completion_parser(commands)
     _know_themselves(parser)
     return parser
@@ -99,9 +97,11 @@ def _know_themselves(parser: argparse.ArgumentParser) -> None:
 
 def _add_integrations(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from paged_kv.integrations.bench.bench_command import add_bench_parser
+    from paged_kv.integrations.doctor.doctor_command import add_doctor_parser
     from paged_kv.integrations.generate_command import add_generate_parser
     from paged_kv.integrations.server.server_command import add_server_parser
 
     add_generate_parser(commands)
     add_server_parser(commands)
     add_bench_parser(commands)
+    add_doctor_parser(commands)

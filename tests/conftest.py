@@ -5,6 +5,7 @@ import ctypes.util
 import gc
 import inspect
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow the cases of grids that the plain run leaves out."""
     for item in beyond_the_cover(items):
         item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches() -> Iterator[None]:
+    """Kernels that the doctor left out for this user do not matter to tests, nor the opposite."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

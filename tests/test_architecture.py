@@ -45,6 +45,10 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "commands", "integrations", "integrations.batching", "kernels.pages"),
         "sequences",
     },
+    "integrations.doctor": {
+        *("commands", "integrations.bench", "kernels", "kernels.cpu", "kernels.pages"),
+        "kernels.plain",
+    },
     "integrations.server.http": set(),
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),

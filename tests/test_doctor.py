@@ -1,12 +1,46 @@
-"""`paged-kv doctor` names the active backend. Its checks have tests in test_gpu_backend.py."""
+"""`paged-kv doctor`: what it says, and what it leaves out. Its checks have tests in
+test_gpu_backend.py."""
 
+import json
+import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
+from paged_kv.integrations.doctor import examination, kernel_times, report
+from paged_kv.integrations.doctor.kernel_times import KernelTime, Size
+from paged_kv.kernels import left_out as left_out_module
+from paged_kv.kernels.backends import choose_backend, variant, whole_backend
+from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
-from tests.backends import instruction_sets
+from paged_kv.kernels.left_out import forget_left_out, leave_out, left_out, left_out_file
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import FP16
+from paged_kv.kernels.partial_backend import READS, STEP_DECODE, PartialBackend
+from tests.arrays import normal
+from tests.backends import instruction_sets, native_library
+from tests.generation import assert_same_run, greedy
+
+
+@pytest.fixture(autouse=True)
+def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check and no time."""
+    monkeypatch.setattr(examination, "checks", lambda backend: [])
+    monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
 
 
 @pytest.fixture(params=instruction_sets())
@@ -19,11 +53,218 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     library.use_instruction_set(before)
 
 
+def slow(name: str) -> KernelTime:
+    return KernelTime(name, 2.0, 1.0, 2.0, 1.05)
+
+
+@pytest.mark.usefixtures("quick")
 def test_it_names_the_instruction_set_in_use(
-    instruction_set: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    instruction_set: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("PAGED_KV_BACKEND", raising=False)
-    monkeypatch.setattr("paged_kv.commands.doctor.checks", lambda backend: [])
     assert main(["doctor"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"backend: native ({instruction_set}), because MLX computes on a CPU")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_slow_kernel_is_left_out_until_it_is_quick_or_reset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def times(backend: Any, without: Any) -> list[KernelTime]:
+        return [slow("decode fp16 float16"), KernelTime("gather q4 float16", 1.0, 9.0, 0.1, 1.0)]
+
+    name = variant(whole_backend())
+    monkeypatch.setattr(examination, "kernel_times", times)
+    for undo in (["doctor", "--reset"], ["doctor"]):
+        with monkeypatch.context() as here:
+            here.setattr(examination, "kernel_times", times)
+            assert main(["doctor"]) == 0
+        out = capsys.readouterr().out
+        assert "SLOW  decode fp16 float16" in out
+        assert "time  gather q4 float16" in out
+        assert "slower than plain operations: decode fp16 float16" in out
+        assert left_out(name) == {"decode fp16 float16": "2.00 times as long as plain operations"}
+        monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
+        assert main(undo) == 0
+        assert not left_out(name)
+
+
+def test_noise_is_not_slowness() -> None:
+    assert slow("decode fp16 float16").is_slow
+    assert not KernelTime("decode fp16 float16", 2.0, 1.0, 2.0, 2.1).is_slow
+    assert not KernelTime("decode fp16 float16", 1.05, 1.0, 1.05, 1.0).is_slow
+
+
+def test_every_read_is_timed_but_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_times, "ON_CPU", Size(1, 40, 4))
+    monkeypatch.setattr(kernel_times, "REPETITIONS", 2)
+    found = [
+        each.name for each in kernel_times.kernel_times(whole_backend(), ["gather q4 float16"])
+    ]
+    expected = {
+        f"{operation} {number_format} {dtype}"
+        for operation in READS
+        for number_format in ("fp16", "q8", "q4")
+        for dtype in ("float16", "bfloat16")
+    }
+    assert set(found) == expected - {"gather q4 float16"}
+    assert len(found) == len(set(found))
+
+
+def test_a_time_is_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        kernel_times, "in_turns", lambda *works, repetitions: [[3.0, 6.0, 9.0], [1.0, 2.0, 3.0]]
+    )
+    first = next(kernel_times.kernel_times(whole_backend()))
+    assert (first.kernel_s, first.plain_s, first.ratio, first.spread) == (6.0, 2.0, 3.0, 1.0)
+
+
+class Counted(NativeBackend):
+    """Notes which reads its kernels serve."""
+
+    def __init__(self) -> None:
+        super().__init__(native_library())
+        self.served: list[str] = []
+
+    def attend(self, *arguments: Any, **options: Any) -> mx.array:
+        self.served.append("attend")
+        return super().attend(*arguments, **options)
+
+    def write_and_attend(self, *arguments: Any, **options: Any) -> mx.array:
+        self.served.append("write and attend")
+        return super().write_and_attend(*arguments, **options)
+
+    def gather(self, *arguments: Any) -> tuple[mx.array, mx.array]:
+        self.served.append("gather")
+        return super().gather(*arguments)
+
+
+def reads_of(backend: Backend) -> list[mx.array]:
+    """The results of all reads, in the order of READS, of 300 tokens in 16 bits."""
+    geometry = LayerGeometry(2, 64, mx.float16, 2, 64, mx.float16)
+    pages = LayerPages(geometry, backend, 8)
+    pages.map_slab(0, 8, FP16)
+    metadata = AttentionMetadata(((3, 1),), (300,), (0,))
+    shape = (1, 2, 300, 64)
+    pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), metadata)
+    one, many = normal((1, 4, 1, 64), mx.float16, 3), normal((1, 4, 9, 64), mx.float16, 4)
+    results = [pages.attend(one, metadata, scale=0.125, window=window) for window in (None, 99)]
+    step = normal((1, 2, 1, 64), mx.float16, 5)
+    pages.defer(step, step, metadata)
+    results += [pages.attend(each, metadata, scale=0.125) for each in (one, many)]
+    return [*results, pages.gather(metadata)[0]]
+
+
+@pytest.mark.parametrize("operation", READS)
+def test_plain_operations_stand_in_for_a_read_and_no_other(operation: str) -> None:
+    whole, counted = Counted(), Counted()
+    expected = reads_of(whole)
+    partial = PartialBackend(counted, [f"{operation} fp16 float16"])
+    for found, right in zip(reads_of(partial), expected, strict=True):
+        assert mx.allclose(found, right, atol=4e-3)
+    if operation == STEP_DECODE:  # a write and another kernel
+        assert (partial.fallbacks, counted.served.count("write and attend")) == (0, 0)
+    else:
+        assert partial.fallbacks == 1
+        assert len(counted.served) == len(whole.served) - 1
+
+
+@pytest.mark.parametrize(
+    "kernel", ["decode q8 float16", "decode fp16 bfloat16", "decode in a window fp16 float16x"]
+)
+def test_kernels_of_other_pages_are_served(kernel: str) -> None:
+    partial = PartialBackend(Counted(), [kernel])
+    reads_of(partial)
+    assert partial.fallbacks == 0
+
+
+def test_a_model_without_reading_kernels_gives_the_same_tokens(
+    trained: Any, prompts: list[list[int]]
+) -> None:
+    model, _ = trained("stdlib-llama")
+    runs = []
+    for kernels in ({}, {f"{each} fp16 float32": "it is slow" for each in READS}):
+        leave_out(variant(whole_backend()), kernels)
+        with PagedCacheFactory(model, max_bytes=64 << 20) as factory:
+            runs.append(greedy(model, prompts[0], factory.make_cache(), 20))
+            assert bool(factory.stats().kernel_fallbacks) == bool(kernels)
+    assert_same_run(runs[0], runs[1], tolerance=1e-3)
+
+
+def test_a_wrong_write_leaves_all_kernels_out() -> None:
+    leave_out(variant(whole_backend()), {"copy q4 bfloat16": "off by 3"})
+    assert choose_backend().name == "plain"
+
+
+def test_a_backend_that_is_named_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(variant(whole_backend()), {"copy q4 bfloat16": "off by 3"})
+    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
+    assert choose_backend().name == "native"
+
+
+def test_what_was_found_holds_for_its_device_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = variant(whole_backend())
+    leave_out(name, {"copy q4 bfloat16": "off by 3"})
+    leave_out("metal", {"gather q8 float16": "off by 4"})
+    assert left_out(name) == {"copy q4 bfloat16": "off by 3"}
+    assert left_out("metal") == {"gather q8 float16": "off by 4"}
+    assert not left_out("cuda")
+    for part in ("version", "device_name"):
+        with monkeypatch.context() as here:
+            here.setattr(left_out_module, part, lambda *_: "another")
+            assert not left_out(name)
+    leave_out(name, {})
+    assert not left_out(name)
+    assert left_out("metal")
+    forget_left_out()
+    assert not left_out_file().exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"a"'])
+def test_a_damaged_file_leaves_nothing_out(content: str) -> None:
+    left_out_file().parent.mkdir(parents=True)
+    left_out_file().write_text(content)
+    assert choose_backend().name == "native"
+    leave_out("native", {"gather q8 float16": "off by 4"})
+    assert left_out("native")
+
+
+@pytest.mark.usefixtures("quick")
+def test_nothing_is_written_where_all_is_well() -> None:
+    assert main(["doctor"]) == 0
+    assert not left_out_file().exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_report_has_all_and_names_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paged_kv.integrations.bench.report import as_dict
+    from paged_kv.kernels.pages.warn_once import warn_once
+
+    def measured(model: None, plan: Any) -> Any:
+        warn_once(f"a warning about {Path.home()}/secret and {Path.cwd()}/here")
+        return as_dict("stdlib-llama", "native", []), []
+
+    monkeypatch.setattr(report, "measured", measured)
+    file = tmp_path / "report.md"
+    assert main(["doctor", "--report", str(file)]) == 0
+    assert "backend: native" in capsys.readouterr().out
+    text = file.read_text()
+    for expected in (
+        *("## paged-kv doctor", "backend: native", "all checks passed", "stdlib-llama"),
+        *("a warning about ~/secret and ./here", '"paged-kv"', '"memory_bytes"'),
+    ):
+        assert expected in text
+    assert json.loads(text.split("```")[-2])["backend"] == "native"
+    for personal in (str(Path.home()), socket.gethostname(), str(Path.cwd())):
+        assert personal not in text
+
+
+def test_a_report_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--report", str(tmp_path / "none" / "report.md")]) == 1
+    printed = capsys.readouterr()
+    assert "No such file or directory" in printed.err
+    assert not printed.out

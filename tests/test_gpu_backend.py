@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
-from paged_kv.commands import doctor
+from paged_kv.integrations.doctor import examination
 from paged_kv.kernels import backends as backend_module
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.gpu import arrays as gpu_arrays
@@ -163,7 +163,8 @@ class TestOnThisCpu:
         self, dialect: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         device = device_of(dialect, checked=False)
-        monkeypatch.setattr(doctor, "choose_backend", lambda: backend_on(device, dialect))
+        monkeypatch.setattr(examination, "whole_backend", lambda: backend_on(device, dialect))
+        monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
         assert main(["doctor"]) == 0
         assert f"backend: {dialect}" in capsys.readouterr().out
 
@@ -207,7 +208,8 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
         def copy(self, *arguments: Any) -> None:
             raise RuntimeError("no such copy")
 
-    monkeypatch.setattr(doctor, "choose_backend", Wrong)
+    monkeypatch.setattr(examination, "whole_backend", Wrong)
+    monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "FAIL  decode fp16 float16" in out

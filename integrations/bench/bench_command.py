@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -50,24 +51,36 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here because loading mlx-lm takes seconds.
     from paged_kv.integrations.bench import report
-    from paged_kv.integrations.bench.cache_pairs import CachePairs
     from paged_kv.integrations.bench.measurements import QUICK, WHOLE
-    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-    from paged_kv.integrations.text_generation import loaded
 
-    model = loaded(arguments.model or embedded_model())[0]
-    factory = PagedCacheFactory(model)
-    pairs = CachePairs(model, factory)
-    outcomes = list(_outcomes(pairs, QUICK if arguments.quick else WHOLE))
-    backend = factory.stats().backend
-    content = report.as_dict(arguments.model or "stdlib-llama", backend, outcomes)
+    content, outcomes = measured(arguments.model, QUICK if arguments.quick else WHOLE)
     report.print_table(content, outcomes)
     if arguments.json:
         report.write_json(content, arguments.json)
     if arguments.plot:
         report.draw(content, outcomes, arguments.plot)
-    factory.close()
     return 0
+
+
+def measured(model: str | None, plan: Plan) -> tuple[dict[str, Any], list[Outcome]]:
+    """Compare both kinds of caches.
+
+    Args:
+        model: folder or Hugging Face repository; None for the embedded model.
+
+    Returns:
+        the report, ready for JSON, and what was measured.
+    """
+    from paged_kv.integrations.bench import report
+    from paged_kv.integrations.bench.cache_pairs import CachePairs
+    from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+    from paged_kv.integrations.text_generation import loaded
+
+    language_model = loaded(model or embedded_model())[0]
+    with closing(PagedCacheFactory(language_model)) as factory:
+        outcomes = list(_outcomes(CachePairs(language_model, factory), plan))
+        backend = factory.stats().backend
+    return report.as_dict(model or "stdlib-llama", backend, outcomes), outcomes
 
 
 def _outcomes(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:

@@ -5,7 +5,5 @@ cache_options       the options of commands that make paged caches, and the look
 stats_command       `paged-kv stats`
 store_command       `paged-kv store`
 trace_command       `paged-kv trace`
-doctor_command      `paged-kv doctor`
-doctor              runs the kernels and checks their results
 completion_command  `paged-kv completion`
 """

@@ -1,0 +1,54 @@
+"""The command `paged-kv doctor`."""
+
+import argparse
+
+from paged_kv.commands.arguments import path
+from paged_kv.commands.cache_options import examples
+
+
+def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="run every kernel on this device, check its results and its speed",
+        description=(
+            "Says which backend is active and why. Runs every kernel once on this device, and "
+            "compares its results with attention in float64. Then times the kernels that read "
+            "pages beside plain MLX operations. A kernel that is wrong or slower is left out from "
+            "then on: plain operations stand in for it. PAGED_KV_BACKEND selects a whole backend, "
+            "PAGED_KV_ISA the instruction set of the CPU kernels. Exit status 1 if a kernel is "
+            "wrong."
+        ),
+        **examples(
+            "paged-kv doctor",
+            "paged-kv doctor --report report.md",
+            "paged-kv doctor --reset",
+            "PAGED_KV_ISA=generic paged-kv doctor",
+        ),
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--report",
+        type=path,
+        metavar="FILE",
+        help="also run a quick `paged-kv bench`, and write all that an issue needs to a file: the "
+        "results, chip, memory, versions and the log, without names of users, hosts or folders",
+    )
+    choice.add_argument(
+        "--reset", action="store_true", help="use all kernels again, and examine none"
+    )
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Examine, report or reset, and return the exit status."""
+    # Imported here: all of it needs mlx, and --help does not.
+    from paged_kv.integrations.doctor.examination import examine
+    from paged_kv.integrations.doctor.report import write_report
+    from paged_kv.kernels.left_out import forget_left_out
+
+    if arguments.reset:
+        forget_left_out()
+        print("no kernel is left out any more")
+        return 0
+    return write_report(arguments.report) if arguments.report else examine()

@@ -1,0 +1,139 @@
+"""Times the kernels that read pages, and plain operations on equal pages, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from paged_kv.integrations.bench.timing import in_turns, ratio, spread
+from paged_kv.kernels.backends import backend_for
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.partial_backend import (
+    DECODE,
+    GATHER,
+    PREFILL,
+    STEP_DECODE,
+    WINDOW_DECODE,
+    kernel_name,
+)
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.self_test import FORMATS, TOLERANCES
+
+KV_HEADS, GQA_GROUP_SIZE, DIM = 4, 4, 128
+REPETITIONS = 7
+# A kernel that is slower by less than this may be left in: the next run may say the opposite.
+LEAST_LOSS = 1.1
+
+
+class Size(NamedTuple):
+    """What is timed: rows, tokens of each one's context, and tokens of a prefill."""
+
+    rows: int
+    context: int
+    prefill: int
+
+    @property
+    def window(self) -> int:
+        return self.context // 2
+
+
+# A GPU that has little to do takes equally long for all.
+ON_CPU, ON_GPU = Size(2, 1024, 32), Size(8, 8192, 512)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel beside plain operations.
+
+    Attributes:
+        name: the kernel's; see `kernel_name`.
+        kernel_s: the median of its times, in seconds.
+        plain_s: the median of theirs.
+        ratio: the median of the ratios within a turn, the kernel's time to theirs.
+        spread: how far a side's own halves of turns lie apart, at least 1.
+    """
+
+    name: str
+    kernel_s: float
+    plain_s: float
+    ratio: float
+    spread: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether plain operations are quicker, by more than noise explains."""
+        return self.ratio > max(LEAST_LOSS, self.spread)
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.kernel_s:.2f} ms, plain operations {1e3 * self.plain_s:.2f} ms"
+
+
+def kernel_times(backend: Backend, without: Collection[str] = ()) -> Iterator[KernelTime]:
+    """Time each kernel that reads pages, except those named in `without`."""
+    size = ON_GPU if backend.name in ("metal", "cuda") else ON_CPU
+    for dtype in TOLERANCES:
+        for page_format in FORMATS:
+            works = [
+                _Reads(each, page_format, dtype, size).works() for each in (backend, PlainBackend())
+            ]
+            for operation in works[0]:
+                name = kernel_name(operation, page_format, dtype)
+                if name not in without:
+                    yield _timed(name, *(each[operation] for each in works))
+
+
+def _timed(name: str, kernel: Callable[[], None], plain: Callable[[], None]) -> KernelTime:
+    ours, theirs = in_turns(kernel, plain, repetitions=REPETITIONS)
+    noise = max(spread(ours), spread(theirs))
+    return KernelTime(name, median(ours), median(theirs), ratio(ours, theirs), noise)
+
+
+class _Reads:
+    """Pages of one backend, and the reads of them that are timed."""
+
+    def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype, size: Size) -> None:
+        self.size, self.dtype = size, dtype
+        geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
+        blocks = -(-size.context // PAGE_SIZE)
+        pages = size.rows * blocks
+        self.pages = LayerPages(geometry, backend_for(backend, geometry), pages)
+        self.pages.map_slab(0, pages, page_format_named(page_format))
+        tables = tuple(tuple(range(row * blocks, (row + 1) * blocks)) for row in range(size.rows))
+        self.metadata = AttentionMetadata(tables, (size.context,) * size.rows, (0,) * size.rows)
+        self.pages.write(
+            self._normal(KV_HEADS, size.context),
+            self._normal(KV_HEADS, size.context),
+            self.metadata,
+        )
+
+    def works(self) -> dict[str, Callable[[], None]]:
+        """Calls that read, by operation."""
+        one, many = (self._normal(KV_HEADS * GQA_GROUP_SIZE, n) for n in (1, self.size.prefill))
+        return {
+            DECODE: lambda: self._attend(one),
+            WINDOW_DECODE: lambda: self._attend(one, self.size.window),
+            STEP_DECODE: lambda: self._write_and_attend(one),
+            PREFILL: lambda: self._attend(many),
+            GATHER: lambda: mx.eval(*self.pages.gather(self.metadata)),
+        }
+
+    def _attend(self, queries: mx.array, window: int | None = None) -> None:
+        mx.eval(self.pages.attend(queries, self.metadata, scale=DIM**-0.5, window=window))
+
+    def _write_and_attend(self, queries: mx.array) -> None:
+        keys, values = self._normal(KV_HEADS, 1), self._normal(KV_HEADS, 1)
+        self.pages.defer(keys, values, self.metadata)
+        self._attend(queries)
+
+    def _normal(self, heads: int, tokens: int) -> mx.array:
+        array = mx.random.normal((self.size.rows, heads, tokens, DIM)).astype(self.dtype)
+        mx.eval(array)
+        return array

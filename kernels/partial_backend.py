@@ -1,0 +1,163 @@
+"""Serves reads whose kernels are left out with plain operations.
+
+Only reads can be left out one by one. Plain operations replace the slab that they write, while the
+kernels of other backends keep its address.
+"""
+
+from collections.abc import Collection
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.number_format import Quantised
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+
+DECODE, WINDOW_DECODE, STEP_DECODE = "decode", "decode in a window", "write and decode"
+PREFILL, GATHER = "prefill", "gather"
+READS = (DECODE, WINDOW_DECODE, STEP_DECODE, PREFILL, GATHER)
+
+
+def kernel_name(operation: str, number_format: str, dtype: mx.Dtype) -> str:
+    """The name of a kernel, such as "decode q4 bfloat16"."""
+    return f"{operation} {number_format} {str(dtype).rpartition('.')[2]}"
+
+
+def is_read(kernel: str) -> bool:
+    """Whether this is the name of a kernel that reads pages, which can be left out alone."""
+    return kernel.rsplit(" ", 2)[0] in READS
+
+
+class PartialBackend:
+    """A backend without some of its reading kernels. See `Backend` for the operations.
+
+    Args:
+        backend: serves everything else.
+        left_out: names of kernels, as `kernel_name` makes them.
+
+    Attributes:
+        fallbacks: how often plain MLX operations stood in for a kernel.
+    """
+
+    def __init__(self, backend: Backend, left_out: Collection[str]) -> None:
+        self._backend = backend
+        self._left_out = frozenset(left_out)
+        self._plain = PlainBackend()
+        self._own_fallbacks = 0
+        self.name = backend.name
+        self.writes_in_place = backend.writes_in_place
+        self.supports, self.new_slab = backend.supports, backend.new_slab
+        self.begin, self.settle = backend.begin, backend.settle
+        self.write, self.load = backend.write, backend.load
+        self.copy, self.convert = backend.copy, backend.convert
+
+    @property
+    def fallbacks(self) -> int:
+        return self._backend.fallbacks + self._own_fallbacks
+
+    def gather(
+        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+    ) -> tuple[mx.array, mx.array]:
+        if not self._leaves_out(pages, GATHER):
+            return self._backend.gather(pages, metadata, new_tokens)
+        self._begin_fallback(pages)
+        keys, values = self._plain.gather(pages, metadata, new_tokens)
+        mx.eval(keys, values)
+        return keys, values
+
+    def attend(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+        new_tokens: NewTokens | None,
+    ) -> mx.array:
+        is_decode = queries.shape[2] == 1 and new_tokens is None
+        operation = (WINDOW_DECODE if window else DECODE) if is_decode else PREFILL
+        is_left_out = self._leaves_out(pages, operation)
+        if is_left_out:
+            self._begin_fallback(pages)
+        output = (self._plain if is_left_out else self._backend).attend(
+            pages,
+            queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+            new_tokens=new_tokens,
+        )
+        if is_left_out:
+            mx.eval(output)  # before a kernel writes the pages
+        return output
+
+    def write_and_attend(
+        self,
+        pages: LayerMemory,
+        step: NewTokens,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        operations = [STEP_DECODE, *([WINDOW_DECODE] if window else [])]
+        if queries.shape[2] > 1:
+            operations = [PREFILL]
+        if not any(self._leaves_out(pages, each) for each in operations):
+            return self._backend.write_and_attend(
+                pages,
+                step,
+                queries,
+                metadata,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sinks=sinks,
+            )
+        self.write(pages, *step, metadata)
+        return self.attend(
+            pages,
+            queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+            new_tokens=None,
+        )
+
+    def _leaves_out(self, pages: LayerMemory, operation: str) -> bool:
+        """Whether the kernel for any format of these pages is left out."""
+        formats = pages.memo.get(FORMATS) or _formats_in(pages)
+        dtype = pages.geometry.k_dtype
+        return any(kernel_name(operation, each, dtype) in self._left_out for each in formats)
+
+    def _begin_fallback(self, pages: LayerMemory) -> None:
+        """Count it, and wait for kernels that write the pages."""
+        self._own_fallbacks += 1
+        self._backend.settle(pages)
+
+
+# The key of the names of formats in the `memo` of layers.
+FORMATS = "formats in use"
+
+
+def _formats_in(pages: LayerMemory) -> frozenset[str]:
+    """The names of number formats in a layer's slabs; kernels do not tell rotated codes from
+    others."""
+    found = {slab.layout.page_format for slab in pages.slabs.values()}
+    numbers = {number for each in found for number in (each.keys, each.values)}
+    pages.memo[FORMATS] = frozenset(
+        f"q{each.bits}" if isinstance(each, Quantised) else each.name for each in numbers
+    )
+    names: frozenset[str] = pages.memo[FORMATS]
+    return names
