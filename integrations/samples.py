@@ -68,13 +68,11 @@ def generate_samples(
         cache = PagedCacheFactory(model).make_cache()
     else:
         cache = caches_of(model, prompt_cache)
-    *shared, last = tokens
-    if shared:
-        _read(model, shared, cache, step)
+    read_shared(model, tokens, cache, step)
     return batch_generate(
         model,
         tokenizer,
-        [[last]] * n,
+        [tokens[-1:]] * n,
         # A batch forks its caches, so all samples can be given the same one.
         prompt_caches=[cache] * n,
         prefill_step_size=step,
@@ -103,9 +101,15 @@ def _require_options(options: dict[str, Any]) -> None:
         whole_number("max_tokens", each, least=1)
 
 
-def _read(model: Module, tokens: list[int], cache: list[Any], step: int) -> None:
-    """Write the tokens into the cache, and generate nothing."""
+def read_shared(model: Module, tokens: list[int], cache: list[Any], step: int = 2048) -> None:
+    """Write what samples of a prompt share, all tokens but the last, and generate nothing.
+
+    Raises:
+        PoolExhausted: the budget of the cache's pool does not hold it.
+    """
+    if len(tokens) == 1:
+        return
     steps = generate_step(
-        mx.array(tokens), model, max_tokens=0, prompt_cache=cache, prefill_step_size=step
+        mx.array(tokens[:-1]), model, max_tokens=0, prompt_cache=cache, prefill_step_size=step
     )
     assert not list(steps)

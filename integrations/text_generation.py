@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from re import fullmatch
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import batch_generate, load, stream_generate
-from mlx_lm.generate import BatchResponse
+from mlx_lm import load, stream_generate
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate_utils import BatchStats
 from mlx_lm.sample_utils import make_sampler
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.samples import generate_samples
+from paged_kv.integrations.samples import read_shared
+from paged_kv.integrations.texts_in_turn import TextsInTurn
 from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 
@@ -102,50 +105,76 @@ class TextGeneration:
         self._factory.insert_cache(text, prompt_cache)
 
     def batch(self, prompts: list[list[int]], num_samples: int) -> None:
-        """Print `num_samples` texts for each of several prompts, when all are complete."""
+        """Print `num_samples` texts for each of several prompts, one after the other as they come.
+
+        All prompts are one batch, or all samples of a prompt.
+        """
+        titles = [f"prompt {number + 1}" for number in range(len(prompts))]
+        figures = BatchStats()
         with self._factory:
             if num_samples == 1:
-                responses = [batch_generate(self._model, self._tokenizer, prompts, **self._options)]
-                for tokens, prompt_cache in zip(prompts, responses[0].caches or [], strict=True):
-                    self._factory.insert_cache(tokens, prompt_cache)
+                texts = TextsInTurn(self._tokenizer, titles)
+                held = self._print_batch(prompts, None, texts, figures)
+                for tokens, cache in zip(prompts, held, strict=True):
+                    self._factory.insert_cache(tokens, cache)
             else:
-                responses = [self._samples(prompt, num_samples) for prompt in prompts]
-        texts = [text for response in responses for text in response.texts]
-        for number, text in enumerate(texts):
-            prompt, sample = divmod(number, num_samples)
-            title = f"prompt {prompt + 1}"
-            print(f"==> {title if num_samples == 1 else f'{title}, sample {sample + 1}'} <==")
-            print(text, end="\n\n")
-        figures = responses[0].stats
-        for response in responses[1:]:
-            figures += response.stats
+                # Held until the summary has counted their pages.
+                held = [
+                    cache
+                    for title, prompt in zip(titles, prompts, strict=True)
+                    for cache in self._samples(prompt, title, num_samples, figures)
+                ]
         self._summarise(counted(sum(map(len, prompts)), "token"), figures)
 
-    def _samples(self, prompt: list[int], count: int) -> BatchResponse:
+    def _samples(
+        self, prompt: list[int], title: str, count: int, figures: BatchStats
+    ) -> list[list[Any]]:
+        """Print samples of one prompt, which share its pages."""
         prompt_cache, cached = self._factory.fetch_cache(prompt)
-        response = generate_samples(
-            self._model,
-            self._tokenizer,
-            prompt[cached:],
-            count,
-            prompt_cache=prompt_cache,
-            **self._options,
+        read_shared(self._model, prompt[cached:], prompt_cache)
+        titles = [f"{title}, sample {number + 1}" for number in range(count)]
+        # A batch forks its caches, so all samples can be given the same one.
+        held = self._print_batch(
+            [prompt[-1:]] * count,
+            [prompt_cache] * count,
+            TextsInTurn(self._tokenizer, titles),
+            figures,
         )
-        self._factory.insert_cache(prompt, prompt_cache)
-        return response
+        self._factory.insert_cache(prompt[:-1], prompt_cache)
+        return held
+
+    def _print_batch(
+        self,
+        prompts: list[list[int]],
+        caches: list[list[Any]] | None,
+        texts: TextsInTurn,
+        figures: BatchStats,
+    ) -> list[list[Any]]:
+        """Generate and print one text for each prompt, and add up figures. Returns the caches, of
+        prompts and texts."""
+        generator = BatchGenerator(
+            self._model,
+            stop_tokens=[[token] for token in self._tokenizer.eos_token_ids],
+            max_tokens=self._max_tokens,
+            sampler=self._sampler,
+        )
+        numbers = {uid: at for at, uid in enumerate(generator.insert(prompts, caches=caches))}
+        held: dict[int, list[Any]] = {}
+        with closing(generator), generator.stats() as stats:
+            while responses := generator.next_generated():
+                for each in responses:
+                    number = numbers[each.uid]
+                    if each.finish_reason != "stop":
+                        texts.add(number, each.token)
+                    if each.finish_reason is not None:
+                        texts.end(number)
+                        held[number] = each.prompt_cache
+        figures += stats
+        return [held[number] for number in range(len(prompts))]
 
     def close(self) -> None:
         """Write pending pages to the store, and free the memory."""
         self._factory.close()
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        # Return the caches, so that the summary can count their pages.
-        return {
-            "max_tokens": self._max_tokens,
-            "sampler": self._sampler,
-            "return_prompt_caches": True,
-        }
 
     def _summarise(self, prompt: str, figures: Any) -> None:
         """Print speeds of a `GenerationResponse` or `BatchStats`, and the statistics of pages."""

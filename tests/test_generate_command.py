@@ -12,6 +12,7 @@ from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
 from paged_kv.integrations import text_generation
 from paged_kv.integrations.generate_command import embedded_model
+from paged_kv.integrations.texts_in_turn import TextsInTurn
 
 PROMPT = "def read_file(path):"
 
@@ -87,6 +88,33 @@ def test_several_prompts_are_a_batch(capsys: pytest.CaptureFixture[str], expecte
     texts = [f"==> prompt {n} <==\n{expected(p, 8)}\n\n" for n, p in ((1, PROMPT), (2, other))]
     assert output.out == "".join(texts)
     assert "2 blocks in use" in output.err
+
+
+def test_texts_come_in_turn(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first text is printed as it comes, another one when those before it are complete."""
+    tokenizer = trained("stdlib-llama")[1]
+    first, second, third = map(tokenizer.encode, ("import os\n", "def read(path):", "é class A:"))
+    texts = TextsInTurn(tokenizer, ["a", "b", "c"])
+    printed = capsys.readouterr().out
+    for number, tokens in ((1, second), (2, third[:1])):
+        for token in tokens:
+            texts.add(number, token)
+    texts.end(1)
+    assert printed == "==> a <==\n"
+    assert capsys.readouterr().out == ""
+    texts.add(0, first[0])
+    printed = capsys.readouterr().out
+    assert printed
+    assert "import os\n".startswith(printed)
+    for token in first[1:]:
+        texts.add(0, token)
+    texts.end(0)
+    for token in third[1:]:
+        texts.add(2, token)
+    texts.end(2)
+    assert printed + capsys.readouterr().out == (
+        "import os\n\n\n==> b <==\ndef read(path):\n\n==> c <==\né class A:\n\n"
+    )
 
 
 def test_samples_of_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
