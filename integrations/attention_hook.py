@@ -4,6 +4,9 @@ Nearly all of mlx-lm's models call `mlx_lm.models.base.scaled_dot_product_attent
 through a name of their own. The replacement looks only at the keys and values and never at the
 cache argument: models share one layer's keys with another, pass another layer's cache, or pass one
 latent as both keys and values.
+
+Latent attention (see `latent_arrays`) also hides scores with `mx.where`. That is replaced too, by a
+function that looks at whether it was given such scores.
 """
 
 from collections.abc import Callable
@@ -13,9 +16,11 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.sequences.paged_array import PagedKeys, PagedValues
+from paged_kv.sequences.latent_arrays import PositionScores
+from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
+_stock_where: Callable[..., mx.array] = mx.where
 
 
 def paged_attention(
@@ -29,7 +34,13 @@ def paged_attention(
 ) -> mx.array:
     """`scaled_dot_product_attention`: over pages if keys and values stand for pages, else by
     mlx-lm's own function."""
-    if isinstance(keys, PagedKeys) and isinstance(values, PagedValues):
+    if not isinstance(keys, PagedKeys) or keys.is_changed:
+        return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
+    if keys is values and type(mask) is PositionScores and sinks is None:
+        output = _latent_attention(queries, keys.read, scale, mask)
+        if output is not None:
+            return output
+    if isinstance(values, PagedValues) and not values.is_changed:
         if keys.read is values.read:
             output = keys.read.attend(queries, mask, scale=scale, sinks=sinks)
             if output is not None:
@@ -40,10 +51,30 @@ def paged_attention(
     return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
-def install_attention_hook() -> None:
-    """Replace mlx-lm's attention in every module that has imported it; repeated calls do nothing.
+def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.where`, whose result still stands for position scores if it hides some of them."""
+    result = _stock_where(condition, x, y, stream=stream)
+    return x.masked(result, condition, y) if type(x) is PositionScores else result
 
-    For other arrays the replacement calls the original, so models with other caches are not
+
+def install_attention_hook() -> None:
+    """Replace mlx-lm's attention, and MLX's `where`, in every module that has them; repeated calls
+    do nothing.
+
+    For other arrays the replacements call the originals, so models with other caches are not
     affected.
     """
     rebind(_stock_attention, paged_attention)
+    rebind(_stock_where, where)
+
+
+def _latent_attention(
+    queries: mx.array, read: PagedRead, scale: float, scores: PositionScores
+) -> mx.array | None:
+    """Attention to latents that are both keys and values. None unless the scores that are added are
+    of the same read, and fit the queries."""
+    if scores.is_changed or scores.read is not read:
+        return None
+    if scores.dtype != queries.dtype or scores.shape[:3] != queries.shape[:3]:
+        return None
+    return read.attend(queries, scores.mask, scale=scale, position_queries=scores.queries)

@@ -88,9 +88,13 @@ class _TriedRead:
     def __init__(self, note: Callable[[], None], keys: mx.array, values: mx.array) -> None:
         self._note, self._gathered = note, (keys, values)
 
-    def attend(self, queries: mx.array, mask: Any, **_: Any) -> mx.array:
+    def attend(
+        self, queries: mx.array, mask: Any, position_queries: mx.array | None = None, **_: Any
+    ) -> mx.array:
         self._note()
-        return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], self._gathered[1].shape[3]))
+        latents, values = self._gathered
+        dim = (values if position_queries is None else latents).shape[3]
+        return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], dim))
 
     def gather(self) -> tuple[mx.array, mx.array]:
         return self._gathered

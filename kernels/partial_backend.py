@@ -15,8 +15,8 @@ from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 DECODE, WINDOW_DECODE, STEP_DECODE = "decode", "decode in a window", "write and decode"
-PREFILL, GATHER = "prefill", "gather"
-READS = (DECODE, WINDOW_DECODE, STEP_DECODE, PREFILL, GATHER)
+PREFILL, GATHER, LATENT_DECODE = "prefill", "gather", "latent decode"
+READS = (DECODE, WINDOW_DECODE, STEP_DECODE, PREFILL, GATHER, LATENT_DECODE)
 
 
 def kernel_name(operation: str, number_format: str, dtype: mx.Dtype) -> str:
@@ -134,6 +134,35 @@ class PartialBackend:
             sinks=sinks,
             new_tokens=None,
         )
+
+    def attend_latent(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        new_tokens: NewTokens | None,
+    ) -> mx.array:
+        is_left_out = self._leaves_out(pages, LATENT_DECODE)
+        if is_left_out:
+            self._begin_fallback(pages)
+        output = (self._plain if is_left_out else self._backend).attend_latent(
+            pages,
+            queries,
+            position_queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+            new_tokens=new_tokens,
+        )
+        if is_left_out:
+            mx.eval(output)  # before a kernel writes the pages
+        return output
 
     def _leaves_out(self, pages: LayerMemory, operation: str) -> bool:
         """Whether the kernel for any format of these pages is left out."""

@@ -22,6 +22,7 @@ from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
     GATHER,
+    LATENT_DECODE,
     PREFILL,
     STEP_DECODE,
     WINDOW_DECODE,
@@ -34,6 +35,7 @@ FORMATS = tuple(
     name for name, each in NUMBER_FORMATS.items() if each.is_rotated or each == SixteenBit()
 )
 KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
+POSITIONS = 64  # numbers of a position key, behind latents of DIM
 STRIDE, SLAB_PAGES = 8, 3
 LENGTHS = (300, 31)
 TABLES = ((1, 0), (2,))
@@ -66,7 +68,10 @@ def checks(backend: Backend) -> Iterator[Check]:
     """All checks of a backend. Each check makes its own pages."""
     for dtype in TOLERANCES:
         for page_format in FORMATS:
-            test = _Test(backend, page_format, dtype)
+            test = _Test(
+                backend, page_format, LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
+            )
+            latent = _Test(backend, page_format, LayerGeometry(1, DIM, dtype, 1, POSITIONS, dtype))
             near = TOLERANCES[dtype]
             rounds = backend.name == "native" and page_format == "q4"
             decoded = max(near, ROUNDED_QUERIES) if rounds else near
@@ -79,6 +84,7 @@ def checks(backend: Backend) -> Iterator[Check]:
                     (STEP_DECODE, test.write_and_decode, decoded),
                     (PREFILL, partial(test.attend, 20, None), near),
                     (GATHER, test.gather, near),
+                    (LATENT_DECODE, latent.attend_latent, near),
                     ("copy", test.copy, 0),
                     ("convert", test.convert, 0.15),
                 )
@@ -88,9 +94,8 @@ def checks(backend: Backend) -> Iterator[Check]:
 class _Test:
     """Pages of one format, written by the backend and by plain operations for comparison."""
 
-    def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype) -> None:
-        self.backend, self.page_format, self.dtype = backend, page_format, dtype
-        self.geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
+    def __init__(self, backend: Backend, page_format: str, geometry: LayerGeometry) -> None:
+        self.backend, self.page_format, self.geometry = backend, page_format, geometry
         self.metadata = AttentionMetadata(TABLES, LENGTHS, (0,) * len(LENGTHS))
 
     def write(self) -> float:
@@ -147,6 +152,28 @@ class _Test:
             worst = max(worst, np.abs(_numbers(found[row]) - expected).max())
         return worst
 
+    def attend_latent(self) -> float:
+        """The largest difference from float64, where keys are latents and values position keys."""
+        pages, scale, heads = self._written(self.backend), DIM**-0.5, KV_HEADS * RATIO
+        queries = self._normal((len(LENGTHS), heads, 1, DIM), seed=3)
+        position_queries = self._normal((len(LENGTHS), heads, 1, POSITIONS), seed=5) * scale
+        found = pages.attend_latent(queries, position_queries, self.metadata, scale=scale)
+        latents, position_keys = map(_numbers, self._plain(pages).gather(self.metadata))
+        worst = 0.0
+        for row, length in enumerate(LENGTHS):
+            own = latents[row, :, -length:]
+            expected = _attention(
+                np.concatenate(
+                    [_numbers(queries[row]) * scale, _numbers(position_queries[row])], -1
+                ),
+                np.concatenate([own, position_keys[row, :, -length:]], -1),
+                own,
+                np.full(heads, -np.inf),
+                length,
+            )
+            worst = max(worst, np.abs(_numbers(found[row]) - expected).max())
+        return worst
+
     def gather(self) -> float:
         """The largest difference from the result of plain operations."""
         pages = self._written(self.backend)
@@ -179,8 +206,10 @@ class _Test:
             first = slab * STRIDE
             unset = mx.full(pages.page(first).shape, 0xFFFF, dtype=WORD)
             pages.load(dict.fromkeys(range(first, first + SLAB_PAGES), unset))
-        shape = (len(LENGTHS), KV_HEADS, max(LENGTHS), DIM)
-        pages.write(self._normal(shape, seed=1), self._normal(shape, seed=2), self.metadata)
+        shape = (len(LENGTHS), self.geometry.k_heads, max(LENGTHS))
+        keys = self._normal((*shape, self.geometry.k_dim), seed=1)
+        values = self._normal((*shape, self.geometry.v_dim), seed=2)
+        pages.write(keys, values, self.metadata)
         return pages
 
     def _plain(self, pages: LayerPages) -> LayerPages:
@@ -191,7 +220,7 @@ class _Test:
         return plain
 
     def _normal(self, shape: tuple[int, ...], seed: int) -> mx.array:
-        return mx.random.normal(shape, key=mx.random.key(seed)).astype(self.dtype)
+        return mx.random.normal(shape, key=mx.random.key(seed)).astype(self.geometry.k_dtype)
 
 
 def _numbers(array: mx.array) -> Numbers:

@@ -134,6 +134,10 @@ class Counted(NativeBackend):
         self.served.append("write and attend")
         return super().write_and_attend(*arguments, **options)
 
+    def attend_latent(self, *arguments: Any, **options: Any) -> mx.array:
+        self.served.append("attend to latents")
+        return super().attend_latent(*arguments, **options)
+
     def gather(self, *arguments: Any) -> tuple[mx.array, mx.array]:
         self.served.append("gather")
         return super().gather(*arguments)
@@ -152,7 +156,12 @@ def reads_of(backend: Backend) -> list[mx.array]:
     step = normal((1, 2, 1, 64), mx.float16, 5)
     pages.defer(step, step, metadata)
     results += [pages.attend(each, metadata, scale=0.125) for each in (one, many)]
-    return [*results, pages.gather(metadata)[0]]
+    latent = LayerPages(LayerGeometry(1, 64, mx.float16, 1, 32, mx.float16), backend, 8)
+    latent.map_slab(0, 8, FP16)
+    latents, position_keys = (normal((1, 1, 300, dim), mx.float16, 6) for dim in (64, 32))
+    latent.write(latents, position_keys, metadata)
+    results += [pages.gather(metadata)[0]]
+    return [*results, latent.attend_latent(one, one[..., :32], metadata, scale=0.125)]
 
 
 @pytest.mark.parametrize("operation", READS)

@@ -19,6 +19,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
     GATHER,
+    LATENT_DECODE,
     PREFILL,
     STEP_DECODE,
     WINDOW_DECODE,
@@ -101,17 +102,12 @@ class _Reads:
 
     def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype, size: Size) -> None:
         self.size, self.dtype = size, dtype
-        geometry = LayerGeometry(KV_HEADS, DIM, dtype, KV_HEADS, DIM, dtype)
         blocks = -(-size.context // PAGE_SIZE)
-        pages = size.rows * blocks
-        self.pages = LayerPages(geometry, backend_for(backend, geometry), pages)
-        self.pages.map_slab(0, pages, page_format_named(page_format))
         tables = tuple(tuple(range(row * blocks, (row + 1) * blocks)) for row in range(size.rows))
         self.metadata = AttentionMetadata(tables, (size.context,) * size.rows, (0,) * size.rows)
-        self.pages.write(
-            self._normal(KV_HEADS, size.context),
-            self._normal(KV_HEADS, size.context),
-            self.metadata,
+        self.pages, self.latents = (
+            self._written(backend, page_format, heads, size.rows * blocks)
+            for heads in (KV_HEADS, 1)
         )
 
     def works(self) -> dict[str, Callable[[], None]]:
@@ -123,7 +119,19 @@ class _Reads:
             STEP_DECODE: lambda: self._write_and_attend(one),
             PREFILL: lambda: self._attend(many),
             GATHER: lambda: mx.eval(*self.pages.gather(self.metadata)),
+            LATENT_DECODE: lambda: mx.eval(
+                self.latents.attend_latent(one, one, self.metadata, scale=DIM**-0.5)
+            ),
         }
+
+    def _written(self, backend: Backend, page_format: str, heads: int, count: int) -> LayerPages:
+        """`count` pages in one slab, written."""
+        geometry = LayerGeometry(heads, DIM, self.dtype, heads, DIM, self.dtype)
+        pages = LayerPages(geometry, backend_for(backend, geometry), count)
+        pages.map_slab(0, count, page_format_named(page_format))
+        keys, values = (self._normal(heads, self.size.context) for _ in range(2))
+        pages.write(keys, values, self.metadata)
+        return pages
 
     def _attend(self, queries: mx.array, window: int | None = None) -> None:
         mx.eval(self.pages.attend(queries, self.metadata, scale=DIM**-0.5, window=window))

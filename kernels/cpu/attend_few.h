@@ -115,7 +115,7 @@ class Queries {
   bool made_[2 * ORDERS] = {};
 
   void make(float* to, int products, bool rotated) {
-    int dim = a_.pages->k_dim;
+    int dim = a_.k_dim;
     float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
     for (int r = 0; r < rows_; r++, to += QUERY_FLOATS) {
       read_query(a_, block_, r, rotated, is_quantised(products) ? row : to);
@@ -127,7 +127,7 @@ class Queries {
 };
 
 int scale_floats(const Attention& a) {
-  return (PAGE_SIZE + VALUE_TOKENS) * (larger(a.pages->k_dim, a.pages->v_dim) / GROUP) + LANES;
+  return (PAGE_SIZE + VALUE_TOKENS) * (larger(a.k_dim, a.v_dim) / GROUP) + LANES;
 }
 
 size_t few_scratch(const Attention& a, int rows) {
@@ -136,7 +136,7 @@ size_t few_scratch(const Attention& a, int rows) {
 
 void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
                 float* scratch) {
-  int rows = block.queries * a.gqa_group_size, k_dim = a.pages->k_dim, v_dim = a.pages->v_dim;
+  int rows = block.queries * a.gqa_group_size, k_dim = a.k_dim, v_dim = a.v_dim;
   int stride = padded(v_dim), length = a.metadata->context_lens[block.row];
   Queries queries(a, block, scratch);
   float* scores = scratch + Queries::floats(rows);

@@ -70,32 +70,44 @@ INLINE void multiply(int rows, int vectors, const float* a, int a_row, int a_dep
 INLINE int panels(int count) { return (count + PANEL - 1) / PANEL; }
 
 struct Buffers {
-  float* q[2];    // plain and rotated: [panels of rows, k_dim, PANEL]
+  float* q;       // [panels of rows, k_dim, PANEL], in the basis of the keys that were read last
   float* first;   // [rows] first key that is seen, as floats, and
   float* behind;  // [rows] the one behind the last
-  float* keys;    // [TILE_TOKENS, padded k_dim]
-  float* values;  // [TILE_TOKENS, padded v_dim]
+  float* keys;    // [TILE_TOKENS, key_stride]
+  float* values;  // [TILE_TOKENS, value_stride] what is summed; latents are a part of `keys`
+  float* page_values;  // where the pages' values go: to `values`, or behind the latents
   float* scores;  // [TILE_TOKENS, PANEL]
   float* rescale;   // [PANEL]
+  int key_stride, value_stride;
 
   Buffers(const Attention& a, int query_rows, float* scratch) {
     int rows = panels(query_rows) * PANEL;
-    q[0] = scratch;
-    q[1] = q[0] + (size_t)rows * a.pages->k_dim;
-    first = q[1] + (size_t)rows * a.pages->k_dim;
+    key_stride = key_floats(a);
+    q = scratch;
+    first = q + (size_t)rows * a.k_dim;
     behind = first + rows;
     keys = behind + rows;
-    values = keys + TILE_TOKENS * padded(a.pages->k_dim);
-    scores = values + TILE_TOKENS * padded(a.pages->v_dim);
+    page_values = a.position_queries ? keys + a.v_dim : keys + TILE_TOKENS * key_stride;
+    values = a.position_queries ? keys : page_values;
+    value_stride = a.position_queries ? key_stride : padded(a.v_dim);
+    scores = keys + TILE_TOKENS * (key_stride + value_floats(a));
     rescale = scores + TILE_TOKENS * PANEL;
   }
+
+  static size_t floats(const Attention& a, int query_rows) {
+    size_t rows = panels(query_rows) * PANEL;
+    return rows * (a.k_dim + 2) + TILE_TOKENS * (key_floats(a) + value_floats(a) + PANEL) + PANEL;
+  }
+
+ private:
+  // Vectors of position keys begin at any multiple of 8 numbers.
+  static int key_floats(const Attention& a) {
+    return a.position_queries ? padded(a.v_dim + padded(a.pages->v_dim)) : padded(a.k_dim);
+  }
+  static int value_floats(const Attention& a) { return a.position_queries ? 0 : padded(a.v_dim); }
 };
 
-size_t many_scratch(const Attention& a, int query_rows) {
-  size_t rows = panels(query_rows) * PANEL, k_dim = a.pages->k_dim;
-  size_t tile_row = padded(a.pages->k_dim) + padded(a.pages->v_dim) + PANEL;
-  return rows * (2 * k_dim + 2) + TILE_TOKENS * tile_row + PANEL;
-}
+size_t many_scratch(const Attention& a, int query_rows) { return Buffers::floats(a, query_rows); }
 
 // Which keys the queries see. Columns without one see none.
 void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& to) {
@@ -107,12 +119,14 @@ void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& t
   }
 }
 
-// Queries are put into columns.
-void arrange_queries(const Attention& a, const QueryBlock& block, bool rotated, const Buffers& to) {
-  int rows = block.queries * a.gqa_group_size, k_dim = a.pages->k_dim;
+// Queries are put into columns, in the basis of keys of that run. Overwrites the tile of keys.
+void arrange_queries(const Attention& a, const QueryBlock& block, const KeyRun& run, const Buffers& to) {
+  int rows = block.queries * a.gqa_group_size, k_dim = a.k_dim;
   for (int r = 0; r < panels(rows) * PANEL; r++) {
-    float* column = to.q[rotated] + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
-    if (r < rows) read_query(a, block, r, rotated, to.keys);
+    float* column = to.q + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
+    if (r < rows) read_query(a, block, r, run.keys.rotated, to.keys);
+    if (r < rows && a.position_queries)
+      read_query_of(a, *a.position_queries, block, r, LOG2_E, run.values.rotated, to.keys + a.v_dim);
     for (int d = 0; d < k_dim; d++) column[d * PANEL] = r < rows ? to.keys[d] : 0.f;
   }
 }
@@ -145,51 +159,51 @@ void online_softmax_panel(float* scores, int count, int vectors, int at, const f
 }
 
 // Attention of one panel's query rows [from, from + rows) of the block to a tile of tokens.
-void attend_panel(const Attention& a, const Buffers& at, const float* q, const SplitPartial& part,
-                  int from, int rows, int position, int count) {
-  int k_dim = a.pages->k_dim, v_dim = a.pages->v_dim, stride = padded(v_dim);
+void attend_panel(const Attention& a, const Buffers& at, const SplitPartial& part, int from, int rows,
+                  int position, int count) {
+  int stride = padded(a.v_dim);
   int low = (int)at.first[from], high = (int)at.behind[from + rows - 1];
   int full_low = (int)at.first[from + rows - 1], full_high = (int)at.behind[from];
   // Rows ascend by position: the first row sees the earliest keys, the last row the latest.
   int begin = larger(low - position, 0), end = smaller(high - position, count);
   if (begin >= end) return;
   int vectors = (rows + W - 1) / W, tokens = end - begin;
-  multiply(tokens, vectors, at.keys + (size_t)begin * padded(k_dim), padded(k_dim), 1,
-           q + (size_t)from * k_dim, PANEL, at.scores, PANEL, k_dim, nullptr);
+  multiply(tokens, vectors, at.keys + (size_t)begin * at.key_stride, at.key_stride, 1,
+           at.q + (size_t)from * a.k_dim, PANEL, at.scores, PANEL, a.k_dim, nullptr);
   bool masked = full_low > position + begin || full_high < position + end;
   (masked ? online_softmax_panel<true> : online_softmax_panel<false>)(
       at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,
       part.maximum + from, part.sum + from, at.rescale);
   for (int d = 0; d < stride; d += PANEL)
     multiply(rows, smaller(TILE_VECTORS, (stride - d) / W), at.scores, 1, PANEL,
-             at.values + (size_t)begin * stride + d, stride, part.values + (size_t)from * stride + d,
-             stride, tokens, at.rescale);
+             at.values + (size_t)begin * at.value_stride + d, at.value_stride,
+             part.values + (size_t)from * stride + d, stride, tokens, at.rescale);
 }
 
 void attend_many(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
                  float* scratch) {
   int rows = block.queries * a.gqa_group_size, all = panels(rows) * PANEL;
-  int k_stride = padded(a.pages->k_dim), v_stride = padded(a.pages->v_dim);
   Buffers at(a, rows, scratch);
   arrange_masks(a, block, at);
-  bool arranged[2] = {};
-  memset(at.values, 0, sizeof(float) * TILE_TOKENS * v_stride);
+  memset(at.values, 0, sizeof(float) * TILE_TOKENS * at.value_stride);
   for (int r = 0; r < all; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
-  Sums sums(part, rows, a.pages->v_dim);
+  Sums sums(part, rows, a.v_dim);
 
   KeyRun run;
+  int arranged = -1;
   for (int position = begin; position < end; position += run.count) {
     run = key_run(a, block, position, smaller(end, position + TILE_TOKENS));
-    if (!arranged[run.keys.rotated]) arrange_queries(a, block, run.keys.rotated, at);
-    arranged[run.keys.rotated] = true;
-    sums.set_basis(run.values.rotated);
+    int basis = run.keys.rotated + 2 * run.values.rotated;
+    if (basis != arranged) arrange_queries(a, block, run, at);
+    arranged = basis;
+    sums.set_basis(a.position_queries ? run.keys.rotated : run.values.rotated);
     for (int t = 0; t < run.count; t++) {
-      READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * k_stride);
-      READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f, at.values + t * v_stride);
+      READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * at.key_stride);
+      READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f,
+                                  at.page_values + t * at.value_stride);
     }
     for (int from = 0; from < rows; from += PANEL)
-      attend_panel(a, at, at.q[run.keys.rotated], part, from, smaller(PANEL, rows - from), position,
-                   run.count);
+      attend_panel(a, at, part, from, smaller(PANEL, rows - from), position, run.count);
   }
   sums.set_basis(false);
 }

@@ -86,7 +86,10 @@ class Plan {
   int most_rows_ = 0, shared_parts_ = 0;
   int64_t numbers_ = 0, keys_ = 0;
 
-  bool is_few(const QueryBlock& block) const { return block.queries * a_.gqa_group_size <= FEW_ROWS; }
+  // All heads share a latent, so that it is read as floats once for all of them.
+  bool is_few(const QueryBlock& block) const {
+    return !a_.position_queries && block.queries * a_.gqa_group_size <= FEW_ROWS;
+  }
 
   void add_blocks(int row) {
     int length = a_.metadata->context_lens[row];
@@ -123,12 +126,12 @@ class Plan {
     parts_[index] = count;
     first_parts_[index] = shared_parts_;
     if (count > 1) shared_parts_ += count;
-    int64_t row = a_.pages->k_dim + a_.pages->v_dim;
+    int64_t row = a_.k_dim + a_.v_dim;
     numbers_ += (block.key_end - block.key_begin) * row * block.queries;
   }
 
   size_t padded_rows() const { return (most_rows_ + kernels_.panel - 1) / kernels_.panel * kernels_.panel; }
-  size_t part_floats() const { return padded_rows() * (2 + padded(a_.pages->v_dim)); }
+  size_t part_floats() const { return padded_rows() * (2 + padded(a_.v_dim)); }
 
   SplitPartial part_in(float* memory) const {
     return {memory, memory + padded_rows(), memory + 2 * padded_rows()};
@@ -138,7 +141,7 @@ class Plan {
     const QueryBlock& block = blocks_[task.block];
     bool few = is_few(block), alone = parts_[task.block] == 1;
     size_t needed = (few ? kernels_.few_scratch : kernels_.many_scratch)(a_, most_rows_);
-    float* own = task_scratch.floats(width + needed + padded(a_.pages->v_dim));
+    float* own = task_scratch.floats(width + needed + padded(a_.v_dim));
     float* first = shared + width * first_parts_[task.block];
     float* mine = alone ? own : first + width * task.part;
     (few ? kernels_.attend_few : kernels_.attend_many)(a_, block, task.begin, task.end,
@@ -153,7 +156,7 @@ class Plan {
 
 void clear_padding(const Attention& a) {
   int heads = a.pages->kv_heads * a.gqa_group_size;
-  size_t bytes = static_cast<size_t>(a.pages->v_dim) * size_of(*a.outputs);
+  size_t bytes = static_cast<size_t>(a.v_dim) * size_of(*a.outputs);
   for (int row = 0; row < a.metadata->batch; row++) {
     Own own = own_tokens(*a.metadata, row, a.steps);
     if (own.end - own.begin == a.steps) continue;
@@ -184,11 +187,21 @@ std::vector<char> make_contiguous(Strided& array) {
   return memory;
 }
 
+bool fit_latents(const PagedKvPages& pages, const PagedKvTensor& queries,
+                 const PagedKvTensor& position_queries) {
+  const int64_t* shape = queries.shape;
+  return pages.kv_heads == 1 && has_shape(position_queries, shape[0], shape[1], shape[2], pages.v_dim) &&
+         format_of(position_queries) == format_of(queries);
+}
+
 bool fits(const PagedKvPages& pages, const PagedKvMetadata& metadata, const PagedKvTensor& queries,
-          const PagedKvTensor& outputs, const PagedKvOptions& options) {
+          const PagedKvTensor* position_queries, const PagedKvTensor& outputs,
+          const PagedKvOptions& options) {
+  int v_dim = position_queries ? pages.k_dim : pages.v_dim;
   bool sizes = has_shape(queries, metadata.batch, -1, -1, pages.k_dim) &&
                queries.shape[1] % pages.kv_heads == 0 &&
-               has_shape(outputs, metadata.batch, queries.shape[1], queries.shape[2], pages.v_dim);
+               has_shape(outputs, metadata.batch, queries.shape[1], queries.shape[2], v_dim);
+  if (position_queries && (!sizes || !fit_latents(pages, queries, *position_queries))) return false;
   bool dtypes = format_of(queries) >= 0 && format_of(queries) == format_of(outputs);
   if (!sizes || !dtypes || !is_contiguous(outputs)) return false;
   if (pages.k_dim > LONGEST_HEAD || pages.v_dim > LONGEST_HEAD) return false;
@@ -232,15 +245,27 @@ using namespace paged_kv;
 int paged_kv_attend(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                     const PagedKvTensor* queries, const PagedKvTensor* outputs,
                     const PagedKvOptions* options) {
+  return paged_kv_attend_latent(pages, metadata, queries, nullptr, outputs, options);
+}
+
+int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* metadata,
+                           const PagedKvTensor* queries, const PagedKvTensor* position_queries,
+                           const PagedKvTensor* outputs, const PagedKvOptions* options) {
   return guarded([&] {
-    Strided q(*queries), out(*outputs), new_k(options->new_k), new_v(options->new_v);
-    if (!fits(*pages, *metadata, q, out, *options)) return PAGED_KV_BAD_ARRAY;
+    Strided q(*queries), position_q(position_queries), out(*outputs);
+    Strided new_k(options->new_k), new_v(options->new_v);
+    const PagedKvTensor* positions = position_queries ? &position_q.tensor : nullptr;
+    if (!fits(*pages, *metadata, q, positions, out, *options)) return PAGED_KV_BAD_ARRAY;
     Attention a{};
     a.pages = pages;
     a.metadata = metadata;
-    std::vector<char> copy;
+    std::vector<char> copy, position_copy;
     if (!rows_are_contiguous(q)) copy = make_contiguous(q);
+    if (positions && !rows_are_contiguous(position_q)) position_copy = make_contiguous(position_q);
     a.queries = &q.tensor;
+    a.position_queries = positions;
+    a.k_dim = positions ? pages->k_dim + pages->v_dim : pages->k_dim;
+    a.v_dim = positions ? pages->k_dim : pages->v_dim;
     a.outputs = &out.tensor;
     a.q_format = format_of(q);
     a.steps = static_cast<int>(q.tensor.shape[2]);

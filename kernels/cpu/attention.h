@@ -42,11 +42,14 @@ struct KeyRun {
   int count;
 };
 
-// One call, decoded.
+// One call, decoded. In latent attention keys are latents, values are position keys, and a head's key
+// is both, one behind the other; what is summed are the latents.
 struct Attention {
   const PagedKvPages* pages;
   const PagedKvMetadata* metadata;
   const PagedKvTensor *queries, *outputs, *new_k, *new_v;
+  const PagedKvTensor* position_queries;  // or null, if attention is not latent
+  int k_dim, v_dim;  // numbers of a query, and of an output
   int q_format;
   int steps;      // tokens of the step, S
   int gqa_group_size;      // query heads to a KV head

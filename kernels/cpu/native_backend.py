@@ -140,6 +140,36 @@ class NativeBackend:
         options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
         return self._attend(pages, queries, metadata, options, sinks, None, step)
 
+    def attend_latent(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        new_tokens: NewTokens | None,
+    ) -> mx.array:
+        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        output = self._new_array(queries.shape, queries.dtype)
+        unwritten = [mx.contiguous(each) for each in new_tokens or ()]
+        mx.eval(queries, position_queries, *unwritten)
+        # The struct holds addresses only: the tensors must live until the call is over.
+        tensors = [Tensor(each) for each in unwritten]
+        if tensors:
+            options.new_k, options.new_v = (each.address for each in tensors)
+        self.library.attend_latent(
+            _pages_struct(pages),
+            _metadata_struct(metadata),
+            queries,
+            position_queries,
+            output,
+            options,
+        )
+        return output
+
     def attend_with_log_sum_exp(
         self,
         pages: LayerMemory,

@@ -109,6 +109,9 @@ class NativeLibrary:
         tensor, options = ctypes.c_void_p, ctypes.POINTER(OptionsStruct)
         self._write = self._function("write", pages, metadata, tensor, tensor)
         self._attend = self._function("attend", pages, metadata, tensor, tensor, options)
+        self._attend_latent = self._function(
+            "attend_latent", pages, metadata, tensor, tensor, tensor, options
+        )
         self._gather = self._function("gather", pages, metadata, tensor, tensor)
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
         self._load = self._function("load", pages, ctypes.c_int32, tensor)
@@ -167,6 +170,21 @@ class NativeLibrary:
     ) -> None:
         q, o = queries.__dlpack__(), outputs.__dlpack__()
         status = self._attend(pages, metadata, _address(q, _NAME), _address(o, _NAME), options)
+        if status:
+            _fail(status)
+
+    def attend_latent(
+        self,
+        pages: PagesStruct,
+        metadata: MetadataStruct,
+        queries: mx.array,
+        position_queries: mx.array,
+        outputs: mx.array,
+        options: OptionsStruct,
+    ) -> None:
+        tensors = [Tensor(each) for each in (queries, position_queries, outputs)]
+        addresses = [each.address for each in tensors]
+        status = self._attend_latent(pages, metadata, *addresses, options)
         if status:
             _fail(status)
 

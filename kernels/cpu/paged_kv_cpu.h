@@ -93,6 +93,15 @@ PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvMetad
 PAGED_KV_EXPORT int paged_kv_attend(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                                     const PagedKvTensor* queries, const PagedKvTensor* outputs,
                                     const PagedKvOptions* options);
+// Latent attention: keys are latents and values position keys, of the one KV head that all query heads
+// share. Scores are scale * queries [batch, q_heads, S, k_dim] @ latents + position_queries [batch,
+// q_heads, S, v_dim] @ position keys, in one dtype; outputs [batch, q_heads, S, k_dim] are sums of
+// latents. Otherwise like the above, which it is without position queries (null).
+PAGED_KV_EXPORT int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* metadata,
+                                           const PagedKvTensor* queries,
+                                           const PagedKvTensor* position_queries,
+                                           const PagedKvTensor* outputs,
+                                           const PagedKvOptions* options);
 // Collects keys [batch, kv_heads, T, k_dim] and values [.., v_dim], contiguous. Row b ends at
 // T - right_padding[b]; what is before its first token and behind its last is zeros.
 PAGED_KV_EXPORT int paged_kv_gather(const PagedKvPages* pages, const PagedKvMetadata* metadata,

@@ -18,6 +18,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewToke
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
@@ -167,6 +168,36 @@ class GpuBackend:
                 pages, slabs, tables, queries, base, sees_back, window or 0, sinks, new_tokens
             )
         return output if dtype == own else output.astype(dtype)
+
+    def attend_latent(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        new_tokens: NewTokens | None,
+    ) -> mx.array:
+        """See `Backend.attend_latent`. MLX attends to what a kernel gathers: one head."""
+        latents, position_keys = self.gather(pages, metadata, new_tokens)
+
+        def read(row: int) -> tuple[mx.array, mx.array]:
+            length, padding = latents.shape[2], metadata.right_padding[row]
+            own = slice(length - metadata.ends[row], length - padding)
+            return latents[row : row + 1, :, own], position_keys[row : row + 1, :, own]
+
+        return row_attention.attend_latent(
+            read,
+            queries,
+            position_queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+        )
 
     def write_and_attend(
         self,

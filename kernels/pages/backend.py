@@ -111,3 +111,25 @@ class Backend(Protocol):
     ) -> mx.array:
         """`write` a step and `attend` with its queries, at a lower cost than separate calls."""
         ...
+
+    def attend_latent(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        new_tokens: NewTokens | None,
+    ) -> mx.array:
+        """Latent attention (MLA): keys are latents [B, 1, T, k_dim], values are position keys [B,
+        1, T, v_dim], and all heads share both.
+
+        Scores of queries [B, q_heads, S, k_dim] and position queries [B, q_heads, S, v_dim], of one
+        dtype, are scale * queries @ latents + position_queries @ position_keys. The output, [B,
+        q_heads, S, k_dim], is the sum of latents, weighted by their softmax, and finite where the
+        step is padding. `causal` and `window` as in `attend`.
+        """
+        ...

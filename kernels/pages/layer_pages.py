@@ -186,6 +186,32 @@ class LayerPages(LayerMemory):
         self._deferred = None
         return output
 
+    def attend_latent(
+        self,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        new_tokens: NewTokens | None = None,
+    ) -> mx.array:
+        """See `Backend.attend_latent`. Writes a deferred step first."""
+        if self._deferred is not None:
+            self._backend.begin(queries, position_queries)  # computed together with the step
+            self.settle()
+        return self._backend.attend_latent(
+            self,
+            queries,
+            position_queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+            new_tokens=new_tokens,
+        )
+
     @property
     def _holds_floats(self) -> bool:
         """Whether writing a step keeps its numbers unchanged: no page is quantised."""

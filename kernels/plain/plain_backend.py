@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
 from paged_kv.kernels.pages.untouched_memory import untouched
-from paged_kv.kernels.plain.attention_mask import causal_window_mask
+from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.page_gather import gather, read_row
 
 Indices = npt.NDArray[np.int64]
@@ -97,24 +97,38 @@ class PlainBackend:
         sinks: mx.array | None,
         new_tokens: NewTokens | None,
     ) -> mx.array:
-        _, heads, count, _ = queries.shape
-        outputs = []
-        for row, own in enumerate(metadata.valid_tokens(count)):
-            if not own:
-                nothing = (1, heads, count, pages.geometry.v_dim)
-                outputs.append(mx.zeros(nothing, dtype=queries.dtype))
-                continue
-            keys, values = read_row(pages, metadata, row, new_tokens)
-            output = mx.fast.scaled_dot_product_attention(
-                queries[row : row + 1, :, own.start : own.stop],
-                keys,
-                values,
-                scale=scale,
-                mask=_row_mask(keys.shape[2], len(own), causal=causal, window=window),
-                sinks=sinks,
-            )
-            outputs.append(_with_padding(output, own, count))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return row_attention.attend(
+            lambda row: read_row(pages, metadata, row, new_tokens),
+            queries,
+            metadata,
+            pages.geometry.v_dim,
+            scale=scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
+        )
+
+    def attend_latent(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        new_tokens: NewTokens | None,
+    ) -> mx.array:
+        return row_attention.attend_latent(
+            lambda row: read_row(pages, metadata, row, new_tokens),
+            queries,
+            position_queries,
+            metadata,
+            scale=scale,
+            causal=causal,
+            window=window,
+        )
 
     def write_and_attend(
         self,
@@ -161,23 +175,6 @@ def _write_slots(
         by_token = mx.flatten(words.transpose(0, 2, 1, 3), 0, 1)
         chosen = by_token if tokens is None else by_token[tokens]
         slab.memory[mx.array(indices.reshape(-1))] = chosen.reshape(-1, layout.unit_words)
-
-
-def _row_mask(
-    context_len: int, queries: int, *, causal: bool, window: int | None
-) -> mx.array | str | None:
-    """The cheapest mask that suffices for the last `queries` tokens of a sequence."""
-    if window is not None and context_len > window:
-        return causal_window_mask(context_len, queries, window)
-    hides_later = causal or window is not None
-    return "causal" if hides_later and queries > 1 else None
-
-
-def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
-    """Pad the outputs of valid tokens with zeros to `count` tokens."""
-    if len(own) == count:
-        return output
-    return mx.pad(output, [(0, 0), (0, 0), (own.start, count - own.stop), (0, 0)])
 
 
 def _places(

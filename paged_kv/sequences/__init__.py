@@ -9,6 +9,7 @@ step_metadata        makes the attention metadata of a step
 step_blocks          reserves the blocks of a step
 masks                the masks that a cache makes
 paged_array          arrays backed by pages
+latent_arrays        arrays by which latent attention is recognised
 stand_in             arrays with a shape that cannot be computed
 pending_step         a step that is written to a ring after its queries have attended
 out_of_window_pages  caches pages that a window has passed, for prompts with the same prefix

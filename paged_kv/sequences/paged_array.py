@@ -17,6 +17,7 @@ from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.latent_arrays import PositionKeys, ReadArray
 from paged_kv.sequences.step_view import StepView
 
 
@@ -61,10 +62,11 @@ class PagedRead:
         *,
         scale: float,
         sinks: mx.array | None = None,
+        position_queries: mx.array | None = None,
     ) -> mx.array | None:
-        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`. None if
-        lengths and a window cannot express the mask, or if the sequences have changed since: the
-        step then holds other tokens."""
+        """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`, or
+        `Backend.attend_latent` with position queries. None if lengths and a window cannot express
+        the mask, or if the sequences have changed since: the step then holds other tokens."""
         with self.lock:
             view, step = self.view, self.step
             is_same_mask = mask is view.mask and queries.shape[2] == view.queries
@@ -73,6 +75,16 @@ class PagedRead:
             if view.moves != view.group.moves:
                 view.follow_moves()
             step.unread = None
+            if position_queries is not None:
+                return self.pages.attend_latent(
+                    queries,
+                    position_queries,
+                    view.attention_metadata,
+                    scale=scale,
+                    causal=view.causal,
+                    window=view.window,
+                    new_tokens=self.new_tokens,
+                )
             return self.pages.attend(
                 queries,
                 view.attention_metadata,
@@ -127,16 +139,23 @@ class GatheredRead(PagedRead):
         return self.gathered
 
 
-class PagedKeys(mx.array):
-    """Keys [B, k_heads, T, k_dim] of all tokens so far."""
+class PagedKeys(ReadArray):
+    """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
 
     read: PagedRead
 
 
-class PagedValues(mx.array):
-    """Values [B, v_heads, T, v_dim] of all tokens so far."""
+class PagedValues(ReadArray):
+    """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
+    latent."""
 
     read: PagedRead
+
+    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
+        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
+        if self.is_changed or {axis1 % 4, axis2 % 4} != {2, 3}:
+            return swapped
+        return PositionKeys.of(swapped, self.read)
 
 
 def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:

@@ -1,0 +1,98 @@
+"""Attention with MLX's own operations, sequence by sequence.
+
+`read(row)` gives the keys and values [1, heads, tokens, dim] of a sequence's valid tokens.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.plain.attention_mask import causal_window_mask
+
+Read = Callable[[int], tuple[mx.array, mx.array]]
+
+
+def attend(
+    read: Read,
+    queries: mx.array,
+    metadata: AttentionMetadata,
+    v_dim: int,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """See `Backend.attend`."""
+
+    def attend_row(row: int, own: slice) -> mx.array:
+        keys, values = read(row)
+        asked = queries[row : row + 1, :, own]
+        mask = _row_mask(keys.shape[2], asked.shape[2], causal=causal, window=window)
+        return mx.fast.scaled_dot_product_attention(
+            asked, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+
+    return _by_row(queries, metadata, v_dim, attend_row)
+
+
+def attend_latent(
+    read: Read,
+    queries: mx.array,
+    position_queries: mx.array,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> mx.array:
+    """See `Backend.attend_latent`."""
+
+    def attend_row(row: int, own: slice) -> mx.array:
+        latents, position_keys = read(row)
+        asked, length = queries[row : row + 1, :, own], latents.shape[2]
+        scores = position_queries[row : row + 1, :, own] @ position_keys.swapaxes(-1, -2)
+        if causal or window is not None:
+            seen = causal_window_mask(length, asked.shape[2], window)
+            scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
+        return mx.fast.scaled_dot_product_attention(
+            asked, latents, latents, scale=scale, mask=scores.astype(asked.dtype)
+        )
+
+    return _by_row(queries, metadata, queries.shape[3], attend_row)
+
+
+def _by_row(
+    queries: mx.array,
+    metadata: AttentionMetadata,
+    dim: int,
+    attend_row: Callable[[int, slice], mx.array],
+) -> mx.array:
+    """The outputs of all sequences, [B, q_heads, S, dim]. `attend_row(row, own)` is that of the
+    valid tokens of a sequence's step, [1, q_heads, tokens, dim]."""
+    _, heads, count, _ = queries.shape
+    outputs = [
+        _with_padding(attend_row(row, slice(own.start, own.stop)), own, count)
+        if own
+        else mx.zeros((1, heads, count, dim), dtype=queries.dtype)
+        for row, own in enumerate(metadata.valid_tokens(count))
+    ]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _row_mask(
+    context_len: int, queries: int, *, causal: bool, window: int | None
+) -> mx.array | str | None:
+    """The cheapest mask that suffices for the last `queries` tokens of a sequence."""
+    if window is not None and context_len > window:
+        return causal_window_mask(context_len, queries, window)
+    hides_later = causal or window is not None
+    return "causal" if hides_later and queries > 1 else None
+
+
+def _with_padding(output: mx.array, own: range, count: int) -> mx.array:
+    """Pad the outputs of valid tokens with zeros to `count` tokens."""
+    if len(own) == count:
+        return output
+    return mx.pad(output, [(0, 0), (0, 0), (own.start, count - own.stop), (0, 0)])

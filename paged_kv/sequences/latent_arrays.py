@@ -1,0 +1,107 @@
+"""Defines the arrays by which latent attention (MLA) is recognised.
+
+Models with latent attention cache one latent and one position key per token, for all heads
+together. A query of one token attends to them like this:
+
+    latents, position_keys = cache.update_and_fetch(...)
+    scores = (position_queries * scale) @ position_keys.swapaxes(-1, -2)
+    scores = mx.where(mask, scores, lowest)  # in a batch
+    output = scaled_dot_product_attention(queries, latents, latents, mask=scores)
+
+The arrays of this file are the results of these operations. Each holds the same numbers as MLX's
+own result, as a lazy graph, so that models may do anything else with them. They also remember the
+operands, so that attention can read the pages instead, and the graph is never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+IN_PLACE = (
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    "__setitem__",
+)
+"""The methods by which an array changes into another one and stays the same object."""
+
+
+class ReadArray(mx.array):
+    """An array that stands for numbers of a read of pages.
+
+    Attributes:
+        read: the read.
+        is_changed: whether the array was changed in place, and holds other numbers now.
+    """
+
+    read: object
+    is_changed = False
+
+
+def _forgetting(name: str) -> Callable[..., Any]:
+    """The method of mx.array, for an array that then stands for its read no more."""
+    stock = getattr(mx.array, name)
+
+    def change(self: ReadArray, *arguments: Any) -> Any:
+        self.is_changed = True
+        return stock(self, *arguments)
+
+    return change
+
+
+for _name in IN_PLACE:
+    setattr(ReadArray, _name, _forgetting(_name))
+
+
+class PositionKeys(ReadArray):
+    """The position keys of a read with their last axes swapped, [B, 1, P, T]."""
+
+    @classmethod
+    def of(cls, swapped: mx.array, read: object) -> PositionKeys:
+        keys = cls(swapped)
+        keys.read = read
+        return keys
+
+    def __rmatmul__(self, queries: mx.array) -> mx.array:
+        scores = mx.matmul(queries, mx.array(self))
+        if self.is_changed or self.shape[1] != 1 or queries.ndim != 4:
+            return scores
+        # A copy that shares the memory: what the model does to `queries` in place stays outside.
+        return PositionScores.of(scores, self.read, mx.array(queries), None)
+
+
+class PositionScores(ReadArray):
+    """The scores of position queries and position keys, [B, q_heads, S, T].
+
+    Attributes:
+        queries: the position queries times the scale, [B, q_heads, S, P].
+        mask: what hides scores; None before any were hidden.
+    """
+
+    queries: mx.array
+    mask: mx.array | None
+
+    @classmethod
+    def of(
+        cls, scores: mx.array, read: object, queries: mx.array, mask: mx.array | None
+    ) -> PositionScores:
+        result = cls(scores)
+        result.read, result.queries, result.mask = read, queries, mask
+        return result
+
+    def masked(self, result: mx.array, mask: Any, lowest: Any) -> mx.array:
+        """`result`, which is mx.where(mask, self, lowest), as scores if it still stands for them:
+        if `lowest` is so low that a softmax gives hidden scores no weight."""
+        is_hidden = isinstance(mask, mx.array) and _number(lowest) <= mx.finfo(self.dtype).min
+        if self.is_changed or self.mask is not None or not is_hidden:
+            return result
+        return PositionScores.of(result, self.read, self.queries, mask)
+
+
+def _number(value: Any) -> float:
+    """A number, or the number in an array of one; 0 for other arrays."""
+    if isinstance(value, mx.array):
+        value = value.item() if value.size == 1 else 0
+    return float(value)

@@ -1,0 +1,224 @@
+"""When latent attention reads pages, and that everything else gets the gathered numbers."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.integrations.attention_hook import install_attention_hook, paged_attention
+from paged_kv.sequences.latent_arrays import IN_PLACE, PositionKeys, PositionScores
+
+HEADS, DIM, POSITIONS, SCALE = 4, 32, 16, 0.2
+LOWEST = mx.array(mx.finfo(mx.float32).min)
+
+
+def normal(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+@pytest.fixture(params=["plain", "native"])
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PagedKVCache:
+    """Two sequences, of 10 tokens and of 7."""
+    monkeypatch.setenv("PAGED_KV_BACKEND", request.param)
+    install_attention_hook()
+    pool = PagePool(1, max_bytes=8 << 20, name="test")
+    cache = PagedKVCache(pool, 0, [Sequence(pool), Sequence(pool)])
+    cache.prepare(lengths=[10, 7], right_padding=[0, 3])
+    cache.update_and_fetch(normal(1, 2, 1, 10, DIM), normal(2, 2, 1, 10, POSITIONS))
+    cache.finalize()
+    return cache
+
+
+class Step:
+    """The next token of both sequences, as a model with latent attention takes it."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache = cache
+        self.mask: Any = cache.make_mask(1)
+        self.latents, self.positions = cache.update_and_fetch(
+            normal(3, 2, 1, 1, DIM), normal(4, 2, 1, 1, POSITIONS)
+        )
+        self.queries = normal(5, 2, HEADS, 1, DIM)
+        self.position_queries = normal(6, 2, HEADS, 1, POSITIONS)
+
+    def scores(self) -> Any:
+        scores = self.position_queries @ self.positions.swapaxes(-1, -2)
+        return mx.where(self.mask, scores, LOWEST)
+
+    def attend(self, scores: Any, keys: Any = None) -> mx.array:
+        keys = self.latents if keys is None else keys
+        return paged_attention(self.queries, keys, keys, self.cache, SCALE, scores)
+
+    def gathers(self, output: mx.array) -> int:
+        """Compute the output and forget the arrays; returns how often the pool has gathered."""
+        mx.eval(output)
+        del self.latents, self.positions
+        gc.collect()
+        return self.cache.pool.stats().gather_fallbacks
+
+
+def expected(
+    cache: PagedKVCache, change: Callable[[mx.array], mx.array] = lambda scores: scores
+) -> mx.array:
+    """The same step on MLX's own arrays, with a change of the scores."""
+    step = Step(cache)
+    latents, positions = mx.array(step.latents), mx.array(step.positions)
+    scores = step.position_queries @ positions.swapaxes(-1, -2)
+    scores = change(mx.where(mx.array(step.mask), scores, LOWEST))
+    output = mx.fast.scaled_dot_product_attention(
+        step.queries, latents, latents, scale=SCALE, mask=scores
+    )
+    mx.eval(output)
+    cache.trim(1)
+    return output
+
+
+def close(ours: mx.array, theirs: mx.array) -> bool:
+    return bool(mx.allclose(ours, theirs, rtol=0, atol=1e-5))
+
+
+def test_a_step_of_one_token_reads_pages(cache: PagedKVCache) -> None:
+    reference = expected(cache)
+    gc.collect()
+    before = cache.pool.stats().gather_fallbacks
+    step = Step(cache)
+    output = step.attend(step.scores())
+    assert close(output, reference)
+    assert step.gathers(output) == before
+
+
+def test_a_sequence_alone_has_no_mask(cache: PagedKVCache) -> None:
+    reference = expected(cache)
+    alone = cache.extract(0)
+    gc.collect()
+    before = cache.pool.stats().gather_fallbacks
+    assert alone.make_mask(1) is None
+    latents, positions = alone.update_and_fetch(
+        normal(3, 2, 1, 1, DIM)[:1], normal(4, 2, 1, 1, POSITIONS)[:1]
+    )
+    scores = normal(6, 2, HEADS, 1, POSITIONS)[:1] @ positions.swapaxes(2, 3)
+    queries = normal(5, 2, HEADS, 1, DIM)[:1]
+    output = paged_attention(queries, latents, latents, alone, SCALE, scores)
+    assert close(output, reference[:1])
+    del latents, positions, scores
+    gc.collect()
+    assert cache.pool.stats().gather_fallbacks == before
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a sum": lambda scores: scores + 1,
+    "a product": lambda scores: scores * 2,
+    "a reflected product": lambda scores: 2 * scores,
+    "another dtype and back": lambda scores: scores.astype(mx.float16).astype(mx.float32),
+    "an index": lambda scores: scores[:, :, :, :],
+    "a function": lambda scores: mx.maximum(scores, 0.5),
+    "hidden again": lambda scores: mx.where(mx.arange(scores.shape[-1]) > 8, scores, LOWEST),
+    "not hidden, but set": lambda scores: mx.where(mx.arange(scores.shape[-1]) > 8, scores, 0.0),
+    "no mask of the cache": lambda scores: mx.where(scores > 0, scores, -1e9),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_scores_are_honoured(cache: PagedKVCache, name: str) -> None:
+    reference = expected(cache, CHANGES[name])
+    gc.collect()
+    before = cache.pool.stats().gather_fallbacks
+    step = Step(cache)
+    output = step.attend(CHANGES[name](step.scores()))
+    assert close(output, reference)
+    assert step.gathers(output) == before + 1
+
+
+def test_scores_changed_in_place_are_honoured(cache: PagedKVCache) -> None:
+    def change(scores: Any) -> Any:
+        scores += 1
+        scores[..., :2] = 3
+        return scores
+
+    reference = expected(cache, change)
+    step = Step(cache)
+    assert close(step.attend(change(step.scores())), reference)
+
+
+def test_operands_changed_in_place_are_honoured(cache: PagedKVCache) -> None:
+    """Position queries after their product changes nothing; latents before attention do."""
+    reference = expected(cache)
+    step = Step(cache)
+    scores = step.scores()
+    step.position_queries += 1
+    assert close(step.attend(scores), reference)
+    cache.trim(1)
+    step = Step(cache)
+    doubled = mx.array(step.latents) * 2
+    latents = step.latents
+    scores = step.scores()
+    plain = mx.array(scores)
+    latents[...] = doubled
+    theirs = mx.fast.scaled_dot_product_attention(
+        step.queries, doubled, doubled, scale=SCALE, mask=plain
+    )
+    assert close(step.attend(scores, latents), theirs)
+
+
+@pytest.mark.parametrize("fill", [0.0, -1e4, mx.array([0.0]), LOWEST * 0])
+def test_scores_that_keep_some_weight_are_no_hidden_ones(cache: PagedKVCache, fill: Any) -> None:
+    step = Step(cache)
+    scores = step.position_queries @ step.positions.swapaxes(-1, -2)
+    assert type(scores) is PositionScores
+    assert type(mx.where(step.mask, scores, LOWEST)) is PositionScores
+    assert type(mx.where(step.mask, scores, fill)) is mx.array
+
+
+def test_a_mask_of_the_models_own_is_honoured(cache: PagedKVCache) -> None:
+    own = mx.arange(11) % 2 == 0
+    step = Step(cache)
+    scores = step.position_queries @ step.positions.swapaxes(-1, -2)
+    scores = mx.where(own, scores, LOWEST)
+    latents = mx.array(step.latents)
+    theirs = mx.fast.scaled_dot_product_attention(
+        step.queries, latents, latents, scale=SCALE, mask=mx.array(scores)
+    )
+    assert close(step.attend(scores), theirs)
+
+
+def test_latents_of_another_read_are_not_taken_for_this_ones(cache: PagedKVCache) -> None:
+    step = Step(cache)
+    scores = step.scores()
+    other, _ = cache.keys_and_values()
+    keys = mx.array(other)
+    theirs = mx.fast.scaled_dot_product_attention(
+        step.queries, keys, keys, scale=SCALE, mask=mx.array(scores)
+    )
+    assert close(step.attend(scores, other), theirs)
+
+
+def test_other_products_with_position_keys_are_plain_arrays(cache: PagedKVCache) -> None:
+    step = Step(cache)
+    swapped: Any = step.positions.swapaxes(-1, -2)
+    plain = mx.array(step.positions).swapaxes(-1, -2)
+    assert type(swapped) is PositionKeys
+    assert type(step.positions.swapaxes(1, 2)) is mx.array
+    for queries in (normal(1, POSITIONS), normal(1, 3, POSITIONS)):
+        product = queries @ swapped
+        assert type(product) is mx.array
+        assert mx.allclose(product, queries @ plain)
+    assert mx.allclose(mx.matmul(step.position_queries, swapped), step.position_queries @ plain)
+    assert mx.allclose(swapped @ normal(1, 11, 2), plain @ normal(1, 11, 2))
+
+
+def test_all_methods_that_change_an_array_in_place_are_known() -> None:
+    names = {name for name in dir(mx.array) if f"__{name[3:]}" in dir(mx.array)}
+    in_place = {name for name in names if name.startswith("__i")} - {"__init__", "__invert__"}
+    assert in_place - {"__int__", "__iter__", "__index__"} <= set(IN_PLACE)
+    assert {"__iadd__", "__ipow__", "__ixor__"} <= in_place
+    assert "__setitem__" in IN_PLACE
+
+
+def test_where_of_other_arrays_is_mlxs_own() -> None:
+    install_attention_hook()
+    for arguments in ((True, 1.0, 2.0), (mx.array([True, False]), mx.array([1, 2]), 0)):
+        assert type(mx.where(*arguments)) is mx.array
+    assert mx.where(mx.array([True, False]), mx.array([1, 2]), 0, stream=mx.cpu).tolist() == [1, 0]
