@@ -4,9 +4,6 @@ Nearly all of mlx-lm's models call `mlx_lm.models.base.scaled_dot_product_attent
 through a name of their own. The replacement looks only at the keys and values and never at the
 cache argument: models share one layer's keys with another, pass another layer's cache, or pass one
 latent as both keys and values.
-
-Latent attention (see `latent_arrays`) also hides scores with `mx.where`. That is replaced too, by a
-function that looks at whether it was given such scores.
 """
 
 from collections.abc import Callable
@@ -15,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from paged_kv.integrations.operation_hooks import install_operation_hooks
 from paged_kv.integrations.rebinding import rebind
 from paged_kv.sequences.latent_arrays import PositionScores
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
-_stock_where: Callable[..., mx.array] = mx.where
 
 
 def paged_attention(
@@ -51,21 +48,15 @@ def paged_attention(
     return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
-def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
-    """`mx.where`, whose result still stands for position scores if it hides some of them."""
-    result = _stock_where(condition, x, y, stream=stream)
-    return x.masked(result, condition, y) if type(x) is PositionScores else result
-
-
 def install_attention_hook() -> None:
-    """Replace mlx-lm's attention, and MLX's `where`, in every module that has them; repeated calls
-    do nothing.
+    """Replace mlx-lm's attention, and the operations around it, in every module that has them;
+    repeated calls do nothing.
 
     For other arrays the replacements call the originals, so models with other caches are not
     affected.
     """
     rebind(_stock_attention, paged_attention)
-    rebind(_stock_where, where)
+    install_operation_hooks()
 
 
 def _latent_attention(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from paged_kv.cache.dependencies import dependency_on, depending, joined_of
+from paged_kv.cache.row_numbers import integers, trim_counts
 from paged_kv.cache.saved_state import restore_layer, saved_state
 from paged_kv.checks import described
 from paged_kv.kernels.pages.number_format import GROUP
@@ -49,7 +50,7 @@ class PagedKVCache:
         self.pool = pool
         self.layer = layer
         self.sequences = sequences
-        self._depends_on: list[mx.array] = []
+        self._dependency: mx.array | None = None
         # Keeps the step alive: sequences refer to it only weakly.
         self._step: Step | None = None
 
@@ -85,8 +86,8 @@ class PagedKVCache:
             ValueError: shapes or dtypes do not fit this layer.
             PoolExhausted: the pool's budget does not hold the tokens.
         """
-        if self._depends_on:
-            keys = mx.depends(keys, self._depends_on)
+        if self._dependency is not None:
+            keys = mx.depends(keys, self._dependency)
         sequences = self.sequences
         step = sequences[0].step() if sequences else None
         if (
@@ -98,8 +99,7 @@ class PagedKVCache:
             arrays = step.write(self.layer, keys, values)
         else:
             arrays = self._append(keys, values)
-        if self._depends_on:
-            self._depends_on = []
+        self._dependency = None
         return arrays
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
@@ -121,22 +121,22 @@ class PagedKVCache:
 
     @property
     def keys(self) -> mx.array:
-        """All keys so far. An assigned array is computed no later than the next write: models
-        assign `mx.depends(cache.keys, x)` to keep x in the graph."""
-        return self.keys_and_values()[0]
+        """All keys so far. What an assigned array depends on is computed no later than the next
+        write: models assign `mx.depends(cache.keys, x)` to keep x in the graph."""
+        return self._dependent(self.keys_and_values()[0])
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self._depends_on.append(keys)
+        self._dependency = joined_of([self._dependency, dependency_on(keys)])
 
     @property
     def values(self) -> mx.array:
         """All values so far; assign as to `keys`."""
-        return self.keys_and_values()[1]
+        return self._dependent(self.keys_and_values()[1])
 
     @values.setter
     def values(self, values: mx.array) -> None:
-        self._depends_on.append(values)
+        self._dependency = joined_of([self._dependency, dependency_on(values)])
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -187,17 +187,7 @@ class PagedKVCache:
             ValueError: there are not B counts, or one is negative; nothing was changed.
             RollbackError: a ring has overwritten tokens that would be needed; nothing was changed.
         """
-        counts = _integers(n)
-        if len(counts) != len(self.sequences):
-            raise ValueError(
-                f"trim needs one count for each of {len(self.sequences)} sequences, "
-                f"got {len(counts)}"
-            )
-        if min(counts, default=0) < 0:
-            raise ValueError(
-                f"trim needs counts of tokens that are not negative, got {min(counts)}"
-            )
-        pairs = list(zip(self.sequences, counts, strict=True))
+        pairs = list(zip(self.sequences, trim_counts(n, len(self.sequences)), strict=True))
         for sequence, count in pairs:
             sequence.require_rollback(self.layer, count)
         return [sequence.trim(self.layer, count) for sequence, count in pairs]
@@ -253,7 +243,7 @@ class PagedKVCache:
         Raises:
             IndexError: there is no such sequence; nothing was changed.
         """
-        kept = [self.sequences[index] for index in _integers(batch_indices)]
+        kept = [self.sequences[index] for index in integers(batch_indices)]
         self.sequences, self._step = self._distinct(kept), None
 
     def extend(self, other: PagedKVCache) -> None:
@@ -264,10 +254,11 @@ class PagedKVCache:
         """
         self._require_same_pages(other)
         self.sequences = self._distinct(self.sequences + other.sequences)
+        self._dependency = joined_of([self._dependency, other._dependency])
 
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one sequence, as a cache of its own."""
-        return type(self)(self.pool, self.layer, [self.sequences[idx].fork(self.layer)])
+        return self._with([self.sequences[idx].fork(self.layer)], [self])
 
     @classmethod
     def merge(cls, caches: list[PagedKVCache]) -> PagedKVCache:
@@ -283,7 +274,7 @@ class PagedKVCache:
             first._require_same_pages(other)
         sequences = [sequence for cache in caches for sequence in cache.sequences]
         forks = [sequence.fork(first.layer) for sequence in sequences]
-        return cls(first.pool, first.layer, forks)
+        return first._with(forks, caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
         """Requantise the pages of these sequences, in all layers, to 4 or 8 bits. Returns this same
@@ -325,7 +316,7 @@ class PagedKVCache:
         the next write shows in them, or has to copy a slab.
         """
         state = saved_state(self.pool, self.layer, self.sequences)
-        return {**state, "depends_on": self._depends_on} if self._depends_on else state
+        return state if self._dependency is None else {**state, "depends_on": self._dependency}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> PagedKVCache:
@@ -344,11 +335,20 @@ class PagedKVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         """A fork: it shares all pages until one of the two writes."""
         forks = [sequence.fork(self.layer) for sequence in self.sequences]
-        return type(self)(self.pool, self.layer, forks)
+        return self._with(forks, [self])
 
     def __repr__(self) -> str:
         lengths = [sequence.context_lens[self.layer] for sequence in self.sequences]
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
+
+    def _with(self, sequences: list[Sequence], sources: list[PagedKVCache]) -> PagedKVCache:
+        """A cache of these sequences, which depends on what its sources depend on."""
+        cache = type(self)(self.pool, self.layer, sequences)
+        cache._dependency = joined_of(source._dependency for source in sources)
+        return cache
+
+    def _dependent(self, array: PagedKeys | PagedValues) -> mx.array:
+        return array if self._dependency is None else depending(array, [self._dependency])
 
     def _step_of_model(self, count: int) -> Step:
         """The model's next step; begun here unless another layer has begun it."""
@@ -392,8 +392,3 @@ class PagedKVCache:
                 f"caches can be batched within one layer of one pool, got layer {self.layer} of "
                 f"{self.pool} and layer {other.layer} of {other.pool}: make them with one factory"
             )
-
-
-def _integers(numbers: Iterable[int] | mx.array) -> list[int]:
-    listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else numbers
-    return list(listed)

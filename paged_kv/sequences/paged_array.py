@@ -111,6 +111,14 @@ class PagedRead:
             self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
+    def watch(self, array: mx.array) -> None:
+        """Let no page of this read change before `array`, which reads it, is computed or
+        dropped."""
+        self.pages.lazy_reads.watch((array,), self.view.attention_metadata)
+
+    def leave_unread(self) -> None:
+        """Note that no graph holds what was gathered for this read."""
+
 
 class GatheredRead(PagedRead):
     """A read that also has its keys and values as lazily gathered arrays."""
@@ -137,6 +145,9 @@ class GatheredRead(PagedRead):
 
     def gather(self) -> tuple[mx.array, mx.array]:
         return self.gathered
+
+    def leave_unread(self) -> None:
+        self._is_attended = True
 
 
 class PagedKeys(ReadArray):

@@ -1,0 +1,39 @@
+"""Replaces operations of MLX that models apply to a cache's keys and values around attention.
+
+Each replacement calls the original. If an argument stands for pages, the result also says how it
+came from them, so that the pages need not be gathered. Other arrays are not affected.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv.cache.dependencies import DependentArray, depending
+from paged_kv.integrations.rebinding import rebind
+from paged_kv.sequences.latent_arrays import PositionScores
+from paged_kv.sequences.paged_array import PagedKeys, PagedValues
+
+_stock_depends: Callable[..., Any] = mx.depends
+_stock_where: Callable[..., mx.array] = mx.where
+
+
+def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
+    """`mx.depends`, whose result a `PagedKVCache` takes without gathering its pages."""
+    is_read = isinstance(inputs, PagedKeys | PagedValues | DependentArray)
+    if not is_read or inputs.is_changed:
+        return _stock_depends(inputs, dependencies)
+    added = [dependencies] if isinstance(dependencies, mx.array) else dependencies
+    return depending(inputs, added)
+
+
+def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.where`, whose result still stands for position scores if it hides some of them."""
+    result = _stock_where(condition, x, y, stream=stream)
+    return x.masked(result, condition, y) if type(x) is PositionScores else result
+
+
+def install_operation_hooks() -> None:
+    """Replace the operations in every module that has them; repeated calls do nothing."""
+    rebind(_stock_depends, depends)
+    rebind(_stock_where, where)

@@ -1,0 +1,61 @@
+"""Keeps arrays in the graph that a model makes its cache depend on.
+
+Models assign `cache.keys = mx.depends(cache.keys, x)` so that whoever computes the cache also
+computes x: a message to another rank, or keys that no output of this step needs. Pages are no part
+of the graph. So the cache keeps a number that depends on x, and nobody gathers the keys for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv.sequences.latent_arrays import ReadArray
+from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
+
+
+class DependentArray(ReadArray):
+    """Keys or values of a cache, made to depend on other arrays. Gathered when computed.
+
+    Attributes:
+        read: the read of the keys or values.
+        dependencies: the other arrays.
+    """
+
+    read: PagedRead
+    dependencies: tuple[mx.array, ...]
+
+
+def depending(
+    array: PagedKeys | PagedValues | DependentArray, dependencies: Iterable[mx.array]
+) -> DependentArray:
+    """Keys or values that depend on these arrays too."""
+    added = tuple(dependencies)
+    result = DependentArray(mx.depends(mx.array(array), list(added)))
+    earlier = array.dependencies if isinstance(array, DependentArray) else ()
+    result.read, result.dependencies = array.read, (*earlier, *added)
+    result.read.watch(result)
+    return result
+
+
+def dependency_on(assigned: mx.array) -> mx.array:
+    """A number that depends on whatever an assigned array depends on, except on its pages."""
+    if not isinstance(assigned, DependentArray) or assigned.is_changed:
+        return joined([assigned])
+    assigned.read.leave_unread()
+    return joined(assigned.dependencies)
+
+
+def joined(arrays: Iterable[mx.array]) -> mx.array:
+    """A number that depends on all these arrays. Once computed it holds none of them, so that MLX
+    can write to their memory."""
+    number: mx.array = mx.depends(mx.array(0), list(arrays))
+    return number
+
+
+def joined_of(dependencies: Iterable[Any]) -> mx.array | None:
+    """One number for several caches' dependencies, each of which may be None."""
+    found = [each for each in dependencies if each is not None]
+    return joined(found) if found else None
