@@ -1,7 +1,10 @@
 """The command `paged-kv generate`: generates text with mlx-lm on paged caches."""
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from importlib.resources import files
 
 from tqdm import tqdm
@@ -96,10 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
         for prompt in prompts
     ]
     try:
-        if len(encoded) == 1 and arguments.num_samples == 1:
-            generation.stream(encoded[0], _Progress(len(encoded[0])))
-        else:
-            generation.batch(encoded, arguments.num_samples)
+        with _output(is_told=generation.is_told):
+            if len(encoded) == 1 and arguments.num_samples == 1:
+                generation.stream(encoded[0], _Progress(len(encoded[0])))
+            else:
+                generation.batch(encoded, arguments.num_samples)
     except PoolExhausted as error:
         raise PagedKVError(
             f"{error.shortage}: {error.remedy('--max-kv-bytes')}, or ask for less with shorter "
@@ -108,6 +112,16 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         generation.close()
     return 0
+
+
+@contextmanager
+def _output(*, is_told: bool) -> Iterator[None]:
+    """Where texts are printed; nowhere if another process prints the same."""
+    if is_told:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def _temperature(asked: float | None, num_samples: int) -> float:

@@ -19,11 +19,8 @@ from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, wh
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_layers import model_file, window_of
-from paged_kv.integrations.factory_arguments import (
-    only_sequence,
-    require_model,
-    used_bound,
-)
+from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
+from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.model_trial import Trial, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
@@ -85,6 +82,7 @@ class PagedCacheFactory:
         pool: holds the pages.
         prefixes: the prefix cache.
         num_caches: the length of a prompt cache.
+        ranks: the processes that share the model, if it is sharded.
         store: the store on disk, if there is one; `store.stats()` returns its counts.
 
     Raises:
@@ -126,19 +124,21 @@ class PagedCacheFactory:
         self._installed_on_entry: list[bool] = []
         self._write_chunk = write_chunk
         self._page_format = page_format
-        self._trace = trace
+        self.ranks = ranks_of(model)
+        self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
         self._eviction_policy = eviction_policy
-        self.pool = self._new_pool(None, max_bytes=max_bytes)
+        self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
         self._version = ModelVersion(model)
         layers = self._layers()
         self.num_caches = len(layers)
-        self.prefixes = PrefixCache(self.pool, has_states=bool(unpaged_caches(layers)))
+        has_states = bool(unpaged_caches(layers))
+        self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: BackgroundStore | None = None
         self._stored: StoredPrefixes | None = None
         if folder is not None:
-            self._put_store_below(folder, most_stored)
+            self._put_store_below(folder_of_rank(folder, self.ranks), most_stored)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a

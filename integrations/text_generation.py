@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -16,7 +17,9 @@ from mlx_lm import load, stream_generate
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import sharded_load
 
+from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.samples import read_shared
 from paged_kv.integrations.texts_in_turn import TextsInTurn
@@ -39,6 +42,10 @@ class TextGeneration:
         store: str | os.PathLike[str] | None = None,
         store_bytes: int | str = DEFAULT_STORE_BYTES,
     ) -> None:
+        self._ranks = joined_ranks()
+        if seed is None and self._ranks.size > 1:
+            # Each rank samples its tokens itself.
+            seed = self._ranks.of_first("seed", secrets.randbits(32))
         if seed is not None:
             mx.random.seed(seed)
         self._model, self._tokenizer = loaded(path_or_repo)
@@ -51,6 +58,11 @@ class TextGeneration:
         )
         self._max_tokens = max_tokens
         self._sampler = make_sampler(temp=temp)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this process prints the texts: rank 0 does so for all."""
+        return self._ranks.rank == 0
 
     def encode(self, prompt: str, *, use_template: bool) -> list[int]:
         """The prompt's tokens, as `mlx_lm.generate` makes them.
@@ -179,8 +191,10 @@ class TextGeneration:
     def _summarise(self, prompt: str, figures: Any) -> None:
         """Print speeds of a `GenerationResponse` or `BatchStats`, and the statistics of pages."""
         stats = self._factory.stats()
+        ranks = self._ranks
+        which = f"rank        {ranks.rank} of {ranks.size}\n" if ranks.size > 1 else ""
         print(
-            f"prompt      {prompt}\n"
+            f"{which}prompt      {prompt}\n"
             f"generation  {counted(figures.generation_tokens, 'token')}, "
             f"{figures.generation_tps:.1f} tokens/s\n"
             f"pages       {counted(stats.blocks_used, 'block')} in use, "
@@ -193,13 +207,14 @@ class TextGeneration:
 
 
 def loaded(path_or_repo: str) -> tuple[Any, Any]:
-    """A model and its tokenizer.
+    """A model, or this rank's shard of it, and its tokenizer.
 
     Raises:
         ValueError: the model cannot be loaded; the message says why.
     """
     try:
-        model, tokenizer = load(_existing(path_or_repo))[:2]
+        load_model = load if mx.distributed.init().size() == 1 else sharded_load
+        model, tokenizer = load_model(_existing(path_or_repo))[:2]
     except FileNotFoundError:
         raise
     # Broken model files raise errors of many types, from anywhere in mlx-lm.

@@ -37,9 +37,10 @@ ARROWS: dict[str, set[str]] = {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
         *("prefix", "sequences"),
     },
+    "integrations.distributed": {"allocator", "pool"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("kernels.pages", "pool", "prefix", "sequences", "store"),
+        *("integrations.distributed", "kernels.pages", "pool", "prefix", "sequences", "store"),
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "integrations.batching", "kernels.pages"),
@@ -64,7 +65,10 @@ ARROWS: dict[str, set[str]] = {
     },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.
-SMALL = {"paged_kv.checks", "paged_kv.extras", "paged_kv.sizes", "paged_kv.__version__"}
+SMALL = {
+    *("paged_kv.checks", "paged_kv.extras", "paged_kv.ranks", "paged_kv.sizes"),
+    "paged_kv.__version__",
+}
 KNOWS_NOTHING = ("allocator", "store", "kernels")
 # Files of paged_kv that name the rooms above them.
 DOOR = ("__init__", "__main__", "command_line")

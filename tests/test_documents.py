@@ -84,6 +84,7 @@ def small_load(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return small_model("gemma3_text" if "gemma" in name else "llama", **changes), tokenizer
 
     monkeypatch.setattr(mlx_lm, "load", load)
+    monkeypatch.setattr(mlx_lm.utils, "sharded_load", load)
     for name in (
         "generate",
         "batch_generate",
@@ -122,6 +123,11 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
         case ["paged-kv", "server", *options]:
             server_parser().parse_args(options)
+        case ["mlx.launch", *launched]:
+            assert "--" in launched, "mlx.launch takes the command's options for its own"
+            require_command(launched[launched.index("--") + 1 :], monkeypatch)
+        case ["python", "-m", "paged_kv", *arguments]:
+            require_command(["paged-kv", *arguments], monkeypatch)
         case ["paged-kv", *arguments]:
             run_parser_only(arguments, monkeypatch)
         case ["./demo", *arguments]:

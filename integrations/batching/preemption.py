@@ -42,6 +42,7 @@ from paged_kv.integrations.batching.rows import (
 from paged_kv.integrations.batching.shared_prefill import Reuses, Tokens, without_first
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.ranks import Ranks
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_row import StepRow
 
@@ -59,6 +60,7 @@ class PagedFactory(Reuses, Protocol):
 
     pool: PagePool
     prefixes: PrefixCache
+    ranks: Ranks
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]: ...
 
@@ -85,6 +87,7 @@ class Preemption:
         self._generator: Any = weakref.proxy(generator)
         self._factory = factory
         self._pool = factory.pool
+        self._ranks = factory.ranks
         self._scheduler = Scheduler(self)
         self._known: set[int] = set()
         self._generating: dict[int, GenerationBatch] = {}
@@ -117,7 +120,7 @@ class Preemption:
     def has_room(self, number: int, running: list[int]) -> bool:
         begun = [each.growth for each in self._line() if each.uid in running]
         nbytes = self._waiting(number).growth.bytes_to_begin(pool_size(self._pool))
-        return self._fits(nbytes, begun)
+        return self._ranks.agree("room", self._fits(nbytes, begun))
 
     def can_begin(self, nbytes: int) -> bool:
         """Whether a new sequence that takes so many bytes could begin at once."""
@@ -206,10 +209,14 @@ class Preemption:
         return each._replace(segments=segments, cache=cache, tokens=tokens[:cached])
 
     def _give_back(self, each: Waiting) -> None:
+        """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
         if each.uid in self._held:
             held = self._held[each.uid]
             self._replace(self._without_pages(each))
             self._held[each.uid] = held
+        elif cache := first_paged(each.cache):
+            for sequence in cache.sequences:
+                sequence.shrink()
 
     def _note_begun(self, each: Waiting) -> None:
         held = self._held.pop(each.uid, 0)
@@ -257,16 +264,13 @@ class Preemption:
         return has_room(nbytes, running, pool_size(self._pool), in_use)
 
     def _try(self, work: Callable[[], None], behind: int) -> bool:
-        """Whether the work succeeds, if need be without the pages of the sequences that wait behind
-        this one."""
+        """Whether the work succeeds on every rank, if need be without the pages of the sequences
+        that wait behind this one."""
         while True:
-            try:
-                work()
+            errors = self._ranks.gather("blocks", _shortage(work))
+            self._error = next((error for error in errors if error is not None), None)
+            if self._error is None:
                 return True
-            except PoolExhausted as error:
-                # Frames of the traceback hold sequences, and so their blocks.
-                self._error = error.with_traceback(None)
-                error.__context__ = None
             if not self._take_pages(behind):
                 return False
 
@@ -352,6 +356,17 @@ class Preemption:
         self._generator._unprocessed_sequences = deque(
             [each for each in self._generator._unprocessed_sequences if each[0] != number]
         )
+
+
+def _shortage(work: Callable[[], None]) -> PoolExhausted | None:
+    """Do some work; returns the error if the pool does not hold what it needs."""
+    try:
+        work()
+    except PoolExhausted as error:
+        # Frames of the traceback hold sequences, and so their blocks.
+        error.__context__ = None
+        return error.with_traceback(None)
+    return None
 
 
 def attach(generator: BatchGenerator, factory: PagedFactory) -> Preemption | None:

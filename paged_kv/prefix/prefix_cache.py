@@ -22,6 +22,7 @@ from paged_kv.prefix.lower_tier import LowerTier
 from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
+from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -62,15 +63,17 @@ class PrefixCache:
     Args:
         pool: holds the pages.
         has_states: whether the model has layers whose caches are not paged.
+        ranks: the processes that share the model.
 
     Attributes:
-        has_states: as given.
+        has_states, ranks: as given.
         snapshots: the states of those layers.
         rates: how quickly prompts are computed, and read from a lower tier.
     """
 
-    def __init__(self, pool: PagePool, *, has_states: bool) -> None:
+    def __init__(self, pool: PagePool, *, has_states: bool, ranks: Ranks = ALONE) -> None:
         self.pool = pool
+        self.ranks = ranks
         self.lock = pool.lock
         self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE, pool.eviction_policy)
         self.has_states = has_states
@@ -117,7 +120,7 @@ class PrefixCache:
         if self._lower is not None:
             self._lower.bring_up(namespace, tokens)
         match = self.pool.index.match(namespace, tokens)
-        start = self._start(match)
+        start = self._common_start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
         sequence = Sequence(self.pool, page_format)
         sequence.caches_out_of_window = True
@@ -187,6 +190,15 @@ class PrefixCache:
             self.snapshots.touch(start.snapshot)
         written = {group: ring.written for group, ring in start.rings.items()}
         sequence.begin_at(start.num_tokens, written)
+
+    def _common_start(self, match: Match) -> _Start:
+        """The longest part of a match that all layers can reuse on every rank."""
+        while True:
+            start = self._start(match)
+            known = self.ranks.gather("prefix", start.num_tokens)
+            if len(set(known)) == 1:
+                return start
+            match = Match(match.nodes[: -(-min(known) // PAGE_SIZE)], min(known))
 
     def _start(self, match: Match) -> _Start:
         """The longest part of a match that all layers can reuse."""

@@ -1,0 +1,58 @@
+"""Finds out over which ranks a model is sharded, and what its cache is on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.pool.arguments import chosen_budget
+from paged_kv.ranks import ALONE, Ranks
+
+
+def ranks_of(model: Module) -> Ranks:
+    """The ranks that compute a model together; `ALONE` for a model that is whole in this process,
+    also if mlx.launch has started several.
+
+    Raises:
+        ValueError: some of the processes share the model, and not all of them.
+        NotConnected: the ranks cannot reach each other.
+    """
+    everyone = mx.distributed.init().size()
+    sizes = set(_sizes(model)) if everyone > 1 else set()
+    if not sizes:
+        return ALONE
+    if sizes != {everyone}:
+        raise ValueError(
+            f"the model is sharded over {max(sizes)} of {everyone} processes: paged caches need "
+            "one that all processes share, so start only these, or shard it over all"
+        )
+    return joined_ranks()
+
+
+def agreed_budget(max_bytes: float | str | None, ranks: Ranks) -> int:
+    """The smallest budget of all ranks', in bytes: with more, a rank would keep what others evict.
+
+    Raises:
+        TypeError, ValueError: `max_bytes` is no size.
+    """
+    return ranks.least("max_bytes", chosen_budget(max_bytes, None).max_bytes)
+
+
+def folder_of_rank(store: Path, ranks: Ranks) -> Path:
+    """The folder for this rank's pages, which hold its shard of each key and value."""
+    return store if ranks.size == 1 else store / f"rank-{ranks.rank}-of-{ranks.size}"
+
+
+def _sizes(model: Module) -> Iterator[int]:
+    """The sizes, above 1, of the groups over which parts of a model are sharded."""
+    for module in model.modules():  # type: ignore[no-untyped-call]
+        sizes = [each.size() for each in vars(module).values() if _is_group(each)]
+        yield from [size for size in [*sizes, getattr(module, "pipeline_size", 1)] if size > 1]
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, mx.distributed.Group)

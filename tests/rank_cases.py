@@ -1,0 +1,132 @@
+"""What ranks do in the tests of several processes: python -m tests.rank_cases FOLDER CASE ...
+
+Each rank writes what the case returns to FOLDER/CASE-RANK.json.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.distributed import shard_linear
+from mlx_lm.generate import BatchGenerator, generate_step
+
+from paged_kv import PagedCacheFactory, PoolExhausted
+from paged_kv.integrations.distributed.digests import digest
+from tests.zoo import small_model
+
+# Enough for every sequence of a story, and little.
+LARGE, SMALL = 64_000_000, 1_600_000
+
+HEADS_FOR_3 = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return random.Random(seed).choices(range(1, 100), k=length)
+
+
+def sharded(name: str, group: mx.distributed.Group, **changes: Any) -> Any:
+    """A small random model, or this rank's shard of it."""
+    model: Any = small_model(name, **changes)
+    if group.size() > 1 and hasattr(model, "shard"):
+        model.shard(group)
+    elif group.size() > 1:
+        _shard_by_hand(model, group)
+    mx.eval(model.parameters())
+    return model
+
+
+def _shard_by_hand(model: Any, group: mx.distributed.Group) -> None:
+    """What mlx-lm does for other models, for gemma3_text, which it cannot shard."""
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for part, names in ((attention, "q_proj k_proj v_proj"), (mlp, "gate_proj up_proj")):
+            for each in names.split():
+                part[each] = shard_linear(part[each], "all-to-sharded", group=group)
+        attention.o_proj = shard_linear(attention.o_proj, "sharded-to-all", group=group)
+        mlp.down_proj = shard_linear(mlp.down_proj, "sharded-to-all", group=group)
+        attention.n_heads //= group.size()
+        attention.n_kv_heads //= group.size()
+
+
+def story(model: Any, factory: PagedCacheFactory) -> dict[str, Any]:
+    """Tokens of a prompt alone, streamed, of a prompt that goes on behind it under two salts, and
+    of a ragged batch."""
+    first = prompt(300)
+    cache, _ = factory.fetch_cache(first, salt="a")
+    alone = [int(token) for token, _ in generate_step(
+        mx.array(first), model, prompt_cache=cache, max_tokens=8)]  # fmt: skip
+    factory.insert_cache([*first, *alone], cache, salt="a")
+    longer = [*first, *alone, 5, 6, 7]
+    cached = [factory.fetch_cache(longer, salt=salt)[1] for salt in ("a", "b")]
+    cache, known = factory.fetch_cache(longer, salt="a")
+    again = [int(token) for token, _ in generate_step(
+        mx.array(longer[known:]), model, prompt_cache=cache, max_tokens=4)]  # fmt: skip
+    del cache
+    lengths = [251, 20, 253, 90, 248]
+    batched = batch(model, factory, [prompt(n, seed) for seed, n in enumerate(lengths, 1)], 12)
+    return {"alone": alone, "cached": cached, "again": again, "batched": batched}
+
+
+def batch(model: Any, factory: PagedCacheFactory, prompts: Any, count: int) -> list[list[int]]:
+    """Tokens of prompts in one batch, with preemption where the pool is full."""
+    with factory:
+        generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()))
+        uids = generator.insert(prompts, max_tokens=[count] * len(prompts))
+        given: dict[int, list[int]] = {uid: [] for uid in uids}
+        # A response holds the pages of an ended sequence, so none is kept over a step.
+        while tokens := [(each.uid, each.token) for each in generator.next_generated()]:
+            for uid, token in tokens:
+                given[uid].append(token)
+        generator.close()
+    return [given[uid] for uid in uids]
+
+
+def stories(group: mx.distributed.Group, *names: str, size: int = 2) -> dict[str, Any]:
+    """The story of each of these models, with budgets that differ between ranks."""
+    found = {}
+    for name in names:
+        model = sharded(name, group, **(HEADS_FOR_3 if size == 3 else {}))
+        factory = PagedCacheFactory(model, max_bytes=LARGE if group.rank() == 0 else SMALL)
+        found[name] = story(model, factory)
+        stats = factory.stats()
+        found[f"of {name}"] = {
+            "budget": stats.bytes_budget,
+            "block_bytes": [each.block_bytes for each in factory.pool.groups],
+            "preemptions": stats.preemptions,
+            "digest": digest(factory.pool),
+        }
+    return found
+
+
+def full(group: mx.distributed.Group) -> dict[str, Any]:
+    """A batch that needs more blocks than rank 1 has, and a prompt that it can never hold."""
+    model = sharded("qwen3", group)
+    factory = PagedCacheFactory(model, max_bytes=LARGE if group.rank() == 0 else 1_200_000)
+    batched = batch(model, factory, [prompt(n, n) for n in (215, 216, 217, 218, 219, 220)], 46)
+    found = {"batched": batched, "refused": ""}
+    try:
+        batch(model, factory, [prompt(3000)], 4)
+    except PoolExhausted as error:
+        found["refused"] = str(error)
+    return {**found, "preemptions": factory.stats().preemptions, "digest": digest(factory.pool)}
+
+
+def three(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
+    """As `stories`, of models whose heads three ranks can share."""
+    return stories(group, *names, size=3)
+
+
+def main() -> None:
+    """Run a case on this rank."""
+    folder, case, *arguments = sys.argv[1:]
+    group = mx.distributed.init()
+    found = globals()[case](group, *arguments)
+    (Path(folder) / f"{case}-{group.rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

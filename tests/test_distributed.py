@@ -1,0 +1,65 @@
+"""One model on several processes of this machine: tokens, budgets and caches are those of one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests import rank_cases
+from tests.launched_ranks import launched, output_of, told
+
+
+def alone(case: str, *arguments: str) -> Any:
+    """What a case returns in this process, in the form in which ranks tell it."""
+    return json.loads(json.dumps(getattr(rank_cases, case)(mx.distributed.init(), *arguments)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "case", "names"),
+    [
+        (2, "stories", ("llama", "qwen3", "gpt_oss")),
+        (2, "stories", ("gemma3_text", "qwen3_5")),
+        (3, "three", ("llama",)),
+    ],
+)
+def test_ranks_give_the_tokens_of_one_process(
+    tmp_path: Path, size: int, case: str, names: tuple[str, ...]
+) -> None:
+    expected = alone(case, *names)
+    found = told(tmp_path, size, case, *names)
+    for name in names:
+        assert expected[name]["cached"][1] == 0 < expected[name]["cached"][0]
+        assert [each[name] for each in found] == [expected[name]] * size
+        ranks, one = [each[f"of {name}"] for each in found], expected[f"of {name}"]
+        assert ranks == [ranks[0]] * size
+        assert ranks[0]["budget"] == rank_cases.SMALL
+        assert [size * each for each in ranks[0]["block_bytes"]] == one["block_bytes"]
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_full_on_one_rank_is_full_on_all(tmp_path: Path) -> None:
+    found = told(tmp_path, 2, "full")
+    assert found[0] == found[1]
+    assert found[0]["batched"] == alone("full")["batched"]
+    assert found[0]["preemptions"] > 0
+    assert "within a budget of 1,200,000 bytes" in found[0]["refused"]
+
+
+@pytest.mark.slow
+def test_generate_prints_the_text_of_one_process_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paged_kv.command_line import main
+
+    options = ["--prompt", "def read_file(path):", "--max-tokens", "8"]
+    with launched(tmp_path, 2, "-m", "paged_kv", "generate", *options) as processes:
+        assert [process.wait(85) for process in processes] == [0, 0], output_of(tmp_path, 0)
+    assert main(["generate", *options]) == 0
+    text = capsys.readouterr().out
+    assert text.strip()
+    assert text in output_of(tmp_path, 0)
+    assert text.strip() not in output_of(tmp_path, 1)
+    assert "rank        1 of 2" in output_of(tmp_path, 1)

@@ -1,0 +1,173 @@
+"""How ranks agree and fail, without processes: each rank is a thread."""
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.nn.layers.base import Module
+
+from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
+from paged_kv.integrations.distributed.connections import Meeting, NotConnected, accept, connect
+from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
+from paged_kv.integrations.distributed.watch import Beat, Watch, hanging
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.ranks import ALONE, Ranks
+
+KEY = b"a key of thirty-two bytes, or so"
+FOREVER_S = 1e6
+
+
+def star(size: int) -> list[dict[int, Connection]]:
+    """For each rank its connections: on rank 0 to all others, elsewhere to rank 0."""
+    pairs = [Pipe() for _ in range(1, size)]
+    hub = {rank: pair[0] for rank, pair in enumerate(pairs, 1)}
+    return [hub, *[{0: pair[1]} for pair in pairs]]
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    """What some work returns on each rank, or the error that it raises."""
+    watches = [Watch(rank, its, FOREVER_S) for rank, its in enumerate(star(size))]
+    ranks = [ConnectedRanks(rank, size, its, watches[rank]) for rank, its in enumerate(star(size))]
+
+    def outcome(each: Ranks) -> Any:
+        try:
+            return work(each)
+        except RanksDiffer as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(outcome, ranks))
+    leave(watches)
+    return found
+
+
+def leave(watches: list[Watch]) -> None:
+    """Let all ranks leave at once."""
+    with ThreadPoolExecutor(len(watches)) as threads:
+        list(threads.map(Watch.leave, watches))
+
+
+def test_a_process_alone_agrees_with_itself() -> None:
+    assert ALONE.gather("what", 3) == [3]
+    assert ALONE.agree("whether", True)
+    assert not ALONE.agree("whether", False)
+    assert ALONE.least("how many", 5) == ALONE.of_first("how many", 5) == 5
+    assert ranks_of(Module()) is ALONE  # type: ignore[no-untyped-call]
+
+
+def test_every_rank_hears_the_answers_of_all() -> None:
+    def work(ranks: Ranks) -> Any:
+        return (
+            ranks.gather("rank", ranks.rank),
+            ranks.least("budget", 64 - ranks.rank),
+            ranks.agree("room", ranks.rank != 1),
+            ranks.agree("room", True),
+            ranks.of_first("seed", ranks.rank + 7),
+        )
+
+    assert on_ranks(3, work) == [([0, 1, 2], 62, False, True, 7)] * 3
+
+
+def test_ranks_that_ask_different_questions_all_fail_with_both() -> None:
+    def work(ranks: Ranks) -> Any:
+        ranks.gather("budget", 1)
+        return ranks.gather("prefix" if ranks.rank == 1 else "room", 1)
+
+    for error in on_ranks(3, work):
+        assert isinstance(error, RanksDiffer)
+        assert "rank 0 asks for 'room', rank 1 asks for 'prefix'" in str(error)
+        assert "question 2" in str(error)
+
+
+def test_two_threads_of_a_rank_may_not_ask_at_once() -> None:
+    hub, other = star(2)
+    watches = [Watch(rank, its, FOREVER_S) for rank, its in enumerate(star(2))]
+    ranks = ConnectedRanks(0, 2, hub, watches[0])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ranks.gather, "first", 1)
+        while ranks.watch.doing != "waiting":
+            assert not waiting.done()
+        with pytest.raises(RuntimeError, match="use it from one thread"):
+            ranks.gather("second", 2)
+        other[0].send(("first", 3))
+        assert waiting.result() == [1, 3]
+    leave(watches)
+
+
+def test_only_a_process_with_the_key_becomes_a_rank() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        port = listening.getsockname()[1]
+        accepted = threads.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
+        with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
+            connect(Meeting(["127.0.0.1"], port, b"another key"), 1)
+        connection = connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        (rank, its_end), *others = accepted.result().items()
+        assert rank == 1
+        assert not others
+        its_end.send("hello")
+        assert connection.recv() == "hello"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        pytest.raises(NotConnected, match="rank 1, 2 did not connect to rank 0"),
+    ):
+        accept(listening, KEY, range(1, 3), 0.05)
+
+
+@pytest.mark.parametrize(
+    ("beats", "message"),
+    [
+        ({0: Beat(7, "waiting", 9), 1: Beat(6, "computing", 9)}, "rank 1 has kept the others"),
+        ({0: Beat(7, "waiting", 9), 1: Beat(7, "", 9)}, "rank 1 has kept the others"),
+        (
+            {0: Beat(7, "computing", 9), 1: Beat(7, "waiting", 9), 2: Beat(6, "", 1)},
+            "rank 0, 2 has kept",
+        ),
+        ({0: Beat(7, "computing", 9), 1: Beat(7, "computing", 8)}, "a step has taken more than"),
+    ],
+)
+def test_the_rank_for_which_the_others_wait_is_named(beats: dict[int, Beat], message: str) -> None:
+    assert message in hanging(beats, 5)
+
+
+class OtherRanks(Ranks):
+    """A rank beside another one, whose answers are given by question."""
+
+    size = 2
+
+    def __init__(self, **answers: int) -> None:
+        self._answers = answers
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        other = self._answers.get(question, answer)
+        return [answer, min(answer, other)]
+
+
+def test_a_budget_is_the_smallest_of_all_ranks() -> None:
+    ranks = OtherRanks(max_bytes=1_600_000)
+    assert agreed_budget("64MB", ranks) == 1_600_000
+    assert agreed_budget(1_000_000, ranks) == 1_000_000
+
+
+@pytest.mark.parametrize(("other", "known"), [(600, 600), (400, 400), (255, 255), (0, 0)])
+def test_a_prefix_hit_is_the_shortest_of_all_ranks(other: int, known: int) -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    prefixes = PrefixCache(pool, has_states=False, ranks=OtherRanks(prefix=other))
+    sequence = Sequence(pool)
+    PagedKVCache(pool, 0, [sequence]).update_and_fetch(*[mx.zeros((1, 1, 600, 4))] * 2)
+    tokens = list(range(600))
+    prefixes.insert("everyone", tokens, sequence, None)
+    found = prefixes.fetch("everyone", [*tokens, 1], pool.page_format)
+    assert found.num_tokens == found.sequence.length == known
+    pool.check()
