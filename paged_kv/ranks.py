@@ -49,5 +49,8 @@ class Ranks:
         """Surrounds a step of the model, which all ranks compute together."""
         yield
 
+    def abandon(self) -> None:
+        """Note that this process fails, so that its end ends the other ranks too."""
+
 
 ALONE = Ranks()

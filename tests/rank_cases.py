@@ -11,9 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.distributed import shard_linear
+from mlx_lm import server
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.utils import sharded_load
 
-from paged_kv import PagedCacheFactory, PoolExhausted
+from paged_kv import PagedCacheFactory, PoolExhausted, command_line
 from paged_kv.integrations.distributed.digests import digest
 from tests.zoo import small_model
 
@@ -120,11 +122,27 @@ def three(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
     return stories(group, *names, size=3)
 
 
+def serve(group: mx.distributed.Group, budgets: str, *options: str) -> int:
+    """`paged-kv server` in float32, with one of these budgets on each rank."""
+    load = sharded_load
+
+    def in_float32(*args: Any, **named: Any) -> Any:
+        loaded = load(*args, **named)
+        loaded[0].set_dtype(mx.float32)
+        return loaded
+
+    setattr(server, load.__name__, in_float32)
+    budget = budgets.split(",")[group.rank()]
+    return command_line.main(["server", "--max-kv-bytes", budget, *options])
+
+
 def main() -> None:
     """Run a case on this rank."""
     folder, case, *arguments = sys.argv[1:]
     group = mx.distributed.init()
     found = globals()[case](group, *arguments)
+    if case == "serve":
+        sys.exit(found)
     (Path(folder) / f"{case}-{group.rank()}.json").write_text(json.dumps(found))
 
 

@@ -53,15 +53,15 @@ ARROWS: dict[str, set[str]] = {
     "integrations.server.http": set(),
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),
-        *("integrations.server.http", "kernels.pages"),
+        *("integrations.distributed", "integrations.server.http", "kernels.pages"),
     },
     "integrations.server.completions": {
         *("integrations", "integrations.batching"),
         *("integrations.server.generation", "integrations.server.http"),
     },
     "integrations.server": {
-        *("commands", "integrations.server.completions", "integrations.server.generation"),
-        *("integrations.server.http", "monitor", "pool"),
+        *("commands", "integrations.distributed", "integrations.server.completions"),
+        *("integrations.server.generation", "integrations.server.http", "monitor", "pool"),
     },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.

@@ -1,6 +1,8 @@
 """How ranks agree and fail, without processes: each rank is a thread."""
 
+import pickle
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -12,10 +14,16 @@ import pytest
 from mlx.nn.layers.base import Module
 
 from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.policies import Reserve, Unanimous
+from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
 from paged_kv.integrations.distributed.connections import Meeting, NotConnected, accept, connect
+from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
 from paged_kv.integrations.distributed.watch import Beat, Watch, hanging
+from paged_kv.integrations.server.generation.jobs import Job
+from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, Ranks
 
@@ -171,3 +179,41 @@ def test_a_prefix_hit_is_the_shortest_of_all_ranks(other: int, known: int) -> No
     found = prefixes.fetch("everyone", [*tokens, 1], pool.page_format)
     assert found.num_tokens == found.sequence.length == known
     pool.check()
+
+
+def test_ranks_that_cache_different_prefixes_fail_with_both() -> None:
+    def pool_with(tokens: list[int]) -> PagePool:
+        pool = PagePool(1, max_bytes=1 << 22)
+        sequence = Sequence(pool)
+        keys = mx.zeros((1, 1, len(tokens), 4))
+        PagedKVCache(pool, 0, [sequence]).update_and_fetch(keys, keys)
+        PrefixCache(pool, has_states=False).insert("all", tokens, sequence, None)
+        return pool
+
+    pools = [pool_with([1, 2, 3]), pool_with([1, 2, 4])]
+    same = on_ranks(2, lambda ranks: require_same_prefixes(ranks, pools[0]))
+    assert same == [None, None]
+    for error in on_ranks(2, lambda ranks: require_same_prefixes(ranks, pools[ranks.rank])):
+        assert isinstance(error, RanksDiffer)
+        assert digest(pools[0]) in str(error)
+        assert digest(pools[1]) in str(error)
+
+
+def test_a_policy_needs_every_rank() -> None:
+    demand, pool = Demand(1, 1), PoolSize(100, 0, (GroupSize(10, lambda _: 1),))
+    for policy, is_yes in (
+        (Unanimous(Reserve(), ALONE), True),
+        (Unanimous(Reserve(), OtherRanks(room=False, possible=False)), False),
+    ):
+        assert policy.is_possible(demand, pool) is is_yes
+        assert policy.has_room(demand, [], [pool]) is is_yes
+
+
+def test_what_other_ranks_get_of_a_job_has_no_client() -> None:
+    anything: Any = threading.Lock()  # cannot be pickled, as channels and readers
+    job = Job("id", (None, None, None), anything, 7, 1, 0, "salt", anything)  # type: ignore[arg-type]  # not read
+    its = pickle.loads(pickle.dumps(job))
+    assert (its.number, its.request_id, its.salt) == (job.number, "id", "salt")
+    assert its.channel is its.read is None
+    error = pickle.loads(pickle.dumps(APIError(503, "busy", param="n", headers={"a": "b"})))
+    assert (error.status, str(error), error.param, error.headers) == (503, "busy", "n", {"a": "b"})

@@ -54,7 +54,7 @@ def send(running: PagedRunningServer, **body: Any) -> socket.socket:
 
 
 def jobs(running: PagedRunningServer, stage: Stage) -> int:
-    return sum(job.stage is stage for job in list(running.service.thread.jobs))
+    return sum(job.stage is stage for job in list(running.service.thread.jobs.values()))
 
 
 def test_who_leaves_the_batch_the_line_or_a_prompt_is_forgotten(

@@ -122,7 +122,7 @@ def started(running: PagedRunningServer, max_tokens: int) -> Any:
 
     Thread(target=ask).start()
     wait_until(lambda: any(job.arguments.max_tokens == max_tokens
-                           for job in list(running.service.thread.jobs)))  # fmt: skip
+                           for job in list(running.service.thread.jobs.values())))  # fmt: skip
     return answer
 
 
@@ -150,7 +150,7 @@ def test_a_request_that_meets_a_thread_that_has_just_died_is_told_so(
     submit = GenerationThread.submit
 
     def too_late(thread: GenerationThread, jobs: Any) -> None:
-        thread._mailbox.put(sys.exit)
+        thread._mailbox.put(lambda _: sys.exit())
         assert thread.ended.result(PATIENCE_S) is False
         submit(thread, jobs)
 

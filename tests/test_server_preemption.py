@@ -87,7 +87,7 @@ def test_more_requests_begin_than_may_all_reach_max_tokens() -> None:
         ]
         for stream in streams:
             next(stream)
-        jobs = list(running.service.thread.jobs)
+        jobs = list(running.service.thread.jobs.values())
         assert [job.stage for job in jobs] == ["running"] * 3
         for stream in streams:
             stream.close()

@@ -65,6 +65,9 @@ class ConnectedRanks(Ranks):
         with self.watch.noted(self._exchange, "computing"):
             yield
 
+    def abandon(self) -> None:
+        self.watch.has_failed = True
+
     def _collect(self, question: str, answer: Answer) -> list[Answer]:
         asked, answers = [question], [answer]
         for rank in range(1, self.size):

@@ -87,11 +87,12 @@ class Watch:
     @contextmanager
     def noted(self, exchange: int, doing: str) -> Iterator[None]:
         """Note what this rank does, for the time that it does it."""
+        before = self._doing[1]
         self._doing = exchange, doing, monotonic()
         try:
             yield
         finally:
-            self._doing = exchange, "", monotonic()
+            self._doing = exchange, before, monotonic()
 
     @property
     def doing(self) -> str:

@@ -156,6 +156,19 @@ def run_server(options: argparse.Namespace, provider: PagedModelProvider) -> int
     return asyncio.run(run())
 
 
+def follow(provider: PagedModelProvider) -> int:
+    """Compute what rank 0 decides, until it ends; returns the exit status. Signals are for rank 0:
+    without this rank it could not finish its requests."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    thread = GenerationThread(provider, ServerMetrics())
+    thread.start()
+    has_ended_well = thread.ended.result()
+    if (not_loaded := thread.loaded.exception()) is not None:
+        raise not_loaded
+    return 0 if has_ended_well else 1
+
+
 def _listening(host: str, port: int) -> socket.socket:
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = infos[0]

@@ -33,7 +33,7 @@ class _Collector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        jobs, counted = list(self._service.thread.jobs), self._service.metrics
+        jobs, counted = list(self._service.thread.jobs.values()), self._service.metrics
         running = choices_in(jobs, Stage.RUNNING)
         waiting = choices_in(jobs, Stage.WAITING)
         yield _gauge("num_requests_running", "Choices that are computed", running)

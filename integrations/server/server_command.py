@@ -32,7 +32,7 @@ def run(options: Sequence[str]) -> int:
     """Serve until a signal arrives; returns the exit status.
 
     Raises:
-        ValueError: an option is wrong, or the process is one of several that share a model.
+        ValueError: an option is wrong, or does not work with several processes for one model.
         OSError: the port is in use, or the model is not there.
     """
     arguments = _full_parser().parse_args(options)
@@ -40,22 +40,38 @@ def run(options: Sequence[str]) -> int:
 
     import logging
 
-    import mlx.core as mx
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+    from paged_kv.integrations.distributed.meeting import joined_ranks
     from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
     from paged_kv.integrations.server.http.request_log import FORMAT, RequestIds
-    from paged_kv.integrations.server.lifecycle import run_server
+    from paged_kv.integrations.server.lifecycle import follow, run_server
 
-    if mx.distributed.init().size() > 1:
-        raise ValueError(
-            f"there are {mx.distributed.init().size()} processes for one model, and paged caches "
-            "serve one: start it without mlx.launch, or use mlx_lm.server"
-        )
+    ranks = joined_ranks()
+    if ranks.size > 1:
+        _require_shareable(arguments)
     if arguments.model is None and not arguments.allow_model_switch:
         raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
     maybe_set_recommended_wired_limit()
     logging.basicConfig(level=arguments.log_level, format=FORMAT, force=True)
     for handler in logging.getLogger().handlers:
         handler.addFilter(RequestIds())
-    return run_server(arguments, PagedModelProvider(arguments))
+    provider = PagedModelProvider(arguments)
+    try:
+        status = run_server(arguments, provider) if ranks.rank == 0 else follow(provider)
+    except BaseException:
+        ranks.abandon()
+        raise
+    if status:
+        ranks.abandon()
+    return status
+
+
+def _require_shareable(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if an option does not work with a model that several processes share."""
+    for option in ("adapter_path", "draft_model", "allow_model_switch"):
+        if getattr(arguments, option):
+            raise ValueError(
+                f"--{option.replace('_', '-')} does not work with several processes for one model: "
+                "leave it out, or start the server without mlx.launch"
+            )

@@ -73,7 +73,7 @@ def columns() -> list[dict[str, str]]:
 
 def requests(service: Service) -> dict[str, Any]:
     """Waiting and running requests, the oldest first, and the counts of all."""
-    jobs, counted = list(service.thread.jobs), service.metrics
+    jobs, counted = list(service.thread.jobs.values()), service.metrics
     return {
         "waiting": choices_in(jobs, Stage.WAITING),
         "running": choices_in(jobs, Stage.RUNNING),

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.pool_size import PoolSize
+from paged_kv.ranks import Ranks
 
 
 class Policy(Protocol):
@@ -63,3 +64,24 @@ class Optimistic:
         self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
     ) -> bool:
         return self.fits(demand)
+
+
+@dataclass(frozen=True)
+class Unanimous:
+    """A policy of which every rank asks its own pools: a request begins where all have room.
+
+    Attributes:
+        policy: decides on this rank.
+        ranks: the processes that share the model.
+    """
+
+    policy: Policy
+    ranks: Ranks
+
+    def is_possible(self, demand: Demand, pool: PoolSize) -> bool:
+        return self.ranks.agree("possible", self.policy.is_possible(demand, pool))
+
+    def has_room(
+        self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
+    ) -> bool:
+        return self.ranks.agree("room", self.policy.has_room(demand, begun, pools))

@@ -31,7 +31,9 @@ class Conversation:
         self._service = service
         self._jobs = jobs
         self._body = body
-        self._events = jobs[0].channel.events
+        channel = jobs[0].channel
+        assert channel is not None, "a client waits for the events"
+        self._events = channel.events
         self._began = monotonic()
         # For each choice that has begun: its text, and the time of its first token.
         self._texts: dict[int, ChoiceText] = {}

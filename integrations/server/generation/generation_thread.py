@@ -3,6 +3,9 @@
 Between two steps the thread takes commands from other threads, drops jobs of disconnected clients,
 begins the jobs that admission lets begin, and refuses jobs that waited too long. An error in one
 job ends that job; an error in a step ends the jobs of that step. If the thread dies, `ended` tells.
+
+Where several ranks share the model, each runs this thread on the same commands and the same clock,
+rank 0's. So all of them begin, preempt and drop the same jobs, and compute the same steps.
 """
 
 from __future__ import annotations
@@ -11,17 +14,19 @@ import gc
 import logging
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
+from time import monotonic
 
 import mlx.core as mx
 
 from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
-from paged_kv.admission.policies import Optimistic, Reserve
+from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.server.generation.jobs import Begun, Failed, Job, Outbox, Stage, Token
-from paged_kv.integrations.server.generation.mailbox import Command, Mailbox
+from paged_kv.integrations.server.generation.mailbox import Mailbox
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.rows import Rows
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
@@ -31,6 +36,17 @@ log = logging.getLogger(__name__)
 
 # One failed step may be a passing fault. After so many in a row, continuing serves no request.
 MOST_FAILED_STEPS = 3
+
+# An idle rank 0 says so now and then, so that the others know that it does not hang.
+IDLE_S = 5.0
+
+# Steps after which ranks compare their caches: that takes as long as hashing the cached tokens.
+COMPARED_STEPS = 64
+
+# What makes these is the same on all ranks: the request, or that a rank's pool is full.
+COMMON_ERRORS = (APIError, RequestImpossible, PoolExhausted)
+
+Command = Callable[["GenerationThread"], None]
 
 
 class GenerationThread:
@@ -44,7 +60,7 @@ class GenerationThread:
     Attributes:
         loaded: done when the first model is loaded, or has failed to load.
         ended: done when the thread has ended; false if it has died.
-        jobs: the waiting and running jobs; other threads may read it.
+        jobs: the waiting and running jobs, by number; other threads may read it.
     """
 
     def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
@@ -52,22 +68,26 @@ class GenerationThread:
         self.metrics = metrics
         self.loaded: Future[None] = Future()
         self.ended: Future[bool] = Future()
-        self.jobs: dict[Job, None] = {}
+        self.jobs: dict[int, Job] = {}
         self._options = provider.cli_args
+        self._ranks = provider.ranks
+        is_optimistic = self._options.admission == "optimistic"
         self._admission: Admission[Job] = Admission(
             self._demand,
             self._options.admission_timeout,
             self._options.decode_concurrency,
-            policy=Optimistic(self._fits) if self._options.admission == "optimistic" else Reserve(),
+            clock=lambda: self._now,
+            policy=Unanimous(Optimistic(self._fits) if is_optimistic else Reserve(), self._ranks),
         )
         self._rows: Rows | None = None
-        self._mailbox = Mailbox()
+        self._mailbox: Mailbox[Command] = Mailbox()
+        self._now = monotonic()
         self._outbox = Outbox()
         self._refusal: APIError | None = None
         # Whether a job has left since the pools last released dropped caches.
         self._has_left = False
         self._stopped = False
-        self._failed_steps = 0
+        self._steps = self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="paged-kv-generate")
 
     def start(self) -> None:
@@ -81,23 +101,23 @@ class GenerationThread:
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; their events go to their channels."""
-        self._mailbox.put(*[lambda job=job: self._arrive(job) for job in jobs])
+        self._mailbox.put(*[partial(GenerationThread._arrive, job=job) for job in jobs])
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Drop jobs that wait or run; jobs that have ended are ignored."""
-        self._mailbox.put(*[lambda job=job: self._drop(job) for job in jobs])
+        self._mailbox.put(*[partial(GenerationThread._drop, number=job.number) for job in jobs])
 
     def cancel_choice(self, job: Job, number: int) -> None:
         """Stop one choice of a job."""
-        self._mailbox.put(lambda: self._drop_choice(job, number))
+        self._mailbox.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
 
     def refuse(self, error: APIError) -> None:
         """Answer waiting and later jobs with an error; finish the running ones."""
-        self._mailbox.put(lambda: self._refuse(error))
+        self._mailbox.put(partial(GenerationThread._refuse, error=error))
 
     def stop(self) -> None:
         """End after the present step. If there is a store, cached prefixes are written to it."""
-        self._mailbox.put(self._note_stop)
+        self._mailbox.put(GenerationThread._note_stop)
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -134,13 +154,22 @@ class GenerationThread:
             raise
         self.loaded.set_result(None)
         while not self._stopped:
-            self._obey(self._mailbox.take(wait=not self.jobs))
+            self._obey(self._next_commands())
             self._begin()
             self._step()
             if self._has_left:
                 self.provider.settle()
                 self._has_left = False
             self._outbox.flush()
+
+    def _next_commands(self) -> list[Command]:
+        """Rank 0's commands, which all ranks obey at the time of its clock."""
+        commands: list[Command] = []
+        if self._ranks.rank == 0:
+            seconds = IDLE_S if self._ranks.size > 1 else None
+            commands = self._mailbox.take(wait=not self.jobs, seconds=seconds)
+        self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
+        return commands
 
     def _use_loaded(self) -> None:
         """Run jobs on the provider's loaded model, if there is one."""
@@ -154,7 +183,7 @@ class GenerationThread:
         if died:
             error = APIError(503, "the generation thread has died", code="dead")
         self._refusal = error
-        for job in list(self.jobs):
+        for job in list(self.jobs.values()):
             self._fail(job, error)
         self._rows = None
         self._obey(self._mailbox.take(wait=False))
@@ -171,7 +200,7 @@ class GenerationThread:
     def _obey(self, commands: Iterable[Command]) -> None:
         for command in commands:
             try:
-                command()
+                command(self)
             except Exception as error:
                 self._note_failed_step(error)
 
@@ -180,11 +209,11 @@ class GenerationThread:
 
     def _refuse(self, error: APIError) -> None:
         self._refusal = error
-        for job in [job for job in self.jobs if job.stage is Stage.WAITING]:
+        for job in [job for job in self.jobs.values() if job.stage is Stage.WAITING]:
             self._fail(job, error)
 
     def _arrive(self, job: Job) -> None:
-        self.jobs[job] = None
+        self.jobs[job.number] = job
         if self._refusal is not None:
             self._fail(job, self._refusal)
             return
@@ -192,6 +221,7 @@ class GenerationThread:
             self._admission.pools = self.provider.pool_sizes()
             self._admission.arrive(job)
         except Exception as error:
+            self._require_common(error)
             self._fail(job, _told(error))
 
     def _demand(self, job: Job) -> Demand:
@@ -211,6 +241,7 @@ class GenerationThread:
             try:
                 self._begin_job(job)
             except Exception as error:
+                self._require_common(error)
                 if self._rows is not None and self._rows.holds(job):
                     self._rows.drop(job)
                 self._fail(job, _told(error))
@@ -250,19 +281,24 @@ class GenerationThread:
         if self._rows is None or not len(self._rows):
             return
         try:
-            for job, event in self._rows.step():
-                self.metrics.generation_tokens += isinstance(event, Token)
-                self._outbox.put(job, event)
+            with self._ranks.computing():
+                for job, event in self._rows.step():
+                    self.metrics.generation_tokens += isinstance(event, Token)
+                    self._outbox.put(job, event)
         except Exception as error:
             self._note_failed_step(error)
             return
         self._failed_steps = 0
+        self._steps += 1
+        if self._steps % COMPARED_STEPS == 0:
+            self.provider.require_same_caches()
         for job in self._running():
             if not self._rows.holds(job):
                 self._leave(job)
 
     def _note_failed_step(self, error: Exception) -> None:
         """Fail the running jobs and start an empty batch: the old one's state is unknown."""
+        self._require_common(error)
         self._failed_steps += 1
         if self._failed_steps >= MOST_FAILED_STEPS:
             raise error
@@ -276,16 +312,25 @@ class GenerationThread:
             self._rows = None
             self._use_loaded()
 
-    def _drop_choice(self, job: Job, number: int) -> None:
-        if self._rows is not None and job.stage is Stage.RUNNING:
-            self._rows.drop(job, number)
+    def _require_common(self, error: Exception) -> None:
+        """Raise an error that other ranks may not have: without this one they cannot go on."""
+        if self._ranks.size > 1 and not isinstance(error, COMMON_ERRORS):
+            raise error
+
+    def _drop_choice(self, number: int, choice: int) -> None:
+        job = self.jobs.get(number)
+        if self._rows is not None and job is not None and job.stage is Stage.RUNNING:
+            self._rows.drop(job, choice)
             self._has_left = True
             # Release its promise now: another job, maybe of the same request, may wait for it.
             if not self._rows.holds(job):
                 self._leave(job)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, number: int) -> None:
         """Drop a job whose client has left, or has received everything."""
+        job = self.jobs.get(number)
+        if job is None:
+            return
         if self._rows is not None and job.stage is Stage.RUNNING:
             self._rows.drop(job)
         self._leave(job)
@@ -298,12 +343,12 @@ class GenerationThread:
 
     def _leave(self, job: Job) -> None:
         job.stage = Stage.ENDED
-        self.jobs.pop(job, None)
+        self.jobs.pop(job.number, None)
         self._admission.leave(job)
         self._has_left = True
 
     def _running(self) -> list[Job]:
-        return [job for job in self.jobs if job.stage is Stage.RUNNING]
+        return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
 
 
 def _told(error: Exception) -> APIError:

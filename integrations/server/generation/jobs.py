@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -53,6 +54,9 @@ class Stage(StrEnum):
     ENDED = "ended"
 
 
+_numbers = count()
+
+
 @dataclass(eq=False)
 class Job:
     """One prompt and the choices to generate for it. A request has one or several jobs.
@@ -65,11 +69,12 @@ class Job:
         choices: the number of continuations.
         first_choice: the number of the first choice in the request.
         salt: only jobs with the same salt share prompts.
-        channel: receives the events.
+        channel: receives the events; None on ranks that have no clients.
         prompt: the prompt, if the model was loaded when the job was made.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
+        number: names the job, on all ranks.
     """
 
     request_id: str
@@ -79,12 +84,17 @@ class Job:
     choices: int
     first_choice: int
     salt: str | None
-    channel: Channel
+    channel: Channel | None
     prompt: Prompt | None = None
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     generated_tokens: int = 0
     since: float = field(default_factory=monotonic)
+    number: int = field(default_factory=_numbers.__next__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other ranks get: they have no clients, and the prompt is read."""
+        return vars(self) | {"channel": None, "read": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,8 @@ class Outbox:
 
     def put(self, job: Job, event: Event) -> None:
         """Send an event with the next `flush`."""
-        self._events.append((job.channel, event))
+        if job.channel is not None:
+            self._events.append((job.channel, event))
 
     def flush(self) -> None:
         """Send the buffered events."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import Generic, TypeVar
 
-Command = Callable[[], None]
+Command = TypeVar("Command")
 
 
-class Mailbox:
+class Mailbox(Generic[Command]):
     """Commands in the order of their arrival."""
 
     def __init__(self) -> None:
@@ -21,10 +21,10 @@ class Mailbox:
             self._commands += commands
             self._news.notify()
 
-    def take(self, *, wait: bool) -> list[Command]:
-        """Take all queued commands; with `wait`, wait for at least one."""
+    def take(self, *, wait: bool, seconds: float | None = None) -> list[Command]:
+        """Take all queued commands; with `wait`, wait for at least one, for `seconds` at most."""
         with self._news:
-            while wait and not self._commands:
-                self._news.wait()
+            if wait:
+                self._news.wait_for(lambda: self._commands, seconds)
             commands, self._commands = self._commands, []
         return commands

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from mlx_lm.utils import load
 
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.distributed.digests import require_same_prefixes
+from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
@@ -30,7 +33,7 @@ class LoadedModel:
     Attributes:
         key: names it.
         tokenizer: mlx-lm's.
-        processor: of images; None if the model takes none.
+        processor: of images; None if the server takes none.
         vocab_size: its token ids are less than this.
         has_draft: whether a draft model is loaded with it.
         is_batchable: whether several sequences can run as a batch.
@@ -59,9 +62,11 @@ class PagedModelProvider(ModelProvider):
             another model is loaded.
         loaded: the loaded model, if there is one; other threads may read this.
         reuse: the cached prompts of the loaded models.
+        ranks: the processes that share the model.
     """
 
     def __init__(self, cli_args: argparse.Namespace) -> None:
+        self.ranks = joined_ranks()
         self.factories: list[PagedCacheFactory] = []
         self.loaded: LoadedModel | None = None
         self.reuse = PromptReuse([])
@@ -107,6 +112,11 @@ class PagedModelProvider(ModelProvider):
         """The memory that the pools of the loaded models can promise."""
         return [pool_size(factory.pool) for factory in self.factories]
 
+    def require_same_caches(self) -> None:
+        """Raise RanksDiffer if the ranks' caches have come apart."""
+        for factory in self.factories:
+            require_same_prefixes(self.ranks, factory.pool)
+
     def settle(self) -> None:
         """Release the blocks of dropped caches. Pools do that at their next call, which on an idle
         server may be much later."""
@@ -115,6 +125,9 @@ class PagedModelProvider(ModelProvider):
 
     def _load(self, *paths: Any) -> None:
         super()._load(*paths)  # type: ignore[no-untyped-call]  # mlx-lm's
+        if self.ranks.size > 1:
+            # Each rank samples its tokens itself.
+            mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
         try:
             self._make_factories()
             self.loaded = self._describe()
@@ -137,7 +150,8 @@ class PagedModelProvider(ModelProvider):
         return LoadedModel(
             key=key,
             tokenizer=tokenizer,
-            processor=self.processor,
+            # Other ranks get the tokens of a prompt, and not its images.
+            processor=self.processor if self.ranks.size == 1 else None,
             vocab_size=_vocab_size(self.model),
             has_draft=self.draft_model is not None,
             is_batchable=self.is_batchable and options.kv_bits is None,
