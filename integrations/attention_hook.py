@@ -18,6 +18,7 @@ from paged_kv.sequences.latent_arrays import PositionScores
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
+_stock_fast_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 
 
 def paged_attention(
@@ -39,24 +40,79 @@ def paged_attention(
             return output
     if isinstance(values, PagedValues) and not values.is_changed:
         if keys.read is values.read:
-            output = keys.read.attend(queries, mask, scale=scale, sinks=sinks)
+            if keys.is_as_held and values.is_as_held:
+                output = keys.read.attend(queries, mask, scale=scale, sinks=sinks)
+            else:
+                output = _attention_to_prepared(queries, keys, values, mask, scale, sinks)
             if output is not None:
                 return output
-            keys, values = keys.read.gather()
-        else:
-            keys, values = keys.read.gather()[0], values.read.gather()[1]
+        keys, values = _gathered(keys, values)
     return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
+def fast_attention(
+    q: mx.array,
+    k: Any,
+    v: Any,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+    **options: Any,
+) -> mx.array:
+    """`mx.fast.scaled_dot_product_attention`, for models that call it themselves."""
+    is_paged = isinstance(k, PagedKeys) and isinstance(v, PagedValues)
+    if is_paged and not (k.is_changed or v.is_changed or options):
+        return paged_attention(q, k, v, None, scale, mask, sinks)
+    return _stock_fast_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
+
+
 def install_attention_hook() -> None:
-    """Replace mlx-lm's attention, and the operations around it, in every module that has them;
-    repeated calls do nothing.
+    """Replace mlx-lm's attention, MLX's, and the operations around them, in every module that has
+    them; repeated calls do nothing.
 
     For other arrays the replacements call the originals, so models with other caches are not
     affected.
     """
     rebind(_stock_attention, paged_attention)
+    rebind(_stock_fast_attention, fast_attention)
     install_operation_hooks()
+
+
+def _gathered(keys: PagedKeys, values: PagedValues) -> tuple[mx.array, mx.array]:
+    """What the keys and values stand for, of one read or of two."""
+    gathered_keys, gathered_values = keys.read.gather()
+    if keys.read is not values.read:
+        gathered_values = values.read.gather()[1]
+    return keys.like_this(gathered_keys), values.like_this(gathered_values)
+
+
+def _attention_to_prepared(
+    queries: mx.array,
+    keys: PagedKeys,
+    values: PagedValues,
+    mask: mx.array | str | None,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attention to keys and values that a model has cast or tiled. None if kernels cannot do it."""
+    if keys.tiles != values.tiles or (sinks is not None and keys.tiles > 1):
+        return None
+    if mx.float32 in (keys.dtype, values.dtype):
+        queries = queries.astype(mx.float32)
+    tiles, heads = keys.tiles, keys.shape[1] // keys.tiles
+    by_head = _heads_swapped(queries, tiles, heads)
+    output = keys.read.attend(by_head, mask, scale=scale, sinks=sinks)
+    return None if output is None else _heads_swapped(output, heads, tiles)
+
+
+def _heads_swapped(array: mx.array, outer: int, inner: int) -> mx.array:
+    """The array [B, q_heads, S, dim], its heads numbered by `inner` first instead of by `outer`.
+
+    Kernels number a query's head by the head of the pages first. Tiled keys number it by the tile.
+    """
+    numbered: mx.array = mx.unflatten(array, 1, (outer, inner, -1))
+    return numbered.swapaxes(1, 2).flatten(1, 3)
 
 
 def _latent_attention(

@@ -16,6 +16,7 @@ from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 
 _stock_depends: Callable[..., Any] = mx.depends
 _stock_where: Callable[..., mx.array] = mx.where
+_stock_tile: Callable[..., mx.array] = mx.tile
 
 
 def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
@@ -33,7 +34,16 @@ def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
     return x.masked(result, condition, y) if type(x) is PositionScores else result
 
 
+def tile(array: Any, repetitions: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.tile`, whose result still stands for pages if it repeats their heads."""
+    result = _stock_tile(array, repetitions, stream=stream)
+    return (
+        array.tiled(result, repetitions) if isinstance(array, PagedKeys | PagedValues) else result
+    )
+
+
 def install_operation_hooks() -> None:
     """Replace the operations in every module that has them; repeated calls do nothing."""
     rebind(_stock_depends, depends)
     rebind(_stock_where, where)
+    rebind(_stock_tile, tile)

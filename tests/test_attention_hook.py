@@ -104,6 +104,89 @@ def test_what_a_model_does_to_keys_or_values_is_honoured(cache: PagedKVCache) ->
         assert mx.abs(found - expected).max() < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_keys_cast_to_float32_are_read_from_pages(
+    pool: PagePool, dtype: mx.Dtype, tokens: int
+) -> None:
+    install_attention_hook()
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    mask = cache.make_mask(tokens)
+    keys, values = cache.update_and_fetch(
+        normal(3, tokens).astype(dtype), normal(4, tokens).astype(dtype)
+    )
+    arrays = [keys.astype(mx.float32), values]
+    del keys, values
+    assert attended(cache, normal(5, tokens, 4), arrays, mask) == 0
+
+
+def test_a_cast_of_keys_makes_the_output_float32(pool: PagePool) -> None:
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    queries, *step = [normal(seed, 1).astype(mx.float16) for seed in range(3)]
+    keys, values = cache.update_and_fetch(*step)
+    output = paged_attention(queries, keys.astype(mx.float32), values, cache, SCALE, None)
+    assert output.dtype == mx.float32
+
+
+def test_keys_cast_to_fewer_bits_are_gathered(cache: PagedKVCache) -> None:
+    keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
+    arrays = [keys.astype(mx.float16), values]
+    del keys, values
+    assert attended(cache, normal(5, 1), arrays, None) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_tiled_heads_are_read_from_pages(cache: PagedKVCache, tokens: int) -> None:
+    """Query heads of both tiles and of both heads of the pages."""
+    install_attention_hook()
+    mask = cache.make_mask(tokens)
+    arrays = [
+        mx.tile(each, [1, 2, 1, 1])
+        for each in cache.update_and_fetch(normal(3, tokens), normal(4, tokens))
+    ]
+    assert attended(cache, normal(5, tokens, 8), arrays, mask) == 0
+
+
+@pytest.mark.parametrize(
+    "mask", [None, mx.arange(11) % 2 == 0], ids=["of the cache", "of the model"]
+)
+def test_other_tiles_are_gathered(cache: PagedKVCache, mask: mx.array | None) -> None:
+    install_attention_hook()
+    keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
+    tiled = mx.tile(keys, (1, 2, 1, 1)), mx.tile(values, (1, 2, 1, 1))
+    repeated = mx.repeat(keys, 2, axis=1), mx.repeat(values, 2, axis=1)
+    queries = normal(5, 1, 8)
+    for ours, theirs in (tiled, repeated, (tiled[0], repeated[1]), (repeated[0], tiled[1])):
+        expected = mx.fast.scaled_dot_product_attention(
+            queries, mx.array(ours), mx.array(theirs), scale=SCALE, mask=mask
+        )
+        found = paged_attention(queries, ours, theirs, cache, SCALE, mask)
+        assert mx.abs(found - expected).max() < 1e-6
+
+
+def test_a_model_that_calls_mlx_s_attention_reads_pages(cache: PagedKVCache) -> None:
+    install_attention_hook()
+    keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
+    plain = mx.array(keys), mx.array(values)
+    before = cache.pool.stats().gather_fallbacks
+    found = mx.fast.scaled_dot_product_attention(normal(5, 1), keys, values, scale=SCALE)
+    expected = mx.fast.scaled_dot_product_attention(normal(5, 1), *plain, scale=SCALE)
+    assert mx.abs(found - expected).max() < 1e-6
+    del keys, values
+    assert cache.pool.stats().gather_fallbacks == before
+
+
+def test_keys_changed_in_place_are_not_those_of_the_pages(cache: PagedKVCache) -> None:
+    install_attention_hook()
+    keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
+    expected = mx.fast.scaled_dot_product_attention(
+        normal(5, 1), mx.ones_like(keys), mx.array(values), scale=SCALE
+    )
+    keys[0] = mx.array(1.0)
+    found = mx.fast.scaled_dot_product_attention(normal(5, 1), keys, values, scale=SCALE)
+    assert mx.abs(found - expected).max() < 1e-6
+
+
 def test_the_cache_that_is_passed_beside_does_not_matter(cache: PagedKVCache) -> None:
     arrays = cache.update_and_fetch(normal(3, 1), normal(4, 1))
     results = [
@@ -171,7 +254,7 @@ def test_a_cache_is_made_without_a_look_through_all_modules(
 def test_a_gather_is_counted_each_time_and_reported_once_per_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = small_model("stablelm")
+    model = small_model("gemma2")
     factory = PagedCacheFactory(model)
     with caplog.at_level(logging.WARNING, logger="paged_kv"):
         greedy(model, [1, 2, 3], factory.make_cache(), 4)
@@ -180,4 +263,4 @@ def test_a_gather_is_counted_each_time_and_reported_once_per_model(
     assert factory.stats().gather_fallbacks == layers * 6
     said = [record for record in caplog.records if "does not read pages" in record.message]
     assert len(said) == 1
-    assert said[0].message.startswith("stablelm: attention of layer 0")
+    assert said[0].message.startswith("gemma2: attention of layer 0")

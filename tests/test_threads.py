@@ -260,7 +260,7 @@ CASES = [
             ("gemma3_text", "fp16", 9),
             ("llama", "fp16", 9),
             ("llama", "auto", 8),
-            ("stablelm", "fp16", 9),
+            ("gemma2", "fp16", 9),
         )
     ),
 ]

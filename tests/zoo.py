@@ -33,6 +33,8 @@ FAMILIES = [
     "phi3",
     "cohere2",
     "stablelm",
+    "plamo",
+    "plamo2",
     "minimax_m3_vl",
     "plamo3",
     "iquestloopcoder",

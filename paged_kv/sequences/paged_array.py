@@ -8,6 +8,7 @@ layers, MLX gathers the keys and values when it computes the arrays.
 
 from __future__ import annotations
 
+from functools import partial
 from threading import RLock, current_thread
 from typing import Any, Protocol
 
@@ -85,15 +86,21 @@ class PagedRead:
                     window=view.window,
                     new_tokens=self.new_tokens,
                 )
-            return self.pages.attend(
+            attend = partial(
+                self.pages.attend,
                 queries,
                 view.attention_metadata,
                 scale=scale,
                 causal=view.causal,
-                window=view.window,
                 sinks=sinks,
                 new_tokens=self.new_tokens,
             )
+            output = attend(window=view.window)
+            if view.wider_window is None:
+                return output
+            # The token that only the first query's wider window reaches is not held any more.
+            wider = attend(window=view.wider_window)
+            return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
 
     def gather(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily.
@@ -150,21 +157,57 @@ class GatheredRead(PagedRead):
         self._is_attended = True
 
 
-class PagedKeys(ReadArray):
-    """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
+class _PagedArray(ReadArray):
+    """Numbers of a read, which attention can read from its pages.
+
+    Attributes:
+        read: the read.
+        tiles: how often the heads of the pages follow each other in this array.
+        is_as_held: whether it has the dtype and the heads of the pages.
+    """
 
     read: PagedRead
+    tiles = 1
+    is_as_held = True
+
+    def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
+        """Of a dtype that holds the same numbers, an array that still stands for its read."""
+        cast = super().astype(dtype, stream)
+        return self._followed_by(cast, 1) if dtype in (self.dtype, mx.float32) else cast
+
+    def tiled(self, result: mx.array, repetitions: Any) -> mx.array:
+        """`result`, which is mx.tile(self, repetitions), as an array that still stands for its read
+        if only heads were repeated."""
+        if not isinstance(repetitions, list | tuple) or len(repetitions) != 4:
+            return result
+        tokens_stay = (repetitions[0], *repetitions[2:]) == (1, 1, 1)
+        return self._followed_by(result, repetitions[1]) if tokens_stay else result
+
+    def like_this(self, gathered: mx.array) -> mx.array:
+        """Numbers gathered for this array's read, with its dtype and tiles."""
+        cast = gathered.astype(self.dtype)
+        return cast if self.tiles == 1 else mx.tile(cast, [1, self.tiles, 1, 1])
+
+    def _followed_by(self, result: mx.array, tiles: int) -> mx.array:
+        if self.is_changed:
+            return result
+        array = type(self)(result)
+        array.read, array.tiles = self.read, self.tiles * tiles
+        array.is_as_held = self.is_as_held and tiles == 1 and result.dtype == self.dtype
+        return array
 
 
-class PagedValues(ReadArray):
+class PagedKeys(_PagedArray):
+    """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
+
+
+class PagedValues(_PagedArray):
     """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
     latent."""
 
-    read: PagedRead
-
     def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
         swapped: mx.array = super().swapaxes(axis1, axis2, **options)
-        if self.is_changed or {axis1 % 4, axis2 % 4} != {2, 3}:
+        if self.is_changed or self.tiles > 1 or {axis1 % 4, axis2 % 4} != {2, 3}:
             return swapped
         return PositionKeys.of(swapped, self.read)
 

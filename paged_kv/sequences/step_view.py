@@ -41,7 +41,9 @@ class StepView:
         mask: the latest mask that kernels can express by lengths and a window.
         queries: the number of queries of that mask.
         causal: the argument of `Backend.attend` for that mask.
-        window: the argument of `Backend.attend` for that mask.
+        window: the argument of `Backend.attend` for that mask, and for its first query if there is
+            a wider window.
+        wider_window: that argument for its other queries; None if all have the same.
     """
 
     def __init__(self, group: LayerGroup, rows: list[StepRow], *, read_first: bool) -> None:
@@ -52,6 +54,7 @@ class StepView:
         self.queries = 0
         self.causal = False
         self.window: int | None = None
+        self.wider_window: int | None = None
         self._rows = rows
         self.moves = group.moves
         self.expected: dict[int, _Expected] = {}
@@ -81,14 +84,22 @@ class StepView:
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         """Whether lengths and a window express the mask, so that a kernel needs no array."""
-        window = self.group.window
         sees = self._sees_as(mask, queries)
         if sees:
             self.mask, self.queries, self.causal = mask, queries, mask is not None
-            self.window = window.size if window and not window.sink_tokens else None
-            if isinstance(mask, PagedMask) and mask.window is not None:
-                self.window = mask.window
+            self.window, self.wider_window = self._windows(mask, queries)
         return sees
+
+    def _windows(self, mask: object, queries: int) -> tuple[int | None, int | None]:
+        window = self.group.window
+        asked = mask.window if isinstance(mask, PagedMask) else None
+        if window is None or window.sink_tokens:
+            return asked, None
+        if asked is None and mask is not None:
+            asked = max(self.attention_metadata.visible_lens)
+        if asked is None or asked <= window.size or queries == 1:
+            return min(window.size, asked or window.size), None
+        return window.size, asked
 
     def _sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         window = self.group.window
@@ -97,14 +108,14 @@ class StepView:
                 mask, mx.array
             )
         if isinstance(mask, PagedMask):
-            return mask.hides_in(self.attention_metadata, queries) and self._is_narrower(
-                mask.window
+            return mask.hides_in(self.attention_metadata, queries) and self._is_held(
+                mask.window, queries
             )
         if mask is None:
             return window is None or queries == 1
         if isinstance(mask, mx.array) or mask != "causal":
             return False
-        return window is None or max(self.attention_metadata.visible_lens) <= window.size
+        return self._is_held(max(self.attention_metadata.visible_lens), queries)
 
     def _hides_any(self, longest: int) -> bool:
         """Whether a query with sink tokens does not see all tokens."""
@@ -113,7 +124,10 @@ class StepView:
             or max(self.attention_metadata.visible_lens) > longest
         )
 
-    def _is_narrower(self, window: int | None) -> bool:
-        if self.group.window is None:
+    def _is_held(self, asked: int | None, queries: int) -> bool:
+        """Whether the queries can attend to a window of `asked` tokens. It may be wider by one than
+        that of the layers: then it ends where theirs does for the first query."""
+        window = self.group.window
+        if window is None:
             return True
-        return window is not None and window <= self.group.window.size
+        return asked is not None and (queries == 1 or asked <= window.size + 1)
