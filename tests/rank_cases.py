@@ -122,6 +122,26 @@ def three(group: mx.distributed.Group, *names: str) -> dict[str, Any]:
     return stories(group, *names, size=3)
 
 
+def restart(group: mx.distributed.Group, folder: str) -> list[dict[str, Any]]:
+    """A prompt of three pages from stores: whole ones; then rank 1 loses its second page."""
+    model, tokens = sharded("qwen3", group), prompt(700)
+    found: list[dict[str, Any]] = []
+    for attempt in range(3):
+        factory = PagedCacheFactory(model, max_bytes=LARGE, store=folder)
+        cache, cached = factory.fetch_cache(tokens)
+        given = [int(token) for token, _ in generate_step(
+            mx.array(tokens[cached:]), model, prompt_cache=cache, max_tokens=4)]  # fmt: skip
+        found.append({"cached": cached, "tokens": given, "digest": digest(factory.pool)})
+        factory.insert_cache(tokens, cache)
+        del cache
+        factory.close()
+        if attempt == 1 and group.rank() == 1:
+            files = Path(folder).glob("rank-1-of-2/**/*.safetensors")
+            _, second, *_ = sorted(files, key=lambda path: path.stat().st_mtime_ns)
+            second.write_bytes(second.read_bytes()[:-1] + b"!")
+    return found
+
+
 def serve(group: mx.distributed.Group, budgets: str, *options: str) -> int:
     """`paged-kv server` in float32, with one of these budgets on each rank."""
     load = sharded_load

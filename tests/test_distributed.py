@@ -49,6 +49,15 @@ def test_a_pool_that_is_full_on_one_rank_is_full_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_stores_restore_what_every_rank_has_after_a_restart(tmp_path: Path) -> None:
+    found = told(tmp_path, 2, "restart", str(tmp_path / "store"))
+    assert found[0] == found[1]
+    assert [each["cached"] for each in found[0]] == [0, 699, 256]
+    first, *others = [each["tokens"] for each in found[0]]
+    assert others == [first, first]
+
+
+@pytest.mark.slow
 def test_generate_prints_the_text_of_one_process_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

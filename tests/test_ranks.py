@@ -7,13 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Reserve, Unanimous
 from paged_kv.admission.pool_size import GroupSize, PoolSize
@@ -26,6 +27,7 @@ from paged_kv.integrations.server.generation.jobs import Job
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, Ranks
+from tests.zoo import small_model
 
 KEY = b"a key of thirty-two bytes, or so"
 FOREVER_S = 1e6
@@ -197,6 +199,47 @@ def test_ranks_that_cache_different_prefixes_fail_with_both() -> None:
         assert isinstance(error, RanksDiffer)
         assert digest(pools[0]) in str(error)
         assert digest(pools[1]) in str(error)
+
+
+def test_stored_pages_are_loaded_only_where_all_ranks_offer_them(tmp_path: Path) -> None:
+    model, tokens = small_model("qwen3"), list(range(100)) * 7
+
+    def cached(ranks: Ranks, trace: str | None = None) -> int:
+        factory = PagedCacheFactory(model, max_bytes="64MB", store=tmp_path / "store", trace=trace)
+        factory.prefixes.ranks = ranks
+        cache, known = factory.fetch_cache(tokens)
+        if not known:
+            model(mx.array([tokens]), cache=cache)
+            factory.insert_cache(tokens, cache)
+        del cache
+        factory.close()
+        return known
+
+    assert cached(ALONE) == 0
+    assert cached(ALONE, trace=str(tmp_path / "trace")) == 699
+    # The other rank has the first 600 tokens: full pages that both have are loaded.
+    assert cached(OtherStores((600, ()))) == 512
+    assert cached(OtherStores(None)) == 0
+    assert cached(OtherStores((700, (7,)), is_readable=False)) == 0
+
+
+class OtherStores(Ranks):
+    """A rank beside another one with other stored pages: from the second question on it offers the
+    same. Where it cannot read, it has nothing more to offer."""
+
+    size = 2
+
+    def __init__(self, offer: Any, *, is_readable: bool = True) -> None:
+        self._offers = [offer]
+        self._is_readable = is_readable
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        if question == "readable" and not self._is_readable:
+            self._offers.append(None)
+            return [answer, False]
+        if question == "stored prefix" and self._offers:
+            return [answer, self._offers.pop()]
+        return [answer, answer]
 
 
 def test_a_policy_needs_every_rank() -> None:

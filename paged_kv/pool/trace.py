@@ -97,7 +97,7 @@ def events_of(budget: ByteBudget, name: str, path: str | os.PathLike[str] | None
         OSError: the file cannot be written, or is not empty.
     """
     file = os.environ.get("PAGED_KV_TRACE") if path is None else file_path("trace", path)
-    if not file:
+    if not file or str(file) == os.devnull:
         return NO_EVENTS
     full = Path(str(file).replace("%p", str(os.getpid()))).absolute()
     if full not in _files or _files[full].pid != os.getpid():

@@ -10,8 +10,9 @@ out-of-window blocks are therefore written like others. The last block of an ins
 ring is written at once, with the slots that it still holds of the block before it. The states of
 layers without pages are written at once too, with the block that they end.
 
-Stored blocks enter the index like computed ones, once all of them are read and verified. They are
-left on disk where `Rates` estimates that computing them is quicker. The last
+Stored blocks enter the index like computed ones, once all of them are read and verified. Where
+several ranks share a model, each has a store with its shard: blocks are loaded that all ranks have
+and can read. They are left on disk where `Rates` estimates that computing them is quicker. The last
 block may hold tokens that the prompt does not have; the index matches the part that it has.
 """
 
@@ -92,16 +93,24 @@ class StoredPrefixes:
         if identity is None or known >= len(tokens) - 1:
             return
         failed: list[str] = []
+        most = len(tokens)
         while True:
             # A load that failed may have evicted blocks that were held before.
             held = self._held(namespace, tokens)
-            wanted = self._wanted(Link.root(identity), tokens, len(held), known)
-            stored = self._store.find(wanted, failed)
-            if stored is None or not self._pool.can_admit(stored.num_tokens):
+            wanted = self._wanted(Link.root(identity), tokens, most, len(held), known)
+            stored = self._offer(wanted, failed)
+            end = None if stored is None else _end(stored)
+            offers = self._prefixes.ranks.gather("stored prefix", end)
+            if stored is None or None in offers:
                 return
-            if not self._prefixes.rates.is_reading_quicker(stored.num_tokens - known):
-                return
+            if len(set(offers)) > 1:
+                # Blocks that end within a page can differ on each rank: look for full ones.
+                shortest = min(offer[0] for offer in offers if offer is not None)
+                most = min(shortest, most - 1) // PAGE_SIZE * PAGE_SIZE
+                continue
             began = time.perf_counter()
+            if not self._is_readable(stored, failed):
+                continue
             try:
                 unusable = self._load(namespace, stored, held)
             except (PoolExhausted, MemoryError):
@@ -114,6 +123,25 @@ class StoredPrefixes:
                 self._store.touch(stored.keys)
                 return
             failed.append(unusable or stored.end_key)
+
+    def _offer(self, wanted: Wanted, failed: list[str]) -> Stored | None:
+        """What this rank has stored, fits its pool and is quicker to read than to compute."""
+        stored = self._store.find(wanted, failed)
+        if stored is None or not self._pool.can_admit(stored.num_tokens):
+            return None
+        is_quicker = self._prefixes.rates.is_reading_quicker(stored.num_tokens - wanted.beyond)
+        return stored if is_quicker else None
+
+    def _is_readable(self, stored: Stored, failed: list[str]) -> bool:
+        """Whether every rank can read what it has stored; else adds this rank's damaged entry to
+        `failed`. Only then pages are loaded: loading may evict, and all ranks evict the same."""
+        ranks = self._prefixes.ranks
+        if ranks.size == 1:
+            return True  # `_load` finds out, and reads once
+        entries = zip(stored.places, self._store.read(stored.places), strict=False)
+        damaged = [place.key for place, entry in entries if entry is None]
+        failed += damaged
+        return ranks.agree("readable", not damaged)
 
     def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
         """See `LowerTier`."""
@@ -166,13 +194,16 @@ class StoredPrefixes:
             held.append(node)
         return held
 
-    def _wanted(self, root: Link, tokens: abc.Sequence[int], held: int, known: int) -> Wanted:
+    def _wanted(
+        self, root: Link, tokens: abc.Sequence[int], most: int, held: int, known: int
+    ) -> Wanted:
+        """What to look up of the first `most` tokens of a prompt."""
         has_states = self._prefixes.has_states
         windows = [(group, group.window) for group in self._groups]
         return Wanted(
             root=root,
             # A state cannot be rolled back, and the last token must be computed again.
-            tokens=tokens[: len(tokens) - 1] if has_states else tokens,
+            tokens=tokens[: min(most, len(tokens) - 1) if has_states else most],
             held=held * PAGE_SIZE,
             beyond=known,
             parts=tuple([self._part(group) for group in self._shared_groups]),
@@ -238,7 +269,7 @@ class StoredPrefixes:
         None."""
         sequence = Sequence(self._pool)
         num_held = sum(len(node.tokens) for node in held)
-        for group in self._shared_groups:
+        for group in self._shared_groups if held else []:
             sequence.adopt(group, [node.blocks[group.allocator] for node in held], num_held)
         states: Any = None
         written: dict[LayerGroup, int] = {}
@@ -292,6 +323,12 @@ class _Part:
     place: Place
     nbytes: int
     entry: Callable[[], Entry]
+
+
+def _end(stored: Stored) -> tuple[int, tuple[int, ...]]:
+    """The length of stored blocks, and the last one's tokens: two ranks may load them if these are
+    equal. Their keys differ, as those name a rank's shard of the weights."""
+    return stored.num_tokens, tuple(stored.links[-1].tokens)
 
 
 def _page_entry(place: Place, group: LayerGroup, page: NodePage) -> Entry:
