@@ -39,7 +39,7 @@ _installed: dict[int, tuple[Module, PagedFactory]] = {}
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
     """mlx-lm's function of this name; a model's installed factory makes its caches instead."""
-    factory = _factory_of(model)
+    factory = installed_factory(model)
     if factory is not None:
         return factory.make_cache(max_kv_size)
     return stock_make_prompt_cache(model, max_kv_size)
@@ -64,7 +64,7 @@ def install_factory(model: Module, factory: PagedFactory) -> bool:
 
 def uninstall_factory(model: Module, factory: PagedFactory) -> None:
     """Undo `install_factory`; does nothing if this factory is not installed."""
-    if _factory_of(model) is not factory:
+    if installed_factory(model) is not factory:
         return
     del _installed[id(model)]
     if not _installed:
@@ -98,7 +98,7 @@ def insert_segments(
 ) -> Any:
     """BatchGenerator's method of this name. Prompts without a cache start from their longest cached
     prefix, or from one that they share with another of the prompts."""
-    factory = _factory_of(generator.model)
+    factory = installed_factory(generator.model)
     if factory is None or generator.max_kv_size is not None:
         return _stock_insert_segments(
             generator, segments, max_tokens, caches, all_tokens, *others, **named
@@ -118,7 +118,8 @@ def insert_segments(
     )
 
 
-def _factory_of(model: Module) -> PagedFactory | None:
+def installed_factory(model: Module) -> PagedFactory | None:
+    """The factory that makes mlx-lm's prompt caches of this model, if one is installed."""
     _, factory = _installed.get(id(model), (model, None))
     return factory
 

@@ -55,7 +55,7 @@ def generate_samples(
         PoolExhausted: the budget of the cache's pool does not hold the prompt or the samples.
     """
     require_model(model)
-    _require_tokenizer(tokenizer)
+    require_tokenizer(tokenizer)
     _require_options(kwargs)
     if kwargs.get("sampler") is None:
         kwargs["sampler"] = make_sampler(temp=1.0)
@@ -80,7 +80,7 @@ def generate_samples(
     )
 
 
-def _require_tokenizer(tokenizer: object) -> None:
+def require_tokenizer(tokenizer: object) -> None:
     if not all(hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_ids")):
         raise TypeError(
             "tokenizer must be one of mlx-lm, such as mlx_lm.load(path_or_repo)[1], got "

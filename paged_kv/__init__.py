@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from paged_kv.cache.paged_kv_cache import PagedKVCache
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
+    from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
+    from paged_kv.integrations.speculation.model_draft import ModelDraft
+    from paged_kv.integrations.speculation.ngram_draft import NGramDraft
+    from paged_kv.integrations.speculation.speculative_generation import speculative_batch_generate
     from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
@@ -48,6 +52,8 @@ __all__ = [
     "FirstInFirstOut",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "ModelDraft",
+    "NGramDraft",
     "NotPinned",
     "OldestFirst",
     "PagePool",
@@ -60,10 +66,12 @@ __all__ = [
     "RequantisationPolicy",
     "RollbackError",
     "Sequence",
+    "SpeculativeBatchGenerator",
     "StoreError",
     "ThreadConflict",
     "__version__",
     "generate_samples",
+    "speculative_batch_generate",
 ]
 
 _HOMES = {
@@ -87,6 +95,10 @@ _HOMES = {
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",
     "generate_samples": "integrations.samples",
+    "ModelDraft": "integrations.speculation.model_draft",
+    "NGramDraft": "integrations.speculation.ngram_draft",
+    "SpeculativeBatchGenerator": "integrations.speculation.generator",
+    "speculative_batch_generate": "integrations.speculation.speculative_generation",
 }
 
 

@@ -42,9 +42,17 @@ ARROWS: dict[str, set[str]] = {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.distributed", "kernels.pages", "pool", "prefix", "sequences", "store"),
     },
+    "integrations.speculation": {
+        *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),
+        "kernels.pages",
+    },
+    "integrations.generation": {
+        *("allocator", "commands", "integrations", "integrations.distributed"),
+        *("integrations.speculation", "store"),
+    },
     "integrations.bench": {
-        *("cache", "commands", "integrations", "integrations.batching", "kernels.pages"),
-        "sequences",
+        *("cache", "commands", "integrations", "integrations.batching"),
+        *("integrations.generation", "kernels.pages", "sequences"),
     },
     "integrations.doctor": {
         *("commands", "integrations.bench", "kernels", "kernels.cpu", "kernels.pages"),

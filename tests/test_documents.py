@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 
 import paged_kv
 from paged_kv import command_line
-from paged_kv.integrations.generate_command import add_generate_parser
+from paged_kv.integrations.generation.generate_command import add_generate_parser
 from paged_kv.integrations.server.options import server_parser
 from tests.zoo import small_model
 

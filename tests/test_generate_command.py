@@ -10,9 +10,9 @@ from mlx_lm.sample_utils import make_sampler
 
 from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
-from paged_kv.integrations import text_generation
-from paged_kv.integrations.generate_command import embedded_model
-from paged_kv.integrations.texts_in_turn import TextsInTurn
+from paged_kv.integrations.generation import text_generation
+from paged_kv.integrations.generation.generate_command import embedded_model
+from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
 
 PROMPT = "def read_file(path):"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.integrations import text_generation
+from paged_kv.integrations.generation import text_generation
 from paged_kv.integrations.server.options import server_parser
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.keys import Place

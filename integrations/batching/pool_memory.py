@@ -22,3 +22,10 @@ def pool_size(pool: PagePool) -> PoolSize:
         ),
         PAGE_SIZE,
     )
+
+
+def shares(max_bytes: int, pools: list[PagePool]) -> list[int]:
+    """Divides bytes among pools that will hold the same tokens: in proportion to a token's bytes.
+    The pools must know their layers' geometry."""
+    sizes = [sum(group.block_bytes for group in pool_size(pool).groups) for pool in pools]
+    return [max(1, max_bytes * size // max(1, sum(sizes))) for size in sizes]

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from paged_kv.commands.arguments import name, path
 from paged_kv.commands.cache_options import examples
-from paged_kv.integrations.generate_command import embedded_model
+from paged_kv.integrations.generation.generate_command import embedded_model
 
 if TYPE_CHECKING:
     from paged_kv.integrations.bench.cache_pairs import CachePairs
@@ -73,8 +73,8 @@ def measured(model: str | None, plan: Plan) -> tuple[dict[str, Any], list[Outcom
     """
     from paged_kv.integrations.bench import report
     from paged_kv.integrations.bench.cache_pairs import CachePairs
+    from paged_kv.integrations.generation.text_generation import loaded
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-    from paged_kv.integrations.text_generation import loaded
 
     language_model = loaded(model or embedded_model())[0]
     with closing(PagedCacheFactory(language_model)) as factory:

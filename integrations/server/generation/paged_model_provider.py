@@ -14,7 +14,7 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load
 
 from paged_kv.admission.pool_size import PoolSize
-from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.pool_memory import pool_size, shares
 from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -162,20 +162,16 @@ class PagedModelProvider(ModelProvider):
     def _make_factories(self) -> None:
         models = [model for model in (self.model, self.draft_model) if model is not None]
         budget = self.cli_args.max_kv_bytes or recommended_bytes()
-        # Both models hold the same tokens, so each gets memory in proportion to its token's bytes.
-        sizes = [self._token_bytes(model) if len(models) > 1 else 1 for model in models]
-        shares = [budget * size // max(1, sum(sizes)) for size in sizes]
+        # A single model's pool need not be tried out to know that it gets everything.
+        found = [budget]
+        if len(models) > 1:
+            found = shares(budget, [self._factory(model, budget).pool for model in models])
         self.factories = [
-            self._factory(model, max(1, share), self.cli_args.store)
-            for model, share in zip(models, shares, strict=True)
+            self._factory(model, share, self.cli_args.store)
+            for model, share in zip(models, found, strict=True)
         ]
         for factory in self.factories:
             factory.install()
-
-    def _token_bytes(self, model: Any) -> int:
-        """Bytes of a token in all layers, up to a common factor."""
-        pool = self._factory(model, recommended_bytes()).pool
-        return sum(group.block_bytes for group in pool_size(pool).groups)
 
     def _factory(self, model: Any, max_bytes: int, store: str | None = None) -> PagedCacheFactory:
         factory = PagedCacheFactory(

@@ -20,9 +20,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import sharded_load
 
 from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.samples import read_shared
-from paged_kv.integrations.texts_in_turn import TextsInTurn
 from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 

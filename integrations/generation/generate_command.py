@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
     # Imported here because loading mlx-lm takes seconds: --help and usage errors do not need it.
-    from paged_kv.integrations.text_generation import TextGeneration
+    from paged_kv.integrations.generation.text_generation import TextGeneration
 
     generation = TextGeneration(
         arguments.model or embedded_model(),

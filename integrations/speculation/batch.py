@@ -1,0 +1,208 @@
+"""mlx-lm's GenerationBatch, with drafts.
+
+A step emits the token that the last step sampled, and samples the next one. With drafts, it
+computes the drafted tokens too, and emits also those that it accepts. The next step begins, as
+without drafts, with one sampled token that is not emitted yet; so BatchGenerator, and what preempts
+its rows, need not know about drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.drafts import Draft, DraftRow
+from paged_kv.integrations.speculation.rollback import Rollback, longest_draft, ragged_step
+from paged_kv.integrations.speculation.verification import Chooser, Sampled, Sampler, sample
+
+
+class RowOptions(NamedTuple):
+    """How a row drafts.
+
+    Attributes:
+        num_draft_tokens: the most tokens to draft in a step; 0 means none.
+        salt: drafts of one salt never learn from another.
+    """
+
+    num_draft_tokens: int
+    salt: Hashable = None
+
+
+@dataclass(eq=False)
+class _Row:
+    """What a batch knows of a row besides mlx-lm's fields.
+
+    Attributes:
+        state: the draft's.
+    """
+
+    options: RowOptions
+    state: Any
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+class SpeculativeBatch(GenerationBatch):
+    """Rows that generate, with drafts. `next` may return several responses for a row, in order.
+
+    Args:
+        model: a model of mlx-lm.
+        sampler: of rows that have none of their own.
+        draft: proposes tokens.
+        options_of: how a row drafts, by uid.
+
+    Attributes:
+        counts: of all rows since the beginning.
+    """
+
+    @dataclass
+    class Response(GenerationBatch.Response):
+        """mlx-lm's response, with the counts of its row until now."""
+
+        speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    def __init__(
+        self,
+        model: Any,
+        sampler: Sampler,
+        draft: Draft,
+        options_of: Callable[[int], RowOptions],
+    ) -> None:
+        super().__init__(
+            model=model,
+            uids=[],
+            inputs=mx.array([], dtype=mx.uint32),
+            prompt_cache=[],
+            tokens=[],
+            samplers=[],
+            fallback_sampler=sampler,
+            logits_processors=[],
+            stop_sequences=[],
+            max_tokens=[],
+        )
+        self.counts = SpeculationCounts()
+        self._draft = draft
+        self._options_of = options_of
+        self._rows: list[_Row] = []
+
+    def extend(self, batch: GenerationBatch) -> None:
+        """Extend this batch with another generation batch, whose caches can be rolled back."""
+        super().extend(batch)  # type: ignore[no-untyped-call]  # mlx-lm's
+        for uid in batch.uids:
+            options = self._options_of(uid)
+            self._rows.append(_Row(options, self._draft.begin(options.salt)))
+
+    def filter(self, keep: list[int]) -> None:
+        """Keep the rows at these indices."""
+        super().filter(keep)
+        self._rows = [self._rows[row] for row in keep]
+
+    def next(self) -> list[GenerationBatch.Response]:
+        """Emit one token of each row, and the drafted tokens that follow it and are accepted."""
+        if not self.uids:
+            return []
+        drafts = self._drafts()
+        if not any(drafts):
+            return self._without_drafts()
+        emitting: Any = self._next_tokens.tolist()
+        inputs = [[token, *draft] for token, draft in zip(emitting, drafts, strict=True)]
+        rollback = Rollback(self.model, self.prompt_cache)
+        try:
+            logits = ragged_step(self.model, self.prompt_cache, inputs)
+        except PoolExhausted:
+            # Memory for one token of each row is reserved already.
+            return self._without_drafts()
+        sampled = sample(logits, inputs, self._choosers(), self.fallback_sampler)
+        return self._emit(inputs, sampled, rollback)
+
+    def _without_drafts(self) -> list[GenerationBatch.Response]:
+        counts = [row.counts for row in self._rows]
+        responses: list[Any] = super().next()
+        for response, count in zip(responses, counts, strict=True):
+            response.speculation = count
+        return responses
+
+    def _drafts(self) -> list[list[int]]:
+        """The drafted tokens of each row, after the token that it emits next."""
+        counts = [self._draft_length(row) for row in range(len(self.uids))]
+        drafts: list[list[int]] = [[] for _ in counts]
+        if not any(counts):
+            return drafts
+        emitting: Any = self._next_tokens.tolist()
+        rows = [row for row, count in enumerate(counts) if count]
+        asked = [
+            DraftRow(self._rows[row].state, [*self.tokens[row], emitting[row]], counts[row])
+            for row in rows
+        ]
+        for row, draft in zip(rows, self._draft.propose(asked), strict=True):
+            drafts[row] = draft[: counts[row]]
+        return drafts
+
+    def _draft_length(self, row: int) -> int:
+        """The most tokens to draft for a row, 0 if the draft has nothing to say."""
+        each = self._rows[row]
+        left = self.max_tokens[row] - self._num_tokens[row] - 1
+        most = longest_draft(self.prompt_cache)
+        count = min(left, each.options.num_draft_tokens, left if most is None else most)
+        return count if count > 0 and self._draft.may_follow(each.state, self.tokens[row]) else 0
+
+    def _choosers(self) -> list[Chooser]:
+        rows = zip(
+            self.samplers or [], self.logits_processors or [], self._token_context, strict=True
+        )
+        return [Chooser(*row) for row in rows]
+
+    def _emit(
+        self, inputs: list[list[int]], sampled: list[Sampled], rollback: Rollback
+    ) -> list[GenerationBatch.Response]:
+        """Emit the accepted tokens of each row, until it ends, and remove the others."""
+        logprobs = self._next_logprobs
+        self._next_tokens = mx.array([each.tokens[-1] for each in sampled], dtype=mx.uint32)
+        self._next_logprobs = [each.logprobs[-1] for each in sampled]
+        ends = [self._end(row, inputs[row][: len(each.tokens)]) for row, each in enumerate(sampled)]
+        rollback.keep(inputs, [count for count, _ in ends])
+        responses = []
+        for row, (count, finish_reason) in enumerate(ends):
+            tokens = inputs[row][:count]
+            self.tokens[row].extend(tokens)
+            self._count(row, len(inputs[row]) - 1, count - 1)
+            known = [logprobs[row], *sampled[row].logprobs]
+            for token, each in zip(tokens[:-1], known, strict=False):
+                responses.append(self._response(row, token, each, None))
+            responses.append(self._response(row, tokens[-1], known[count - 1], finish_reason))
+        if any(reason for _, reason in ends):
+            self.filter([row for row, (_, reason) in enumerate(ends) if reason is None])
+        return responses
+
+    def _end(self, row: int, tokens: list[int]) -> tuple[int, str | None]:
+        """How many of these tokens to emit, and why the row ends with the last of them."""
+        for count, token in enumerate(tokens, 1):
+            self._num_tokens[row] += 1
+            if self._matchers[row].advance(token):
+                return count, "stop"
+            if self._num_tokens[row] >= self.max_tokens[row]:
+                return count, "length"
+        return len(tokens), None
+
+    def _count(self, row: int, drafted: int, accepted: int) -> None:
+        self.counts.note(drafted, accepted)
+        self._rows[row].counts.note(drafted, accepted)
+
+    def _response(
+        self, row: int, token: int, logprobs: mx.array, finish_reason: str | None
+    ) -> GenerationBatch.Response:
+        has_ended = finish_reason is not None
+        return self.Response(
+            uid=self.uids[row],
+            token=token,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            prompt_cache=self.extract_cache(row) if has_ended else None,
+            all_tokens=self.tokens[row] if has_ended else None,
+            speculation=self._rows[row].counts,
+        )

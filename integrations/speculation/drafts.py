@@ -1,0 +1,40 @@
+"""Defines a draft: it proposes the tokens that a model may say next."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+
+class DraftRow(NamedTuple):
+    """A row of a batch that asks for tokens.
+
+    Attributes:
+        state: what the draft keeps of this row, from `Draft.begin`.
+        tokens: the prompt, and all tokens that are known to follow it.
+        most: the most tokens to propose, at least 1.
+    """
+
+    state: Any
+    tokens: list[int]
+    most: int
+
+
+class Draft(Protocol):
+    """Proposes tokens for the rows of a batch. Several generators may share a draft."""
+
+    def begin(self, salt: Hashable) -> Any:
+        """The state of a new row. Rows with different salts must not learn from each other."""
+        ...
+
+    def may_follow(self, state: Any, tokens: list[int]) -> bool:
+        """Whether the draft may have tokens to propose once the token after `tokens` is known.
+
+        It is asked while the model still computes that token, so it must be cheap: a row for which
+        nothing can be proposed does not wait for it.
+        """
+        ...
+
+    def propose(self, rows: list[DraftRow]) -> list[list[int]]:
+        """For each row the tokens that may come next: at most `most`, or none."""
+        ...

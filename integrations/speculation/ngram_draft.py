@@ -1,0 +1,115 @@
+"""Prompt look-up: proposes what followed the same n tokens earlier.
+
+It needs no second model. Answers that repeat their prompt, such as an edited file, or themselves,
+are drafted from there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from threading import Lock
+from typing import NamedTuple
+
+from paged_kv.checks import whole_number
+from paged_kv.integrations.speculation.drafts import DraftRow
+
+DEFAULT_NGRAM = 3
+
+
+class NGramDraft:
+    """Proposes what followed the same `n` tokens earlier: in the row itself, or else, if allowed,
+    in other rows of the same salt.
+
+    Args:
+        n: how many tokens must be the same.
+        shared_tokens: how many tokens of other rows to remember, the latest. 0, the default, means
+            that each row learns from its own prompt and answer alone.
+
+    Raises:
+        TypeError, ValueError: a number is not an integer, `n` is less than 1, or `shared_tokens` is
+            negative.
+
+    Example:
+        >>> speculative_batch_generate(model, NGramDraft(3), tokenizer, prompts)
+    """
+
+    def __init__(self, n: int = DEFAULT_NGRAM, *, shared_tokens: int = 0) -> None:
+        self.n = whole_number("n", n, least=1)
+        most = whole_number("shared_tokens", shared_tokens, least=0)
+        self._shared = _SharedNGrams(most)
+
+    def begin(self, salt: Hashable) -> NGramRow:
+        """The state of a new row."""
+        return NGramRow(self.n, salt, self._shared)
+
+    def may_follow(self, state: NGramRow, tokens: list[int]) -> bool:
+        """Whether the last n of these tokens occurred before."""
+        return state.place_after(tokens) is not None
+
+    def propose(self, rows: list[DraftRow]) -> list[list[int]]:
+        """For each row what followed its last n tokens before; none if they are new."""
+        return [row.state.proposed(row.tokens, row.most) for row in rows]
+
+
+class _Place(NamedTuple):
+    """A position in a text, which may still grow."""
+
+    tokens: list[int]
+    start: int
+
+
+class _SharedNGrams:
+    """N-grams of all rows, by salt: the latest `most` of them. Threads may share it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: OrderedDict[Hashable, _Place] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, salt: Hashable, ngram: tuple[int, ...]) -> _Place | None:
+        return self._places.get((salt, ngram))
+
+    def put(self, salt: Hashable, ngram: tuple[int, ...], place: _Place) -> None:
+        if not self._most:
+            return
+        with self._lock:
+            self._places[salt, ngram] = place
+            self._places.move_to_end((salt, ngram))
+            if len(self._places) > self._most:
+                self._places.popitem(last=False)
+
+
+class NGramRow:
+    """The n-grams of one row, each with its latest place."""
+
+    def __init__(self, n: int, salt: Hashable, shared: _SharedNGrams) -> None:
+        self._n = n
+        self._salt = salt
+        self._shared = shared
+        self._tokens: list[int] = []
+        self._places: dict[tuple[int, ...], _Place] = {}
+
+    def place_after(self, tokens: list[int]) -> _Place | None:
+        """Where the text went on after the same n tokens; None if they are new."""
+        self._learn(tokens)
+        last = tuple(tokens[-self._n :])
+        return self._places.get(last) or self._shared.get(self._salt, last)
+
+    def proposed(self, tokens: list[int], count: int) -> list[int]:
+        """The `count` tokens that followed the same n tokens; a text that ends before is taken to
+        repeat what lies between the two places."""
+        place = self.place_after(tokens)
+        if place is None:
+            return []
+        text = place.tokens[place.start : place.start + count]
+        return [text[at % len(text)] for at in range(count)]
+
+    def _learn(self, tokens: list[int]) -> None:
+        """Note the n-grams that a token follows. Tokens are only ever appended."""
+        known = len(self._tokens)
+        self._tokens.extend(tokens[known:])
+        for end in range(max(known, self._n), len(self._tokens)):
+            ngram = tuple(self._tokens[end - self._n : end])
+            place = self._places[ngram] = _Place(self._tokens, end)
+            self._shared.put(self._salt, ngram, place)

@@ -1,0 +1,129 @@
+"""Removes rejected tokens from the caches of a batch, for each row separately.
+
+Pages are trimmed. Recurrent states cannot be: a snapshot of them is taken before the step, and for
+the rows with rejected tokens the model computes their accepted tokens again from there. A snapshot
+copies nothing, as a step replaces the arrays of states.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
+
+
+def require_rollback(prompt_cache: list[Any]) -> None:
+    """Raises ValueError unless tokens of each row can be removed from every cache."""
+    unknown = {
+        type(cache).__name__
+        for cache in leaves(prompt_cache)
+        if not isinstance(cache, PagedKVCache | ArraysCache)
+    }
+    if unknown:
+        raise ValueError(
+            "drafts need caches that can be rolled back for each row, pages or recurrent states, "
+            f"got {', '.join(sorted(unknown))}: make them with a PagedCacheFactory of this model, "
+            "or install() it; models that bring caches of another kind cannot use drafts"
+        )
+
+
+def longest_draft(prompt_cache: list[Any]) -> int | None:
+    """The most drafted tokens that rings can roll back; None without windows."""
+    chunks = [
+        window.write_chunk
+        for cache in paged_caches(prompt_cache)[:1]
+        for window in cache.pool.windows.values()
+    ]
+    return min(chunks) - 1 if chunks else None
+
+
+class Rollback:
+    """The caches of a batch before a step.
+
+    Args:
+        model: the model of the caches.
+        prompt_cache: the caches.
+    """
+
+    def __init__(self, model: Any, prompt_cache: list[Any]) -> None:
+        self._model = model
+        self._prompt_cache = prompt_cache
+        self._before = {id(cache): list(cache.cache) for cache in _recurrent(prompt_cache)}
+
+    def keep(self, inputs: list[list[int]], counts: list[int]) -> None:
+        """Keep the first `counts[row]` tokens of each row's inputs, which the step has taken."""
+        rejected = [len(each) - count for each, count in zip(inputs, counts, strict=True)]
+        rows = [row for row, count in enumerate(rejected) if count]
+        if not rows:
+            return
+        if self._before:
+            rejected = [len(inputs[row]) if row in rows else 0 for row in range(len(inputs))]
+        for cache in paged_caches(self._prompt_cache):
+            cache.trim_per_sequence(rejected)
+        if self._before:
+            self._compute_again(rows, [inputs[row][: counts[row]] for row in rows])
+
+    def _compute_again(self, rows: list[int], tokens: list[list[int]]) -> None:
+        """Take a step of these rows alone, from the states before."""
+        caches = [self._rows_of(cache, rows) for cache in self._prompt_cache]
+        ragged_step(self._model, caches, tokens)
+        for cache, part in zip(_recurrent(self._prompt_cache), _recurrent(caches), strict=True):
+            cache.cache = [
+                _replaced(old, rows, new) for old, new in zip(cache.cache, part.cache, strict=True)
+            ]
+        mx.eval([cache.state for cache in caches])
+        mx.eval([cache.cache for cache in _recurrent(self._prompt_cache)])
+
+    def _rows_of(self, cache: Any, rows: list[int]) -> Any:
+        """A cache of some rows: a view of their pages, and their states before the step."""
+        if isinstance(cache, CacheList):
+            return CacheList(*[self._rows_of(inner, rows) for inner in cache.caches])
+        if isinstance(cache, PagedKVCache):
+            return PagedKVCache(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
+        part = copy.copy(cache)
+        part.cache = self._before[id(cache)]
+        part.filter(mx.array(rows))
+        return part
+
+
+def ragged_step(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) -> mx.array:
+    """The logits [rows, longest, vocabulary] of a step with as many tokens in each row as its
+    inputs; shorter rows are padded on the right, which no cache holds.
+
+    Raises:
+        PoolExhausted: the pool does not hold the step; no cache was changed.
+    """
+    lengths = [len(each) for each in inputs]
+    longest = max(lengths)
+    padding = [longest - length for length in lengths]
+    padded = mx.array([each + [0] * more for each, more in zip(inputs, padding, strict=True)])
+    if not any(padding):
+        logits: mx.array = model(padded, cache=prompt_cache)
+        return logits
+    for cache in prompt_cache:
+        cache.prepare(lengths=lengths, right_padding=padding)
+    try:
+        logits = model(padded, cache=prompt_cache)
+    finally:
+        for cache in prompt_cache:
+            cache.finalize()
+    return logits
+
+
+def _recurrent(prompt_cache: list[Any]) -> list[ArraysCache]:
+    return [cache for cache in leaves(prompt_cache) if isinstance(cache, ArraysCache)]
+
+
+def _replaced(state: Any, rows: list[int], new: Any) -> Any:
+    """A state [batch, ...] with new rows; a layer may leave a state out, as None."""
+    if state is None:
+        return None
+    order = list(range(len(state)))
+    for place, row in enumerate(rows):
+        order[row] = len(state) + place
+    return mx.concatenate([state, new])[mx.array(order)]
