@@ -78,6 +78,7 @@ def test_a_step_longer_than_a_window_is_attended_to_before_it_is_quantised(
     [
         *product(("llama", "gemma3_text"), (mx.float32, mx.float16, mx.bfloat16)),
         ("gpt_oss", mx.float32),  # Its experts run in float32 only on MLX's CPU backend.
+        *product(("stablelm", "plamo"), (mx.float32,)),  # They cast and tile keys.
     ],
 )
 def test_small_models_of_every_dtype(

@@ -1,0 +1,46 @@
+"""Models that cast or tile keys, call MLX's attention, or mask one token more than their window."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+from paged_kv import PagedCacheFactory
+from tests.generation import assert_same_run, greedy
+from tests.stored_prompts import TEXT, stored_factory, warm
+from tests.zoo import small_model
+
+NAMES = ["stablelm", "plamo", "plamo2", "plamo3"]
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stored_prefix_continues_as_in_mlx_lm(name: str, tmp_path: Path) -> None:
+    model: Any = small_model(name)
+    prompt = TEXT[:300]
+    factory, stock = stored_factory(model, tmp_path), make_prompt_cache(model)
+    cache = factory.make_cache()
+    for each in (cache, stock):  # In the same steps: plamo3's results depend on them.
+        mx.eval(model(mx.array([prompt[:270]]), cache=each))
+    factory.insert_cache(prompt[:270], cache)
+    del cache
+    factory.close()
+    later = stored_factory(model, tmp_path)
+    run, cached = warm(model, later, prompt)
+    assert cached == 270
+    assert_same_run(run, greedy(model, prompt[270:], stock, 4), TOLERANCE)
+    assert later.stats().gather_fallbacks == 0
+
+
+@pytest.mark.parametrize("name", ["stablelm", "plamo", "plamo3"])
+def test_trimmed_tokens_are_written_again(name: str) -> None:
+    model, runs = small_model(name), []
+    factory = PagedCacheFactory(model)
+    for cache in (factory.make_cache(), make_prompt_cache(model)):
+        greedy(model, TEXT[:20], cache, 4)
+        trim_prompt_cache(cache, 9)
+        runs.append(greedy(model, TEXT[50:58], cache, 8))
+    assert_same_run(runs[0], runs[1], TOLERANCE)
+    assert factory.stats().gather_fallbacks == 0
