@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -78,6 +79,14 @@ def streamed(port: int, prompt: str, chunks: int | None = None) -> str:
     return text
 
 
+def metrics(port: int) -> dict[int, int]:
+    """The budget of each rank, by the server's metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        text = response.read().decode()
+    line = re.compile(r'^paged_kv:rank_bytes\{rank="(\d)",state="budget"\} (\S+)$', re.MULTILINE)
+    return {int(rank): int(float(nbytes)) for rank, nbytes in line.findall(text)}
+
+
 def ended(processes: list[Popen[str]]) -> list[int]:
     """The exit statuses."""
     return [process.wait(LAUNCH_S) for process in processes]
@@ -115,6 +124,7 @@ def test_ranks_answer_as_one_process_with_unequal_budgets(tmp_path: Path) -> Non
         status, message = asked(port, LONG, max_tokens=4000)
         assert status == 400
         assert "tokens were asked" in message
+        assert metrics(port) == dict.fromkeys((0, 1), 6000000)
         processes[1].send_signal(signal.SIGTERM)  # Rank 0 decides when to end.
         processes[0].send_signal(signal.SIGTERM)
         assert ended(processes) == [0, 0], output_of(tmp_path, 0) + output_of(tmp_path, 1)

@@ -21,6 +21,7 @@ from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
 from paged_kv.integrations.distributed.connections import Meeting, NotConnected, accept, connect
 from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
+from paged_kv.integrations.distributed.rank_memory import RankMemory, own_memory
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
 from paged_kv.integrations.distributed.watch import Beat, Watch, hanging
 from paged_kv.integrations.server.generation.jobs import Job
@@ -260,3 +261,11 @@ def test_what_other_ranks_get_of_a_job_has_no_client() -> None:
     assert its.channel is its.read is None
     error = pickle.loads(pickle.dumps(APIError(503, "busy", param="n", headers={"a": "b"})))
     assert (error.status, str(error), error.param, error.headers) == (503, "busy", "n", {"a": "b"})
+
+
+def test_a_rank_tells_its_memory_also_while_a_pool_is_locked() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    now = own_memory(RankMemory())
+    assert now.budget >= pool.budget.max_bytes
+    with pool.lock, ThreadPoolExecutor(1) as threads:
+        assert threads.submit(own_memory, RankMemory(1, 2, 3)).result() == RankMemory(1, 2, 3)

@@ -20,8 +20,11 @@ from time import monotonic
 from typing import NoReturn
 
 from paged_kv.integrations.distributed.connections import BROKEN
+from paged_kv.integrations.distributed.rank_memory import RankMemory, own_memory
 
 BEAT_S = 0.5
+
+NO_MEMORY = RankMemory()
 
 # How long a rank that leaves waits for the others' answers, which come with their next beats.
 FAREWELL_S = 10.0
@@ -38,11 +41,13 @@ class Beat:
         exchange: the number of its latest question.
         doing: "waiting" for the others' answers, "computing" a step, or "" for other work.
         seconds: since when.
+        memory: of its pools.
     """
 
     exchange: int
     doing: str
     seconds: float
+    memory: RankMemory = NO_MEMORY
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Watch:
         self._patience_s = patience_s
         self._doing = (0, "", monotonic())
         self._beats: dict[int, Beat] = {}
+        self._memory = NO_MEMORY
         self._heard = dict.fromkeys(connections, monotonic())
         self._lock = threading.Lock()
         self._is_leaving = False
@@ -99,6 +105,12 @@ class Watch:
         """What this rank is doing; see `Beat`."""
         return self._doing[1]
 
+    @property
+    def memory(self) -> dict[int, RankMemory]:
+        """What each rank has told of its memory, on rank 0; elsewhere rank 0's and this one's."""
+        told = {rank: beat.memory for rank, beat in self._beats.copy().items()}
+        return dict(sorted((told | {self._rank: self._memory}).items()))
+
     def leave(self) -> None:
         """Tell the others that this rank has nothing more to do, and watch them no longer. It waits
         for their answers: TCP may drop the last message of a connection that is closed at once."""
@@ -117,6 +129,7 @@ class Watch:
             for connection in wait([*ranks], BEAT_S):
                 assert isinstance(connection, Connection)
                 self._hear(ranks[connection], connection)
+            self._memory = own_memory(self._memory)
             if not self._is_leaving:
                 self._tell(self._own_beat())
                 if self._rank == 0:
@@ -146,7 +159,7 @@ class Watch:
 
     def _own_beat(self) -> Beat:
         exchange, doing, since = self._doing
-        return Beat(exchange, doing, monotonic() - since)
+        return Beat(exchange, doing, monotonic() - since, self._memory)
 
     def _judge(self) -> None:
         """End all ranks if one is silent, or has let the others wait for too long."""

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.jobs import Stage
 from paged_kv.integrations.server.generation.server_metrics import Histogram
@@ -52,6 +53,7 @@ class _Collector(Collector):
         yield _histogram("request_time_per_output_token_seconds", counted.output_token)
         yield _histogram("e2e_request_latency_seconds", counted.whole_request)
         yield from self._of_stores()
+        yield from self._of_ranks()
 
     def _of_stores(self) -> Iterator[Metric]:
         stores = [
@@ -65,6 +67,19 @@ class _Collector(Collector):
             ("store_written_bytes", "Bytes written to disk", "bytes_written"),
         ):
             yield _counter(name, meaning, sum(getattr(each, field) for each in stores))
+
+    def _of_ranks(self) -> Iterator[Metric]:
+        """The bytes of each process, where several share the model."""
+        ranks = self._service.thread.provider.ranks
+        if not isinstance(ranks, ConnectedRanks):
+            return
+        metric = GaugeMetricFamily(
+            "paged_kv:rank_bytes", "Bytes of all pools of a rank", labels=["rank", "state"]
+        )
+        for rank, memory in ranks.watch.memory.items():
+            for state, nbytes in vars(memory).items():
+                metric.add_metric([str(rank), state], nbytes)
+        yield metric
 
 
 def _gauge(name: str, meaning: str, value: float) -> Metric:
