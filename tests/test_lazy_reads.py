@@ -115,7 +115,7 @@ def test_what_attention_has_read_is_not_gathered() -> None:
     reads = cache.pool.groups[0].pages[0].lazy_reads
     assert not reads.waiting()
     cache.keys_and_values()
-    assert len(reads.waiting()) == 2
+    assert len(set(map(id, reads.waiting()))) == 2
     keys, values = cache.update_and_fetch(*step(3, 2))
     assert len(reads.waiting()) == 2
     keys.read.attend(mx.ones((1, 4, 3, 16)), "causal", scale=1.0)

@@ -36,7 +36,6 @@ def depending(
     result = DependentArray(mx.depends(mx.array(array), list(added)))
     earlier = array.dependencies if isinstance(array, DependentArray) else ()
     result.read, result.dependencies = array.read, (*earlier, *added)
-    result.read.watch(result)
     return result
 
 

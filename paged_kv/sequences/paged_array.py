@@ -118,11 +118,6 @@ class PagedRead:
             self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
-    def watch(self, array: mx.array) -> None:
-        """Let no page of this read change before `array`, which reads it, is computed or
-        dropped."""
-        self.pages.lazy_reads.watch((array,), self.view.attention_metadata)
-
     def leave_unread(self) -> None:
         """Note that no graph holds what was gathered for this read."""
 
@@ -217,5 +212,6 @@ def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
     gathered = GatheredRead(read)
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered
-    read.pages.lazy_reads.watch((keys, values), read.view.attention_metadata)
+    # These live as long as the read, and so as any array that was made of the keys or values.
+    read.pages.lazy_reads.watch(gathered.gathered, read.view.attention_metadata)
     return keys, values
