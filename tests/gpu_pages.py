@@ -144,6 +144,35 @@ class Batch:
         )
         return self._error(found, asked, self.metadata, None, options | {"sinks": sinks})
 
+    def attend_latent(self, heads: int, queries: int = 1, **options: Any) -> float:
+        """The largest difference from dense attention in float64 to latents with position keys
+        behind them, without padding."""
+        geometry, metadata = self.pages.geometry, self.metadata
+        options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
+        rows, dtype = len(metadata.context_lens), geometry.k_dtype
+        asked = normal((rows, heads, queries, geometry.k_dim), dtype, seed=1)
+        positions = normal((rows, heads, queries, geometry.v_dim), dtype, seed=2) * 0.1
+        found = self.pages.attend_latent(asked, positions, metadata, **options)
+        assert np.isfinite(numbers(found)).all()
+        worst, scale = 0.0, options.pop("scale")
+        for row, own in enumerate(metadata.valid_tokens(queries)):
+            if not own:
+                continue
+            valid = slice(own.start, own.stop)
+            held, keys = self._numbers_of(row, None, metadata)
+            expected, _ = dense_attention(
+                np.concatenate([scale * numbers(asked[row]), numbers(positions[row])], -1)[
+                    :, valid
+                ],
+                np.concatenate([held, keys], -1),
+                held,
+                scale=1.0,
+                sinks=None,
+                **options,
+            )
+            worst = max(worst, np.abs(numbers(found[row, :, valid]) - expected).max())
+        return worst
+
     def _error(
         self,
         found: mx.array,

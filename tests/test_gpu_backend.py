@@ -68,6 +68,8 @@ def test_a_gpu_is_served_by_its_kernels(name: str, monkeypatch: pytest.MonkeyPat
         (LayerGeometry(2, 64, mx.float16, 1, 64, mx.float16), False),
         (LayerGeometry(2, 64, mx.float16, 2, 64, mx.bfloat16), False),
         (LayerGeometry(1, 576, mx.float16, 1, 512, mx.float16), False),
+        (LayerGeometry(1, 512, mx.float16, 1, 64, mx.float16), True),
+        (LayerGeometry(2, 512, mx.float16, 2, 64, mx.float16), False),
     ],
 )
 def test_supported_layers(geometry: LayerGeometry, supported: bool) -> None:

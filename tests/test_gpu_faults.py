@@ -23,13 +23,14 @@ from tests.gpu_pages import (
 )
 from tests.planted_decode_faults import DECODE_FAULTS
 from tests.planted_faults import BOTH, FAULTS, Fault
+from tests.planted_latent_faults import LATENT_FAULTS
 
 # They fail if the emulation breaks, not if a kernel does.
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
-ALL_FAULTS = [*FAULTS, *DECODE_FAULTS]
-SOUND: dict[str, Any] = dict.fromkeys(("name", "operation", "sound", "planted", "said"), "")
+ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS]
+SOUND: dict[str, Any] = dict.fromkeys(("name", "sound", "planted", "said"), "")
 SOUND |= {"dialects": BOTH}
 
 
@@ -99,6 +100,9 @@ def _is_right(backend: Any, fault: Fault) -> bool:
 
 def _use(backend: Any, fault: Fault) -> float:
     geometry, formats = same(64, fault.dtype), fault.formats
+    if fault.operation == "latent":
+        latents = same(64, fault.dtype, heads=1)
+        return written(backend, latents, formats, fault.lengths).attend_latent(5)
     batch = written(backend, geometry, formats, fault.lengths, more=fault.writes)
     if not fault.writes:
         return batch.attend(fault.queries, gqa_group_size=fault.gqa_group_size)
@@ -113,7 +117,11 @@ def _use(backend: Any, fault: Fault) -> float:
 def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every use in which a planted fault must show."""
     usual = gpu_tuning.LEAST_TOKENS
-    uses = {str(replace(fault, **SOUND)): replace(fault, **SOUND) for fault in ALL_FAULTS}
+    used = [
+        replace(fault, **SOUND, operation="latent" if fault in LATENT_FAULTS else "")
+        for fault in ALL_FAULTS
+    ]
+    uses = {str(fault): fault for fault in used}
     assert len(uses) > 10
     for use in uses.values():
         monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", use.least_tokens or usual)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.nvrtc import compiled, why_not
@@ -36,8 +37,11 @@ def test_all_kernels_compile(formats: list[FormatName]) -> None:
     batch.pages.gather(batch.metadata)
     batch.pages.gather(batch.metadata, step)
     batch.pages.copy({0: 1})
+    latents = written(backend, LayerGeometry(1, 512, dtype, 1, 64, dtype), formats, [300])
+    asked, positions = (mx.zeros((1, 128, 1, each), dtype) for each in (512, 64))
+    latents.pages.attend_latent(asked, positions, latents.metadata, scale=1.0)
     operations = {name.split("_")[4] for name in device.texts}
-    assert operations >= {"write", "decode", "prefill", "gather", "copy"}
+    assert operations >= {"write", "decode", "prefill", "gather", "copy", "latent"}
     for name, text in device.texts.items():
         size, log = compiled(text, "sm_80")
         assert size, f"{name}: {log}"

@@ -36,7 +36,9 @@ def test_no_variant_of_decode_is_long(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("operation", ["write", "decode", "merge", "prefill", "copy", "gather"])
+@pytest.mark.parametrize(
+    "operation", ["write", "decode", "latent", "merge", "prefill", "copy", "gather"]
+)
 def test_a_text_has_nothing_that_no_compiler_needs(dialect: str, operation: str) -> None:
     lines = _text(dialect, operation, [*ALL_FORMATS, "WHOLE"]).splitlines()
     assert not any("//" in line or line.startswith(("#if", "#else", "#end")) for line in lines)

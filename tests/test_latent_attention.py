@@ -24,10 +24,14 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pa
     """Two sequences, of 10 tokens and of 7."""
     monkeypatch.setenv("PAGED_KV_BACKEND", request.param)
     install_attention_hook()
+    return filled(1)
+
+
+def filled(seed: int) -> PagedKVCache:
     pool = PagePool(1, max_bytes=8 << 20, name="test")
     cache = PagedKVCache(pool, 0, [Sequence(pool), Sequence(pool)])
     cache.prepare(lengths=[10, 7], right_padding=[0, 3])
-    cache.update_and_fetch(normal(1, 2, 1, 10, DIM), normal(2, 2, 1, 10, POSITIONS))
+    cache.update_and_fetch(normal(seed, 2, 1, 10, DIM), normal(seed + 1, 2, 1, 10, POSITIONS))
     cache.finalize()
     return cache
 
@@ -172,11 +176,13 @@ def test_scores_that_keep_some_weight_are_no_hidden_ones(cache: PagedKVCache, fi
     assert type(mx.where(step.mask, scores, fill)) is mx.array
 
 
-def test_a_mask_of_the_models_own_is_honoured(cache: PagedKVCache) -> None:
-    own = mx.arange(11) % 2 == 0
+@pytest.mark.parametrize("with_the_caches", [False, True])
+def test_a_mask_of_the_models_own_is_honoured(cache: PagedKVCache, with_the_caches: bool) -> None:
     step = Step(cache)
     scores = step.position_queries @ step.positions.swapaxes(-1, -2)
-    scores = mx.where(own, scores, LOWEST)
+    scores = mx.where(mx.arange(11) % 2 == 0, scores, LOWEST)
+    if with_the_caches:
+        scores = mx.where(step.mask, scores, LOWEST)
     latents = mx.array(step.latents)
     theirs = mx.fast.scaled_dot_product_attention(
         step.queries, latents, latents, scale=SCALE, mask=mx.array(scores)
@@ -187,7 +193,7 @@ def test_a_mask_of_the_models_own_is_honoured(cache: PagedKVCache) -> None:
 def test_latents_of_another_read_are_not_taken_for_this_ones(cache: PagedKVCache) -> None:
     step = Step(cache)
     scores = step.scores()
-    other, _ = cache.keys_and_values()
+    other = Step(filled(8)).latents
     keys = mx.array(other)
     theirs = mx.fast.scaled_dot_product_attention(
         step.queries, keys, keys, scale=SCALE, mask=mx.array(scores)

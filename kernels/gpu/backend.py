@@ -11,6 +11,7 @@ import mlx.core as mx
 from paged_kv.kernels.gpu.arrays import TABLES, BoundSlabs, Tables, bind, bound_slabs, tables_of
 from paged_kv.kernels.gpu.decode import Decode
 from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS, SLABS, GpuKernels, Maker
+from paged_kv.kernels.gpu.latent import Latent
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.slots import SlotKernels
@@ -22,6 +23,9 @@ from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 
 HEAD_SIZES = {64, 80, 96, 128, 192, 256}
+LARGEST_HEAD = max(HEAD_SIZES)
+# Of latents and their position keys, which only `attend_latent` reads.
+LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
 LOG2_E = math.log2(math.e)
 
@@ -47,13 +51,14 @@ class GpuBackend:
         kernels = GpuKernels(dialect, maker)
         self._decode = Decode(kernels, self.order)
         self._prefill = Prefill(kernels, self.order)
+        self._latent = Latent(kernels, self.order)
         self._slots = SlotKernels(kernels, self.order)
         self._plain = PlainBackend()
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return (
             geometry.k_heads == geometry.v_heads
-            and {geometry.k_dim, geometry.v_dim} <= HEAD_SIZES
+            and ({geometry.k_dim, geometry.v_dim} <= HEAD_SIZES or _is_for_latents(geometry))
             and geometry.k_dtype == geometry.v_dtype
             and geometry.k_dtype in DTYPES
         )
@@ -153,6 +158,17 @@ class GpuBackend:
             )
             mx.eval(output)
             return output
+        if pages.geometry.k_dim > LARGEST_HEAD:
+            return row_attention.attend(
+                self._gathered_rows(pages, metadata, new_tokens),
+                queries,
+                metadata,
+                pages.geometry.v_dim,
+                scale=scale,
+                causal=causal,
+                window=window,
+                sinks=sinks,
+            )
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
         base = scale * LOG2_E
@@ -181,16 +197,24 @@ class GpuBackend:
         window: int | None,
         new_tokens: NewTokens | None,
     ) -> mx.array:
-        """See `Backend.attend_latent`. MLX attends to what a kernel gathers: one head."""
-        latents, position_keys = self.gather(pages, metadata, new_tokens)
-
-        def read(row: int) -> tuple[mx.array, mx.array]:
-            length, padding = latents.shape[2], metadata.right_padding[row]
-            own = slice(length - metadata.ends[row], length - padding)
-            return latents[row : row + 1, :, own], position_keys[row : row + 1, :, own]
-
+        """See `Backend.attend_latent`. For steps of more tokens, MLX attends to what a kernel
+        gathers: one head."""
+        tables, slabs = self._bound(pages, metadata)
+        dtype, own = queries.dtype, pages.geometry.k_dtype
+        if slabs is not None and queries.shape[2] == 1 and new_tokens is None:
+            output = self._latent(
+                pages,
+                slabs,
+                tables,
+                queries.astype(own),
+                position_queries.astype(own),
+                metadata,
+                scale * LOG2_E,
+                window or 0,
+            )
+            return output.astype(dtype)
         return row_attention.attend_latent(
-            read,
+            self._gathered_rows(pages, metadata, new_tokens),
             queries,
             position_queries,
             metadata,
@@ -214,7 +238,8 @@ class GpuBackend:
         """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
         than `attend` alone."""
         tables, slabs = self._bound(pages, metadata)
-        if queries.shape[2] != 1 or slabs is None or not tables.slabs:
+        is_decode = queries.shape[2] == 1 and pages.geometry.k_dim <= LARGEST_HEAD
+        if not is_decode or slabs is None or not tables.slabs:
             self.write(pages, *step, metadata)
             return self.attend(
                 pages,
@@ -250,6 +275,19 @@ class GpuBackend:
             return tables, None
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
+    def _gathered_rows(
+        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+    ) -> row_attention.Read:
+        """Reads sequences from keys and values that a kernel gathers for all of them."""
+        keys, values = self.gather(pages, metadata, new_tokens)
+
+        def read(row: int) -> tuple[mx.array, mx.array]:
+            length = keys.shape[2]
+            own = slice(length - metadata.ends[row], length - metadata.right_padding[row])
+            return keys[row : row + 1, :, own], values[row : row + 1, :, own]
+
+        return read
+
     def _in_dtype(self, pages: LayerMemory, new_tokens: NewTokens | None) -> NewTokens | None:
         if new_tokens is None:
             return None
@@ -264,6 +302,10 @@ class GpuBackend:
             "which are slower. Use a smaller max_bytes for fewer slabs, or call compact()"
         )
         self.settle(pages)
+
+
+def _is_for_latents(geometry: LayerGeometry) -> bool:
+    return geometry.k_heads == 1 and (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
 
 
 def _padded(sinks: mx.array) -> mx.array:

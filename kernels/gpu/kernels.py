@@ -23,6 +23,7 @@ OF_PAGES = (*(f"slab{i}" for i in range(SLABS)), "layouts", "tables", "params", 
 INPUTS: dict[str, dict[str, str]] = {
     "write": {"keys": "", "values": ""},
     "decode": {"queries": "", "keys": "STEP", "values": "STEP", "sinks": "SINKS"},
+    "latent": {"queries": "", "position_queries": ""},
     "merge": {"partials": "", "measures": "", "sinks": "SINKS", "params": ""},
     "prefill": {
         "queries": "",
@@ -36,6 +37,7 @@ INPUTS: dict[str, dict[str, str]] = {
 OUTPUTS: dict[str, dict[str, str]] = {
     "write": {},
     "decode": {"output": "WHOLE", "partials": "PARTIAL", "measures": "PARTIAL"},
+    "latent": {"partials": "", "measures": ""},
     "merge": {"output": ""},
     "prefill": {"output": ""},
     "copy": {},

@@ -89,3 +89,21 @@ def decode_shape(
 # one 16x16 matrix each on CUDA, where 64 rows also read keys and values half as often.
 PREFILL_ROWS = {"metal": 32, "cuda": 64}
 PREFILL_THREADS = 128
+
+
+# Simdgroups of a threadgroup of latent decode, and the tokens of its tile, one each: 8 tokens of
+# 576 floats take 18 of the 32 KiB that a threadgroup may have. Divides a page.
+LATENT_SIMDGROUPS = 8
+
+# Query heads of a simdgroup of latent decode. Each takes 34 registers of a lane for latents of 512:
+# 18 numbers of its query, and 16 sums. Two keep a lane within 96.
+LATENT_ROWS = 2
+
+
+def latent_parts(batch: int, heads: int, longest: int) -> tuple[int, int]:
+    """Tiles of a part, and parts of a context of `longest` tokens, for latent decode. A part has a
+    multiple of LEAST_TOKENS, so that plans last for many steps."""
+    groups = ceil(heads / (LATENT_ROWS * LATENT_SIMDGROUPS))
+    wanted = max(1, SIMDGROUPS_AT_ONCE // (batch * groups * LATENT_SIMDGROUPS))
+    tokens = LEAST_TOKENS * ceil(max(1, longest) / (wanted * LEAST_TOKENS))
+    return tokens // LATENT_SIMDGROUPS, max(1, ceil(longest / tokens))

@@ -1,0 +1,92 @@
+"""Plans and runs latent attention of one token per sequence.
+
+One launch attends to the parts of contexts, and another merges them.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.tuning import LANES, LATENT_ROWS, LATENT_SIMDGROUPS, latent_parts
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.layer_memory import LayerMemory
+
+
+class _Plan(NamedTuple):
+    """Launches, and their parameters."""
+
+    attend: Launch
+    merge: Launch
+    params: mx.array
+
+
+class Latent:
+    """Latent attention of one query token per sequence."""
+
+    def __init__(self, kernels: GpuKernels, order: Order) -> None:
+        self._kernels = kernels
+        self._order = order
+        self._new_plan = lru_cache(maxsize=256)(self._plan_of)
+
+    def __call__(
+        self,
+        pages: LayerMemory,
+        slabs: BoundSlabs,
+        tables: Tables,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+    ) -> mx.array:
+        """Outputs [B, q_heads, 1, k_dim] of queries [B, q_heads, 1, k_dim] and position queries [B,
+        q_heads, 1, v_dim] in the pages' dtype. `scale` is of logits in base 2."""
+        batch, heads, _, _ = queries.shape
+        longest = max(metadata.context_lens)
+        if window:
+            longest = min(longest, window) + LATENT_SIMDGROUPS
+        parts = latent_parts(batch, heads, longest)
+        width = tables.array.shape[1]
+        plan = self._new_plan(slabs.kind, batch, heads, scale, window, parts, width)
+        inputs = [queries, position_queries, *slabs.inputs, tables.array, plan.params]
+        partials, measures, _ = self._order.run(pages, plan.attend, inputs)
+        return plan.merge(inputs=[partials, measures, plan.params])[0]
+
+    def _plan_of(
+        self,
+        kind: PageKind,
+        batch: int,
+        heads: int,
+        scale: float,
+        window: int,
+        parts: tuple[int, int],
+        width: int,
+    ) -> _Plan:
+        geometry, (tiles, splits) = kind.geometry, parts
+        params = parameters(
+            slab_stride=kind.slab_stride,
+            table_stride=width,
+            kv_heads=1,
+            gqa_group_size=heads,
+            scale=scale,
+            window=window,
+            splits=splits,
+            split_tiles=tiles,
+            bases=1,
+        )
+        constants = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
+        constants |= {"ROWS": LATENT_ROWS, "SIMDGROUPS": LATENT_SIMDGROUPS}
+        slots = batch * heads * splits
+        attend = launch_of(
+            self._kernels.kernel("latent", geometry.k_dtype, constants, kind.flags),
+            (-(-heads // (LATENT_ROWS * LATENT_SIMDGROUPS)), splits, batch),
+            LANES * LATENT_SIMDGROUPS,
+            [Output((slots, geometry.k_dim), mx.float32), Output((slots, 2), mx.float32), DONE],
+        )
+        merge = self._kernels.kernel("merge", geometry.k_dtype, {"V_DIM": geometry.k_dim}, [])
+        output = Output((batch, heads, 1, geometry.k_dim), geometry.k_dtype)
+        return _Plan(attend, launch_of(merge, (heads, batch, 1), LANES, [output]), params)
