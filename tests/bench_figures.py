@@ -303,6 +303,14 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "alone": "equal",
                 "batch": "equal",
             },
+            "deepseek_v3": {
+                "gets": "decode",
+                "paged_layers": 3,
+                "mlx_lm_caches": {},
+                "stock_repeats": True,
+                "alone": "equal",
+                "batch": "equal",
+            },
             "gpt_oss": {
                 "gets": "paged",
                 "paged_layers": 2,

@@ -127,14 +127,15 @@ def test_quality_says_how_long_runs_ended() -> None:
 def test_model_families_are_grouped_and_exceptions_named() -> None:
     assert TABLES["model_families"](FIGURES["model_families"]).splitlines() == [
         "- **Attention reads pages** (1): `gpt_oss`",
+        "- **Latent attention reads pages** (1): `deepseek_v3`",
         "- **Pages, gathered for attention of the model's own** (1): `gemma2`",
         "- **Nothing to page, mlx-lm's caches only** (1): `mamba`",
         "- **Not run** (1): `bitnet` (runs on Metal only)",
         "",
         "- Layers that keep mlx-lm's RotatingKVCache beside pages (1): `gpt_oss`",
-        "- Tokens of prompts alone: equal to mlx-lm's in 3 of 3 files",
+        "- Tokens of prompts alone: equal to mlx-lm's in 4 of 4 files",
         "- Tokens of a ragged batch: equal to mlx-lm's batch and to its prompts alone "
-        "in 2 of 3 files",
+        "in 3 of 4 files",
         "  - differs: `gpt_oss`",
         "- mlx-lm itself gives other tokens when asked again: `mamba`",
     ]
