@@ -19,12 +19,12 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS, Events
-from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan
+from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan, by_format
 from paged_kv.allocator.idle_slots import IdleSlots
 from paged_kv.allocator.invariants import check_invariants
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
 from paged_kv.allocator.ring import Ring
-from paged_kv.allocator.slabs import block_range, count_by_slab, slab_of
+from paged_kv.allocator.slabs import block_range, slab_of
 
 
 class BlockAllocator:
@@ -40,7 +40,7 @@ class BlockAllocator:
         map_slab: called with (slab, pages, page format) to map a slab; if it raises, nothing is
             changed.
         unmap_slab: called with (slab) to unmap a slab.
-        page_format: the format of blocks and new tables unless a call names another.
+        page_format: the format of blocks that are written, and of others unless a call names one.
         events: notified of each change.
 
     Attributes:
@@ -76,6 +76,7 @@ class BlockAllocator:
         self.refs = RefCounts(self._count_cached, self._not_used)
         self.idle_slots = IdleSlots(page_size, self.refs.holders, self.format_of)
         self._dropped: deque[BlockTable] = deque()
+        self._unread: list[int] = []
         events.sized(self, {page_format: block_bytes})
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
@@ -133,6 +134,20 @@ class BlockAllocator:
         self.events.made(table)
         return table
 
+    def new_scratch(self, page_format: str) -> BlockTable:
+        """Make a table of one block, for a page that is needed for a moment.
+
+        Raises:
+            PoolExhausted: no block is available.
+        """
+        self.drain()
+        blocks = tuple(self.take_free({page_format: 1})[page_format])
+        table = BlockTable(self, (), page_format, None)
+        table.is_scratch = True
+        self.tables.add(table)
+        table.change(blocks, self.page_size)
+        return table
+
     def fork(self, table: BlockTable) -> BlockTable:
         """Make a second table of the same blocks, adding a reference to each. O(blocks)."""
         self.drain()
@@ -153,8 +168,18 @@ class BlockAllocator:
         """Drop a table at the next call. For finalisers, which may interrupt a call."""
         self._dropped.append(table)
 
+    def release_later(self, blocks: Iterable[int]) -> None:
+        """Remove a reference from each block; those without any become free at the next call, so
+        that their pages can be copied before."""
+        counts = self.refs.counts
+        self._unread += [block for block in blocks if counts[block] == 1]
+        self.release([block for block in blocks if counts[block] > 1])
+
     def drain(self) -> None:
         """Drop the tables of collected sequences, so that the reference counts are current."""
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self.release(unread)
         # A finaliser may append at any moment; append and popleft are atomic.
         while self._dropped:
             self._forget(self._dropped.popleft())
@@ -366,7 +391,8 @@ class BlockAllocator:
         blocks = table.change((), 0)
         self.release(blocks)
         self.tables.discard(table)
-        self.events.dropped(table)
+        if not table.is_scratch:
+            self.events.dropped(table)
 
     def _unmap(self, slab: int) -> None:
         slabs = self._slab_format.pop(slab)
@@ -375,21 +401,10 @@ class BlockAllocator:
 
     def _free(self, blocks: list[int]) -> None:
         """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""
-        for slabs, theirs in self._by_format(blocks):
+        for slabs, theirs in by_format(blocks, self._slab_format).items():
             for slab in slabs.give(theirs):
                 if slabs.is_spare(slab):
                     self._unmap(slab)
-
-    def _by_format(self, blocks: list[int]) -> list[tuple[FormatSlabs, list[int]]]:
-        """Split ascending blocks by format."""
-        if len(self._formats) == 1:
-            return [(self.formats[0], blocks)]
-        parts: dict[FormatSlabs, list[int]] = {}
-        start = 0
-        for slab, count in count_by_slab(blocks):
-            parts.setdefault(self._slab_format[slab], []).extend(blocks[start : start + count])
-            start += count
-        return list(parts.items())
 
     def _count_cached(self, block: int, change: int) -> None:
         self.format_of(block).num_cached += change

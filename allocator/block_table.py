@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 class BlockTable:
     """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.
 
-    Copy on write: only blocks with one reference are written. Before its first write to a shared
-    block, a table replaces the block by a copy.
+    Copy on write: a block is written only if it has one reference and the right format, see
+    `Write.format_of`. Before its first write to any other block, a table replaces it by a copy.
 
     Attributes:
         blocks: the ids. Every change replaces the tuple, so a reader may keep it and compare
             identities to see that nothing has changed.
-        page_format: the format of blocks appended from now on.
+        page_format: the format of full blocks. A block that is written has the allocator's own.
         ring: how a sliding window reuses entries; None if entries are not reused.
         last_reserved: the allocator's `tokens_reserved` at this table's last reservation.
         tokens: number of tokens, including those reserved but not yet written.
         partly: the used slots of each partly used block.
         owner: the sequence's name, the same in all groups.
+        is_scratch: whether no sequence has it: see `BlockAllocator.new_scratch`.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class BlockTable:
         self.tokens = 0
         self.partly: dict[int, UsedSlots] = {}
         self.owner = ""
+        self.is_scratch = False
         self._reserved_end = 0
+        self._recoded_pages = -1
 
     def change(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
         """Replace the blocks and the number of tokens. The caller has added a reference to each new
@@ -83,24 +86,51 @@ class BlockTable:
         return end <= self._reserved_end
 
     def forget_reserved(self) -> None:
-        """Let the next write check for shared blocks again."""
-        self._reserved_end = 0
+        """Let the next write check for shared blocks, and for full ones, again."""
+        self._reserved_end, self._recoded_pages = 0, -1
+
+    def is_recoded(self, tokens: int) -> bool:
+        """Whether `unrecoded` is known to find nothing among the first `tokens` tokens. O(1)."""
+        return (
+            self.page_format == self.allocator.page_format
+            or tokens // self.allocator.page_size == self._recoded_pages
+        )
+
+    def unrecoded(self, tokens: int) -> list[int]:
+        """The full blocks of the first `tokens` tokens that still have the allocator's format, not
+        `page_format`. O(entries)."""
+        if self.is_recoded(tokens):
+            return []
+        found = [block for block in self.full_blocks(tokens) if self.is_writable(block)]
+        if not found:
+            self._recoded_pages = tokens // self.allocator.page_size
+        return found
+
+    def full_blocks(self, tokens: int) -> tuple[int, ...]:
+        """The blocks whose pages the first `tokens` tokens fill; not for rings."""
+        return self.blocks[: tokens // self.allocator.page_size]
+
+    def is_writable(self, block: int) -> bool:
+        """Whether a block has the format of blocks that are written."""
+        return self.allocator.format_of(block).name == self.allocator.page_format
 
     def owns(self, start: int, end: int) -> bool:
-        """Whether the tokens at [start, end) all go to an unshared last block: the usual decode
-        step."""
+        """Whether the tokens at [start, end) all go to a last block that can be written as it is:
+        the usual decode step."""
         size, blocks = self.allocator.page_size, self.blocks
         return (
             self.ring is None
             and len(blocks) * size - size <= start < end <= len(blocks) * size
             and self.allocator.refs.counts.get(blocks[-1]) == 1
+            and self.is_writable(blocks[-1])
         )
 
     def reserve(self, start: int, end: int) -> dict[int, int]:
-        """Reserve unshared blocks for the tokens at [start, end); all or nothing.
+        """Reserve blocks for the tokens at [start, end); all or nothing.
 
-        Appends blocks, and replaces shared ones. Returns the page copies (from block, to block)
-        to make before the first write.
+        Appends blocks, and replaces those that are shared or have another format than the write
+        needs. Returns the page copies (from block, to block) to make before the first write, and
+        before the allocator's next call.
 
         Raises:
             PoolExhausted: too few blocks are available; nothing was changed.
@@ -111,31 +141,28 @@ class BlockTable:
         assert self in allocator.tables, "this table was dropped"
         allocator.tokens_reserved += end - start
         self.last_reserved = allocator.tokens_reserved
-        shared: list[int] = []
-        missing = 0
+        replaced: dict[int, str] = {}
+        missing: list[str] = []
         if not self.owns(start, end):
-            shared = self._shared_entries(start, end)
-            missing = self._entries_for(end) - len(self.blocks)
+            write = Write(self, start, end)
+            replaced, missing = write.replaced_entries(), write.missing_formats()
         tokens = max(self.tokens, end)
-        if not shared and missing <= 0:
+        if not replaced and not missing:
             self._reserved_end = end
             self.change(self.blocks, tokens)
             allocator.events.written(self, start, end, 0, 0)
             return {}
-        fresh = {
-            name: iter(blocks)
-            for name, blocks in allocator.take_free(self._needs(shared, missing)).items()
-        }
+        taken = allocator.take_free(Counter([*replaced.values(), *missing]))
+        fresh = {name: iter(blocks) for name, blocks in taken.items()}
         copies: dict[int, int] = {}
         blocks = list(self.blocks)
-        for entry in shared:
-            block = blocks[entry]
-            copies[block] = blocks[entry] = next(fresh[allocator.format_of(block).name])
-        self.change((*blocks, *fresh.get(self.page_format, ())), tokens)
+        for entry, name in replaced.items():
+            copies[blocks[entry]] = blocks[entry] = next(fresh[name])
+        self.change((*blocks, *[next(fresh[name]) for name in missing]), tokens)
         self._reserved_end = end
-        allocator.release(copies)
+        allocator.release_later(copies)
         allocator.cow_copies += len(copies)
-        allocator.events.written(self, start, end, max(0, missing), len(copies))
+        allocator.events.written(self, start, end, len(missing), len(copies))
         return copies
 
     def append(self, formats: list[str]) -> None:
@@ -189,29 +216,6 @@ class BlockTable:
         pages = self._pages(num_tokens)
         return pages if self.ring is None else min(pages, self.ring.size)
 
-    def _shared_entries(self, start: int, end: int) -> list[int]:
-        if start >= end:
-            return []
-        written = range(start // self.allocator.page_size, self._pages(end))
-        if self.ring is not None:
-            entries = {self.ring.entry(block) for block in written}
-        else:
-            entries = set(written)
-        ref_count = self.allocator.ref_count
-        return sorted(
-            entry
-            for entry in entries
-            if entry < len(self.blocks) and ref_count(self.blocks[entry]) > 1
-        )
-
-    def _needs(self, shared: list[int], missing: int) -> Counter[str]:
-        """Blocks of each format to allocate: a copy has the format of its source."""
-        allocator = self.allocator
-        needs = Counter([allocator.format_of(self.blocks[entry]).name for entry in shared])
-        if missing > 0:
-            needs[self.page_format] += missing
-        return needs
-
 
 @dataclass(frozen=True)
 class Write:
@@ -226,6 +230,57 @@ class Write:
         """Whether it needs no other block: see `BlockTable.owns`."""
         return self.table.owns(self.start, self.end)
 
+    @property
+    def recoded_pages(self) -> range:
+        """The pages that the write fills and leaves. They are to be recoded within the write: its
+        later tokens read them in the table's `page_format`."""
+        size = self.table.allocator.page_size
+        if self.table.page_format == self.table.allocator.page_format:
+            return range(0)
+        return range(self.start // size, (self.end - 1) // size)
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether the first of `recoded_pages` holds earlier tokens. Its block stays as it is until
+        the next write, so that a trim finds these tokens as they were written. A block beside the
+        table holds the recoded page meanwhile."""
+        return bool(self.recoded_pages) and self.start % self.table.allocator.page_size > 0
+
+    def format_of(self, page: int) -> str:
+        """The format that the write needs of a page's block. A page that the write fills from its
+        first slot on and leaves is written in the last page's block and recoded into its own."""
+        whole = self.recoded_pages[1:] if self.needs_scratch else self.recoded_pages
+        return self.table.page_format if page in whole else self.table.allocator.page_format
+
+    def missing_formats(self) -> list[str]:
+        """The formats of the blocks to append."""
+        table = self.table
+        return [
+            self.format_of(page) for page in range(len(table.blocks), table._entries_for(self.end))
+        ]
+
+    def replaced_entries(self) -> dict[int, str]:
+        """The entries whose blocks the write must replace by copies, with the copies' formats."""
+        if self.start >= self.end:
+            return {}
+        table, allocator = self.table, self.table.allocator
+        pages = range(self.start // allocator.page_size, table._pages(self.end))
+        entry_of = table.ring.entry if table.ring else int
+        found: dict[int, str] = {}
+        for page in pages:
+            entry, name = entry_of(page), self.format_of(page)
+            block = table.blocks[entry] if entry < len(table.blocks) else None
+            if block is not None and (
+                allocator.ref_count(block) > 1 or allocator.format_of(block).name != name
+            ):
+                found[entry] = name
+        return dict(sorted(found.items()))
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether its blocks are reserved: see `BlockTable.is_reserved`."""
+        return self.table.is_reserved(self.end)
+
     def by_page(self) -> list[Write]:
         """The same tokens as one write per page."""
         size = self.table.allocator.page_size
@@ -238,19 +293,20 @@ def blocks_needed(writes: Iterable[Write]) -> Counter[str]:
     """Blocks of each format that reserving all `writes`, through tables of one allocator, will
     allocate.
 
-    Of the tables that share a block, the last writer keeps it and needs no copy.
+    Of the tables that share a block, the last writer keeps it and needs no copy, unless it needs
+    another format.
     """
     needs: Counter[str] = Counter()
-    writers: Counter[int] = Counter()
+    writers: Counter[tuple[int, str]] = Counter()
     for write in writes:
-        table = write.table
-        table.allocator.drain()
-        if table.owns(write.start, write.end):
-            continue
-        needs[table.page_format] += max(0, table._entries_for(write.end) - len(table.blocks))
-        for entry in table._shared_entries(write.start, write.end):
-            writers[table.blocks[entry]] += 1
-    for block, times in writers.items():
-        allocator = table.allocator
-        needs[allocator.format_of(block).name] += min(times, allocator.ref_count(block) - 1)
+        table, allocator = write.table, write.table.allocator
+        allocator.drain()
+        if not write.is_owned:
+            needs.update(write.missing_formats())
+            writers.update(
+                (table.blocks[entry], name) for entry, name in write.replaced_entries().items()
+            )
+    for (block, name), times in writers.items():
+        spared = allocator.format_of(block).name == name
+        needs[name] += min(times, allocator.ref_count(block) - spared)
     return +needs

@@ -4,7 +4,7 @@ A format's i-th slab holds min(first * 2**i, an eighth of the budget, the rest o
 blocks. The number of an unmapped slab is reused before a new number is taken.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from sortedcontainers import SortedList
@@ -200,3 +200,15 @@ class FormatSlabs:
             self.spare -= self.slabs[slab]
         self.used[slab] += count
         self.num_used += count
+
+
+def by_format(
+    blocks: list[int], slab_format: Mapping[int, FormatSlabs]
+) -> dict[FormatSlabs, list[int]]:
+    """Split ascending blocks by the format of their slabs."""
+    parts: dict[FormatSlabs, list[int]] = {}
+    start = 0
+    for slab, count in count_by_slab(blocks):
+        parts.setdefault(slab_format[slab], []).extend(blocks[start : start + count])
+        start += count
+    return parts

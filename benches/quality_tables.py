@@ -16,6 +16,19 @@ def quantised_quality(figures: Figures) -> str:
     return "\n\n".join([*tables, *long_runs(figures["long"])])
 
 
+def quantised_bytes(figures: Figures) -> str:
+    """Bits of a number by length, with what that is over pages that are all quantised."""
+    rows = [
+        (
+            f"{count(q4['tokens'])} tokens, {q4['rows']} row" + ("s" if q4["rows"] > 1 else ""),
+            *(f"{each['bits']:.2f} ({each['over_codes']:+.0%})" for each in (q8, q4)),
+            f"{q4['peak_bits']:.2f}",
+        )
+        for q8, q4 in zip(figures["q8"], figures["q4"], strict=True)
+    ]
+    return table(("bits a number", "q8", "q4", "q4, at most during prefill"), rows)
+
+
 def page_codecs(figures: Figures) -> str:
     """The loss of each codec in each model, context and with outliers."""
     parts = figures["parts"]

@@ -6,18 +6,24 @@ turns, and each figure is the median of its repetitions; ratios are medians of r
     decode   one query token for each sequence: pages of each format, beside those of 16 bits
     mlx_lm   the same at 1 sequence of 32K, beside mlx-lm's attention to keys and values of 4 bits
     prefill  512 new tokens after 4,096
-    write    a step of 1 token, and of 512
+    write    a step of 512 tokens into pages of 16 bits, and the recoding of these pages
+    model    stdlib-llama in float16, in CPU time: a prompt of 1,100 tokens for each sequence, and a
+             decode step that recodes a page of each beside one that does not
 """
 
 from collections.abc import Callable
 from statistics import median
+from time import process_time
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm import load
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benches.results_file import write_result
+from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.timing import in_turns, ratio
+from paged_kv.integrations.generation.generate_command import embedded_model
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -28,6 +34,7 @@ KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 SCALE = DIM**-0.5
 LONG, SHORT = 32 * 1024, 1024
 FORMATS = ("fp16", "q8", "q4")
+STRIDE = 1 << 16
 
 
 def random(batch: int, heads: int, tokens: int) -> mx.array:
@@ -41,7 +48,7 @@ class Layer:
 
     def __init__(self, name: str, batch: int, tokens: int) -> None:
         geometry = LayerGeometry(KV_HEADS, DIM, mx.float16, KV_HEADS, DIM, mx.float16)
-        self.pages = LayerPages(geometry, choose_backend(), 1 << 16)
+        self.pages = LayerPages(geometry, choose_backend(), STRIDE)
         per_row = -(-tokens // PAGE_SIZE)
         self.pages.map_slab(0, batch * per_row, page_format_named(name))
         tables = tuple(tuple(range(per_row * row, per_row * (row + 1))) for row in range(batch))
@@ -53,8 +60,17 @@ class Layer:
     def attend(self, queries: mx.array) -> Callable[[], None]:
         return lambda: mx.eval(self.pages.attend(queries, self.metadata, scale=SCALE))
 
-    def write(self, step: mx.array) -> Callable[[], None]:
-        return lambda: self.pages.write(step, step, self.metadata)
+    def write_and_recode(self, step: mx.array, name: str) -> Callable[[], None]:
+        pages = step.shape[2] // PAGE_SIZE
+        self.pages.map_slab(1, pages, page_format_named(name))
+        recoded = {page: STRIDE + page for page in range(pages)} if name != "fp16" else {}
+
+        def work() -> None:
+            self.pages.write(step, step, self.metadata)
+            if recoded:
+                self.pages.copy(recoded)
+
+        return work
 
 
 def beside_16_bits(works: list[Callable[[], None]], repetitions: int) -> dict[str, Any]:
@@ -71,10 +87,34 @@ def attention(batch: int, tokens: int, queries: int, repetitions: int) -> dict[s
     return beside_16_bits([layer.attend(asked) for layer in layers], repetitions)
 
 
-def write(new: int, repetitions: int) -> dict[str, Any]:
-    step = random(1, KV_HEADS, new)
-    layers = [Layer(name, 1, SHORT) for name in FORMATS]
-    return beside_16_bits([layer.write(step) for layer in layers], repetitions)
+def write(pages: int, repetitions: int) -> dict[str, Any]:
+    step = random(1, KV_HEADS, pages * PAGE_SIZE)
+    layers = {name: Layer("fp16", 1, pages * PAGE_SIZE) for name in FORMATS}
+    return beside_16_bits(
+        [layer.write_and_recode(step, name) for name, layer in layers.items()], repetitions
+    )
+
+
+def model_steps(rows: int) -> dict[str, Any]:
+    model = load(embedded_model())[0]
+    figures: dict[str, Any] = {}
+    for name in FORMATS:
+        cache = PagedCacheFactory(model, page_format=name, max_bytes=1 << 31).make_cache()
+        prefill = sum(cpu_seconds(model, cache, rows, count) for count in (512, 512, 76))
+        steps: list[float] = []
+        recoding: list[float] = []
+        while not recoding:
+            (steps if cache[0].size() % PAGE_SIZE else recoding).append(
+                cpu_seconds(model, cache, rows, 1)
+            )
+        figures[name] = {"prefill": prefill, "decode": median(steps), "recoding": recoding[0]}
+    return figures
+
+
+def cpu_seconds(model: Any, cache: Any, rows: int, count: int) -> float:
+    tokens, begin = mx.zeros((rows, count), dtype=mx.int32), process_time()
+    mx.eval(model(tokens, cache=cache))
+    return process_time() - begin
 
 
 def mlx_lm(repetitions: int = 3) -> dict[str, Any]:
@@ -111,8 +151,9 @@ def main() -> None:
         "decode_of_8_at_32k": attention(8, LONG, 1, 9),
         "mlx_lm_of_1_at_32k": mlx_lm(),
         "prefill": attention(1, 4096 + 512, 512, 5),
-        "write_of_1": write(1, 301),
-        "write_of_512": write(512, 21),
+        "write_of_512": write(2, 21),
+        "model_of_1": model_steps(1),
+        "model_of_8": model_steps(8),
     }
     print(f"written to {write_result('quantised_kernels', figures)}")
 

@@ -7,18 +7,15 @@ for bit, here float32: what is compared with them has lost nothing else. The cac
 two parameters of mlx-lm's groups are float32 too, which flatters it a little; `bytes` says what it
 takes in 16 bits.
 
-bytes       of one token in all layers of stdlib-llama in float16, scales included: bytes_active of
-            pool statistics after 256 tokens, and nbytes of mlx-lm's caches.
-text        perplexity of each model on contexts of 2,048 tokens, of one file each. A context goes
-            through a cache in steps of 128 tokens. A step is written before it is read, so every
-            token is predicted from pages that were written and read back, its own slot included;
-            this holds in sliding windows too. `loss_percent` is how much larger the perplexity is
-            than with 16-bit pages, with the standard error over contexts. `kl_nats` is the mean
-            Kullback-Leibler divergence of next-token distributions, from that of 16-bit pages.
-            The budget of "auto" is the bytes of rings, and a share of the bytes of all other 16-bit
-            pages of a context: the smallest of 40 %, 45 % and so on that a context fits in. (In
-            float32 q4 is a seventh of that, and not 28 %.) `blocks_by_format` counts the blocks at
-            the end of a context, in a layer without a window.
+bytes       of one token of a full page in all layers of stdlib-llama in float16, scales included,
+            and of mlx-lm's caches by their nbytes. Pages that are written: see `quantised_bytes`.
+text        perplexity of each model on contexts of 2,048 tokens, of one file each, in steps of 128:
+            every second step recodes a page. `loss_percent` is how much larger the perplexity is
+            than with 16-bit pages, with the standard error over contexts, `kl_nats` the mean
+            Kullback-Leibler divergence of next-token distributions from theirs. The budget of
+            "auto" is the bytes of rings, and of the bytes of other 16-bit pages the smallest share
+            of 40 %, 45 % and so on that a context fits in. (In float32 q4 is a seventh of them, not
+            28 %.) `blocks_by_format` counts a context's last blocks, in a layer without a window.
 greedy      16 prompts of 512 tokens, continued together with 128 tokens: how many are the same as
             with 16-bit pages until the first that is not. "auto" is left out: a budget for so few
             pages would cause no requantisation.
@@ -33,8 +30,7 @@ long        16,384 tokens of all files through stdlib-llama, in float32, with pa
             which the perplexity is above 100 here. Each row of a timeline is the pool after so
             many tokens, and the perplexity of the 1,024 before.
 
-Parts run in two processes, for nothing here is a time; the results file is written anew after
-each.
+Parts run in two processes, as nothing here is a time; each writes the results file anew.
 """
 
 import math
@@ -98,14 +94,18 @@ def size_of_tokens() -> Figures:
     """Bytes of a token in stdlib-llama in float16."""
     model, _ = model_in_float32("stdlib-llama")
     model.set_dtype(mx.float16)
-    tokens = mx.zeros((1, PAGE_SIZE), dtype=mx.int32)
+    page, token = mx.zeros((1, PAGE_SIZE), dtype=mx.int32), mx.zeros((1, 1), dtype=mx.int32)
     rows: Figures = {}
     for name, make in KINDS.items():
         cache = make(model)
         if name.startswith("mlx-lm"):
             cache = [QuantizedKVCache(MLX_GROUP, int(name.split()[1])) for _ in cache]
-        mx.eval(model(tokens, cache=cache))
-        total = bytes_active(cache) if isinstance(cache[0], PagedKVCache) else nbytes(cache)
+        mx.eval(model(page, cache=cache))
+        total = nbytes(cache)
+        if isinstance(cache[0], PagedKVCache):
+            # The token begins a page, and the full one is recoded.
+            mx.eval(model(token, cache=cache))
+            total = bytes_active(cache) - PAGE_SIZE * values_of_token(model) * mx.float16.size
         size = total / PAGE_SIZE
         rows[name] = {"token_bytes": size, "bits_per_value": 8 * size / values_of_token(model)}
     for row in rows.values():

@@ -103,6 +103,17 @@ def _step_rows(dtype: str, of: Figures) -> Iterator[Row]:
     yield f"{dtype}: shuffled pages over pages in order", mixed, itself
 
 
+def _model_rows(batch: str, figures: Figures) -> Iterator[tuple[str, ...]]:
+    """CPU time of a prompt and of a decode step that recodes pages, beside those of 16 bits."""
+    for label, part, beside in (
+        ("prompt of 1,100", "prefill", "prefill"),
+        ("decode step that recodes", "recoding", "decode"),
+    ):
+        plain = figures["fp16"][beside]
+        ratios = [f"{plain / figures[name][part]:.2f}" for name in ("q8", "q4")]
+        yield f"stdlib-llama, {batch}: {label}", millis(plain), *ratios
+
+
 def quantised_kernels(figures: Figures) -> str:
     """Steps on pages of fewer bits, beside those of 16."""
     labels = {
@@ -111,8 +122,7 @@ def quantised_kernels(figures: Figures) -> str:
         "decode_of_1_at_32k": "decode of 1 row at 32K",
         "decode_of_8_at_32k": "decode of 8 rows at 32K",
         "prefill": "prefill of 512 on 4K",
-        "write_of_1": "write of 1 token",
-        "write_of_512": "write of 512 tokens",
+        "write_of_512": "write of 512 tokens, recoded",
     }
     rows = [
         (
@@ -122,6 +132,8 @@ def quantised_kernels(figures: Figures) -> str:
         )
         for name, label in labels.items()
     ]
+    rows += [*_model_rows("1 row", figures["model_of_1"])]
+    rows += [*_model_rows("8 rows", figures["model_of_8"])]
     stock = ratio(figures["mlx_lm_of_1_at_32k"]["times_mlx_lm"])
     rows.append(("decode of 1 row at 32K, times as fast as mlx-lm with 4 bits", "", "", stock))
     head = ("fp16", "q8: times as fast", "q4: times as fast")

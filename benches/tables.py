@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.headline_tables import DIGESTS
-from benches.quality_tables import page_codecs, quantised_quality
+from benches.quality_tables import page_codecs, quantised_bytes, quantised_quality
 from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
@@ -321,6 +321,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "publishing": publishing,
     "quantised_kernels": quantised_kernels,
     "page_codecs": page_codecs,
+    "quantised_bytes": quantised_bytes,
     "quantised_quality": quantised_quality,
     "page_store": page_store,
     "page_store_faults": page_store_faults,

@@ -22,8 +22,8 @@ from mlx_lm.models.cache import CacheList
 
 from paged_kv.integrations.cache_layers import model_file
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.stand_in import new_stand_in
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
-from paged_kv.sequences.stand_in import new_stand_in
 
 logger = logging.getLogger("paged_kv")
 

@@ -50,7 +50,7 @@ class PartialBackend:
         self.supports, self.new_slab = backend.supports, backend.new_slab
         self.begin, self.settle = backend.begin, backend.settle
         self.write, self.load = backend.write, backend.load
-        self.copy, self.convert = backend.copy, backend.convert
+        self.copy = backend.copy
 
     @property
     def fallbacks(self) -> int:

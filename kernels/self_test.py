@@ -192,7 +192,7 @@ class _Test:
         """The largest change of a number when a page is converted to another format, relative to
         the largest number."""
         pages = self._written(self.backend)
-        pages.convert({1: 2 * STRIDE})
+        pages.copy({1: 2 * STRIDE})
         metadata = AttentionMetadata(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
         before, after = _numbers(self._plain(pages).gather(metadata)[0])
         return float(np.abs(before - after).max() / np.abs(before).max())

@@ -132,6 +132,10 @@ FIGURES: dict[str, dict[str, Any]] = {
             "shuffled_pages": {"shuffled_over_in_order": 1.01, "spread_of_in_order": 1.02},
         },
     },
+    "quantised_bytes": {
+        name: [{"rows": 8, "tokens": 4096, "bits": 5.2, "over_codes": 0.16, "peak_bits": 9.5}]
+        for name in ("q8", "q4")
+    },
     "quantised_kernels": {
         "backend": "native",
         **{
@@ -146,9 +150,15 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "decode_of_1_at_32k",
                 "decode_of_8_at_32k",
                 "prefill",
-                "write_of_1",
                 "write_of_512",
             )
+        },
+        **{
+            name: {
+                each: {"prefill": 2.5, "decode": 0.02, "recoding": 0.025}
+                for each in ("fp16", "q8", "q4")
+            }
+            for name in ("model_of_1", "model_of_8")
         },
         "mlx_lm_of_1_at_32k": {"times_mlx_lm": 1446.9},
     },

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.kernels.pages.page_format import FormatName
 from paged_kv.sequences.paged_array import PagedRead
-from tests.quantised_oracle import QuantisedOracle, oracle_caches
+from tests.quantised_oracle import PAGE, QuantisedOracle, oracle_caches
 
 # Measured with every instruction set: tests/test_followed_caches.py shows that a distance stays
 # several times below 1 however sums are rounded, and exceeds 1 several times for a fault.
@@ -37,11 +37,12 @@ Held = tuple[mx.array, mx.array]
 
 @dataclass(frozen=True)
 class _Step:
-    """The valid tokens of one sequence's step, from `start` to `stop`, and all keys and values that
-    its oracle holds after it."""
+    """The valid tokens of one sequence's step, from `start` to `stop`, their keys and values, and
+    all that its oracle holds after it."""
 
     start: int
     stop: int
+    given: Held
     held: Held
 
     @property
@@ -101,7 +102,8 @@ class FollowedCache:
         steps = []
         for row, (start, stop) in enumerate(self._next_tokens(keys.shape[2])):
             valid = slice(row, row + 1), slice(None), slice(start, stop)
-            steps.append(_Step(start, stop, self.write(row, keys[valid], values[valid])))
+            given = keys[valid], values[valid]
+            steps.append(_Step(start, stop, given, self.write(row, *given)))
         read: Any = _ComparedRead(paged[0].read, self, steps)
         paged[0].read = paged[1].read = read
         return paged
@@ -214,18 +216,54 @@ class _ComparedRead:
         visible = step.held[0].shape[2]
         if self.window is not None:
             visible -= max(0, before - self.window + 1)
+        view, new_tokens = self.read.view, self.read.new_tokens
         # Sequences end together, except for the padding after them.
-        gathered = self.read.pages.gather(self.read.view.attention_metadata, self.read.new_tokens)
-        end = gathered[0].shape[2] - (queries.shape[2] - step.stop)
-        paged = [each[row : row + 1, :, end - visible : end] for each in gathered]
+        end = max(view.attention_metadata.ends) - (queries.shape[2] - step.stop)
+        tokens = slice(row, row + 1), slice(None), slice(end - visible, end)
+        gathered = self.read.pages.gather(view.attention_metadata, new_tokens)
+        paged = [each[tokens] for each in gathered]
         for ours, oracles in zip(paged, step.held, strict=True):
             yield _vectors_apart(ours, oracles[:, :, -visible:])
-        part = slice(row, row + 1), slice(None), slice(step.start, step.stop)
-        mask = create_causal_mask(step.count, visible - step.count, self.window)
-        yield _attention_apart(
-            found[part],
-            mx.fast.scaled_dot_product_attention(queries[part], *paged, mask=mask, **options),
-        )
+        recoded = paged
+        if view.parts:
+            gathered = self.read.pages.gather(view.parts[-1].metadata, None)
+            recoded = [each[tokens] for each in gathered]
+        for first, count, seen in _seen_by_page(step, paged, recoded):
+            at = step.start + first
+            part = slice(row, row + 1), slice(None), slice(at, at + count)
+            mask = create_causal_mask(count, seen[0].shape[2] - count, self.window)
+            yield _attention_apart(
+                found[part],
+                mx.fast.scaled_dot_product_attention(queries[part], *seen, mask=mask, **options),
+            )
+
+
+def _seen_by_page(
+    step: _Step, paged: list[mx.array], recoded: list[mx.array]
+) -> Iterator[tuple[int, int, list[mx.array]]]:
+    """What the tokens of a step see: their own page in 16 bits, as `paged` has the first page and
+    the last, and earlier pages as `recoded` has them. For the tokens of each page: the first, their
+    number, and all keys and values up to them."""
+    end = paged[0].shape[2]
+    before = end - step.count
+    if recoded is paged:
+        yield 0, step.count, paged
+        return
+    for page in range(before // PAGE, -(-end // PAGE)):
+        base, last = page * PAGE, min(end, (page + 1) * PAGE)
+        first = max(before, base)
+        seen = [
+            mx.concatenate(
+                [
+                    earlier[:, :, :base],
+                    array[:, :, base:first],
+                    given[:, :, first - before : last - before],
+                ],
+                axis=2,
+            )
+            for earlier, array, given in zip(recoded, paged, step.given, strict=True)
+        ]
+        yield first - before, last - first, seen
 
 
 def _vectors_apart(ours: mx.array, oracles: mx.array) -> mx.array:

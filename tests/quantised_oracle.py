@@ -1,10 +1,9 @@
 """A contiguous mlx-lm cache with the numbers that quantised pages should hold.
 
-It shares only the number formats with paged_kv, which have tests of their own: no pages, tables,
-rings or kernels. Windows are masks over all tokens.
+It shares only the number formats with paged_kv, which have tests of their own: no tables, rings or
+kernels. Windows are masks over all tokens.
 """
 
-from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -14,69 +13,73 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from paged_kv.kernels.pages.page_format import FormatName, PageFormat, page_format_named
 
+PAGE = 256
+FP16 = page_format_named("fp16")
+
 # mlx-lm has a py.typed, but its caches have no types: mypy takes a subclass for Any.
 _Cache: Any = KVCache
 
 
 class QuantisedOracle(_Cache):  # type: ignore[misc]
-    """Encodes and decodes every token's keys and values as soon as they arrive.
+    """Holds what pages hold after each step: the pages that a step begins and ends in have 16 bits
+    until the next step begins, and the others are decoded again once they are full.
 
     Args:
-        page_format: of the tokens to come.
-        longest_written: a longer step is attended to before it is quantised, as in a ring.
+        page_format: of full pages.
+        is_ring: whether pages are written over, so that they keep 16 bits.
 
     Attributes:
-        formats: of each token, by name.
+        formats: of the pages that have not 16 bits.
     """
 
-    def __init__(self, page_format: FormatName, longest_written: int | None = None) -> None:
+    def __init__(self, page_format: FormatName, *, is_ring: bool = False) -> None:
         super().__init__()
-        self.page_format = page_format_named(page_format)
-        self.longest_written = longest_written
-        self.formats: list[str] = []
+        self.page_format = FP16 if is_ring else page_format_named(page_format)
+        self.is_ring = is_ring
+        self.formats: dict[int, PageFormat] = {}
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.settle()
-        start, count = self.offset, keys.shape[2]
-        self.formats += ["unwritten"] * count
+        start, written = self.offset, range(-(-(self.offset + keys.shape[2]) // PAGE))
+        if keys.shape[2]:
+            for page in range(start // PAGE):
+                if page not in self.formats:
+                    self.hold(page, self.page_format)
+            self.formats.pop(start // PAGE, None)
         super().update_and_fetch(keys, values)
-        if self.longest_written is None or count <= self.longest_written:
-            self.hold(range(start, self.offset), self.page_format)
+        for page in written[-(-start // PAGE) : -1]:
+            self.hold(page, self.page_format)
         held: tuple[mx.array, mx.array] = self.keys_and_values()
         return held
 
-    def settle(self) -> None:
-        """Quantise a long step after its queries have attended."""
-        waiting = [at for at, name in enumerate(self.formats) if name == "unwritten"]
-        if waiting:
-            self.hold(range(waiting[0], waiting[-1] + 1), self.page_format)
+    def format_of(self, page: int) -> str:
+        """The name of a page's format."""
+        return self.formats.get(page, FP16).name
 
-    def hold(self, tokens: range, page_format: PageFormat) -> None:
-        """Convert some of the tokens into that format."""
-        if not tokens:
-            return
-        part = slice(tokens.start, tokens.stop)
+    def hold(self, page: int, page_format: PageFormat) -> None:
+        """Turn a page's tokens into that format."""
+        part = slice(page * PAGE, min(self.offset, (page + 1) * PAGE))
         for array, each in ((self.keys, page_format.keys), (self.values, page_format.values)):
-            numbers = array[:, :, part]
-            array[:, :, part] = each.decode(each.encode(numbers), numbers.dtype)
-        self.formats[part] = [page_format.name] * len(tokens)
+            rows = array[:, :, part]
+            array[:, :, part] = each.decode(each.encode(rows), rows.dtype)
+        self.formats[page] = page_format
+        if page_format == FP16:
+            del self.formats[page]
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> "QuantisedOracle":
-        self.settle()
         page_format = page_format_named(f"q{bits}")
-        at = 0
-        for name, alike in groupby(list(self.formats)):
-            tokens = range(at, at + len(list(alike)))
-            at = tokens.stop
-            if name != page_format.name:
-                self.hold(tokens, page_format)
+        if self.is_ring:
+            return self
+        if page_format != self.page_format:
+            for page in range(self.offset // PAGE):
+                if self.formats.get(page) != page_format:
+                    self.hold(page, page_format)
         self.page_format = page_format
         return self
 
     def trim(self, n: int) -> int:
-        self.settle()
         trimmed: int = super().trim(n)
-        del self.formats[self.offset :]
+        for page in [page for page in self.formats if page * PAGE >= self.offset]:
+            del self.formats[page]
         return trimmed
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
@@ -88,8 +91,6 @@ class QuantisedOracle(_Cache):  # type: ignore[misc]
 def oracle_caches(model: Module, page_format: FormatName = "fp16") -> list[QuantisedOracle]:
     """A cache for each layer of a model whose layers all have keys and values."""
     return [
-        QuantisedOracle(
-            page_format, min(256, stock.max_size) if isinstance(stock, RotatingKVCache) else None
-        )
+        QuantisedOracle(page_format, is_ring=isinstance(stock, RotatingKVCache))
         for stock in make_prompt_cache(model)
     ]

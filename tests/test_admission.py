@@ -68,6 +68,17 @@ def test_the_longest_sequence_fits_and_one_more_token_does_not(pool: PoolSize, n
     assert pool.bytes_for(longest) <= nbytes < pool.bytes_for(longest + 1)
 
 
+def test_the_block_that_is_written_takes_more() -> None:
+    pool = PoolSize(
+        1000,
+        0,
+        (GroupSize(20, lambda tokens: -(-tokens // 256), written_bytes=80, written_blocks=2),),
+    )
+    assert [pool.bytes_for(tokens) for tokens in (0, 1, 256, 257, 513)] == [0, 80, 80, 180, 200]
+    # The choices share three full blocks, and each writes two of its own at most.
+    assert Demand(prompt_tokens=769, max_tokens=100, choices=3).bytes_in(pool) == 3 * 20 + 3 * 160
+
+
 def test_rings_alone_hold_any_length() -> None:
     ring = (group(100, most_blocks=3),)
     assert PoolSize(300, 0, ring).tokens_in(300) == math.inf

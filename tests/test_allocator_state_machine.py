@@ -88,7 +88,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.contents[self.allocator.new_table(page_format=page_format)] = []
 
     @rule(pick=picks, page_format=formats)
-    def later_blocks_are_of_another_format(self, pick: int, page_format: str) -> None:
+    def full_blocks_get_another_format(self, pick: int, page_format: str) -> None:
         self.table(pick).page_format = page_format
 
     @rule(names=st.lists(formats, max_size=8))
@@ -127,6 +127,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.drain()
         used = sorted(self.used_blocks())
         sources = [block for block in used if self.format_of(block) != page_format][:number]
+        self.move(sources, page_format)
+
+    @rule(pick=picks)
+    def recode_full_blocks(self, pick: int) -> None:
+        table = self.table(pick)
+        self.allocator.drain()
+        tokens = len(self.contents[table])
+        full = table.blocks[: tokens // PAGE_SIZE]
+        sources = [block for block in full if self.format_of(block) == "large"]
+        if table.page_format != "large":
+            assert table.unrecoded(tokens) == sources
+            self.move(sources, table.page_format)
+
+    def move(self, sources: list[int], page_format: str) -> None:
+        """Move as many of these blocks as one slab has room for."""
         sources = sources[: self.allocator.room_in_one_slab(page_format)]
         slabs = set(self.allocator.slabs)
         self.allocator.ensure_free({page_format: len(sources)})
@@ -179,6 +194,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         for source in copies:
             assert self.allocator.ref_count(source), "a copy's source was freed"
         self.copy_pages(copies)
+        first, last = start // PAGE_SIZE, (start + tokens - 1) // PAGE_SIZE
+        for page in range(first, last + 1):
+            is_left = page < last and page * PAGE_SIZE >= start
+            assert self.format_of(table.blocks[page]) == (table.page_format if is_left else "large")
         self.write_rows(table, start, tokens)
 
     def expect_no_room(self, error: Exception, write: Write) -> None:

@@ -243,7 +243,7 @@ def test_conversion(backend: str, source: FormatName, target: FormatName) -> Non
     pages = new_pages(backend, same(64, 96, mx.float16), [source, target])
     keys, values = write(pages, unpadded(((1, 2),), (512,)), seed=5)
     untouched = np.array(pages.page(STRIDE + 1))
-    pages.convert({1: STRIDE + 3, 2: STRIDE})
+    pages.copy({1: STRIDE + 3, 2: STRIDE})
     assert (np.asarray(pages.page(STRIDE + 1)) == untouched).all()
     held = numbers_in(pages, (1, 2), 512)
     found = numbers_in(pages, (STRIDE + 3, STRIDE), 512)

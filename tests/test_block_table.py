@@ -261,14 +261,14 @@ def test_a_fork_that_a_finaliser_drops_during_reserve_leaves_the_source_of_the_c
     allocator = new_allocator()
     table = new_table(allocator, 256)
     doomed = allocator.fork(table)
-    shared_entries = table._shared_entries
+    replaced_entries = Write.replaced_entries
 
-    def collect_and_plan(start: int, end: int) -> list[int]:
-        entries = shared_entries(start, end)
+    def collect_and_plan(write: Write) -> dict[int, str]:
+        entries = replaced_entries(write)
         allocator.drop_later(doomed)
         return entries
 
-    monkeypatch.setattr(table, "_shared_entries", collect_and_plan)
+    monkeypatch.setattr(Write, "replaced_entries", collect_and_plan)
     copies = table.reserve(0, 1)
     assert copies == {0: 1}
     assert allocator.ref_count(0) == 1

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import install_attention_hook
-from paged_kv.sequences.stand_in import stand_in
+from paged_kv.kernels.pages.stand_in import stand_in
 from tests.generation import assert_same_run, greedy
 from tests.zoo import ZOO, small_model
 

@@ -225,7 +225,7 @@ def test_copies_and_conversions(dialect: str, source: FormatName, target: Format
     batch = written(backend, same(64, v_dim=96), [source, target], [512])
     entry = batch.metadata.block_tables[0][0]
     untouched = np.array(batch.pages.page(STRIDE + 3))
-    batch.pages.convert({entry: STRIDE + 2})
+    batch.pages.copy({entry: STRIDE + 2})
     assert (np.asarray(batch.pages.page(STRIDE + 3)) == untouched).all()
     metadata = AttentionMetadata(((entry,), (STRIDE + 2,)), (256, 256), (0, 0))
     for part in batch.pages.gather(metadata):

@@ -59,7 +59,7 @@ def test_pages_that_another_sequence_takes_over() -> None:
 
 
 def test_a_page_that_is_replaced_does_not_show_in_what_was_read() -> None:
-    for operation in ("load", "copy", "convert"):
+    for operation in ("load", "copy"):
         cache = new_cache()
         given = step(512, 1)
         found, _ = cache.update_and_fetch(*given)

@@ -48,22 +48,9 @@ class Both:
         return page_formats(self.paged.pool, 0, self.sequence)
 
     def write(self, count: int, dtype: mx.Dtype = mx.float32) -> None:
-        """A token takes the format of its page."""
         numbers = mx.random.normal((2, 1, 2, count, HEAD)).astype(dtype)
-        start = self.oracle.offset
         self.paged.update_and_fetch(numbers[0], numbers[1])
-        self.oracle.page_format = page_format_named("fp16")
         self.oracle.update_and_fetch(numbers[0], numbers[1])
-        for page, name in enumerate(self.formats):
-            tokens = range(max(start, 256 * page), min(start + count, 256 * (page + 1)))
-            self.oracle.hold(tokens, page_format_named(name))
-
-    def append_as(self, name: str) -> None:
-        """Later pages have that format."""
-        page_format = page_format_named(name)
-        self.sequence.page_format = page_format
-        self.paged.pool.groups[0].add_format(page_format)
-        self.table.page_format = page_format.name
 
     def requantise(self, page: int, name: str) -> None:
         """Convert pages as the pool does when memory is short."""
@@ -72,9 +59,10 @@ class Both:
         group.allocator.ensure_free({name: 1})
         moves = {self.table.blocks[page]: group.allocator.format_named(name).free[0]}
         for pages in group.pages.values():
-            pages.convert(moves)
+            pages.copy(moves)
+        group.moves += 1
         group.allocator.apply_moves(moves)
-        self.oracle.hold(range(256 * page, 256 * (page + 1)), page_format_named(name))
+        self.oracle.hold(page, page_format_named(name))
 
     def trim(self, count: int) -> None:
         assert self.paged.trim(count) == self.oracle.trim(count) == count
@@ -92,13 +80,9 @@ def mixed(dtype: mx.Dtype = mx.float32) -> Both:
     mx.random.seed(0)
     both = Both(PagePool(1, max_bytes=1 << 24))
     both.write(500, dtype)
-    both.append_as("q4")
-    both.write(268, dtype)
-    both.append_as("q8/q4")
-    both.write(256, dtype)
-    both.append_as("fp16")
-    both.write(100, dtype)
-    both.requantise(1, "q8")
+    both.write(624, dtype)
+    for page, name in enumerate(("q8", "q4", "q8/q4"), 1):
+        both.requantise(page, name)
     assert both.formats == ["fp16", "q8", "q4", "q8/q4", "fp16"]
     return both
 
@@ -128,20 +112,21 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("back", [1, 99, 100, 101, 300, 356, 400, 700, 1100])
-def test_a_trim_into_a_page_of_another_format_writes_that_format(back: int) -> None:
+def test_a_page_that_a_trim_leaves_in_part_has_16_bits_once_it_is_written(back: int) -> None:
     both = mixed()
-    kept = both.formats[: -(-(both.oracle.offset - back) // 256)]
+    before, whole = both.formats, (both.oracle.offset - back) // 256
     both.trim(back)
+    assert both.formats == before[: len(both.formats)]
     both.assert_alike()
     both.write(30)
-    assert both.formats[: len(kept)] == kept
+    assert both.formats[:whole] == before[:whole]
+    assert set(both.formats[whole:]) == {"fp16"}
     both.assert_alike()
     both.write(600)
-    assert set(both.formats[len(kept) + 1 :]) <= {"fp16"}
     both.assert_alike()
 
 
-def test_a_shared_page_is_copied_in_its_own_format() -> None:
+def test_a_shared_page_is_copied_into_16_bits() -> None:
     both = mixed()
     both.trim(300)
     fork = copy.deepcopy(both.paged)
@@ -150,7 +135,8 @@ def test_a_shared_page_is_copied_in_its_own_format() -> None:
     before = mx.array(fork.keys_and_values()[0])
     both.write(20)
     both.assert_alike()
-    assert both.formats == names == page_formats(fork.pool, 0, fork.sequences[0])
+    assert page_formats(fork.pool, 0, fork.sequences[0]) == names
+    assert both.formats == [*names[:-1], "fp16"]
     assert mx.array_equal(mx.array(fork.keys_and_values()[0]), before)
     assert both.paged.pool.stats().cow_copies == 1
 
@@ -159,14 +145,17 @@ def test_a_conversion_turns_pages_of_all_formats() -> None:
     both = mixed()
     assert both.paged.to_quantized(group_size=32, bits=8) is both.paged
     both.oracle.to_quantized(bits=8)
-    assert both.formats == ["q8"] * 5
+    assert both.formats == ["q8"] * 4 + ["fp16"]
     found, expected = (cache.keys_and_values()[0] for cache in (both.paged, both.oracle))
     both.assert_alike()
     assert found.shape == expected.shape
     both.paged.pool.clear()
     both.paged.pool.check()
     stats = both.paged.pool.stats()
-    assert {name for name, used in stats.blocks_by_format.items() if used} == {"q8"}
+    assert {name: used for name, used in stats.blocks_by_format.items() if used} == {
+        "fp16": 1,
+        "q8": 4,
+    }
 
 
 def test_formats_come_back_from_a_file(tmp_path: Path) -> None:

@@ -165,6 +165,19 @@ def test_quantised_pages_are_shared_too(
     assert_same_run(run, greedy(qwen3, TEXT[:520], other, 4), TOLERANCE)
 
 
+@pytest.mark.parametrize("page_format", ["q4", "fp16"])
+def test_a_prompt_that_parts_within_a_quantised_page_goes_on_before_it(
+    qwen3: Any, page_format: str
+) -> None:
+    factory = PagedCacheFactory(qwen3, page_format=page_format)
+    warm(qwen3, factory, TEXT[:700])
+    prompt = [*TEXT[:400], *TEXT[:60]]
+    run, cached = warm(qwen3, factory, prompt)
+    assert cached == (256 if page_format == "q4" else 400)
+    other = PagedCacheFactory(qwen3, page_format=page_format).make_cache()
+    assert_same_run(run, greedy(qwen3, prompt, other, 4), TOLERANCE)
+
+
 @pytest.mark.parametrize(
     "name", ["gemma3_text", "gemma3n", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
 )

@@ -67,6 +67,9 @@ def opened(windows: dict[int, Window], budget_blocks: int, page_format: Any) -> 
         pytest.param(60, "auto", {}, marks=pytest.mark.slow),
         (60, "auto", {1: Window(300, 200)}),
         pytest.param(60, "auto", {0: Window(256, 100)}, marks=pytest.mark.slow),
+        pytest.param(30, "q4", {}, marks=pytest.mark.slow),
+        (30, "q4", {1: Window(300, 200)}),
+        pytest.param(40, "q4", {0: Window(256, 100)}, marks=pytest.mark.slow),
     ],
 )
 def test_no_step_of_what_was_promised_exhausts_a_pool(

@@ -116,16 +116,12 @@ def test_a_trained_model_goes_on_far_past_what_16_bits_allow(
 
 
 def follow(oracle: QuantisedOracle, names: list[str]) -> None:
-    """Requantise the oracle's tokens as the pool did the pages: 16 bits become 8, and 8 become
-    4."""
+    """Requantise the oracle's pages as the pool's were: 16 bits become 8, and 8 become 4."""
     for page, name in enumerate(names):
-        for each in ("q8", "q4"):
-            at = 256 * page
-            now = oracle.formats[at : at + 256]
-            if now and now[0] != name and now[0] == {"q8": "fp16", "q4": "q8"}[each]:
-                oracle.hold(range(at, at + 256), page_format_named(each))
-        if 256 * page < oracle.offset:
-            assert oracle.formats[256 * page] == name
+        for before, after in (("fp16", "q8"), ("q8", "q4")):
+            if name != before == oracle.format_of(page):
+                oracle.hold(page, page_format_named(after))
+        assert oracle.format_of(page) == name
 
 
 class RequantisedCache(FollowedCache):
@@ -148,7 +144,9 @@ def test_a_model_reads_what_a_requantised_oracle_holds() -> None:
     seen: set[str] = set()
     for at in range(0, 15 * 256, 500):
         mx.eval(model(mx.array([TOKENS[at : at + 500]]), cache=cache), distances)
-        seen.update(*(layer.oracles[0].formats for layer in cache))
+        for layer in cache:
+            (oracle,) = layer.oracles
+            seen.update(map(oracle.format_of, range(-(-oracle.offset // 256))))
         assert_within_budget(factory.pool)
     assert farthest(distances) <= 1
     assert seen == {"fp16", "q8", "q4"}

@@ -90,7 +90,7 @@ def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend)
         pages = pages_of(backend, mx.float16, source, target)
         given = step(mx.float16, 1), step(mx.float16, 2)
         pages.write(*given, ROWS)
-        pages.convert({0: 64})
+        pages.copy({0: 64})
         metadata = AttentionMetadata(((64,),), (256,), (0,))
         for part, expected in zip(pages.gather(metadata), given, strict=True):
             noise = numbers(part) - numbers(expected)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.layer_group import WRITTEN_BLOCKS, LayerGroup
 from paged_kv.pool.page_pool import PagePool
 
 
 def pool_size(pool: PagePool) -> PoolSize:
     """The memory that a pool can promise, once it knows its layers' geometry. With "auto" pages
     promises count 16 bits: requantisation makes room for cached pages, never for a promise."""
-    groups = [group for group in pool.groups if group.is_open]
-    return PoolSize(
-        pool.budget.max_bytes,
-        pool.slack,
-        tuple(
-            [
-                GroupSize(group.block_bytes, group.blocks_for, is_ring=group.window is not None)
-                for group in groups
-            ]
-        ),
-        PAGE_SIZE,
+    groups = [_group_size(group) for group in pool.groups if group.is_open]
+    return PoolSize(pool.budget.max_bytes, pool.slack, tuple(groups), PAGE_SIZE)
+
+
+def _group_size(group: LayerGroup) -> GroupSize:
+    return GroupSize(
+        group.block_bytes,
+        group.blocks_for,
+        is_ring=group.window is not None,
+        written_bytes=group.written_block_bytes,
+        written_blocks=WRITTEN_BLOCKS if group.recodes else 0,
     )
 
 

@@ -89,8 +89,6 @@ class NativeBackend:
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
 
-    convert = copy
-
     def gather(
         self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:

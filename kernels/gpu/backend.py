@@ -103,7 +103,7 @@ class GpuBackend:
         slabs = sorted({entry // stride for pair in copies.items() for entry in pair})
         if len(slabs) > SLABS:
             self._fall_back(pages)
-            self._plain.convert(pages, copies)
+            self._plain.copy(pages, copies)
             return
         pairs = [
             tuple(slabs.index(entry // stride) * stride + entry % stride for entry in pair)
@@ -111,8 +111,6 @@ class GpuBackend:
         ]
         if pairs:
             self._slots.copy(pages, bound_slabs(pages, tuple(slabs)), pairs)
-
-    convert = copy
 
     def gather(
         self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None

@@ -58,11 +58,8 @@ class Backend(Protocol):
         ...
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
-        """Copy whole pages (from entry, to entry) of one format. No entry is both."""
-        ...
-
-    def convert(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
-        """Copy whole pages (from entry, to entry) into pages of other formats."""
+        """Copy whole pages (from entry, to entry), recoding where the formats differ. No entry is
+        both."""
         ...
 
     def gather(

@@ -2,7 +2,7 @@
 
 A write alone would wait for keys and values, or take a kernel launch of its own. So the attention
 call of a step usually writes the step too. Any other call writes the deferred step first, except a
-`gather` of the same batch from unquantised pages: it gets the step as `new_tokens`.
+`gather` of the same batch: it gets the step as `new_tokens`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,6 @@ from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.lazy_reads import LazyReads, require_computed
-from paged_kv.kernels.pages.number_format import Quantised
 from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
 
 # MLX counts the elements of a dimension in 32 bits, and devices limit the size of a buffer.
@@ -78,7 +77,8 @@ class LayerPages(LayerMemory):
         return self.view(entry)
 
     def defer(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
-        """Write a step later: with the attention call of the same `metadata`, or before any other.
+        """Write a step, to pages of 16 bits, later: with the attention call of the same `metadata`,
+        or before any other.
 
         It is written at once if the backend does not write in place (a pending read would make a
         later write copy the slab), and if several threads use the pages (no thread can compute
@@ -132,17 +132,12 @@ class LayerPages(LayerMemory):
         self._before_change(lambda: set(copies.values()))
         self._backend.copy(self, copies)
 
-    def convert(self, copies: Mapping[int, int]) -> None:
-        """See `Backend.convert`."""
-        self._before_change(lambda: set(copies.values()))
-        self._backend.convert(self, copies)
-
     def gather(
         self, metadata: AttentionMetadata, new_tokens: NewTokens | None = None
     ) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""
         deferred = self._deferred
-        if deferred is not None and deferred.metadata is metadata and self._holds_floats:
+        if deferred is not None and deferred.metadata is metadata:
             new_tokens = deferred.step
         else:
             self.settle()
@@ -211,13 +206,6 @@ class LayerPages(LayerMemory):
             window=window,
             new_tokens=new_tokens,
         )
-
-    @property
-    def _holds_floats(self) -> bool:
-        """Whether writing a step keeps its numbers unchanged: no page is quantised."""
-        formats = {slab.layout.page_format for slab in self.slabs.values()}
-        numbers = {number for each in formats for number in (each.keys, each.values)}
-        return not any(isinstance(each, Quantised) for each in numbers)
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
         """Write the deferred step, and compute lazy reads before these entries change."""

@@ -64,16 +64,11 @@ class PlainBackend:
         mx.eval([pages.slabs[entry // pages.slab_stride].memory for entry in contents])
 
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
-        # Copy and evaluate first: with a view of the slab, the write would copy the whole slab.
-        contents = {target: pages.view(source) + 0 for source, target in copies.items()}
-        mx.eval(contents)
-        self.load(pages, contents)
-
-    def convert(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         contents = {}
         for source, target in copies.items():
-            layout = pages.layout_of(source)
-            contents[target] = layout.recoded(pages.view(source), pages.layout_of(target))
+            # Copy and evaluate first: with a view of the slab, the write would copy all of it.
+            page = pages.view(source) + 0
+            contents[target] = pages.layout_of(source).recoded(page, pages.layout_of(target))
             mx.eval(contents[target])
         self.load(pages, contents)
 

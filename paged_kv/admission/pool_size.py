@@ -22,14 +22,25 @@ class GroupSize:
     """The memory of a sequence in a layer group.
 
     Attributes:
-        block_bytes: bytes of a block.
+        block_bytes: bytes of a full block.
         blocks_for: returns the number of blocks for a number of tokens.
         is_ring: whether blocks are overwritten, so that sequences cannot share them for long.
+        written_bytes: bytes of a block while it is written, if full blocks are recoded.
+        written_blocks: the most such blocks of a sequence at a time; 0 if none is recoded.
     """
 
     block_bytes: int
     blocks_for: Callable[[int], int]
     is_ring: bool = False
+    written_bytes: int = 0
+    written_blocks: int = 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """The most bytes that a sequence of `tokens` tokens takes in the group."""
+        blocks = self.blocks_for(tokens)
+        written = min(self.written_blocks, blocks)
+        # The first of those becomes a recoded one; others are there while it is recoded.
+        return self.block_bytes * (blocks - min(1, written)) + self.written_bytes * written
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class PoolSize:
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that a sequence of `tokens` tokens takes."""
-        return sum(group.block_bytes * group.blocks_for(tokens) for group in self.groups)
+        return sum(group.bytes_for(tokens) for group in self.groups)
 
     def shared_bytes(self, tokens: int) -> int:
         """The bytes of these tokens that all their continuations share to their end."""

@@ -9,7 +9,7 @@ carries its sequences' uids, and layers with one uid become one sequence again. 
                                                 with a window
     geometry                                    k_heads, k_dim, k_dtype, v_heads, v_dim, v_dtype
     rows                                        per sequence: uid, context_len, written_len,
-                                                page_format of future tokens, formats, pages
+                                                page_format of full pages, formats, pages
 
 Pages are saved whole, each in its format; their slots after the context length are undefined.
 """
@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from paged_kv.cache.page_transfer import load_pages, page_formats, page_views
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_format import FP16, page_format_named
 from paged_kv.pool.page_pool import PagePool, open_pools
 from paged_kv.pool.window import Window
 from paged_kv.sequences.sequence import Sequence
@@ -86,7 +86,8 @@ def restore_layer(state: dict[str, Any]) -> tuple[PagePool, int, list[Sequence]]
             formats, pages = list(row.get("formats") or []), list(row.get("pages") or [])
             lengths = int(row["context_len"]), int(row["written_len"])
             load_pages(pool, layer, sequence, geometry, *lengths, formats, pages)
-            sequence.is_converting |= any(name != sequence.page_format.name for name in formats)
+            held = {FP16.name, sequence.page_format.name}
+            sequence.is_converting |= any(name not in held for name in formats)
     return pool, layer, sequences
 
 

@@ -44,7 +44,8 @@ def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:
 def _largest_sequences(pool: PagePool) -> tuple[SequenceView, ...]:
     views: dict[str, SequenceView] = {}
     for group in pool.groups:
-        tables = group.allocator.tables if group.is_open else ()
+        tables = list(group.allocator.tables) if group.is_open else []
+        tables = [table for table in tables if not table.is_scratch]
         for table in heapq.nlargest(LARGEST_SEQUENCES, tables, key=lambda each: len(each.blocks)):
             allocator = table.allocator
             shared = sum(allocator.ref_count(block) > 1 for block in table.blocks)

@@ -3,9 +3,10 @@ A group has one allocator, and pages for each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
@@ -17,13 +18,20 @@ from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.pool.stats import GroupStats
 from paged_kv.pool.window import Window
+
+# The most blocks of a sequence that have 16 bits at a time: the page that is being written, and the
+# one that the latest step wrote before it.
+WRITTEN_BLOCKS = 2
 
 
 class LayerGroup:
     """Layers that share block tables. Block i owns page i of every layer of the group.
+
+    A page that is written has 16 bits. Full pages are recoded to the format of their sequence, but
+    not those of rings, which are written again.
 
     A layer's shapes are known from its first write, never from the model's configuration. Until
     every layer has written once, the group assumes that the others are as large as the first.
@@ -43,7 +51,7 @@ class LayerGroup:
         self.layers = layers
         self.window = window
         self.page_format = page_format
-        self.formats = {each.name: each for each in (page_format, *smaller_formats)}
+        self.formats = {each.name: each for each in (FP16, page_format, *smaller_formats)}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
         # How often pages moved, which invalidates earlier copies of block tables.
@@ -71,10 +79,12 @@ class LayerGroup:
         return self._allocator
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
-        """Make a block table for a sequence, with a ring if the group has a window."""
+        """Make a block table for a sequence whose full pages get that format, or one with a ring if
+        the group has a window."""
+        if self.window:
+            return self.allocator.new_table(self.window.ring)
         self.add_format(page_format)
-        ring = self.window.ring if self.window else None
-        return self.allocator.new_table(ring, page_format.name)
+        return self.allocator.new_table(None, page_format.name)
 
     def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
         """A copy of the group with another allocator and without pages, for a rehearsal."""
@@ -121,13 +131,31 @@ class LayerGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the group's own format."""
+        """Bytes of a full block."""
         return self.allocator.format_named(self.page_format.name).block_bytes
+
+    @property
+    def written_block_bytes(self) -> int:
+        """Bytes of a block while it is written."""
+        return self.allocator.format_named(FP16.name).block_bytes
+
+    @property
+    def recodes(self) -> bool:
+        """Whether full blocks get another format than those that are written."""
+        return self.page_format != FP16
 
     def blocks_for(self, tokens: int) -> int:
         """The most blocks that a sequence of `tokens` tokens holds."""
         blocks = -(-tokens // PAGE_SIZE)
         return blocks if self.window is None else min(blocks, self.window.ring.size)
+
+    def needs_of(self, tokens: int) -> Counter[str]:
+        """The most blocks that such a sequence holds at a time, by page format."""
+        blocks = self.blocks_for(tokens)
+        if not self.recodes:
+            return Counter({FP16.name: blocks})
+        written = min(blocks, WRITTEN_BLOCKS)
+        return Counter({FP16.name: written, self.page_format.name: blocks - 1})
 
     def settle(self) -> None:
         """Note that a second step begins: layers that wrote nothing in the first never write."""
@@ -136,19 +164,20 @@ class LayerGroup:
             self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
 
     def copy_pages(self, copies: Mapping[int, int]) -> None:
-        """Copy whole blocks (from, to) in every layer."""
+        """Copy whole blocks (from, to) in every layer, into the format of each `to`."""
         if copies:
             for pages in self.pages.values():
                 pages.copy(copies)
 
     def convert(
         self,
-        tables: list[BlockTable],
+        full_blocks: Callable[[], Mapping[BlockTable, Iterable[int]]],
         page_format: PageFormat,
         make_room: Callable[[int], None],
     ) -> None:
-        """Convert the blocks of some tables to that format, slab by slab: each emptied slab is
-        unmapped before the next one is read. Blocks that the tables share stay shared.
+        """Convert the full blocks of some tables to that format, slab by slab: each emptied slab is
+        unmapped before the next one is read. Blocks that the tables share stay shared, and other
+        tables keep the blocks as they are.
 
         `make_room(n)` reclaims memory for n blocks of the format.
 
@@ -156,19 +185,48 @@ class LayerGroup:
             PoolExhausted: the budget does not hold the next slab's blocks in both formats. Earlier
                 slabs stay converted, and another call resumes.
         """
-        while sources := self._in_last_slab(tables, page_format):
-            make_room(len(sources))
+
+        def sources() -> list[int]:
+            return self._in_last_slab(chain.from_iterable(full_blocks().values()), page_format)
+
+        while blocks := sources():
+            make_room(len(blocks))
             # Reclaiming memory may have moved some.
-            sources = self._in_last_slab(tables, page_format)[: len(sources)]
-            targets = self.allocator.allocate(len(sources), page_format.name)
-            copies = dict(zip(sources, targets, strict=True))
+            blocks = sources()[: len(blocks)]
+            targets = self.allocator.allocate(len(blocks), page_format.name)
+            copies = dict(zip(blocks, targets, strict=True))
             try:
-                self._convert_pages(copies)
-                for table in tables:
+                self.copy_pages(copies)
+                self.moves += 1
+                for table in full_blocks():
                     table.exchange(copies)
             finally:
                 self.allocator.release(targets)
             self.allocator.unmap_empty_slabs()
+
+    def recode(
+        self,
+        blocks: Callable[[], Iterable[int]],
+        page_format: str,
+        make_room: Callable[[int], None],
+    ) -> None:
+        """Recode full blocks, slab by slab, for all tables and prefixes that hold them.
+
+        `blocks()` gives those that are left, and `make_room(n)` reclaims memory for n blocks of the
+        format.
+
+        Raises:
+            PoolExhausted: the budget does not hold the next slab's blocks in both formats. Earlier
+                slabs stay recoded, and another call resumes.
+        """
+
+        def sources() -> list[int]:
+            return self._in_last_slab(blocks(), self.formats[page_format])
+
+        while found := sources():
+            make_room(len(found))
+            # Reclaiming memory may have moved some.
+            self._recode(sources()[: len(found)], page_format)
 
     def requantise(self, policy: RequantisationPolicy, pressure: float) -> dict[str, int]:
         """Requantise the policy's next pages, as many as one slab holds, then compact and unmap
@@ -189,12 +247,9 @@ class LayerGroup:
         sources = [each.block for each in alike][:reclaimer]
         if not sources:
             return {}
-        allocator.ensure_free({name: len(sources)})
-        moves = dict(zip(sources, allocator.format_named(name).free, strict=False))
-        self._convert_pages(moves)
-        allocator.apply_moves(moves)
+        self._recode(sources, name)
         self.compact()
-        return {name: len(moves)}
+        return {name: len(sources)}
 
     def stats(self) -> GroupStats:
         """A snapshot, which keeps the blocks of collected sequences. O(slabs)."""
@@ -229,17 +284,18 @@ class LayerGroup:
                 return name, reclaimer
         return page_format, 0
 
-    def _convert_pages(self, copies: Mapping[int, int]) -> None:
-        """Copy whole blocks (from, to) into another format in every layer."""
-        for pages in self.pages.values():
-            pages.convert(copies)
+    def _recode(self, blocks: list[int], page_format: str) -> None:
+        """Move these blocks into another format, for all that hold them."""
+        self.allocator.ensure_free({page_format: len(blocks)})
+        moves = dict(zip(blocks, self.allocator.format_named(page_format).free, strict=False))
+        self.copy_pages(moves)
         self.moves += 1
+        self.allocator.apply_moves(moves)
 
-    def _in_last_slab(self, tables: list[BlockTable], page_format: PageFormat) -> list[int]:
-        """The tables' blocks of other formats in the last slab that has such blocks."""
+    def _in_last_slab(self, blocks: Iterable[int], page_format: PageFormat) -> list[int]:
+        """Those of other formats in the last slab that has such blocks."""
         format_of = self.allocator.format_of
-        blocks = {block for table in tables for block in table.blocks}
-        others = [block for block in blocks if format_of(block).name != page_format.name]
+        others = {block for block in blocks if format_of(block).name != page_format.name}
         if not others:
             return []
         last = slab_of(max(others))
@@ -248,7 +304,7 @@ class LayerGroup:
     def _add_layer(self, layer: int, pages: LayerPages) -> None:
         block_bytes = self._all_block_bytes({**self.pages, layer: pages})
         if self._allocator is None:
-            first = self.page_format.name
+            first = FP16.name
             self._allocator = BlockAllocator(
                 self._budget,
                 block_bytes[first],
@@ -310,13 +366,15 @@ def new_groups(
     budget: ByteBudget,
     events: Events,
 ) -> list[LayerGroup]:
-    """Make a group of the layers without a window, and one for each window. Only the former is
-    requantised."""
+    """Make a group of the layers without a window, and one for each window, whose pages have 16
+    bits."""
     layers: dict[Window | None, list[int]] = {}
     for layer in range(num_layers):
         layers.setdefault(windows.get(layer), []).append(layer)
     smaller = tuple(map(page_format_named, policy.page_formats)) if policy else ()
     return [
-        LayerGroup(members, window, page_format, backend, budget, () if window else smaller, events)
+        LayerGroup(members, window, FP16, backend, budget, (), events)
+        if window
+        else LayerGroup(members, window, page_format, backend, budget, smaller, events)
         for window, members in layers.items()
     ]

@@ -44,9 +44,10 @@ class PagePool:
     Args:
         num_layers: number of layers that keep keys and values.
         windows: the windows of layers with a sliding window, by layer.
-        page_format: the number format of pages: "fp16" (the model's 16 bits), "q8" or "q4"; or a
-            pair, for keys and for values. With "auto", or a `RequantisationPolicy`, pages start
-            with 16 bits and are requantised when memory gets short.
+        page_format: the number format of full pages: "fp16" (the model's 16 bits), "q8" or "q4";
+            or a pair, for keys and for values. The page that is being written has 16 bits. With
+            "auto", or a `RequantisationPolicy`, full pages keep 16 bits and are requantised when
+            memory gets short. Layers with windows keep 16 bits.
         max_bytes: the most bytes of slabs, such as "4GB". None means 80 % of the device's memory,
             less what MLX holds; see `recommended_bytes`.
         beside: another pool, whose budget this one shares.
@@ -165,7 +166,7 @@ class PagePool:
         """
         tokens = whole_number("tokens", tokens, least=0)
         open_groups = [group for group in self.groups if group.is_open]
-        needs = {group: {self.page_format.name: group.blocks_for(tokens)} for group in open_groups}
+        needs = {group: group.needs_of(tokens) for group in open_groups}
         if self.reclaimer.fits(needs):
             return True
         if self.requantisation_policy is None or not self.reclaimer.may_fit(needs):

@@ -101,15 +101,15 @@ class Reclaimer:
         which gets exactly the rest."""
         return self._slack(self._budget)
 
-    def spare_block(self, group: LayerGroup, page_format: str) -> OutOfWindowBlock | None:
+    def spare_block(self, group: LayerGroup) -> OutOfWindowBlock | None:
         """A block for an optional page, possibly after evicting older out-of-window blocks; None if
         the budget does not hold one."""
-        needs = {group: {page_format: 1}}
+        needs = {group: {group.allocator.page_format: 1}}
         if self._mapped_after(needs) > self._limit:
             self._out_of_window.give_up(lambda: self._mapped_after(needs) <= self._limit)
             if self._mapped_after(needs) > self._limit:
                 return None
-        blocks = group.allocator.allocate(1, page_format)
+        blocks = group.allocator.allocate(1)
         out_of_window = self._out_of_window.cache(group.allocator, blocks[0])
         group.allocator.release(blocks)
         return out_of_window

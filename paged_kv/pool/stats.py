@@ -37,7 +37,7 @@ class PoolStats(BlockTotals):
     `paged_kv.allocator.allocator_stats`; all sums over groups are properties.
 
     Attributes:
-        page_format: the page format of new pages.
+        page_format: the page format of full pages.
         backend: the kernels that write and read pages.
         bytes_budget: the most bytes that may be mapped.
         groups: the layers without a window, and those of each window, once they were written.

@@ -1,28 +1,32 @@
 """Starts sequences with the longest cached prefix of a prompt.
 
 Full-attention layers can resume from any token of a prefix: they share its blocks, and copy a
-partly matching page at their first write. Layers with a window can resume where all pages of a ring
-are cached: cached out-of-window blocks, and the ring that an inserted sequence ended with.
-Recurrent layers have one state, and resume only where a snapshot of it was taken.
+partly matching page at their first write. If that page is quantised, they resume from its first
+token instead: a token attends to its own page in 16 bits. Layers with a window can resume where all
+pages of a ring are cached: cached out-of-window blocks, and the ring that an inserted sequence
+ended with. Recurrent layers have one state, and resume only where a snapshot of it was taken.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_index import Match
-from paged_kv.allocator.prefixes.prefix_node import WindowSlots
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
+from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.locked import locked
 from paged_kv.prefix.lower_tier import LowerTier
 from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
 from paged_kv.ranks import ALONE, Ranks
+from paged_kv.sequences.full_pages import recode_sequence
 from paged_kv.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -116,7 +120,7 @@ class PrefixCache:
         self, namespace: Hashable, tokens: abc.Sequence[int], page_format: PageFormat
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
-        last token. O(tokens). Its later pages have `page_format`."""
+        last token. O(tokens). Its full pages get `page_format`."""
         if self._lower is not None:
             self._lower.bring_up(namespace, tokens)
         match = self.pool.index.match(namespace, tokens)
@@ -133,10 +137,15 @@ class PrefixCache:
         self, namespace: Hashable, tokens: abc.Sequence[int], sequence: Sequence, states: Any
     ) -> int:
         """Cache what a sequence holds of these tokens; returns how many of them a longer prompt can
-        now reuse. Copies no page. `states` are the states of the layers that are not paged, after
-        all tokens of the sequence; the caller must not change them later.
+        now reuse. Copies no page, but recodes full ones, as the sequence's next step would: so what
+        is found is what the sequence itself goes on with. `states` are the states of the layers
+        that are not paged, after all tokens of the sequence; the caller must not change them later.
         """
         sequence.commit()
+        # If memory is too short, the next step recodes them, of this sequence or of one that finds
+        # them.
+        with suppress(PoolExhausted):
+            recode_sequence(self.pool, sequence)
         num_tokens = min(len(tokens), sequence.length)
         num_pages = -(-num_tokens // PAGE_SIZE)
         tables = [(group.allocator, sequence.blocks(group)) for group in self._shared_groups()]
@@ -215,9 +224,12 @@ class PrefixCache:
 
     def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:
         """Positions to resume from, the longest first: where a snapshot was taken if the model
-        needs one, else the match's end and the ends of its blocks."""
+        needs one, else the match's end and the ends of its blocks. None lies within a quantised
+        page."""
         for page in reversed(range(len(match.nodes))):
             end = min(match.num_tokens, (page + 1) * PAGE_SIZE)
+            if end % PAGE_SIZE and self._is_quantised(match.nodes[page]):
+                continue
             if not self.has_states:
                 yield end, None
                 continue
@@ -227,6 +239,14 @@ class PrefixCache:
                 assert isinstance(snapshot, Snapshot)
                 if page * PAGE_SIZE + in_page <= end and snapshot.states is not None:
                     yield page * PAGE_SIZE + in_page, snapshot
+
+    def _is_quantised(self, node: Node) -> bool:
+        """Whether any layer's page has not 16 bits."""
+        return not all(
+            group.allocator.format_of(node.blocks[group.allocator]).name == FP16.name
+            for group in self._shared_groups()
+            if group.allocator in node.blocks
+        )
 
     def _shared_groups(self) -> list[LayerGroup]:
         """The groups without a window: their sequences hold all their tokens."""

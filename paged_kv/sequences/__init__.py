@@ -5,12 +5,12 @@ padding              counts the padding of a sequence in a batch
 step                 the next tokens of some sequences, planned once for all layers
 step_row             a step in one sequence
 step_view            a step in the layers of one group
-step_metadata        makes the attention metadata of a step
+step_metadata        makes the attention metadata of a step, and of its parts
 step_blocks          reserves the blocks of a step
+full_pages           recodes full pages to the format of their sequences
 masks                the masks that a cache makes
 paged_array          arrays backed by pages
 latent_arrays        arrays by which latent attention is recognised
-stand_in             arrays with a shape that cannot be computed
 pending_step         a step that is written to a ring after its queries have attended
 out_of_window_pages  caches pages that a window has passed, for prompts with the same prefix
 steps                the public functions: begin, append, read, commit and convert

@@ -54,7 +54,7 @@ def keep_unseen(
     overwrites, while memory suffices."""
     if not sequence.caches_out_of_window:
         return
-    start, page_format = sequence.length, sequence.page_format.name
+    start = sequence.length
     for group in groups:
         window = group.window
         # While a layer's size is unknown, mapping more now might exceed the budget later.
@@ -63,7 +63,7 @@ def keep_unseen(
         first_held = window.first_held(sequence.written(group))
         for page in _unseen_pages(window, start, end):
             if page * PAGE_SIZE >= min(start, first_held):
-                out_of_window = reclaimer.spare_block(group, page_format)
+                out_of_window = reclaimer.spare_block(group)
                 if out_of_window is not None:
                     sequence.out_of_window.setdefault(group, {})[page] = out_of_window
 

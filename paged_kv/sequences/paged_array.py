@@ -8,13 +8,14 @@ layers, MLX gathers the keys and values when it computes the arrays.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import RLock, current_thread
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
@@ -38,23 +39,24 @@ class PagedRead:
         step: the latest step.
         view: the step in the layer's group.
         pages: the layer's pages.
-        new_tokens: the step's unwritten keys and values, if its queries attend before it is
-            written.
+        step_tokens: the step's keys and values, if `view.needs_step`.
 
     Attributes:
+        new_tokens: those of them that no page holds.
         lock: held during reads, so that no page moves.
     """
 
-    __slots__ = ("lock", "new_tokens", "pages", "step", "view")
+    __slots__ = ("lock", "new_tokens", "pages", "step", "step_tokens", "view")
 
     def __init__(
-        self, step: ReadStep, view: StepView, pages: LayerPages, new_tokens: NewTokens | None
+        self, step: ReadStep, view: StepView, pages: LayerPages, step_tokens: NewTokens | None
     ) -> None:
         self.step = step
         self.view = view
         self.pages = pages
         self.lock = step.lock
-        self.new_tokens = new_tokens
+        self.step_tokens = step_tokens
+        self.new_tokens = step_tokens if view.read_first else None
 
     def attend(
         self,
@@ -76,31 +78,39 @@ class PagedRead:
             if view.moves != view.group.moves:
                 view.follow_moves()
             step.unread = None
+            attend: Callable[..., mx.array] = partial(self.pages.attend, sinks=sinks)
+            step_queries = [queries]
             if position_queries is not None:
-                return self.pages.attend_latent(
-                    queries,
-                    position_queries,
-                    view.attention_metadata,
-                    scale=scale,
-                    causal=view.causal,
-                    window=view.window,
-                    new_tokens=self.new_tokens,
-                )
-            attend = partial(
-                self.pages.attend,
-                queries,
-                view.attention_metadata,
-                scale=scale,
-                causal=view.causal,
-                sinks=sinks,
-                new_tokens=self.new_tokens,
-            )
-            output = attend(window=view.window)
+                attend, step_queries = self.pages.attend_latent, [queries, position_queries]
+            attend = partial(attend, scale=scale, causal=view.causal, new_tokens=self.new_tokens)
+            if view.parts and self.step_tokens is not None:
+                outputs = [
+                    attend(*[each[:, :, at] for each in step_queries], metadata, window=view.window)
+                    for at, metadata in self._rewrite(*self.step_tokens)
+                ]
+                return mx.concatenate(outputs, axis=2)
+            output = attend(*step_queries, view.attention_metadata, window=view.window)
             if view.wider_window is None:
                 return output
             # The token that only the first query's wider window reaches is not held any more.
-            wider = attend(window=view.wider_window)
+            wider = attend(*step_queries, view.attention_metadata, window=view.wider_window)
             return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
+
+    def gather_from_pages(self) -> tuple[mx.array, mx.array]:
+        """Gather the keys and values, lazily: the step's own as they were given, if it has parts,
+        so that nothing is quantised that a query's own page holds."""
+        if self.step_tokens is None:
+            return self.pages.gather(self.view.attention_metadata, None)
+        return self.pages.gather(self.view.metadata_before, self.step_tokens)
+
+    def _rewrite(
+        self, keys: mx.array, values: mx.array
+    ) -> Iterator[tuple[slice, AttentionMetadata]]:
+        """Write the parts of the step once more, so that each finds its own page in 16 bits: a part
+        is written in the block of the one before."""
+        for tokens, metadata, _ in self.view.parts:
+            self.pages.defer(keys[:, :, tokens], values[:, :, tokens], metadata)
+            yield tokens, metadata
 
     def gather(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily.
@@ -114,7 +124,7 @@ class PagedRead:
             self.step.unread = None
             self.view.follow_moves()
             self.step.pool.note_gather(self.view.group, self.pages)
-            gathered = self.pages.gather(self.view.attention_metadata, self.new_tokens)
+            gathered = self.gather_from_pages()
             self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
@@ -128,10 +138,10 @@ class GatheredRead(PagedRead):
     __slots__ = ("_is_attended", "_thread", "gathered")
 
     def __init__(self, read: PagedRead) -> None:
-        super().__init__(read.step, read.view, read.pages, read.new_tokens)
+        super().__init__(read.step, read.view, read.pages, read.step_tokens)
         self._is_attended = True  # for `__del__`, if `gather` raises
         self._thread = current_thread()
-        self.gathered = read.pages.gather(read.view.attention_metadata, read.new_tokens)
+        self.gathered = read.gather_from_pages()
         self._is_attended = False
 
     def __del__(self) -> None:

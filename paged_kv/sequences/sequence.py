@@ -45,9 +45,9 @@ class Sequence:
 
     Attributes:
         uid: the sequence's name, the same for all its layers.
-        page_format: the format of future pages.
-        is_converting: whether some pages may still have another format, because a conversion ran
-            out of memory.
+        page_format: the format of full pages; pages that are written have 16 bits.
+        is_converting: whether some full pages may still have another format, because a conversion
+            ran out of memory.
         model_version: the version of the model's weights at the sequence's start, or None.
         context_lens: number of tokens, per layer.
         written_lens: the most tokens that there ever were, per layer. A ring has overwritten
@@ -144,15 +144,17 @@ class Sequence:
         return () if table is None else table.blocks
 
     def is_held_in(self, page_format: PageFormat) -> bool:
-        """Whether all pages have that format, so that a conversion has nothing to do."""
+        """Whether all full pages have that format, or get it when the next step begins, so that a
+        conversion has nothing to do."""
         return self.page_format == page_format and not self.is_converting
 
     def begin_conversion(self, page_format: PageFormat) -> None:
-        """Use that format for new pages from now on; the caller converts the others."""
+        """Use that format for full pages from now on; the caller converts those there are."""
         self.close_step()
         self.page_format, self.is_converting = page_format, True
-        for table in self._tables.values():
-            table.page_format = page_format.name
+        for group, table in self._tables.items():
+            if group.window is None:
+                table.page_format = page_format.name
 
     def begin_write(self, end: int) -> bool:
         """Note that a layer will append tokens up to position `end`; returns whether this begins a

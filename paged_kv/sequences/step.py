@@ -25,7 +25,8 @@ from paged_kv.sequences.out_of_window_pages import is_read_first, keep_unseen
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.sequences.pending_step import PendingStep
 from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step_blocks import reserve
+from paged_kv.sequences.step_blocks import Scratch, drop, reserve
+from paged_kv.sequences.step_metadata import StepPart
 from paged_kv.sequences.step_row import StepRow
 from paged_kv.sequences.step_view import StepView
 
@@ -63,6 +64,7 @@ class Step:
         self.unread: PagedRead | None = None
         self.untold: list[int] = []
         self._views: dict[int, StepView] = {}
+        self._scratch: Scratch = {}
         me = ref(self)
         for sequence in self.sequences:
             sequence.close_step()
@@ -70,6 +72,7 @@ class Step:
 
     def __del__(self) -> None:
         self.tell()
+        drop(self._scratch)
 
     @cached_property
     def offset_before(self) -> int | mx.array:
@@ -113,11 +116,13 @@ class Step:
                     view.follow_moves()
                 if view.read_first:
                     keep_pending(layer, self.sequences, (keys, values), view.attention_metadata)
+                elif view.parts:
+                    write_parts(pages, view.parts, (keys, values))
                 else:
                     pages.defer(keys, values, view.attention_metadata)
                 self.waiting.discard(layer)
                 self.untold.append(layer)
-                read = PagedRead(self, view, pages, (keys, values) if view.read_first else None)
+                read = PagedRead(self, view, pages, (keys, values) if view.needs_step else None)
                 if layer not in self.attending:
                     return gathered_arrays(read)
             except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
@@ -152,6 +157,7 @@ class Step:
         """End the step, because a sequence changes in another way."""
         self.tell()
         self.is_open, self.unread = False, None
+        drop(self._scratch)
         for sequence in self.sequences:
             sequence.leave_step(self)
 
@@ -160,9 +166,6 @@ class Step:
         of the step, and for layers that were never written."""
         pool, count = self.pool, self.shape[1]
         begun = [row for row in self.rows if row.sequence.begin_write(row.offset + count)]
-        for sequence in self.sequences:
-            if sequence.pending:
-                sequence.write_pending(self.waiting)
         group = pool.group_of(layer)
         pages = group.open_layer(layer, geometry)
         if any(row.sequence.length for row in begun):
@@ -174,7 +177,10 @@ class Step:
         for each in pool.groups:
             if each.is_open:
                 read_first = is_read_first(each.window, self.rows, count)
-                view = StepView(each, self.rows, read_first=read_first)
+                scratch = self._scratch.get(each)
+                view = StepView(
+                    each, self.rows, read_first=read_first, count=count, scratch=scratch
+                )
                 self._views.update(dict.fromkeys(each.layers, view))
         return self._views[layer], pages
 
@@ -183,7 +189,10 @@ class Step:
         first write."""
         groups = sum(group.is_open for group in self.pool.groups)
         if groups != self._reserved_groups:
-            reserve(self.pool, self.rows)
+            for sequence in self.sequences:
+                if sequence.pending:
+                    sequence.write_pending(self.waiting)
+            self._scratch.update(reserve(self.pool, self.rows))
             self._reserved_groups = groups
 
     def _undo(self) -> None:
@@ -194,6 +203,15 @@ class Step:
 
 def _offsets(offsets: list[int]) -> int | mx.array:
     return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
+
+
+def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> None:
+    """Write a step to the pages of a layer, and recode the pages that it fills and leaves."""
+    keys, values = step
+    for tokens, metadata, recoded in parts:
+        pages.write(keys[:, :, tokens], values[:, :, tokens], metadata)
+        if recoded:
+            pages.copy(recoded)
 
 
 def keep_pending(

@@ -1,11 +1,21 @@
-"""Makes the attention metadata of a step: where the kernels find the tokens that it attends to."""
+"""Makes the attention metadata of a step: where the kernels find the tokens that it attends to.
+
+A token attends to its own page in 16 bits, and to every earlier page in the sequence's format. So a
+step is cut where a row of it begins a page, and its parts are written and attended to one after the
+other. Each recodes the pages that it has filled.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from paged_kv.allocator.block_table import BlockTable, Write
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
+from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_row import StepRow
 
 
@@ -21,6 +31,83 @@ def attention_metadata(
         return _ring_metadata(group, group.window, rows, padding, read_first)
     tables = tuple([row.sequence.blocks(group) for row in rows])
     return AttentionMetadata(tables, tuple([row.end for row in rows]), padding)
+
+
+class StepPart(NamedTuple):
+    """The tokens of a step between two cuts.
+
+    Attributes:
+        tokens: which of the step's S tokens they are.
+        metadata: where all tokens up to these are while the queries of these attend.
+        recoded: the page copies (from block, to block) to make before the next part attends.
+    """
+
+    tokens: slice
+    metadata: AttentionMetadata
+    recoded: dict[int, int]
+
+
+def step_parts(
+    group: LayerGroup, rows: list[StepRow], count: int, scratch: Mapping[Sequence, BlockTable]
+) -> list[StepPart]:
+    """The parts of a step of `count` tokens, padding included; none if it recodes no page.
+
+    `scratch` holds the recoded page that a row's step begins in, see `Write.needs_scratch`.
+    """
+    pages = [_RowPages(group, row, scratch.get(row.sequence)) for row in rows]
+    cuts = sorted({cut for row in pages for cut in row.cuts})
+    if not cuts:
+        return []
+    parts = []
+    for start, end in zip((0, *cuts), (*cuts, count), strict=True):
+        tables, lengths, padding = zip(*[row.metadata(end) for row in pages], strict=True)
+        recoded = {source: to for row in pages for source, to in row.recoded_at(end)}
+        metadata = AttentionMetadata(tables, lengths, padding)
+        parts.append(StepPart(slice(start, end), metadata, recoded))
+    return parts
+
+
+class _RowPages:
+    """The pages of one sequence during a step.
+
+    Attributes:
+        cuts: the indices of the step's tokens that begin a page after one that is recoded.
+    """
+
+    def __init__(self, group: LayerGroup, row: StepRow, scratch: BlockTable | None) -> None:
+        self._row = row
+        self._blocks = row.sequence.blocks(group)
+        # By page: the block that its tokens are written in, and the one that it is recoded into.
+        self._recoded: dict[int, tuple[int, int]] = {}
+        if group.window is None and self._blocks:
+            self._find_recoded(row.sequence.table(group), scratch)
+        self.cuts = [(page + 1) * PAGE_SIZE - row.offset for page in self._recoded]
+
+    def metadata(self, end: int) -> tuple[tuple[int, ...], int, int]:
+        """Block table, context length and right padding at the step's first `end` tokens."""
+        position = self._row.offset + end
+        length = min(max(position, self._row.before), self._row.end)
+        latest = max(0, length - 1) // PAGE_SIZE
+        blocks = list(self._blocks[: latest + 1])
+        for page, (written, recoded) in self._recoded.items():
+            if page <= latest:
+                blocks[page] = written if page == latest else recoded
+        return tuple(blocks), length, max(0, position - length)
+
+    def recoded_at(self, end: int) -> list[tuple[int, int]]:
+        """The page copy to make after the step's first `end` tokens, if any."""
+        page = (self._row.offset + end) // PAGE_SIZE - 1
+        is_cut = end in self.cuts
+        return [self._recoded[page]] if is_cut else []
+
+    def _find_recoded(self, table: BlockTable, scratch: BlockTable | None) -> None:
+        write = Write(table, self._row.before, self._row.end)
+        for page in write.recoded_pages:
+            block = table.blocks[page]
+            if not table.is_writable(block):
+                self._recoded[page] = table.blocks[write.recoded_pages.stop], block
+            elif scratch is not None and page == write.recoded_pages.start:
+                self._recoded[page] = block, scratch.blocks[0]
 
 
 def _ring_metadata(

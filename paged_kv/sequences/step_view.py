@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.sequences.masks import PagedMask
-from paged_kv.sequences.stand_in import stand_in
-from paged_kv.sequences.step_metadata import attention_metadata
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step_metadata import StepPart, attention_metadata, step_parts
 from paged_kv.sequences.step_row import StepRow
 
 
@@ -33,9 +37,14 @@ class StepView:
         group: the layers.
         rows: the step's rows.
         read_first: whether the step's queries attend before any page holds it.
+        count: S of a step that is to be written, 0 of one that is only read.
+        scratch: see `step_parts`.
 
     Attributes:
-        attention_metadata: where the tokens are, the same object for all layers.
+        attention_metadata: where the tokens are after the step, the same object for all layers.
+        parts: the parts that the step is written and attended to in; none if it need not be cut.
+        needs_step: whether reads need the step's keys and values besides its pages.
+        metadata_before: that of a read which gets those as `new_tokens`.
         moves: the group's `moves` when the metadata was made.
         expected: the inputs of layers, by the id of their geometry object, which layers share.
         mask: the latest mask that kernels can express by lengths and a window.
@@ -46,17 +55,26 @@ class StepView:
         wider_window: that argument for its other queries; None if all have the same.
     """
 
-    def __init__(self, group: LayerGroup, rows: list[StepRow], *, read_first: bool) -> None:
+    def __init__(
+        self,
+        group: LayerGroup,
+        rows: list[StepRow],
+        *,
+        read_first: bool,
+        count: int = 0,
+        scratch: Mapping[Sequence, BlockTable] | None = None,
+    ) -> None:
         self.group = group
         self.read_first = read_first
-        self.attention_metadata = attention_metadata(group, rows, read_first=read_first)
+        self._count = count
+        self._scratch = scratch or {}
+        self._rows = rows
+        self._locate()
         self.mask: object = _NO_MASK
         self.queries = 0
         self.causal = False
         self.window: int | None = None
         self.wider_window: int | None = None
-        self._rows = rows
-        self.moves = group.moves
         self.expected: dict[int, _Expected] = {}
 
     def expect(self, layer: int, keys: mx.array, values: mx.array) -> _Expected:
@@ -77,14 +95,24 @@ class StepView:
     def follow_moves(self) -> None:
         """Make the metadata again if pages have moved."""
         if self.moves != self.group.moves:
-            self.attention_metadata = attention_metadata(
-                self.group, self._rows, read_first=self.read_first
-            )
-            self.moves = self.group.moves
+            self._locate()
+
+    def _locate(self) -> None:
+        group, rows = self.group, self._rows
+        self.attention_metadata = attention_metadata(group, rows, read_first=self.read_first)
+        self.parts: list[StepPart] = []
+        if self._count > 1 and group.window is None:
+            self.parts = step_parts(group, rows, self._count, self._scratch)
+        self.metadata_before = self.attention_metadata
+        if self.parts:
+            tables = self.parts[0].metadata.block_tables
+            self.metadata_before = replace(self.attention_metadata, block_tables=tables)
+        self.needs_step = self.read_first or bool(self.parts)
+        self.moves = group.moves
 
     def sees_as(self, mask: mx.array | str | None, queries: int) -> bool:
         """Whether lengths and a window express the mask, so that a kernel needs no array."""
-        sees = self._sees_as(mask, queries)
+        sees = self._sees_as(mask, queries) and not (self.parts and mask is None)
         if sees:
             self.mask, self.queries, self.causal = mask, queries, mask is not None
             self.window, self.wider_window = self._windows(mask, queries)

@@ -7,9 +7,11 @@ from functools import partial
 
 import mlx.core as mx
 
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.full_pages import full_blocks
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step import Step, unwritten_step
@@ -80,8 +82,8 @@ def commit(sequences: list[Sequence], layers: Set[int] | None = None) -> None:
 
 
 def convert(pool: PagePool, sequences: list[Sequence], page_format: PageFormat) -> None:
-    """Convert all pages of the sequences to a format; future tokens get such pages too. Other
-    sequences that share the pages keep them unchanged.
+    """Convert all full pages of the sequences to a format, but for those of rings; later ones get
+    it too, once they are full. Other sequences that share the pages keep them unchanged.
 
     O(1) for a sequence that was converted before. Memory holds the pages of one slab at a time in
     both formats.
@@ -89,23 +91,28 @@ def convert(pool: PagePool, sequences: list[Sequence], page_format: PageFormat) 
     Raises:
         ValueError: the format cannot hold a layer's keys and values; nothing was changed.
         PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
-            Converted pages stay converted, new pages have the format, and another call resumes.
+            Converted pages stay converted, and another call resumes.
     """
     with pool.lock:
         others = [each for each in sequences if not each.is_held_in(page_format)]
         if not others:
             return
-        open_groups = [group for group in pool.groups if group.is_open]
+        open_groups = [group for group in pool.groups if group.is_open and group.window is None]
         for group in open_groups:
             group.add_format(page_format)
         commit(others)
         for sequence in others:
             sequence.begin_conversion(page_format)
         for group in open_groups:
-            tables = [sequence.table(group) for sequence in others]
-            group.convert(tables, page_format, partial(_make_room, pool, group, page_format.name))
+            full = partial(_full_blocks, others, group)
+            make_room = partial(_make_room, pool, group, page_format.name)
+            group.convert(full, page_format, make_room)
         for sequence in others:
             sequence.is_converting = False
+
+
+def _full_blocks(sequences: list[Sequence], group: LayerGroup) -> dict[BlockTable, tuple[int, ...]]:
+    return {sequence.table(group): full_blocks(sequence, group) for sequence in sequences}
 
 
 def _make_room(pool: PagePool, group: LayerGroup, page_format: str, count: int) -> None:

@@ -239,6 +239,7 @@ class Replay:
 
     def _reserve(self, table: SimulatedTable, start: int, end: int) -> bool:
         allocator, pool = table.group.allocator, table.group.pool
+        table.recode(start)
 
         def fits() -> bool:
             with suppress(PoolExhausted):

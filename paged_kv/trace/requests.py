@@ -8,7 +8,7 @@ its prompt. Writes of more than 16 tokens are of prompts, as a trace joins short
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
@@ -46,7 +46,13 @@ class TracedRequest:
 class _Group:
     pool: int
     entries: int
-    block_bytes: int = 0
+    page_format: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a full block."""
+        return self.sizes.get(self.page_format, next(iter(self.sizes.values()), 0))
 
     def blocks_for(self, page_size: int, tokens: int) -> int:
         blocks = -(-tokens // page_size)
@@ -119,10 +125,10 @@ class TracedLoad:
 
     def _size(self, group: str, nbytes: str, page_format: str) -> None:
         known = self._groups.setdefault(int(group), _Group(-1, 0))
-        # The first format is the one of new pages.
-        known.block_bytes = known.block_bytes or int(nbytes)
+        known.sizes[page_format] = int(nbytes)
 
     def _make(self, table: str, group: str, page_format: str) -> None:
+        self._groups[int(group)].page_format = page_format
         pool = self._groups[int(group)].pool
         if min(n for n, each in self._groups.items() if each.pool == pool) == int(group):
             self._tables[int(table)] = TracedRequest(pool)

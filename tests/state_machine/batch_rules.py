@@ -223,6 +223,8 @@ class BatchRules(RuleBasedStateMachine):
         wrong = []
         for group in [group for group in home.pool.groups if group.is_open]:
             tables = [(each.table(group), each.context_lens[group.layers[0]]) for each in sequences]
+            # A step that is still referred to may have recoded a page beside its sequences.
+            tables += [(each, 256) for each in group.allocator.tables if each.is_scratch]
             stats = group.stats()
             blocks = {block for table, _ in tables for block in table.blocks}
             if stats.blocks_used != len(blocks):

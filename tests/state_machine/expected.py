@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedKVCache
 from paged_kv.cache.page_transfer import page_formats
-from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_format import FP16, page_format_named
 from paged_kv.pool.window import Window
 from tests.state_machine.rows import Chain, Row
 from tests.state_machine.table_model import (
@@ -75,6 +75,38 @@ class StockOracle:
         return outputs
 
 
+class _StepPages:
+    """What a step's tokens see of the pages that it writes: their own page in 16 bits, and earlier
+    ones in the sequence's format."""
+
+    def __init__(self, row: Row, cache: PagedKVCache, start: int) -> None:
+        self._row, self._cache, self._start = row, cache, start
+        (sequence,) = cache.sequences
+        self._format = sequence.page_format
+        self._now = _formats_now(cache, len(row.tokens))
+        if cache.layer in cache.pool.windows or row.full is None:
+            self._format = FP16
+
+    def seen_from(self, at: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        """The keys and values that the token at this position sees, given what pages hold after the
+        step."""
+        if self._format == FP16:
+            return keys, values
+        seen = keys.copy(), values.copy()
+        own, begun = at // 256 * 256, self._start // 256 * 256
+        for content, part in zip(seen, ("keys", "values"), strict=True):
+            if self._now[at] != "fp16":
+                rows = _table_rows(self._row.tokens, self._cache.layer, part, ())
+                content[:, own : own + 256] = rows[:, own : own + 256]
+            if begun < own and self._now[begun] == "fp16":
+                number_format = getattr(self._format, part)
+                page = mx.array(content[:, begun : begun + 256])
+                content[:, begun : begun + 256] = np.array(
+                    number_format.decode(number_format.encode(page), page.dtype)
+                )
+        return seen
+
+
 class TableOracle:
     """The table of a `TableModel`, held in the formats of the pages."""
 
@@ -86,6 +118,7 @@ class TableOracle:
 
     def expect(self, row: Row, layers: list[PagedKVCache], count: int) -> Check:
         start = len(row.tokens) - count
+        wrong_formats = [each for cache in layers for each in _wrong_formats(row, cache, start)]
         checked = sorted({0, count // 2, *range(max(0, count - 3), count)})
         at = [start + each for each in checked]
         answers = {
@@ -95,7 +128,7 @@ class TableOracle:
             answers["the state"] = [np.stack([_state(row.tokens[: each + 1]) for each in at])]
 
         def check(found: Floats) -> list[str]:
-            wrong, first = [], 0
+            wrong, first = list(wrong_formats), 0
             for name, expected in answers.items():
                 part = found[checked, first : first + expected[0].shape[1]]
                 first += part.shape[1]
@@ -116,15 +149,16 @@ class TableOracle:
 
     def _seen(self, row: Row, cache: PagedKVCache, at: list[int], start: int) -> Iterable[Floats]:
         """The attention outputs of the queries at these positions, [positions, Q_HEADS * DIM]. A
-        step that is attended to before it is written is not quantised yet, so two answers may be
+        step that is attended to before it is written is not in the ring yet, so two answers may be
         right."""
         window = cache.pool.windows.get(cache.layer)
         contents = _Held(row, cache, "keys").contents(), _Held(row, cache, "values").contents()
-        yield self._attended(row, cache.layer, window, at, *contents)
+        pages = _StepPages(row, cache, start)
+        yield self._attended(row, cache.layer, window, at, *contents, pages)
         if window is not None and len(row.tokens) - start > 1:
             for content, part in zip(contents, ("keys", "values"), strict=True):
                 content[:, start:] = _table_rows(row.tokens, cache.layer, part, ())[:, start:]
-            yield self._attended(row, cache.layer, window, at, *contents)
+            yield self._attended(row, cache.layer, window, at, *contents, pages)
 
     def _attended(
         self,
@@ -134,9 +168,12 @@ class TableOracle:
         positions: list[int],
         keys: Floats,
         values: Floats,
+        pages: _StepPages,
     ) -> Floats:
         answers = []
+        whole = keys, values
         for at in positions:
+            keys, values = pages.seen_from(at, *whole)
             first = 0 if window is None else max(0, at - window.size + 1)
             heads = []
             for head in range(Q_HEADS):
@@ -269,6 +306,20 @@ def _formats_now(cache: PagedKVCache, tokens: int) -> list[str | None]:
     return [
         names[window.ring.entry(at // 256)] if at >= first_held else None for at in range(tokens)
     ]
+
+
+def _wrong_formats(row: Row, cache: PagedKVCache, start: int) -> Iterable[str]:
+    """What is wrong with the formats of pages after a step that began at `start`: they have the
+    sequence's format, but the page that the step ends in has 16 bits, and so has the one that it
+    begins in if that held earlier tokens."""
+    if row.full is None or cache.pool.windows.get(cache.layer) is not None:
+        return
+    names = page_formats(cache.pool, cache.layer, cache.sequences[0])
+    expected = [row.full] * (len(names) - 1) + ["fp16"]
+    if start % 256:
+        expected[start // 256] = "fp16"
+    if names != expected:
+        yield f"layer {cache.layer} has pages of {names}, after a step from {start} on"
 
 
 def _gathered(row: Row, cache: PagedKVCache) -> dict[str, Floats]:

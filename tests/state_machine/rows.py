@@ -3,6 +3,7 @@
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from paged_kv.pool.window import Window
 
@@ -11,6 +12,9 @@ Chain = tuple[str, ...]
 
 # The formats that "auto" requantises pages to.
 SMALLER = {"fp16": ("q8", "q4"), "q8": ("q4",)}
+# A page that is written again has 16 bits, so a token may be quantised any number of times. More
+# times change no more than what is allowed.
+MOST_QUANTISED = 3
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Formats:
     """The formats that pages of a factory may have had.
 
     Attributes:
-        first: the format that they begin with.
+        first: the format that full pages get.
         is_auto: whether they become smaller when memory gets short.
     """
 
@@ -27,20 +31,29 @@ class Formats:
 
     @property
     def of_new_tokens(self) -> frozenset[Chain]:
-        return self.with_smaller(frozenset({(self.first,)}))
+        return self.since(frozenset({("fp16",)}), self.first)
 
-    def with_smaller(self, chains: frozenset[Chain]) -> frozenset[Chain]:
-        """These chains, and those that they may have become since."""
-        if not self.is_auto:
-            return chains
-        more = {(*chain, name) for chain in chains for name in SMALLER.get(chain[-1], ())}
-        return chains if more <= chains else self.with_smaller(chains | more)
+    def since(self, chains: frozenset[Chain], full: str) -> frozenset[Chain]:
+        """These chains, and those that they may have become since, where full pages get a format:
+        full ones get it, and are 16 bits again if they are written."""
+        return _closure(chains, full, self.is_auto)
 
     def converted(self, chains: frozenset[Chain], name: str) -> frozenset[Chain]:
-        """The chains after a conversion of the pages."""
-        return self.with_smaller(
-            frozenset(chain if chain[-1] == name else (*chain, name) for chain in chains)
-        )
+        """What they may be once full pages were turned into another format."""
+        full = {(*chain, name) for chain in chains if chain[-1] != name}
+        return self.since(chains | full, name)
+
+
+@cache
+def _closure(chains: frozenset[Chain], full: str, is_auto: bool) -> frozenset[Chain]:
+    more = {
+        (*chain, name)
+        for chain in chains
+        for name in {full, "fp16", *(SMALLER.get(chain[-1], ()) if is_auto else ())}
+        if name != chain[-1] and (chain[-1] == "fp16" or name != full)
+    }
+    short = {chain for chain in more if len(chain) - chain.count("fp16") <= MOST_QUANTISED}
+    return chains if short <= chains else _closure(chains | short, full, is_auto)
 
 
 @dataclass(eq=False)
@@ -48,15 +61,17 @@ class Row:
     """The tokens of a sequence, and the known facts about its pages.
 
     Attributes:
-        formats: the factory's formats.
-        new: the chains of a token that is written now.
-        tokens: the tokens that the sequence holds.
-        chains: for each token, the formats that its page may have had.
-        written: in each layer, the most tokens that it ever had.
+        formats: of the factory.
+        new: the chains that a token written now may get.
+        full: the format of full pages; None if it is not known, as with "auto".
+        tokens: all that the sequence holds.
+        chains: for each of them, what its page may have been so far.
+        written: in each layer, the most tokens that there ever were.
     """
 
     formats: Formats
     new: frozenset[Chain]
+    full: str | None
     tokens: list[int] = field(default_factory=list)
     chains: list[frozenset[Chain]] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
@@ -65,7 +80,8 @@ class Row:
     def begun(
         cls, formats: Formats, written: abc.Sequence[int], tokens: abc.Sequence[int] = ()
     ) -> "Row":
-        row = cls(formats, formats.of_new_tokens, written=list(written))
+        full = None if formats.is_auto else formats.first
+        row = cls(formats, formats.of_new_tokens, full, written=list(written))
         row.add(tokens)
         return row
 
@@ -81,20 +97,16 @@ class Row:
 
     def copy(self) -> "Row":
         tokens, chains, written = list(self.tokens), list(self.chains), list(self.written)
-        return Row(self.formats, self.new, tokens, chains, written)
+        return Row(self.formats, self.new, self.full, tokens, chains, written)
 
     def convert(self, name: str, *, is_whole: bool) -> None:
         """Note a conversion. If it ran out of memory, nobody knows which pages it converted."""
 
-        def after(chains: frozenset[Chain]) -> frozenset[Chain]:
-            converted = self.formats.converted(chains, name)
-            return converted if is_whole else chains | converted
-
-        known = {chains: after(chains) for chains in set(self.chains)}
+        known = {chains: self.formats.converted(chains, name) for chains in set(self.chains)}
         self.chains = [known[chains] for chains in self.chains]
-        new = self.formats.with_smaller(frozenset({(name,)}))
-        # The last page keeps its format while it fills up.
+        new = self.formats.since(frozenset({("fp16",)}), name)
         self.new = new if is_whole else self.new | new
+        self.full = name if is_whole and not self.formats.is_auto else None
 
     @property
     def is_found(self) -> bool:

@@ -1,0 +1,95 @@
+"""Recodes full pages to the page format of their sequences.
+
+The law: a token attends to its own page in 16 bits, and to every earlier page in the sequence's
+format, whatever steps the tokens came in. The latest tokens matter most: quantising them at once
+costs most of the quality that quantisation costs at all.
+
+The page that a step ends in keeps 16 bits, and so does the one that it begins in. When the next
+step begins, those of them that are full are recoded, in all layers of a group together. A page that
+is shared is recoded once, for all that hold it. `step_parts` has the pages of one step.
+
+A step that writes into a quantised page, after a trim, gets a copy of 16 bits: see
+`BlockTable.reserve`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+from paged_kv.allocator.block_table import Write
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.pool.reclaimer import Reclaimer
+from paged_kv.sequences.sequence import Sequence
+
+
+class SequenceWrite(NamedTuple):
+    """A coming write of a sequence's tokens in a group."""
+
+    group: LayerGroup
+    sequence: Sequence
+    write: Write
+
+
+def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> None:
+    """Recode the full pages before each write, in its group, to the format of their sequence.
+
+    Raises:
+        PoolExhausted: the budget does not hold them in both formats. Those that were recoded stay
+            so, and no token has changed its place; another call resumes.
+        ThreadConflict: another thread has not yet computed its reads of a page that is to change.
+    """
+    left: dict[tuple[LayerGroup, str], list[SequenceWrite]] = defaultdict(list)
+    for each in writes:
+        # A conversion that ran out of memory resumes by itself: others may hold the same pages.
+        if not each.write.table.is_recoded(each.write.start) and not each.sequence.is_converting:
+            left[each.group, each.write.table.page_format].append(each)
+    for (group, name), theirs in left.items():
+        group.recode(partial(_unrecoded, theirs), name, partial(_make_room, reclaimer, group, name))
+
+
+def recode_sequence(pool: PagePool, sequence: Sequence) -> None:
+    """Recode all full pages of a sequence, as its next step would.
+
+    Raises:
+        PoolExhausted, ThreadConflict: see `recode_full_pages`.
+    """
+    groups = [group for group in pool.groups if group.is_open and group.window is None]
+    ends = {group: common_len(sequence, group) for group in groups}
+    recode_full_pages(
+        pool.reclaimer,
+        [
+            SequenceWrite(group, sequence, Write(sequence.table(group), end, end))
+            for group, end in ends.items()
+        ],
+    )
+
+
+def full_blocks(sequence: Sequence, group: LayerGroup) -> tuple[int, ...]:
+    """A sequence's blocks whose pages are full in all layers of a group."""
+    return sequence.table(group).full_blocks(common_len(sequence, group))
+
+
+def common_len(sequence: Sequence, group: LayerGroup) -> int:
+    """The number of a sequence's tokens that the pages of all layers of a group hold; 0 while a
+    step is pending, which will be written to pages later."""
+    # In the first steps, a layer without pages may not have had its turn.
+    layers = group.pages if group.is_settled else group.layers
+    if any(layer in sequence.pending for layer in layers):
+        return 0
+    return min(sequence.context_lens[layer] for layer in layers)
+
+
+def _unrecoded(writes: list[SequenceWrite]) -> set[int]:
+    blocks: set[int] = set()
+    for group, sequence, write in writes:
+        written = min(write.start, common_len(sequence, group))
+        blocks.update(write.table.unrecoded(written))
+    return blocks
+
+
+def _make_room(reclaimer: Reclaimer, group: LayerGroup, page_format: str, count: int) -> None:
+    reclaimer.make_room(lambda: {group: {page_format: count}})
