@@ -140,6 +140,27 @@ def quantised_kernels(figures: Figures) -> str:
     return table((f"{figures['backend']} backend", *head), rows)
 
 
+def latent_attention(figures: Figures) -> str:
+    """Decode of latent attention, beside mlx-lm's operations and numpy's products."""
+    rows = []
+    for dtype in ("bfloat16", "float16"):
+        for name, of in figures[dtype].items():
+            if not name.startswith("decode_of_"):
+                continue
+            batch, context = name.removeprefix("decode_of_").split("_at_")
+            label = f"{dtype}: {batch} {'row' if batch == '1' else 'rows'} at {context.upper()}"
+            flops = giga(of["operations_per_second"], "FLOP/s")
+            mlx_lm = ratio(of["times_mlx_lm"]) if "times_mlx_lm" in of else ""
+            beside = mlx_lm, f"{of['times_numpy']:.2f}"
+            rows.append((label, millis(of["seconds"]), flops, *beside))
+        step = figures[dtype]["step"]
+        heads, tokens = figures["step_heads"], figures["step_tokens"]
+        label = f"{dtype}: a layer's step, {heads} heads at {tokens}"
+        rows.append((label, millis(step["seconds"]), "", ratio(step["times_mlx_lm"]), ""))
+    head = ("time", "speed", "times as fast as mlx-lm", "times as fast as numpy's float32 products")
+    return table((f"{figures['backend']} backend", *head), rows)
+
+
 def whole_model(figures: Figures) -> str:
     """Tokens a second of whole models, and what share of a step attention takes."""
     rows = [

@@ -20,6 +20,7 @@ from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
     host_cost,
+    latent_attention,
     prefix_reuse,
     publishing,
     quantised_kernels,
@@ -319,6 +320,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "rings": rings,
     "prefix_reuse": prefix_reuse,
     "publishing": publishing,
+    "latent_attention": latent_attention,
     "quantised_kernels": quantised_kernels,
     "page_codecs": page_codecs,
     "quantised_bytes": quantised_bytes,

@@ -136,6 +136,28 @@ FIGURES: dict[str, dict[str, Any]] = {
         name: [{"rows": 8, "tokens": 4096, "bits": 5.2, "over_codes": 0.16, "peak_bits": 9.5}]
         for name in ("q8", "q4")
     },
+    "latent_attention": {
+        "backend": "native",
+        "step_heads": 8,
+        "step_tokens": 512,
+        **{
+            dtype: {
+                "step": {"seconds": 8e-4, "times_mlx_lm": 4.2},
+                "decode_of_1_at_32k": {
+                    "seconds": 0.5,
+                    "operations_per_second": 1e11,
+                    "times_mlx_lm": 46.0,
+                    "times_numpy": 0.9,
+                },
+                "decode_of_8_at_32k": {
+                    "seconds": 4.0,
+                    "operations_per_second": 1e11,
+                    "times_numpy": 0.9,
+                },
+            }
+            for dtype in ("bfloat16", "float16")
+        },
+    },
     "quantised_kernels": {
         "backend": "native",
         **{
