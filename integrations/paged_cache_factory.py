@@ -129,6 +129,7 @@ class PagedCacheFactory:
         self._trace = trace if self.ranks.rank == 0 else os.devnull  # blocks are the same on all
         self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
+        self.pool.ranks = self.ranks
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
         self._version = ModelVersion(model)

@@ -7,11 +7,25 @@ machines is asked of all ranks before it is used: memory, prefixes, stored pages
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Answer = TypeVar("Answer")
+
+
+class RankMemory(NamedTuple):
+    """Bytes of all pools of a rank.
+
+    Attributes:
+        budget: the most that may be mapped.
+        mapped: of all slabs.
+        active: of the pages that sequences hold.
+    """
+
+    budget: int = 0
+    mapped: int = 0
+    active: int = 0
 
 
 class Ranks:
@@ -26,6 +40,11 @@ class Ranks:
 
     rank = 0
     size = 1
+
+    @property
+    def memory(self) -> Mapping[int, RankMemory]:
+        """What is known of each rank's memory; empty for a process alone."""
+        return {}
 
     def gather(self, question: str, answer: Answer) -> list[Answer]:
         """The answers of all ranks, in the order of their numbers, equal on each. An answer is made

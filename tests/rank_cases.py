@@ -25,6 +25,10 @@ LARGE, SMALL = 64_000_000, 1_600_000
 HEADS_FOR_3 = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192}
 
 
+# Shared layer by layer, as with mlx-lm's --pipeline; with as many layers on each rank.
+PIPELINES = {"qwen2": {"num_hidden_layers": 4}}
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     return random.Random(seed).choices(range(1, 100), k=length)
@@ -32,8 +36,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def sharded(name: str, group: mx.distributed.Group, **changes: Any) -> Any:
     """A small random model, or this rank's shard of it."""
-    model: Any = small_model(name, **changes)
-    if group.size() > 1 and hasattr(model, "shard"):
+    model: Any = small_model(name, **changes, **PIPELINES.get(name, {}))
+    if group.size() > 1 and name in PIPELINES:
+        model.model.pipeline(group)
+    elif group.size() > 1 and hasattr(model, "shard"):
         model.shard(group)
     elif group.size() > 1:
         _shard_by_hand(model, group)

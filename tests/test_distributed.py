@@ -21,7 +21,7 @@ def alone(case: str, *arguments: str) -> Any:
     ("size", "case", "names"),
     [
         (2, "stories", ("llama", "qwen3", "gpt_oss")),
-        (2, "stories", ("gemma3_text", "qwen3_5")),
+        (2, "stories", ("gemma3_text", "qwen3_5", "qwen2")),
         (3, "three", ("llama",)),
     ],
 )

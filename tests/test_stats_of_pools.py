@@ -1,11 +1,13 @@
 """Statistics of several pools: the sums, and the metrics of each."""
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from inspect import getmembers
 from io import StringIO
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -14,11 +16,14 @@ from paged_kv.allocator.allocator_stats import FormatStats
 from paged_kv.allocator.block_map import USED, SlabMap
 from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.integrations.server import status_page
+from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import PoolView, ProcessView
-from paged_kv.monitor.stats_table import bytes_table, map_text, numbers
+from paged_kv.monitor.stats_table import bytes_table, map_text, numbers, process_tables
 from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
 from paged_kv.pool.counts import PoolCounts
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import GroupStats, PoolStats
+from paged_kv.ranks import RankMemory, Ranks
 from paged_kv.sizes import format_size
 
 
@@ -128,6 +133,24 @@ def test_json_tables_metrics_and_the_page_have_a_new_column(made_up: Column) -> 
     assert 'paged_kv:kept_blocks{model="llama",pool="3"} 201.0' in metrics_text(view).decode()
     shown = {"name": "kept", "label": "kept by us", "meaning": made_up.meaning, "unit": "count"}
     assert status_page.columns()[-1] == shown
+
+
+def test_the_view_of_a_process_has_the_memory_of_every_rank() -> None:
+    class TwoRanks(Ranks):
+        memory: ClassVar = {1: RankMemory(2 << 20, 1 << 20, 300), 0: RankMemory(5 << 20, 7, 0)}
+
+    pool = PagePool(1, max_bytes=1 << 20)
+    assert view_process([pool]).as_dict().keys().isdisjoint({"ranks"})
+    pool.ranks = TwoRanks()
+    view = view_process([pool])
+    assert view.ranks == tuple(sorted(TwoRanks.memory.items()))
+    assert ProcessView.from_dict(json.loads(json.dumps(view.as_dict()))) == view
+    assert view.shows_the_same(replace(view, time=0.0))
+    assert not view.shows_the_same(replace(view, ranks=view.ranks[:1]))
+    console = Console(record=True, width=200, file=StringIO())
+    console.print(process_tables(view))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["1", "300", "B", "1.05", "MB", "2.10", "MB"] in lines
 
 
 def test_a_new_column_of_slab_bytes_is_a_row_of_their_table(made_up: Column) -> None:

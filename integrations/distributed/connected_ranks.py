@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from paged_kv.allocator.errors import PagedKVError
 from paged_kv.integrations.distributed.connections import BROKEN
 from paged_kv.integrations.distributed.watch import Watch
-from paged_kv.ranks import Ranks
+from paged_kv.ranks import RankMemory, Ranks
 
 Answer = TypeVar("Answer")
 
@@ -37,6 +37,11 @@ class ConnectedRanks(Ranks):
         self._connections = connections
         self._exchange = 0
         self._turn = threading.Lock()
+
+    @property
+    def memory(self) -> Mapping[int, RankMemory]:
+        """See `Ranks`. Rank 0 knows all ranks', another one rank 0's and its own."""
+        return self.watch.memory
 
     def gather(self, question: str, answer: Answer) -> list[Answer]:
         """See `Ranks`.

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paged_kv.pool.page_pool import open_pools
+from paged_kv.ranks import RankMemory
 
 # The thread that asks must not wait for a pool that a hanging rank has locked.
 PATIENCE_S = 0.05
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of all pools of a rank.
-
-    Attributes:
-        budget: the most that may be mapped.
-        mapped: of all slabs.
-        active: of the pages that sequences hold.
-    """
-
-    budget: int = 0
-    mapped: int = 0
-    active: int = 0
 
 
 def own_memory(before: RankMemory) -> RankMemory:

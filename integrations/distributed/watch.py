@@ -20,7 +20,8 @@ from time import monotonic
 from typing import NoReturn
 
 from paged_kv.integrations.distributed.connections import BROKEN
-from paged_kv.integrations.distributed.rank_memory import RankMemory, own_memory
+from paged_kv.integrations.distributed.rank_memory import own_memory
+from paged_kv.ranks import RankMemory
 
 BEAT_S = 0.5
 

@@ -15,7 +15,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.jobs import Stage
 from paged_kv.integrations.server.generation.server_metrics import Histogram
@@ -70,14 +69,14 @@ class _Collector(Collector):
 
     def _of_ranks(self) -> Iterator[Metric]:
         """The bytes of each process, where several share the model."""
-        ranks = self._service.thread.provider.ranks
-        if not isinstance(ranks, ConnectedRanks):
+        memory_of = self._service.thread.provider.ranks.memory
+        if not memory_of:
             return
         metric = GaugeMetricFamily(
             "paged_kv:rank_bytes", "Bytes of all pools of a rank", labels=["rank", "state"]
         )
-        for rank, memory in ranks.watch.memory.items():
-            for state, nbytes in vars(memory).items():
+        for rank, memory in memory_of.items():
+            for state, nbytes in memory._asdict().items():
                 metric.add_metric([str(rank), state], nbytes)
         yield metric
 

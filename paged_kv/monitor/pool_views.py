@@ -19,10 +19,12 @@ LONGEST_COMMAND = 200
 def view_process(pools: Iterable[PagePool], patience_s: float = 1.0) -> ProcessView:
     """A view of the pools of this process, without those that stay locked for `patience_s`
     seconds."""
-    views = [view_pool(pool, patience_s) for pool in sorted(pools, key=lambda pool: pool.serial)]
+    pools = sorted(pools, key=lambda pool: pool.serial)
+    views = [view_pool(pool, patience_s) for pool in pools]
     there = tuple([view for view in views if view is not None])
     command = " ".join(" ".join(sys.orig_argv).split())[:LONGEST_COMMAND]
-    return ProcessView(os.getpid(), command, time.time(), there)
+    ranks = {rank: memory for pool in pools for rank, memory in pool.ranks.memory.items()}
+    return ProcessView(os.getpid(), command, time.time(), there, tuple(sorted(ranks.items())))
 
 
 def view_pool(pool: PagePool, patience_s: float = 1.0) -> PoolView | None:

@@ -5,10 +5,12 @@ As JSON:
     {"paged_kv": 1, "pid": 71, "command": "...", "time": 1760000000.0, "pools": [
       {"name": "llama", "number": 0, "stats": {...},
        "slabs": [[group, slab, "fp16", "u3.c12"], ...],
-       "sequences": [["3f2a9c01", tokens, blocks, shared, bytes], ...]}]}
+       "sequences": [["3f2a9c01", tokens, blocks, shared, bytes], ...]}],
+      "ranks": [[0, budget, mapped, active], ...]}
 
 "stats" is what `PoolStats.as_dict` gives; the states of blocks are written as `block_map` says.
-Sequences are the largest ones. There is nothing of what tokens say, and nothing made of it.
+Sequences are the largest ones. "ranks", in bytes, is there where several processes share the model.
+There is nothing of what tokens say, and nothing made of it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 
 from paged_kv.allocator.block_map import SlabMap, packed, unpacked
 from paged_kv.pool.stats import PoolStats
+from paged_kv.ranks import RankMemory
 
 VERSION = 1
 
@@ -68,21 +71,29 @@ class ProcessView:
         command: the command line.
         time: seconds since 1970.
         pools: the pools in the order of their creation.
+        ranks: the memory of each process that computes the model with this one; empty if none does.
     """
 
     pid: int
     command: str
     time: float
     pools: tuple[PoolView, ...]
+    ranks: tuple[tuple[int, RankMemory], ...] = ()
+
+    def shows_the_same(self, other: ProcessView) -> bool:
+        """Whether nothing but time lies between two views of a process."""
+        return (self.pools, self.ranks) == (other.pools, other.ranks)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form that the module describes."""
+        shared = {"ranks": [[rank, *memory] for rank, memory in self.ranks]} if self.ranks else {}
         return {
             "paged_kv": VERSION,
             "pid": self.pid,
             "command": self.command,
             "time": self.time,
             "pools": [_pool_as_dict(pool) for pool in self.pools],
+            **shared,
         }
 
     @classmethod
@@ -100,7 +111,10 @@ class ProcessView:
             )
         try:
             pools = tuple([_pool_from_dict(each) for each in content["pools"]])
-            return cls(int(content["pid"]), content["command"], float(content["time"]), pools)
+            ranks = tuple([(rank, RankMemory(*each)) for rank, *each in content.get("ranks", [])])
+            return cls(
+                int(content["pid"]), content["command"], float(content["time"]), pools, ranks
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this snapshot is broken: {error!r}") from None
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from paged_kv.monitor.process_view import PoolView, ProcessView
+from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.published import remove_stale
 from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start
 from paged_kv.monitor.shared_file import SharedFile
@@ -43,7 +43,7 @@ class Publisher:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         self._file: SharedFile | None = None
-        self._published: tuple[PoolView, ...] | None = None
+        self._published: ProcessView | None = None
         self._started: str | None = None
         # A fork while the thread holds a pool's lock would leave that lock held for ever.
         os.register_at_fork(
@@ -79,11 +79,11 @@ class Publisher:
         view = self._view()
         if self._file is None or not self._file.is_there():
             self._file = SharedFile(make_runtime_folder() / f"{os.getpid()}.json")
-        elif view.pools == self._published:
+        elif self._published is not None and view.shows_the_same(self._published):
             return
         content = {**view.as_dict(), "started": self._started}
         self._file.write(json.dumps(content, separators=(",", ":")).encode())
-        self._published = view.pools
+        self._published = view
 
     def _begin_process(self) -> None:
         """Forget the thread and file of the parent process."""

@@ -15,6 +15,7 @@ from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED, SlabMap
 from paged_kv.monitor.process_view import PoolView, ProcessView, SequenceView
 from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
 from paged_kv.pool.stats import PoolStats
+from paged_kv.ranks import RankMemory
 from paged_kv.sizes import counted, format_size
 
 # The marks differ without colours too.
@@ -30,7 +31,20 @@ def process_tables(view: ProcessView) -> RenderableType:
     if not view.pools:
         return Group(head, Text("no pool of pages yet"))
     parts = [pool_tables(pool) for pool in view.pools]
+    if view.ranks:
+        parts.append(ranks_table(view.ranks))
     return Group(head, *parts)
+
+
+def ranks_table(ranks: tuple[tuple[int, RankMemory], ...]) -> Table:
+    """The bytes of each process that computes the model."""
+    table = Table("\nrank", box=None, pad_edge=False)
+    for name in ("in use", "mapped", "allowed"):
+        table.add_column(f"\n{name}", justify="right")
+    for rank, memory in ranks:
+        sizes = (memory.active, memory.mapped, memory.budget)
+        table.add_row(str(rank), *map(format_size, sizes))
+    return table
 
 
 def pool_tables(pool: PoolView) -> RenderableType:

@@ -29,6 +29,7 @@ from paged_kv.pool.rehearsal import would_fit
 from paged_kv.pool.stats import Compaction, PoolStats
 from paged_kv.pool.trace import events_of
 from paged_kv.pool.window import Window
+from paged_kv.ranks import ALONE, Ranks
 
 logger = logging.getLogger("paged_kv")
 
@@ -60,6 +61,7 @@ class PagePool:
         counts: counts of evictions, requantisations and look-ups.
         attending: layers whose keys and values only attention uses, as far as is known.
         attends_in_order: whether each layer's attention runs before the next layer writes.
+        ranks: the processes that compute the pool's model together.
 
     Raises:
         TypeError, ValueError, OSError: an argument is wrong; the message names it.
@@ -110,6 +112,7 @@ class PagePool:
         )
         self.attending: frozenset[int] = frozenset()
         self.attends_in_order = False
+        self.ranks: Ranks = ALONE
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         open_pools.add(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
