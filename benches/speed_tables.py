@@ -140,6 +140,19 @@ def quantised_kernels(figures: Figures) -> str:
     return table((f"{figures['backend']} backend", *head), rows)
 
 
+def distributed(figures: Figures) -> str:
+    """One model on several processes of one machine."""
+    rows = [
+        (
+            processes,
+            " and ".join(sorted({megabytes(each) for each in of["bytes_on_each_rank"]})),
+            f"{of['tokens_per_s']:.0f} ({of['least']:.0f} to {of['most']:.0f})",
+        )
+        for processes, of in figures.items()
+    ]
+    return table(("processes", "pages on each", "tokens a second, least to most"), rows)
+
+
 def latent_attention(figures: Figures) -> str:
     """Decode of latent attention, beside mlx-lm's operations and numpy's products."""
     rows = []

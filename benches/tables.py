@@ -19,6 +19,7 @@ from benches.quality_tables import page_codecs, quantised_bytes, quantised_quali
 from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
+    distributed,
     host_cost,
     latent_attention,
     prefix_reuse,
@@ -321,6 +322,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "prefix_reuse": prefix_reuse,
     "publishing": publishing,
     "latent_attention": latent_attention,
+    "distributed": distributed,
     "quantised_kernels": quantised_kernels,
     "page_codecs": page_codecs,
     "quantised_bytes": quantised_bytes,

@@ -136,6 +136,20 @@ FIGURES: dict[str, dict[str, Any]] = {
         name: [{"rows": 8, "tokens": 4096, "bits": 5.2, "over_codes": 0.16, "peak_bits": 9.5}]
         for name in ("q8", "q4")
     },
+    "distributed": {
+        "1": {
+            "tokens_per_s": 150.0,
+            "least": 131.0,
+            "most": 158.0,
+            "bytes_on_each_rank": [2 << 20],
+        },
+        "2": {
+            "tokens_per_s": 116.4,
+            "least": 111.0,
+            "most": 148.0,
+            "bytes_on_each_rank": [1 << 20] * 2,
+        },
+    },
     "latent_attention": {
         "backend": "native",
         "step_heads": 8,

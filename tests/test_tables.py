@@ -34,6 +34,7 @@ ROWS = {
     "serving": "| peak of keys and values | 3.1 MB | 1.0 MB in use, 2.1 MB mapped |",
     "serving_http": "| generated tokens a second, all clients | 50 | 123 |",
     "cpu_kernels": "| float16: write of 8 tokens | 20.0 µs | 1.0 µs to copy the bytes |",
+    "distributed": "| 2 | 1.0 MB | 116 (111 to 148) |",
     "latent_attention": "| float16: 1 row at 32K | 500 ms | 100.0 GFLOP/s | 46 | 0.90 |",
     "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",
     "host_cost": "| metal, batch 8, context 300 | 80.0 µs | 100.0 µs | 1.25 | 1 | 7,349 |",
