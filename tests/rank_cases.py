@@ -3,6 +3,7 @@
 Each rank writes what the case returns to FOLDER/CASE-RANK.json.
 """
 
+import gc
 import json
 import random
 import sys
@@ -121,6 +122,34 @@ def full(group: mx.distributed.Group) -> dict[str, Any]:
     except PoolExhausted as error:
         found["refused"] = str(error)
     return {**found, "preemptions": factory.stats().preemptions, "digest": digest(factory.pool)}
+
+
+def history(group: mx.distributed.Group, seed: str) -> list[Any]:
+    """A random history of requests that share prefixes. Ranks collect garbage and have memory as
+    they like; what the history tells after each request is to be equal on all."""
+    rng, own = random.Random(seed), random.Random(f"{seed} {group.rank()}")
+    model = sharded("llama", group)
+    factory = PagedCacheFactory(model, max_bytes=LARGE if group.rank() == 0 else SMALL)
+    known, found = [prompt(280, 1), prompt(530, 2)], list[Any]()
+    for number in range(25):
+        begin = rng.choice(known)[: rng.randrange(1, 560)]
+        tokens, salt = [*begin, *prompt(rng.randrange(1, 40), number)], rng.choice([None, "a"])
+        if rng.random() < 0.3:
+            given: Any = batch(model, factory, [tokens, *rng.choices(known, k=2)], number + 1)
+        else:
+            cache, cached = factory.fetch_cache(tokens, salt=salt)
+            given = cached, [int(token) for token, _ in generate_step(
+                mx.array(tokens[cached:]), model, prompt_cache=cache, max_tokens=5)]  # fmt: skip
+            if rng.random() < 0.7:
+                factory.insert_cache(tokens, cache, salt=salt)
+                known.append(tokens)
+            del cache
+        if rng.random() < 0.1:
+            factory.clear()
+        if own.random() < 0.3:
+            gc.collect()
+        found.append([given, digest(factory.pool)])
+    return [*found, sum(factory.stats().evictions.values())]
 
 
 def three(group: mx.distributed.Group, *names: str) -> dict[str, Any]:

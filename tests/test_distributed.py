@@ -49,6 +49,16 @@ def test_a_pool_that_is_full_on_one_rank_is_full_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_random_histories_keep_ranks_alike(tmp_path: Path, seed: str) -> None:
+    found = told(tmp_path, 2, "history", seed)
+    assert found[0] == found[1]
+    *requests, evicted = found[0]
+    assert len({digest for _, digest in requests}) > 5
+    assert evicted > 0
+
+
+@pytest.mark.slow
 def test_stores_restore_what_every_rank_has_after_a_restart(tmp_path: Path) -> None:
     found = told(tmp_path, 2, "restart", str(tmp_path / "store"))
     assert found[0] == found[1]
