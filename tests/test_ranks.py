@@ -69,6 +69,13 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert ALONE.agree("whether", True)
     assert not ALONE.agree("whether", False)
     assert ALONE.least("how many", 5) == ALONE.of_first("how many", 5) == 5
+
+
+def test_a_whole_model_starts_nothing_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise AssertionError("MPI would start in every process with a factory")
+
+    monkeypatch.setattr(mx.distributed, "init", init)
     assert ranks_of(Module()) is ALONE  # type: ignore[no-untyped-call]
 
 

@@ -21,10 +21,11 @@ def ranks_of(model: Module) -> Ranks:
         ValueError: some of the processes share the model, and not all of them.
         NotConnected: the ranks cannot reach each other.
     """
-    everyone = mx.distributed.init().size()
-    sizes = set(_sizes(model)) if everyone > 1 else set()
+    sizes = set(_sizes(model))
     if not sizes:
         return ALONE
+    # Not earlier: it may start MPI, in programs that have nothing to do with it.
+    everyone = mx.distributed.init().size()
     if sizes != {everyone}:
         raise ValueError(
             f"the model is sharded over {max(sizes)} of {everyone} processes: paged caches need "
