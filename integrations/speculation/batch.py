@@ -129,7 +129,8 @@ class SpeculativeBatch(GenerationBatch):
 
     def _drafts(self) -> list[list[int]]:
         """The drafted tokens of each row, after the token that it emits next."""
-        counts = [self._draft_length(row) for row in range(len(self.uids))]
+        most = longest_draft(self.prompt_cache)
+        counts = [self._draft_length(row, most) for row in range(len(self.uids))]
         drafts: list[list[int]] = [[] for _ in counts]
         if not any(counts):
             return drafts
@@ -143,11 +144,11 @@ class SpeculativeBatch(GenerationBatch):
             drafts[row] = draft[: counts[row]]
         return drafts
 
-    def _draft_length(self, row: int) -> int:
-        """The most tokens to draft for a row, 0 if the draft has nothing to say."""
+    def _draft_length(self, row: int, most: int | None) -> int:
+        """The most tokens to draft for a row, 0 if the draft has nothing to say. Its cache can roll
+        back `most`; None for any number."""
         each = self._rows[row]
         left = self.max_tokens[row] - self._num_tokens[row] - 1
-        most = longest_draft(self.prompt_cache)
         count = min(left, each.options.num_draft_tokens, left if most is None else most)
         return count if count > 0 and self._draft.may_follow(each.state, self.tokens[row]) else 0
 
