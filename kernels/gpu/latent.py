@@ -45,16 +45,30 @@ class Latent:
     ) -> mx.array:
         """Outputs [B, q_heads, 1, k_dim] of queries [B, q_heads, 1, k_dim] and position queries [B,
         q_heads, 1, v_dim] in the pages' dtype. `scale` is of logits in base 2."""
-        batch, heads, _, _ = queries.shape
-        longest = max(metadata.context_lens)
-        if window:
-            longest = min(longest, window) + LATENT_SIMDGROUPS
-        parts = latent_parts(batch, heads, longest)
-        width = tables.array.shape[1]
-        plan = self._new_plan(slabs.kind, batch, heads, scale, window, parts, width)
+        key = (slabs.kind, queries.shape[1], scale, window)
+        plan: _Plan | None = tables.plans.get(key)
+        if plan is None:
+            plan = tables.plans[key] = self._plan(*key, tables, metadata)
         inputs = [queries, position_queries, *slabs.inputs, tables.array, plan.params]
         partials, measures, _ = self._order.run(pages, plan.attend, inputs)
         return plan.merge(inputs=[partials, measures, plan.params])[0]
+
+    def _plan(
+        self,
+        kind: PageKind,
+        heads: int,
+        scale: float,
+        window: int,
+        tables: Tables,
+        metadata: AttentionMetadata,
+    ) -> _Plan:
+        """Context lengths that split into the same parts share a plan."""
+        longest = max(metadata.context_lens)
+        if window:
+            longest = min(longest, window) + LATENT_SIMDGROUPS
+        batch, width = tables.array.shape
+        parts = latent_parts(batch, heads, longest)
+        return self._new_plan(kind, batch, heads, scale, window, parts, width)
 
     def _plan_of(
         self,
