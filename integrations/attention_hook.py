@@ -38,6 +38,9 @@ def paged_attention(
         output = _latent_attention(queries, keys.read, scale, mask)
         if output is not None:
             return output
+        if not mask.is_changed:
+            keys, mask = _gathered_latents(keys, mask)
+            values = keys
     if isinstance(values, PagedValues) and not values.is_changed:
         if keys.read is values.read:
             if keys.is_as_held and values.is_as_held:
@@ -85,6 +88,14 @@ def _gathered(keys: PagedKeys, values: PagedValues) -> tuple[mx.array, mx.array]
     if keys.read is not values.read:
         gathered_values = values.read.gather()[1]
     return keys.like_this(gathered_keys), values.like_this(gathered_values)
+
+
+def _gathered_latents(keys: PagedKeys, scores: PositionScores) -> tuple[mx.array, mx.array]:
+    """Latents and scores of gathered position keys, of one read or of two."""
+    latents, position_keys = keys.read.gather()
+    if scores.read is not keys.read:
+        position_keys = scores.read.gather()[1]
+    return keys.like_this(latents), scores.of_gathered(position_keys)
 
 
 def _attention_to_prepared(

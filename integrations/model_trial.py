@@ -3,7 +3,8 @@
 Most layers pass the arrays of `update_and_fetch` to attention only, and then the arrays need not be
 computable. The trial finds these layers without a list of models: it runs a prompt, a token after
 it, and both in a batch with padding, on mlx-lm's own caches. The graph then shows which layers'
-keys and values a result depends on. Nothing is computed.
+keys and values a result depends on. Steps of one token are told apart: latent attention expands the
+latents of longer ones. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -37,46 +38,68 @@ class Trial:
     Attributes:
         geometries: the shapes and dtypes that each layer writes.
         attending: the layers whose keys and values only attention reads.
+        attending_in_decode: the same for steps of one token.
         in_order: whether attention reads each of these layers before the next one writes.
     """
 
     geometries: dict[int, LayerGeometry] = field(default_factory=dict)
     attending: frozenset[int] = frozenset()
+    attending_in_decode: frozenset[int] = frozenset()
     in_order: bool = False
+
+
+class _Writes(NamedTuple):
+    """The writes of one layer in steps of one kind."""
+
+    layer: int
+    is_decode: bool
 
 
 class _Arrays:
     """The stand-in arrays of all layers.
 
     Attributes:
-        written_and_read: a layer's number for each write of it and each read by attention, in
-            order.
+        written_and_read: the layer and the kind of step of each write and each read by attention,
+            in order.
     """
 
     def __init__(self) -> None:
         self.trial = Trial()
-        self.written_and_read: list[int] = []
-        self._numbers: dict[tuple[int, mx.Dtype], mx.array] = {}
+        self.written_and_read: list[_Writes] = []
+        self._numbers: dict[tuple[_Writes, mx.Dtype], mx.array] = {}
 
-    def of(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+    def of(
+        self, writes: _Writes, keys: mx.array, values: mx.array
+    ) -> tuple[PagedKeys, PagedValues]:
         """Stand-ins of the same shapes that cannot be computed."""
-        stands = [mx.broadcast_to(self._number(layer, each), each.shape) for each in (keys, values)]
+        stands = [
+            mx.broadcast_to(self._number(writes, each), each.shape) for each in (keys, values)
+        ]
         found = PagedKeys(stands[0]), PagedValues(stands[1])
-        read: Any = _TriedRead(lambda: self.written_and_read.append(layer), keys, values)
+        read: Any = _TriedRead(lambda: self.written_and_read.append(writes), keys, values)
         found[0].read = found[1].read = read
-        self.written_and_read.append(layer)
+        self.written_and_read.append(writes)
         return found
 
-    def reaching(self, results: Iterable[mx.array]) -> set[int]:
-        """The layers whose arrays the results depend on."""
-        names = {f"of_{at}": layer for at, (layer, _) in enumerate(self._numbers)}
+    def find(self, results: Iterable[mx.array]) -> None:
+        """Find the layers whose arrays the results depend on."""
+        names = {f"of_{at}": writes for at, (writes, _) in enumerate(self._numbers)}
         graph = io.StringIO()
         arrays = dict(zip(names, self._numbers.values(), strict=True))
         mx.export_to_dot(graph, *results, **arrays)
-        return {layer for name, layer in names.items() if f'"{name}" ->' in graph.getvalue()}
+        used = {writes for name, writes in names.items() if f'"{name}" ->' in graph.getvalue()}
+        trial, layers = self.trial, frozenset(self.trial.geometries)
+        trial.attending = layers - {layer for layer, _ in used}
+        trial.attending_in_decode = layers - {layer for layer, is_decode in used if is_decode}
+        order = [each for each in self.written_and_read if self._is_attending(*each)]
+        trial.in_order = order[::2] == order[1::2]
 
-    def _number(self, layer: int, like: mx.array) -> mx.array:
-        key = layer, like.dtype
+    def _is_attending(self, layer: int, is_decode: bool) -> bool:
+        trial = self.trial
+        return layer in (trial.attending_in_decode if is_decode else trial.attending)
+
+    def _number(self, writes: _Writes, like: mx.array) -> mx.array:
+        key = writes, like.dtype
         if key not in self._numbers:
             self._numbers[key] = new_stand_in(like.dtype)
         return self._numbers[key]
@@ -111,7 +134,8 @@ class _TriedCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
         self._arrays.trial.geometries[self._layer] = LayerGeometry.of(keys, values)
-        return self._arrays.of(self._layer, *self._stock.update_and_fetch(keys, values))
+        writes = _Writes(self._layer, is_decode=keys.shape[2] == 1)
+        return self._arrays.of(writes, *self._stock.update_and_fetch(keys, values))
 
     def merge(self, caches: list[_TriedCache]) -> _TriedCache:
         stock = self._stock.merge([cache._stock for cache in caches])
@@ -141,9 +165,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         results += _in_a_batch(model, tried_cache(), tried_cache())
     except Exception as error:  # mlx-lm's caches cannot batch some models either
         logger.info("a batch cannot be tried out: %r", error)
-    trial.attending = frozenset(trial.geometries) - arrays.reaching(results)
-    order = [layer for layer in arrays.written_and_read if layer in trial.attending]
-    trial.in_order = order[::2] == order[1::2]
+    arrays.find(results)
     return trial
 
 

@@ -372,6 +372,7 @@ class PagedCacheFactory:
     def _tell(self, pool: PagePool, trial: Trial) -> None:
         if not self._always_gather:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
+            pool.attending_in_decode = trial.attending_in_decode
 
     def _learn_geometry(self) -> None:
         """Tell the pool the geometry of all layers."""

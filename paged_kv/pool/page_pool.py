@@ -60,6 +60,7 @@ class PagePool:
     Attributes:
         counts: counts of evictions, requantisations and look-ups.
         attending: layers whose keys and values only attention uses, as far as is known.
+        attending_in_decode: the same for steps of one token.
         attends_in_order: whether each layer's attention runs before the next layer writes.
         ranks: the processes that compute the pool's model together.
 
@@ -111,6 +112,7 @@ class PagePool:
             self.counts,
         )
         self.attending: frozenset[int] = frozenset()
+        self.attending_in_decode: frozenset[int] = frozenset()
         self.attends_in_order = False
         self.ranks: Ranks = ALONE
         self._group_of = {layer: group for group in self.groups for layer in group.layers}

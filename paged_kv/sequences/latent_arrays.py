@@ -16,7 +16,7 @@ operands, so that attention can read the pages instead, and the graph is never c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -28,6 +28,12 @@ IN_PLACE = (
 """The methods by which an array changes into another one and stays the same object."""
 
 
+class Read(Protocol):
+    """A read of pages: see `PagedRead`."""
+
+    def gather(self) -> tuple[mx.array, mx.array]: ...
+
+
 class ReadArray(mx.array):
     """An array that stands for numbers of a read of pages.
 
@@ -36,7 +42,7 @@ class ReadArray(mx.array):
         is_changed: whether the array was changed in place, and holds other numbers now.
     """
 
-    read: object
+    read: Read
     is_changed = False
 
 
@@ -59,7 +65,7 @@ class PositionKeys(ReadArray):
     """The position keys of a read with their last axes swapped, [B, 1, P, T]."""
 
     @classmethod
-    def of(cls, swapped: mx.array, read: object) -> PositionKeys:
+    def of(cls, swapped: mx.array, read: Read) -> PositionKeys:
         keys = cls(swapped)
         keys.read = read
         return keys
@@ -69,7 +75,7 @@ class PositionKeys(ReadArray):
         if self.is_changed or self.shape[1] != 1 or queries.ndim != 4:
             return scores
         # A copy that shares the memory: what the model does to `queries` in place stays outside.
-        return PositionScores.of(scores, self.read, mx.array(queries), None)
+        return PositionScores.of(scores, self.read, mx.array(queries))
 
 
 class PositionScores(ReadArray):
@@ -78,17 +84,17 @@ class PositionScores(ReadArray):
     Attributes:
         queries: the position queries times the scale, [B, q_heads, S, P].
         mask: what hides scores; None before any were hidden.
+        lowest: what hidden scores are.
     """
 
     queries: mx.array
-    mask: mx.array | None
+    mask: mx.array | None = None
+    lowest: Any = None
 
     @classmethod
-    def of(
-        cls, scores: mx.array, read: object, queries: mx.array, mask: mx.array | None
-    ) -> PositionScores:
+    def of(cls, scores: mx.array, read: Read, queries: mx.array) -> PositionScores:
         result = cls(scores)
-        result.read, result.queries, result.mask = read, queries, mask
+        result.read, result.queries = read, queries
         return result
 
     def masked(self, result: mx.array, mask: Any, lowest: Any) -> mx.array:
@@ -97,7 +103,14 @@ class PositionScores(ReadArray):
         is_hidden = isinstance(mask, mx.array) and _number(lowest) <= mx.finfo(self.dtype).min
         if self.is_changed or self.mask is not None or not is_hidden:
             return result
-        return PositionScores.of(result, self.read, self.queries, mask)
+        scores = PositionScores.of(result, self.read, self.queries)
+        scores.mask, scores.lowest = mask, lowest
+        return scores
+
+    def of_gathered(self, position_keys: mx.array) -> mx.array:
+        """The same scores, computed with position keys [B, 1, T, P] that were gathered."""
+        scores = mx.matmul(self.queries, position_keys.swapaxes(-1, -2))
+        return scores if self.mask is None else mx.where(self.mask, scores, self.lowest)
 
 
 def _number(value: Any) -> float:

@@ -96,7 +96,8 @@ class Step:
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
         self._reserve()
-        self.attending = self.pool.attending
+        pool, is_decode = self.pool, self.shape[1] == 1
+        self.attending = pool.attending_in_decode if is_decode else pool.attending
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
         """Take the step in one layer; see `append`."""
