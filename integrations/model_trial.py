@@ -119,6 +119,14 @@ class _TriedRead:
         dim = (values if position_queries is None else latents).shape[3]
         return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], dim))
 
+    def gather_tokens(self, indices: mx.array, part: int) -> mx.array:
+        if part == 0:
+            self._note()
+        given = self._gathered[part]
+        return mx.broadcast_to(
+            given[:, :, :1], (*given.shape[:2], indices.shape[1], given.shape[3])
+        )
+
     def gather(self) -> tuple[mx.array, mx.array]:
         return self._gathered
 

@@ -11,12 +11,14 @@ import mlx.core as mx
 
 from paged_kv.cache.dependencies import DependentArray, depending
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.sequences.latent_arrays import PositionScores
+from paged_kv.sequences.latent_arrays import PositionScores, TokenIndices
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 
 _stock_depends: Callable[..., Any] = mx.depends
 _stock_where: Callable[..., mx.array] = mx.where
 _stock_tile: Callable[..., mx.array] = mx.tile
+_stock_broadcast_to: Callable[..., mx.array] = mx.broadcast_to
+_stock_take_along_axis: Callable[..., mx.array] = mx.take_along_axis
 
 
 def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
@@ -42,8 +44,24 @@ def tile(array: Any, repetitions: Any, /, *, stream: Any = None) -> mx.array:
     )
 
 
+def broadcast_to(a: Any, shape: Any, /, *, stream: Any = None) -> mx.array:
+    """`mx.broadcast_to`, whose result may be recognised as indices of tokens."""
+    return TokenIndices.among(_stock_broadcast_to(a, shape, stream=stream), a)
+
+
+def take_along_axis(
+    a: mx.array, /, indices: mx.array, axis: int | None = -1, *, stream: Any = None
+) -> mx.array:
+    """`mx.take_along_axis`, which reads tokens from pages."""
+    if isinstance(a, PagedKeys | PagedValues) and not a.is_changed:
+        return a.taken_along(indices, axis)
+    return _stock_take_along_axis(a, indices, axis, stream=stream)
+
+
 def install_operation_hooks() -> None:
     """Replace the operations in every module that has them; repeated calls do nothing."""
     rebind(_stock_depends, depends)
     rebind(_stock_where, where)
     rebind(_stock_tile, tile)
+    rebind(_stock_broadcast_to, broadcast_to)
+    rebind(_stock_take_along_axis, take_along_axis)

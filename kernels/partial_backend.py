@@ -50,7 +50,7 @@ class PartialBackend:
         self.supports, self.new_slab = backend.supports, backend.new_slab
         self.begin, self.settle = backend.begin, backend.settle
         self.write, self.load = backend.write, backend.load
-        self.copy = backend.copy
+        self.copy, self.gather_tokens = backend.copy, backend.gather_tokens
 
     @property
     def fallbacks(self) -> int:

@@ -132,6 +132,8 @@ def test_the_layers_of_which_only_attention_reads(name: str, attending: set[int]
     _, factory = model_and_factory(name)
     factory.make_cache()
     assert factory.pool.attending == attending
+    in_decode = {0, 1, 2} if name == "deepseek_v3" else attending
+    assert factory.pool.attending_in_decode == in_decode
 
 
 @pytest.mark.parametrize("name", ["native", "metal", "cuda"])

@@ -27,6 +27,7 @@ from paged_kv.kernels.pages.number_format import FLOATS, WORD
 from paged_kv.kernels.pages.page_format import PageLayout
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain.page_gather import gather
+from paged_kv.kernels.plain.token_gather import gather_tokens
 
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
@@ -93,6 +94,11 @@ class NativeBackend:
         self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
         return gather(pages, metadata, new_tokens)
+
+    def gather_tokens(
+        self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return gather_tokens(pages, metadata, indices)
 
     def gather_now(
         self, pages: LayerMemory, metadata: AttentionMetadata

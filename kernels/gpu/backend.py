@@ -129,6 +129,16 @@ class GpuBackend:
             )
         return self._slots.gather(pages, slabs, tables, length, self._in_dtype(pages, new_tokens))
 
+    def gather_tokens(
+        self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """With plain operations, computed at once: no kernel does this."""
+        self.fallbacks += 1
+        self.settle(pages)
+        keys, values = self._plain.gather_tokens(pages, metadata, indices)
+        mx.eval(keys, values)
+        return keys, values
+
     def attend(
         self,
         pages: LayerMemory,

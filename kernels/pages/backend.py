@@ -69,6 +69,13 @@ class Backend(Protocol):
         with its right padding. Sequences are aligned to end at T, and padding is zeros. Lazy."""
         ...
 
+    def gather_tokens(
+        self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Keys [B, k_heads, K, k_dim] and values [B, v_heads, K, v_dim] of the tokens at indices
+        uint32 [B, K], below T, of what `gather` returns. Lazy. Not for windows."""
+        ...
+
     def settle(self, pages: LayerMemory) -> None:
         """Wait until all pending operations on the pages are done, so that other code may read
         them."""

@@ -143,6 +143,15 @@ class LayerPages(LayerMemory):
             self.settle()
         return self._backend.gather(self, metadata, new_tokens)
 
+    def gather_tokens(
+        self, metadata: AttentionMetadata, indices: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """See `Backend.gather_tokens`. Writes a deferred step first."""
+        if self._deferred is not None:
+            self._backend.begin(indices)  # computed together with the step
+            self.settle()
+        return self._backend.gather_tokens(self, metadata, indices)
+
     def attend(
         self,
         queries: mx.array,

@@ -21,6 +21,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.page_gather import gather, read_row
+from paged_kv.kernels.plain.token_gather import gather_tokens
 
 Indices = npt.NDArray[np.int64]
 
@@ -76,6 +77,11 @@ class PlainBackend:
         self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
         return gather(pages, metadata, new_tokens)
+
+    def gather_tokens(
+        self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return gather_tokens(pages, metadata, indices)
 
     def settle(self, pages: LayerMemory) -> None:
         """Does nothing: writes are computed at once."""

@@ -8,9 +8,15 @@ together. A query of one token attends to them like this:
     scores = mx.where(mask, scores, lowest)  # in a batch
     output = scaled_dot_product_attention(queries, latents, latents, mask=scores)
 
+Some models attend only to the tokens that an indexer chooses:
+
+    chosen = mx.argpartition(...)[..., -k:]
+    indices = mx.broadcast_to(chosen[:, :, 0, :, None], (B, 1, k, dim))
+    latents = mx.take_along_axis(latents, indices, axis=2)
+
 The arrays of this file are the results of these operations. Each holds the same numbers as MLX's
 own result, as a lazy graph, so that models may do anything else with them. They also remember the
-operands, so that attention can read the pages instead, and the graph is never computed.
+operands, so that the pages can be read instead, and the graph is never computed.
 """
 
 from __future__ import annotations
@@ -34,23 +40,21 @@ class Read(Protocol):
     def gather(self) -> tuple[mx.array, mx.array]: ...
 
 
-class ReadArray(mx.array):
-    """An array that stands for numbers of a read of pages.
+class FollowedArray(mx.array):
+    """An array that remembers what it was made of.
 
     Attributes:
-        read: the read.
         is_changed: whether the array was changed in place, and holds other numbers now.
     """
 
-    read: Read
     is_changed = False
 
 
 def _forgetting(name: str) -> Callable[..., Any]:
-    """The method of mx.array, for an array that then stands for its read no more."""
+    """The method of mx.array, for an array that then is no longer what it was made of."""
     stock = getattr(mx.array, name)
 
-    def change(self: ReadArray, *arguments: Any) -> Any:
+    def change(self: FollowedArray, *arguments: Any) -> Any:
         self.is_changed = True
         return stock(self, *arguments)
 
@@ -58,7 +62,17 @@ def _forgetting(name: str) -> Callable[..., Any]:
 
 
 for _name in IN_PLACE:
-    setattr(ReadArray, _name, _forgetting(_name))
+    setattr(FollowedArray, _name, _forgetting(_name))
+
+
+class ReadArray(FollowedArray):
+    """An array that stands for numbers of a read of pages.
+
+    Attributes:
+        read: the read.
+    """
+
+    read: Read
 
 
 class PositionKeys(ReadArray):
@@ -111,6 +125,30 @@ class PositionScores(ReadArray):
         """The same scores, computed with position keys [B, 1, T, P] that were gathered."""
         scores = mx.matmul(self.queries, position_keys.swapaxes(-1, -2))
         return scores if self.mask is None else mx.where(self.mask, scores, self.lowest)
+
+
+class TokenIndices(FollowedArray):
+    """Indices of tokens, [B, heads, K, dim], that are equal for all numbers of a token and head.
+
+    Attributes:
+        tokens: those of the first head, [B, K].
+    """
+
+    tokens: mx.array
+
+    @classmethod
+    def among(cls, result: mx.array, array: object) -> mx.array:
+        """`result`, which is mx.broadcast_to(array, shape), as `TokenIndices` if it can be that.
+
+        They are uint32, as the indices that MLX finds are, so none is negative.
+        """
+        if not isinstance(array, mx.array) or array.dtype != mx.uint32 or array.ndim != 4:
+            return result
+        if array.shape != (*result.shape[:3], 1):
+            return result
+        indices = cls(result)
+        indices.tokens = array[:, 0, :, 0]
+        return indices
 
 
 def _number(value: Any) -> float:

@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewToke
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.latent_arrays import PositionKeys, ReadArray
+from paged_kv.sequences.latent_arrays import PositionKeys, ReadArray, TokenIndices
 from paged_kv.sequences.step_view import StepView
 
 
@@ -128,6 +128,22 @@ class PagedRead:
             self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
+    def gather_tokens(self, indices: mx.array, part: int) -> mx.array | None:
+        """Gather the keys (part 0) or values (part 1) at indices [B, K] of what `gather` returns,
+        lazily. None if there is a window or more than one head, if the step is in no page yet, or
+        if the sequences have changed since."""
+        with self.lock:
+            view = self.view
+            heads = self.pages.geometry.k_heads, self.pages.geometry.v_heads
+            is_in_pages = view.group.window is None and not view.needs_step
+            if not self.step.is_open or not is_in_pages or heads[part] > 1:
+                return None
+            self.step.unread = None
+            view.follow_moves()
+            found = self.pages.gather_tokens(view.attention_metadata, indices)[part]
+            self.pages.lazy_reads.leave((found,), view.attention_metadata, current_thread())
+            return found
+
     def leave_unread(self) -> None:
         """Note that no graph holds what was gathered for this read."""
 
@@ -155,6 +171,11 @@ class GatheredRead(PagedRead):
         self._is_attended |= output is not None
         return output
 
+    def gather_tokens(self, indices: mx.array, part: int) -> mx.array | None:
+        tokens = super().gather_tokens(indices, part)
+        self._is_attended |= tokens is not None
+        return tokens
+
     def gather(self) -> tuple[mx.array, mx.array]:
         return self.gathered
 
@@ -167,11 +188,13 @@ class _PagedArray(ReadArray):
 
     Attributes:
         read: the read.
+        part: 0 for keys, 1 for values.
         tiles: how often the heads of the pages follow each other in this array.
         is_as_held: whether it has the dtype and the heads of the pages.
     """
 
     read: PagedRead
+    part: int
     tiles = 1
     is_as_held = True
 
@@ -193,6 +216,21 @@ class _PagedArray(ReadArray):
         cast = gathered.astype(self.dtype)
         return cast if self.tiles == 1 else mx.tile(cast, [1, self.tiles, 1, 1])
 
+    def taken_along(self, indices: mx.array, axis: int | None) -> mx.array:
+        """`mx.take_along_axis` of this array, which reads no other pages if tokens are taken."""
+        if isinstance(indices, TokenIndices) and self._has_tokens_at(indices, axis):
+            tokens = self.read.gather_tokens(indices.tokens, self.part)
+            if tokens is not None:
+                return tokens
+        gathered = self.like_this(self.read.gather()[self.part])
+        return mx.take_along_axis(gathered, indices, axis)
+
+    def _has_tokens_at(self, indices: TokenIndices, axis: int | None) -> bool:
+        """Whether these are indices of tokens of the pages."""
+        batch, _, _, dim = self.shape
+        is_whole = indices.shape[:2] == (batch, 1) and indices.shape[3] == dim
+        return is_whole and axis in (2, -2) and self.is_as_held and not indices.is_changed
+
     def _followed_by(self, result: mx.array, tiles: int) -> mx.array:
         if self.is_changed:
             return result
@@ -205,10 +243,14 @@ class _PagedArray(ReadArray):
 class PagedKeys(_PagedArray):
     """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
 
+    part = 0
+
 
 class PagedValues(_PagedArray):
     """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
     latent."""
+
+    part = 1
 
     def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
         swapped: mx.array = super().swapaxes(axis1, axis2, **options)
