@@ -118,3 +118,15 @@ def test_queries_of_another_dtype(dialect: str) -> None:
     halves = asked.astype(mx.float16), positions.astype(mx.float16)
     other = batch.pages.attend_latent(*halves, metadata=batch.metadata, scale=0.1)
     assert mx.allclose(found, other.astype(mx.float32))
+
+
+def test_chosen_tokens_are_those_of_a_gather(dialect: str) -> None:
+    """No kernel does it, so it waits for those that write."""
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, latents(64, 64), ["fp16", "q8"], [300, 20, 0])
+    indices = mx.array([[0, 299, 40], [280, 299, 10], [0, 1, 2]], mx.uint32)
+    found = batch.pages.gather_tokens(batch.metadata, indices)
+    assert backend.fallbacks == 1
+    for tokens, everything in zip(found, batch.pages.gather(batch.metadata), strict=True):
+        expected = mx.take_along_axis(everything, indices[:, None, :, None], axis=2)
+        assert mx.array_equal(tokens, expected)
