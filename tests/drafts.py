@@ -27,12 +27,16 @@ class PlannedDraft:
     def may_follow(self, state: None, tokens: list[int]) -> bool:
         return True
 
+    def prepare(self, rows: list[DraftRow]) -> None:
+        """The texts are known."""
+
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         return [self._proposed(row) for row in rows]
 
     def _proposed(self, row: DraftRow) -> list[int]:
-        known = len(row.tokens)
-        text = next((each for each in self._texts if each[:known] == row.tokens), row.tokens)
+        tokens = [*row.tokens, row.last]
+        known = len(tokens)
+        text = next((each for each in self._texts if each[:known] == tokens), tokens)
         count = min(row.most, self._lengths[known % len(self._lengths)])
         return [
             token ^ 1 if self._wrong_every and not at % self._wrong_every else token

@@ -13,6 +13,7 @@ from paged_kv import (
     PoolExhausted,
     speculative_batch_generate,
 )
+from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.drafts import DraftRow
 from tests.generation import assert_nothing_is_used, greedy
 from tests.zoo import small_model
@@ -21,7 +22,7 @@ ONCE = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def proposed(draft: NGramDraft, state: Any, tokens: list[int], most: int = 3) -> list[int]:
-    (found,) = draft.propose([DraftRow(state, tokens, most)])
+    (found,) = draft.propose([DraftRow(state, tokens[:-1], tokens[-1], most)])
     return found
 
 
@@ -93,13 +94,14 @@ def test_a_model_drafts_its_greedy_tokens_for_all_rows(small: Any) -> None:
     states = [draft.begin(None) for _ in range(3)]
     texts = [[(5 * i * i + k) % 97 for i in range(n)] for k, n in enumerate((1, 300, 40))]
     for asked, extra in (((0, 1, 2), 1), ((0, 1), 2), ((0, 1, 2), 5), ((1, 2), 3)):
-        rows = [DraftRow(states[at], texts[at], 2 + at) for at in asked]
-        for at, row, found in zip(asked, rows, draft.propose(rows), strict=True):
-            expected = greedy(small, row.tokens, make_prompt_cache(small), 2 + at).tokens
+        rows = [DraftRow(states[at], texts[at][:-1], texts[at][-1], 2 + at) for at in asked]
+        draft.prepare(rows)
+        for at, found in zip(asked, draft.propose(rows), strict=True):
+            expected = greedy(small, texts[at], make_prompt_cache(small), 2 + at).tokens
             assert found == expected
             # Accept some of the drafts, and then another token.
             texts[at] = [*texts[at], *found[: extra - 1], 11]
-    del states, rows, row
+    del states, rows
     factory.clear()
     assert_nothing_is_used(factory)
 
@@ -108,11 +110,17 @@ def test_a_prompt_that_the_draft_model_has_read_is_not_read_again(small: Any) ->
     factory = PagedCacheFactory(small, max_bytes=64 << 20)
     draft = ModelDraft(small, factory)
     text = [(5 * i * i) % 97 for i in range(400)]
-    first = draft.propose([DraftRow(draft.begin("a"), text, 3)])
+
+    def drafts(salt: str) -> list[list[int]]:
+        rows = [DraftRow(draft.begin(salt), text[:-1], text[-1], 3)]
+        draft.prepare(rows)
+        return draft.propose(rows)
+
+    first = drafts("a")
     before = factory.stats().prefix_hits
-    assert draft.propose([DraftRow(draft.begin("b"), text, 3)]) == first
+    assert drafts("b") == first
     assert factory.stats().prefix_hits == before
-    assert draft.propose([DraftRow(draft.begin("a"), text, 3)]) == first
+    assert drafts("a") == first
     assert factory.stats().prefix_hits > before + 300
 
 
@@ -120,11 +128,12 @@ def test_a_draft_model_without_memory_drafts_nothing_and_holds_none(small: Any) 
     factory = PagedCacheFactory(small, max_bytes=1 << 20)
     draft = ModelDraft(small, factory)
     text = [(5 * i * i) % 97 for i in range(5000)]
-    state = draft.begin(None)
-    assert draft.propose([DraftRow(state, text, 3), DraftRow(draft.begin(None), [1], 3)]) == [
-        [],
-        [],
+    rows = [
+        DraftRow(draft.begin(None), text, 1, 3),
+        DraftRow(draft.begin(None), [], 1, 3),
     ]
+    draft.prepare(rows)
+    assert draft.propose(rows) == [[], []]
     factory.clear()
     assert_nothing_is_used(factory)
 
@@ -149,7 +158,13 @@ def test_speculative_batch_generate_returns_what_batch_generate_returns(
     draft = NGramDraft(2) if kind == "look-up" else model
     stock = batch_generate(model, tokenizer, prompts, max_tokens=[30, 20, 25])
     ours = speculative_batch_generate(
-        model, draft, tokenizer, prompts, max_tokens=[30, 20, 25], max_bytes="64MB"
+        model,
+        draft,
+        tokenizer,
+        prompts,
+        lengths=FixedLengths(),
+        max_tokens=[30, 20, 25],
+        max_bytes="64MB",
     )
     assert ours.texts == stock.texts
     assert ours.stats.generation_tokens == 75

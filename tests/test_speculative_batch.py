@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,11 @@ import pytest
 from mlx_lm.generate import BatchGenerator, StopSequences
 
 from paged_kv import NGramDraft, PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
+from paged_kv.integrations.speculation.draft_lengths import (
+    Candidate,
+    DraftLengths,
+    FixedLengths,
+)
 from paged_kv.integrations.speculation.drafts import Draft
 from tests.drafts import PlannedDraft
 from tests.generation import Run, assert_nothing_is_used, assert_same_runs, runs_of
@@ -31,14 +37,17 @@ def undrafted(model: Any, factory: PagedCacheFactory, **options: Any) -> list[Ru
         return runs_of(generator, generator.insert(PROMPTS, **options))
 
 
+def fixed(model: Any, draft: Draft, **options: Any) -> SpeculativeBatchGenerator:
+    """A generator that drafts whatever the times of its steps are."""
+    return SpeculativeBatchGenerator(model, draft, lengths=FixedLengths(), **options)
+
+
 def drafted(
     model: Any, factory: PagedCacheFactory, draft: Draft, **options: Any
 ) -> tuple[list[Run], SpeculativeBatchGenerator]:
     """The same with drafts: more prompts than rows, so some begin when others end."""
     with factory:
-        generator = SpeculativeBatchGenerator(
-            model, draft, max_tokens=NEW_TOKENS, completion_batch_size=4
-        )
+        generator = fixed(model, draft, max_tokens=NEW_TOKENS, completion_batch_size=4)
         return runs_of(generator, generator.insert(PROMPTS, **options)), generator
 
 
@@ -96,7 +105,7 @@ def test_a_row_ends_at_its_stop_sequence_and_its_cache_holds_no_token_more(
     stops = [StopSequences([run.tokens[cut - 2 : cut]]) for run in stock]
     draft = PlannedDraft(texts_of(stock))
     with llama_factory:
-        generator = SpeculativeBatchGenerator(model, draft, max_tokens=NEW_TOKENS)
+        generator = fixed(model, draft, max_tokens=NEW_TOKENS)
         generator.insert(PROMPTS, stop_sequences=stops)
         responses = []
         while found := generator.next_generated():
@@ -186,7 +195,7 @@ def test_rows_can_be_inserted_and_removed_between_steps(
 ) -> None:
     draft = PlannedDraft(texts_of(stock), RAGGED, wrong_every=4)
     with llama_factory:
-        generator = SpeculativeBatchGenerator(model, draft, max_tokens=NEW_TOKENS)
+        generator = fixed(model, draft, max_tokens=NEW_TOKENS)
         early = generator.insert(PROMPTS[:2])
         first = [response for _ in range(3) for response in generator.next_generated()]
         caches = generator.remove(early[:1], return_prompt_caches=True)  # type: ignore[no-untyped-call]  # mlx-lm's
@@ -209,7 +218,7 @@ def test_a_row_without_memory_for_drafts_goes_on_without_them() -> None:
         plain = BatchGenerator(model, max_tokens=NEW_TOKENS)
         (expected,) = runs_of(plain, plain.insert([prompt]))
         draft = PlannedDraft([prompt + expected.tokens])
-        generator = SpeculativeBatchGenerator(model, draft, max_tokens=NEW_TOKENS)
+        generator = fixed(model, draft, max_tokens=NEW_TOKENS)
         generator.insert([prompt])
         given = [each.token for each in generator.next_generated()]
         others = full_pool(model, factory)
@@ -247,12 +256,53 @@ def test_what_is_no_draft_is_refused(draft: Any, model: Any) -> None:
         SpeculativeBatchGenerator(model, draft)
 
 
+def test_steps_without_drafts_are_timed_first(
+    model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
+) -> None:
+    """Lengths adapt by default, and tokens are the same however many are drafted."""
+    with llama_factory:
+        generator = SpeculativeBatchGenerator(
+            model, PlannedDraft(texts_of(stock), wrong_every=5), max_tokens=NEW_TOKENS
+        )
+        uids = generator.insert(PROMPTS[:1])
+        first = [each.token for _ in range(2) for each in generator.next_generated()]
+        assert not generator.counts.drafts
+        (rest,) = runs_of(generator, uids)
+    assert first + rest.tokens == stock[0].tokens
+    assert len(first) == 2
+
+
+class Noting(FixedLengths):
+    """Notes the kinds of steps that it is told of."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, int]] = []
+
+    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        assert seconds > 0
+        self.steps.append((rows, tokens, emitted))
+
+
+def test_lengths_are_told_of_each_step_and_of_none_that_began_while_others_drafted(
+    model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
+) -> None:
+    lengths = Noting()
+    draft = PlannedDraft(texts_of(stock)[:1], (2, 0, 0, 0))
+    with llama_factory:
+        generator = SpeculativeBatchGenerator(model, draft, lengths=lengths, max_tokens=9)
+        generator.insert(PROMPTS[:1])
+        while generator.next_generated():
+            pass
+    # 3 + 1 + 3 + 1 + 1 tokens: of the steps without drafts only the last one follows another.
+    assert lengths.steps == [(1, 3, 3), (1, 3, 3), (1, 1, 1)]
+
+
 def test_each_response_has_the_counts_of_its_row(
     model: Any, llama_factory: PagedCacheFactory, stock: list[Run]
 ) -> None:
     draft = PlannedDraft(texts_of(stock)[:2], (3,), wrong_every=5)
     with llama_factory:
-        generator = SpeculativeBatchGenerator(model, draft, max_tokens=NEW_TOKENS)
+        generator = fixed(model, draft, max_tokens=NEW_TOKENS)
         uids = generator.insert(PROMPTS[:3])
         counts = {}
         while responses := generator.next_generated():
@@ -265,7 +315,20 @@ def test_each_response_has_the_counts_of_its_row(
         )
 
 
-def test_sampled_tokens_have_the_models_distribution() -> None:
+class ByAcceptance:
+    """Drafts one or two tokens, as the tokens sampled before were accepted or not."""
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
+        return 1 + round(1000 * sum(each.acceptance.chance for each in candidates)) % 2
+
+    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        """Acceptance is enough."""
+
+
+@pytest.mark.parametrize(
+    "lengths", [FixedLengths(), pytest.param(ByAcceptance(), marks=pytest.mark.slow)]
+)
+def test_sampled_tokens_have_the_models_distribution(lengths: DraftLengths) -> None:
     """Chi-squared of the second token, given the first, over a vocabulary of 8; the draft proposes
     the same token always."""
     model = small_model("llama", vocab_size=8)
@@ -277,6 +340,7 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
         generator = SpeculativeBatchGenerator(
             model,
             PlannedDraft([[*prompt, first, likely, likely] for first in range(8)]),
+            lengths=lengths,
             max_tokens=3,
             sampler=mx.random.categorical,
             completion_batch_size=rows,

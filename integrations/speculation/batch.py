@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
 from paged_kv.integrations.speculation.rollback import Rollback, longest_draft, ragged_step
 from paged_kv.integrations.speculation.verification import Chooser, Sampled, Sampler, sample
@@ -45,6 +47,7 @@ class _Row:
     options: RowOptions
     state: Any
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 class SpeculativeBatch(GenerationBatch):
@@ -55,6 +58,7 @@ class SpeculativeBatch(GenerationBatch):
         sampler: of rows that have none of their own.
         draft: proposes tokens.
         options_of: how a row drafts, by uid.
+        lengths: chooses how many tokens the rows draft, up to what they may.
 
     Attributes:
         counts: of all rows since the beginning.
@@ -72,6 +76,7 @@ class SpeculativeBatch(GenerationBatch):
         sampler: Sampler,
         draft: Draft,
         options_of: Callable[[int], RowOptions],
+        lengths: DraftLengths,
     ) -> None:
         super().__init__(
             model=model,
@@ -88,7 +93,10 @@ class SpeculativeBatch(GenerationBatch):
         self.counts = SpeculationCounts()
         self._draft = draft
         self._options_of = options_of
+        self._lengths = lengths
         self._rows: list[_Row] = []
+        # The rows of the last step, if it was without drafts.
+        self._plain_rows = 0
 
     def extend(self, batch: GenerationBatch) -> None:
         """Extend this batch with another generation batch, whose caches can be rolled back."""
@@ -106,47 +114,65 @@ class SpeculativeBatch(GenerationBatch):
         """Emit one token of each row, and the drafted tokens that follow it and are accepted."""
         if not self.uids:
             return []
-        drafts = self._drafts()
-        if not any(drafts):
-            return self._without_drafts()
+        most = self._most_drafts()
+        candidates = [
+            Candidate(row.acceptance, count)
+            for row, count in zip(self._rows, most, strict=True)
+            if count
+        ]
+        length = self._lengths.choose(len(most), candidates) if candidates else 0
+        responses = self._with_drafts([min(length, each) for each in most]) if length else None
+        return self._without_drafts() if responses is None else responses
+
+    def _with_drafts(self, counts: list[int]) -> list[GenerationBatch.Response] | None:
+        """A step that drafts so many tokens for each row. None, and nothing is changed, if there
+        are no drafts, or no memory for them."""
         emitting: Any = self._next_tokens.tolist()
-        inputs = [[token, *draft] for token, draft in zip(emitting, drafts, strict=True)]
+        asked = {
+            row: DraftRow(self._rows[row].state, self.tokens[row], emitting[row], count)
+            for row, count in enumerate(counts)
+            if count
+        }
+        self._draft.prepare(list(asked.values()))
+        began = perf_counter()
+        inputs = [[token] for token in emitting]
+        for row, draft in zip(asked, self._draft.propose(list(asked.values())), strict=True):
+            inputs[row].extend(draft[: counts[row]])
+        rows, longest = len(inputs), max(map(len, inputs))
+        if longest == 1:
+            return None
         rollback = Rollback(self.model, self.prompt_cache)
         try:
             logits = ragged_step(self.model, self.prompt_cache, inputs)
         except PoolExhausted:
             # Memory for one token of each row is reserved already.
-            return self._without_drafts()
+            return None
         sampled = sample(logits, inputs, self._choosers(), self.fallback_sampler)
-        return self._emit(inputs, sampled, rollback)
+        responses = self._emit(inputs, sampled, rollback)
+        self._lengths.note(rows, longest, len(responses), perf_counter() - began)
+        self._plain_rows = 0
+        return responses
 
     def _without_drafts(self) -> list[GenerationBatch.Response]:
         counts = [row.counts for row in self._rows]
+        began = perf_counter()
         responses: list[Any] = super().next()
+        # It has waited for the step before it, which was begun as this one was.
+        if self._plain_rows == len(counts):
+            self._lengths.note(len(counts), 1, len(counts), perf_counter() - began)
+        self._plain_rows = len(counts)
         for response, count in zip(responses, counts, strict=True):
             response.speculation = count
         return responses
 
-    def _drafts(self) -> list[list[int]]:
-        """The drafted tokens of each row, after the token that it emits next."""
+    def _most_drafts(self) -> list[int]:
+        """The most tokens that each row may draft: 0 if the draft has nothing to say."""
         most = longest_draft(self.prompt_cache)
-        counts = [self._draft_length(row, most) for row in range(len(self.uids))]
-        drafts: list[list[int]] = [[] for _ in counts]
-        if not any(counts):
-            return drafts
-        emitting: Any = self._next_tokens.tolist()
-        rows = [row for row, count in enumerate(counts) if count]
-        asked = [
-            DraftRow(self._rows[row].state, [*self.tokens[row], emitting[row]], counts[row])
-            for row in rows
-        ]
-        for row, draft in zip(rows, self._draft.propose(asked), strict=True):
-            drafts[row] = draft[: counts[row]]
-        return drafts
+        return [self._draft_length(row, most) for row in range(len(self.uids))]
 
     def _draft_length(self, row: int, most: int | None) -> int:
-        """The most tokens to draft for a row, 0 if the draft has nothing to say. Its cache can roll
-        back `most`; None for any number."""
+        """The most tokens to draft for a row, whose cache can roll back `most`; None for any
+        number."""
         each = self._rows[row]
         left = self.max_tokens[row] - self._num_tokens[row] - 1
         count = min(left, each.options.num_draft_tokens, left if most is None else most)
@@ -193,6 +219,7 @@ class SpeculativeBatch(GenerationBatch):
     def _count(self, row: int, drafted: int, accepted: int) -> None:
         self.counts.note(drafted, accepted)
         self._rows[row].counts.note(drafted, accepted)
+        self._rows[row].acceptance.note(drafted, accepted)
 
     def _response(
         self, row: int, token: int, logprobs: mx.array, finish_reason: str | None

@@ -11,12 +11,14 @@ class DraftRow(NamedTuple):
 
     Attributes:
         state: what the draft keeps of this row, from `Draft.begin`.
-        tokens: the prompt, and all tokens that are known to follow it.
+        tokens: the prompt, and the tokens emitted after it. The row's own list: not to be changed.
+        last: the token after these.
         most: the most tokens to propose, at least 1.
     """
 
     state: Any
     tokens: list[int]
+    last: int
     most: int
 
 
@@ -35,6 +37,12 @@ class Draft(Protocol):
         """
         ...
 
+    def prepare(self, rows: list[DraftRow]) -> None:
+        """Compute what is missing before these rows can draft. It takes long for a row's first
+        draft, so the time of a step does not include it."""
+        ...
+
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
-        """For each row the tokens that may come next: at most `most`, or none."""
+        """For each row, which was prepared, the tokens that may come after `last`: at most `most`,
+        or none."""
         ...

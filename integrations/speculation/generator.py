@@ -10,6 +10,7 @@ from mlx_lm.generate import BatchGenerator
 from paged_kv.checks import described, whole_number
 from paged_kv.integrations.speculation.batch import RowOptions, SpeculativeBatch
 from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.speculation.rollback import require_rollback
 
@@ -29,6 +30,9 @@ class SpeculativeBatchGenerator(BatchGenerator):
         draft: proposes tokens, such as `NGramDraft()`.
         num_draft_tokens: the most tokens to draft for a row in a step.
         options_of: how a row drafts, by uid, if rows differ; then `num_draft_tokens` is not used.
+        lengths: chooses how many of these a step drafts. None, the default, chooses by acceptance
+            and measured times, and does not draft where that is slower; `FixedLengths()` always
+            drafts as many as it may.
         options: BatchGenerator's.
 
     Raises:
@@ -43,12 +47,19 @@ class SpeculativeBatchGenerator(BatchGenerator):
         *,
         num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
         options_of: Callable[[int], RowOptions] | None = None,
+        lengths: DraftLengths | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)  # first: mlx-lm's __del__ needs it
         require_draft(draft)
         every = RowOptions(whole_number("num_draft_tokens", num_draft_tokens, least=1))
-        self._batch = SpeculativeBatch(model, self.sampler, draft, options_of or (lambda _: every))
+        self._batch = SpeculativeBatch(
+            model,
+            self.sampler,
+            draft,
+            options_of or (lambda _: every),
+            lengths or AdaptiveLengths(),
+        )
         self._generation_batch = self._batch
 
     def insert_segments(self, *arguments: Any, **named: Any) -> list[int]:
@@ -81,7 +92,8 @@ class SpeculativeBatchGenerator(BatchGenerator):
 def require_draft(draft: object) -> None:
     """Raises TypeError unless the value is a draft."""
     if isinstance(draft, type) or not all(
-        callable(getattr(draft, name, None)) for name in ("begin", "may_follow", "propose")
+        callable(getattr(draft, name, None))
+        for name in ("begin", "may_follow", "prepare", "propose")
     ):
         raise TypeError(
             "draft must be a draft, such as NGramDraft() or ModelDraft(model, factory), got "

@@ -65,16 +65,22 @@ class ModelDraft:
         """A model always has something to propose."""
         return True
 
-    def propose(self, rows: list[DraftRow]) -> list[list[int]]:
-        """For each row the next tokens of the draft model; none if its pool is full."""
+    def prepare(self, rows: list[DraftRow]) -> None:
+        """Compute what the draft model has not read yet; nothing is drafted if its pool is full."""
         try:
             for row in rows:
                 self._catch_up(row.state, row.tokens)
+        except PoolExhausted as error:
+            _give_up(rows, error)
+
+    def propose(self, rows: list[DraftRow]) -> list[list[int]]:
+        """For each row the next tokens of the draft model; none if its pool is full."""
+        if any(row.state.cache is None for row in rows):
+            return [[] for _ in rows]
+        try:
             drafts = self._continue(rows, max(row.most for row in rows))
         except PoolExhausted as error:
-            logger.info("nothing is drafted: %s", error)
-            for row in rows:
-                row.state.forget()
+            _give_up(rows, error)
             return [[] for _ in rows]
         return [draft[: row.most] for row, draft in zip(rows, drafts, strict=True)]
 
@@ -84,7 +90,7 @@ class ModelDraft:
             state.cache, state.known = self._factory.fetch_cache(tokens, salt=state.salt)
         state.remove_rejected(tokens)
         is_prompt = len(tokens) - state.known > _FEW_TOKENS
-        while (missing := len(tokens) - 1 - state.known) >= _FEW_TOKENS:
+        while (missing := len(tokens) - state.known) >= _FEW_TOKENS:
             step = tokens[state.known : state.known + min(missing, _PREFILL_STEP)]
             self._model(mx.array([step]), cache=state.cache)
             mx.eval([layer.state for layer in state.cache])
@@ -95,7 +101,7 @@ class ModelDraft:
     def _continue(self, rows: list[DraftRow], count: int) -> list[list[int]]:
         """The next `count` tokens of each row, one step for each token."""
         caches = _batch_of([row.state.cache for row in rows])
-        inputs = [row.tokens[row.state.known :] for row in rows]
+        inputs = [[*row.tokens[row.state.known :], row.last] for row in rows]
         logits = ragged_step(self._model, caches, inputs)
         last = mx.array([len(each) - 1 for each in inputs])
         token = mx.argmax(logits[mx.arange(len(rows)), last], axis=-1)
@@ -106,7 +112,7 @@ class ModelDraft:
         drafts: Any = mx.stack(drafted, axis=1).tolist()
         for row, draft in zip(rows, drafts, strict=True):
             # The last drafted token is not computed.
-            row.state.known, row.state.drafted = len(row.tokens), draft[:-1]
+            row.state.known, row.state.drafted = len(row.tokens) + 1, draft[:-1]
         return list(drafts)
 
 
@@ -127,9 +133,9 @@ class ModelDraftRow:
     drafted: list[int] = field(default_factory=list)
 
     def remove_rejected(self, tokens: list[int]) -> None:
-        """Keep the drafted tokens that are now among the row's tokens, except the last of these."""
+        """Keep the drafted tokens that are now among the row's tokens."""
         assert self.cache is not None
-        accepted = common_prefix(self.drafted, tokens[self.known : -1])
+        accepted = common_prefix(self.drafted, tokens[self.known :])
         if rejected := len(self.drafted) - accepted:
             for layer in self.cache:
                 layer.trim(rejected)
@@ -138,6 +144,13 @@ class ModelDraftRow:
     def forget(self) -> None:
         """Give all pages back."""
         self.cache, self.known, self.drafted = None, 0, []
+
+
+def _give_up(rows: list[DraftRow], error: PoolExhausted) -> None:
+    """Give back the draft model's pages of these rows."""
+    logger.info("nothing is drafted: %s", error)
+    for row in rows:
+        row.state.forget()
 
 
 def _batch_of(caches: list[list[PagedKVCache]]) -> list[PagedKVCache]:

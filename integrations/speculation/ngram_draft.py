@@ -47,9 +47,12 @@ class NGramDraft:
         """Whether the last n of these tokens occurred before."""
         return state.place_after(tokens) is not None
 
+    def prepare(self, rows: list[DraftRow]) -> None:
+        """Nothing is missing: a row learns its tokens when it is asked."""
+
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row what followed its last n tokens before; none if they are new."""
-        return [row.state.proposed(row.tokens, row.most) for row in rows]
+        return [row.state.proposed(row) for row in rows]
 
 
 class _Place(NamedTuple):
@@ -92,23 +95,26 @@ class NGramRow:
 
     def place_after(self, tokens: list[int]) -> _Place | None:
         """Where the text went on after the same n tokens; None if they are new."""
-        self._learn(tokens)
-        last = tuple(tokens[-self._n :])
+        self._learn(tokens[len(self._tokens) :])
+        last = tuple(self._tokens[-self._n :])
         return self._places.get(last) or self._shared.get(self._salt, last)
 
-    def proposed(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` tokens that followed the same n tokens; a text that ends before is taken to
-        repeat what lies between the two places."""
-        place = self.place_after(tokens)
+    def proposed(self, row: DraftRow) -> list[int]:
+        """The tokens that followed the same n tokens; a text that ends before is taken to repeat
+        what lies between the two places."""
+        self._learn(row.tokens[len(self._tokens) :])
+        if len(self._tokens) == len(row.tokens):
+            self._learn([row.last])
+        place = self.place_after(self._tokens)
         if place is None:
             return []
-        text = place.tokens[place.start : place.start + count]
-        return [text[at % len(text)] for at in range(count)]
+        text = place.tokens[place.start : place.start + row.most]
+        return [text[at % len(text)] for at in range(row.most)]
 
     def _learn(self, tokens: list[int]) -> None:
-        """Note the n-grams that a token follows. Tokens are only ever appended."""
+        """Note the n-grams that these tokens follow."""
         known = len(self._tokens)
-        self._tokens.extend(tokens[known:])
+        self._tokens.extend(tokens)
         for end in range(max(known, self._n), len(self._tokens)):
             ngram = tuple(self._tokens[end - self._n : end])
             place = self._places[ngram] = _Place(self._tokens, end)

@@ -18,6 +18,7 @@ from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
 from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.draft_lengths import DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.speculation.generator import (
     DEFAULT_DRAFT_TOKENS,
@@ -48,6 +49,7 @@ def speculative_batch_generate(
     prompts: Sequence[str | TokenIds],
     *,
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    lengths: DraftLengths | None = None,
     max_tokens: int | Sequence[int] = 128,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
@@ -64,6 +66,7 @@ def speculative_batch_generate(
         tokenizer: the model's tokenizer.
         prompts: texts or token ids.
         num_draft_tokens: the most tokens to draft for a row in a step.
+        lengths: chooses how many of these a step drafts, as in `SpeculativeBatchGenerator`.
         max_tokens: the most tokens to generate; or one number per prompt.
         sampler: chooses tokens [N] from log-probabilities [N, vocabulary]; None means greedy.
         logits_processors: mlx-lm's; they see emitted tokens only.
@@ -89,6 +92,7 @@ def speculative_batch_generate(
             model,
             draft,
             num_draft_tokens=num_draft_tokens,
+            lengths=lengths,
             sampler=sampler,
             logits_processors=list(logits_processors or []),
             stop_tokens=[[token] for token in tokenizer.eos_token_ids],

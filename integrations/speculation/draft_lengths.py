@@ -1,0 +1,128 @@
+"""Chooses how many tokens the rows of a batch draft.
+
+A step takes as long as its longest row, for all rows. A row whose drafts are accepted with
+probability p emits 1 + p + p^2 + .. + p^n tokens in a step with n drafted ones. `AdaptiveLengths`
+takes the n with most tokens a second, from measured times, and 0 if drafts do not pay.
+
+Trying costs time too: a longer step whose drafts are rejected. So tries have an allowance, in steps
+without drafts. A step adds what it saved, or takes what it lost; without drafts it adds a little.
+Nothing is drafted while the allowance is used up, so drafts that never pay cost 1.5 % and a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from paged_kv.integrations.speculation.step_times import StepTimes
+
+# A row begins with a chance at which drafts usually pay, so that it is tried.
+_FIRST_CHANCE = 0.8
+# Of the latest drafted token, in the running mean of a row's acceptance.
+_WEIGHT = 0.2
+# A row without drafts returns so much of the way to its first chance in a step: it is tried again
+# after about 100.
+_RECOVERY = 0.01
+# A length must gain this much: measured times scatter.
+_LEAST_GAIN = 1.05
+# Steps without drafts that tries may cost: at first, for each such step, and saved up at most.
+_FIRST_ALLOWANCE = 1.0
+_ALLOWANCE_PER_STEP = 0.015
+_MOST_ALLOWANCE = 4.0
+
+
+class Acceptance:
+    """The chance that the next drafted token of a row is accepted: a running mean."""
+
+    def __init__(self) -> None:
+        self.chance = _FIRST_CHANCE
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Count one draft. Tokens after the first rejected one tell nothing."""
+        for at in range(min(drafted, accepted + 1)):
+            self.chance += _WEIGHT * ((at < accepted) - self.chance)
+
+    def recover(self) -> None:
+        """Count a step in which the row might have drafted, and did not."""
+        self.chance += _RECOVERY * (_FIRST_CHANCE - self.chance)
+
+    def emitted(self, drafted: int) -> float:
+        """Expected tokens of a step with so many drafted ones."""
+        return sum(self.chance**at for at in range(drafted + 1))
+
+
+class Candidate(NamedTuple):
+    """A row that can draft.
+
+    Attributes:
+        acceptance: of its drafts.
+        most: the most tokens that it may draft, at least 1.
+    """
+
+    acceptance: Acceptance
+    most: int
+
+
+class DraftLengths(Protocol):
+    """Chooses for each step of a batch how many tokens its rows draft."""
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
+        """The most tokens to draft for each candidate, at least one of the `rows` of the batch; 0
+        means a step without drafts."""
+        ...
+
+    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        """Learn from a step: the `tokens` of its longest row, and those that all rows `emitted`."""
+        ...
+
+
+class FixedLengths:
+    """Every row that can draft does, as many tokens as it may."""
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
+        """As many tokens as any row may draft."""
+        return max(each.most for each in candidates)
+
+    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+class AdaptiveLengths:
+    """Drafts as many tokens as gain most, and none while drafts do not pay."""
+
+    def __init__(self) -> None:
+        self._times = StepTimes()
+        self._allowance = _FIRST_ALLOWANCE
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
+        """The length with most tokens a second. A length is tried after all shorter ones."""
+        length = self._best(rows, candidates) if self._allowance > 0 else 0
+        if not length:
+            for each in candidates:
+                each.acceptance.recover()
+        return length
+
+    def note(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        """Learn the time of a step, and what it saved or lost."""
+        self._times.note(rows, tokens, seconds)
+        if tokens == 1:
+            gain = _ALLOWANCE_PER_STEP
+        elif (ratio := self._times.ratio(rows, tokens)) is not None:
+            gain = emitted / rows - ratio
+        else:
+            return
+        self._allowance = min(_MOST_ALLOWANCE, self._allowance + gain)
+
+    def _best(self, rows: int, candidates: Sequence[Candidate]) -> int:
+        most = min(max(each.most for each in candidates), self._times.longest(rows))
+        best, best_rate = 0, rows * _LEAST_GAIN
+        for length in range(1, most + 1):
+            ratio = self._times.ratio(rows, length + 1)
+            assert ratio is not None, "longest is 0 while steps without drafts are not timed"
+            emitted = rows - len(candidates)
+            rate = emitted + sum(
+                each.acceptance.emitted(min(length, each.most)) for each in candidates
+            )
+            if rate / ratio > best_rate:
+                best, best_rate = length, rate / ratio
+        return best

@@ -1,0 +1,157 @@
+"""How many tokens to draft, from acceptance and times."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from paged_kv.integrations.speculation.draft_lengths import (
+    Acceptance,
+    AdaptiveLengths,
+    Candidate,
+    FixedLengths,
+)
+from paged_kv.integrations.speculation.step_times import StepTimes
+
+MOST = 4
+# Seconds of a step by rows and tokens of the longest row.
+Clock = Callable[[int, int], float]
+
+
+def flat(rows: int, tokens: int) -> float:
+    """Weights are read once: drafted tokens cost little, as on a GPU."""
+    return 1 + 0.02 * rows * tokens
+
+
+def steep(rows: int, tokens: int) -> float:
+    """A drafted token costs as much as another step."""
+    return float(rows * tokens)
+
+
+def crowded(rows: int, tokens: int) -> float:
+    """Computing limits full batches only."""
+    return max(4.0, rows * tokens)
+
+
+class Simulation:
+    """A batch with times from a clock, whose drafted tokens are accepted by chance."""
+
+    def __init__(self, clock: Clock, rows: int, chance: float) -> None:
+        self.clock, self.rows, self.chance = clock, rows, chance
+        self.lengths = AdaptiveLengths()
+        self.chosen: list[int] = []
+        self.seconds = self.emitted = 0.0
+        self._candidates = [Candidate(Acceptance(), MOST) for _ in range(rows)]
+        self._random = Random(5)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            length = self.lengths.choose(self.rows, self._candidates)
+            emitted = sum(1 + self._accepted(each, length) for each in self._candidates)
+            seconds = self.clock(self.rows, length + 1)
+            self.lengths.note(self.rows, length + 1, emitted, seconds)
+            self.chosen.append(length)
+            self.seconds += seconds
+            self.emitted += emitted
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, beside those without drafts."""
+        return self.emitted / self.seconds * self.clock(self.rows, 1) / self.rows
+
+    def _accepted(self, candidate: Candidate, length: int) -> int:
+        count = 0
+        while count < length and self._random.random() < self.chance:
+            count += 1
+        candidate.acceptance.note(length, count)
+        return count
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("clock", [flat, steep, crowded])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.95])
+def test_drafts_never_cost_more_than_three_percent(clock: Clock, chance: float, rows: int) -> None:
+    simulation = Simulation(clock, rows, chance)
+    simulation.run(200)
+    assert simulation.speed > 0.97
+
+
+@pytest.mark.parametrize(("rows", "least"), [(1, 3.5), (8, 2.0)])
+def test_drafts_that_pay_are_made_at_once(rows: int, least: float) -> None:
+    simulation = Simulation(flat, rows, 0.95)
+    simulation.run(100)
+    assert simulation.speed > least
+    assert simulation.chosen[:5] == [0, 1, 2, 3, 4]
+
+
+def test_a_full_batch_drafts_less() -> None:
+    few, many = (Simulation(crowded, rows, 0.9) for rows in (1, 8))
+    for each in (few, many):
+        each.run(100)
+    assert sum(few.chosen) > 250
+    assert sum(many.chosen) < 15
+
+
+def test_a_row_that_begins_to_repeat_itself_drafts_again() -> None:
+    simulation = Simulation(flat, 1, 0.0)
+    simulation.run(300)
+    assert sum(simulation.chosen[-50:]) < 25
+    simulation.chance = 1.0
+    simulation.run(300)
+    assert sum(simulation.chosen[-50:]) > 180
+
+
+def test_a_machine_that_gets_faster_at_long_steps_is_noticed() -> None:
+    simulation = Simulation(steep, 4, 0.95)
+    simulation.run(100)
+    assert not any(simulation.chosen[-50:])
+    simulation.clock = flat
+    simulation.run(400)
+    assert sum(simulation.chosen[-50:]) > 150
+
+
+def test_rows_without_a_draft_wait_for_the_longer_step() -> None:
+    def chosen(ready: int) -> int:
+        lengths = AdaptiveLengths()
+        for tokens, seconds in ((1, 1.0), (2, 1.5)):
+            lengths.note(8, tokens, 8 * tokens, seconds)
+        return lengths.choose(8, [Candidate(Acceptance(), 1)] * ready)
+
+    assert chosen(8) == 1
+    assert chosen(2) == 0
+
+
+def test_fixed_lengths_draft_as_many_as_any_row_may() -> None:
+    lengths = FixedLengths()
+    for _ in range(3):
+        assert lengths.choose(9, [Candidate(Acceptance(), most) for most in (1, 4, 2)]) == 4
+        lengths.note(9, 5, 9, 1000.0)
+
+
+def test_a_longer_step_is_taken_to_cost_what_the_longest_timed_one_does() -> None:
+    times = StepTimes()
+    assert (times.longest(2), times.ratio(2, 3)) == (0, None)
+    for tokens, seconds in ((1, 2.0), (3, 5.0)):
+        times.note(2, tokens, seconds)
+    assert [times.ratio(2, tokens) for tokens in (1, 2, 3, 4)] == [1.0, 1.0, 2.5, 2.5]
+    assert times.longest(2) == 3
+    assert times.longest(1) == 0
+
+
+def test_one_step_that_waited_for_another_process_does_not_count() -> None:
+    times = StepTimes()
+    for seconds in (1.0, 1.0, 50.0):
+        times.note(1, 1, seconds)
+    times.note(1, 2, 1.5)
+    assert times.ratio(1, 2) == 1.5
+
+
+def test_a_chance_follows_acceptance_up_to_the_first_rejected_token() -> None:
+    rejected, accepted, cut = Acceptance(), Acceptance(), Acceptance()
+    for _ in range(20):
+        rejected.note(4, 0)
+        accepted.note(4, 4)
+        cut.note(4, 1)
+    assert rejected.chance < 0.02
+    assert accepted.chance > 0.98
+    assert 0.35 < cut.chance < 0.65
