@@ -77,6 +77,7 @@ class PartialBackend:
         window: int | None,
         sinks: mx.array | None,
         new_tokens: NewTokens | None,
+        softcap: float | None = None,
     ) -> mx.array:
         is_decode = queries.shape[2] == 1 and new_tokens is None
         operation = (WINDOW_DECODE if window else DECODE) if is_decode else PREFILL
@@ -92,6 +93,7 @@ class PartialBackend:
             window=window,
             sinks=sinks,
             new_tokens=new_tokens,
+            softcap=softcap,
         )
         if is_left_out:
             mx.eval(output)  # before a kernel writes the pages
@@ -108,6 +110,7 @@ class PartialBackend:
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         operations = [STEP_DECODE, *([WINDOW_DECODE] if window else [])]
         if queries.shape[2] > 1:
@@ -122,6 +125,7 @@ class PartialBackend:
                 causal=causal,
                 window=window,
                 sinks=sinks,
+                softcap=softcap,
             )
         self.write(pages, *step, metadata)
         return self.attend(
@@ -133,6 +137,7 @@ class PartialBackend:
             window=window,
             sinks=sinks,
             new_tokens=None,
+            softcap=softcap,
         )
 
     def attend_latent(

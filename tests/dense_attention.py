@@ -15,6 +15,7 @@ def dense_attention(
     causal: bool,
     window: int | None,
     sinks: Numbers | None,
+    softcap: float | None = None,
 ) -> tuple[Numbers, Numbers]:
     """Attention of one sequence, [q_heads, S, v_dim], and its log-sum-exp, [q_heads, S]."""
     q_heads, count, _ = queries.shape
@@ -28,6 +29,8 @@ def dense_attention(
             first = 0 if window is None else max(0, at - window + 1)
             last = at + 1 if causal or window is not None else length
             scores = keys[kv_head, first:last] @ queries[head, query] * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
             top = max(scores.max(), -np.inf if sinks is None else sinks[head])
             weights = np.exp(scores - top)
             total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - top))

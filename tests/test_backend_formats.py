@@ -147,6 +147,28 @@ def test_head_sizes(
         assert_attends(pages, metadata, queries)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("softcap", [0.5, 5.0])
+def test_softcapped_scores(backend: str, dtype: mx.Dtype, softcap: float) -> None:
+    pages = new_pages(backend, same(64, 96, dtype), ["fp16"])
+    metadata = unpadded((table_of(pages, 300),), (300,))
+    write(pages, metadata, seed=5)
+    for queries in (1, 90):
+        assert_attends(pages, metadata, queries, softcap=softcap, with_sinks=True, scale=0.3)
+
+
+def test_infinite_scores_are_capped_too(backend: str) -> None:
+    pages = new_pages(backend, same(32, 32), ["fp16"])
+    signs = mx.array([1.0, -1.0, 1.0])[:, None]
+    keys = signs * mx.abs(normal((1, 2, 3, 32), mx.float32, seed=1))
+    pages.write(keys, keys, unpadded(((0,),), (3,)))
+    for sign in (-1, 1):
+        queries = mx.full((1, 2, 1, 32), sign * 1e20)
+        found = pages.attend(queries, unpadded(((0,),), (3,)), scale=1e20, softcap=4.0)
+        weights = mx.softmax(4.0 * sign * signs, axis=0)
+        assert mx.abs(found - (weights * keys).sum(2, keepdims=True)).max() < 1e-5
+
+
 @examples(15)
 @given(
     names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3, unique=True),
@@ -156,6 +178,7 @@ def test_head_sizes(
     window=st.none() | st.integers(1, 800),
     causal=st.booleans(),
     with_sinks=st.booleans(),
+    softcap=st.none() | st.sampled_from([0.5, 3.0]),
 )
 def test_pages_of_several_formats_in_one_table(
     backend: str,
@@ -166,6 +189,7 @@ def test_pages_of_several_formats_in_one_table(
     window: int | None,
     causal: bool,
     with_sinks: bool,
+    softcap: float | None,
 ) -> None:
     pages = new_pages(backend, same(96, 64), names * 2)
     lengths = [max(length, queries - num_new) for length in lengths]
@@ -183,6 +207,7 @@ def test_pages_of_several_formats_in_one_table(
         window=window,
         causal=causal,
         with_sinks=with_sinks,
+        softcap=softcap,
     )
 
 

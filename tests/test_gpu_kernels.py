@@ -109,6 +109,16 @@ def test_a_step_that_no_page_holds_yet(dialect: str, num_new: int, window: int |
         assert batch.attend(queries, new_tokens=num_new, window=window) <= TOLERANCES[mx.float16]
 
 
+@pytest.mark.parametrize("formats", [["fp16"], ["fp16", "q4"]])
+@pytest.mark.parametrize("window", [None, 33])
+def test_softcapped_scores(dialect: str, formats: list[FormatName], window: int | None) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(64), formats, [300, 30])
+    for queries in (1, 9):
+        error = batch.attend(queries, softcap=0.5, window=window, with_sinks=True)
+        assert error <= TOLERANCES[mx.float16]
+
+
 def test_steps_with_padding(dialect: str) -> None:
     """The last sequence's valid tokens come before the step's last three, and the second sequence
     has none."""

@@ -87,6 +87,12 @@ def test_windows(dialect: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
+def test_softcapped_scores(dialect: str) -> None:
+    device = device_of(dialect, "shuffled")
+    assert _is_right(device, dialect, same(64), ["fp16", "q4"], (300, 5, 0), softcap=0.5)
+
+
+@pytest.mark.parametrize("dialect", ALL_DIALECTS)
 @pytest.mark.parametrize("gqa_group_size", plain_only([1, 12], [1, 2, 7, 12, 20, 40]))
 def test_any_number_of_query_heads_to_a_kv_head(dialect: str, gqa_group_size: int) -> None:
     device = device_of(dialect, "shuffled")

@@ -161,6 +161,7 @@ void attend_few(const Attention& a, const QueryBlock& block, int begin, int end,
                                         scores + g * SCORES, next);
     }
     for (int r = 0; r < rows; r++) {
+      if (a.softcap > 0.f) cap_logits(scores + r * SCORES, run.count, a.softcap);
       int position = block.position + r / a.gqa_group_size;
       int from = clamped(first_seen(a, position) - at, 0, run.count);
       int to = clamped(seen_end(a, position, length) - at, 0, run.count);

@@ -170,6 +170,8 @@ void attend_panel(const Attention& a, const Buffers& at, const SplitPartial& par
   int vectors = (rows + W - 1) / W, tokens = end - begin;
   multiply(tokens, vectors, at.keys + (size_t)begin * at.key_stride, at.key_stride, 1,
            at.q + (size_t)from * a.k_dim, PANEL, at.scores, PANEL, a.k_dim, nullptr);
+  if (a.softcap > 0.f)
+    for (int t = 0; t < tokens; t++) cap_logits(at.scores + t * PANEL, vectors * W, a.softcap);
   bool masked = full_low > position + begin || full_high < position + end;
   (masked ? online_softmax_panel<true> : online_softmax_panel<false>)(
       at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,

@@ -273,6 +273,7 @@ int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* met
     a.scale = options->scale * LOG2_E;
     a.causal = options->causal;
     a.window = options->window;
+    a.softcap = options->softcap * LOG2_E;
     a.log_sum_exp = options->log_sum_exp;
     if (options->new_k) {
       a.new_k = &new_k.tensor;

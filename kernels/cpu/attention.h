@@ -56,6 +56,7 @@ struct Attention {
   float scale;    // of base-2 logits
   bool causal;
   int window;     // 0: none
+  float softcap;  // of base-2 logits; 0: none
   int new_tokens;
   const float* sinks;  // [q_heads] base-2 logits, or null
   float* log_sum_exp;

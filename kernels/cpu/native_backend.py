@@ -125,8 +125,11 @@ class NativeBackend:
         window: int | None,
         sinks: mx.array | None,
         new_tokens: NewTokens | None,
+        softcap: float | None = None,
     ) -> mx.array:
-        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        options = OptionsStruct(
+            scale=scale, causal=causal, window=window or 0, softcap=softcap or 0
+        )
         return self._attend(pages, queries, metadata, options, sinks, new_tokens)
 
     def write_and_attend(
@@ -140,8 +143,11 @@ class NativeBackend:
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
-        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        options = OptionsStruct(
+            scale=scale, causal=causal, window=window or 0, softcap=softcap or 0
+        )
         return self._attend(pages, queries, metadata, options, sinks, None, step)
 
     def attend_latent(
@@ -185,6 +191,7 @@ class NativeBackend:
         window: int | None = None,
         sinks: mx.array | None = None,
         new_tokens: NewTokens | None = None,
+        softcap: float | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The output of `attend`, and the log-sum-exp of each query, float32 [B, q_heads, S].
 
@@ -192,7 +199,9 @@ class NativeBackend:
         of the pages' dtypes: the last tokens of each sequence, counted in its length.
         The log-sum-exp counts the sinks; it is -inf where a query is padding.
         """
-        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        options = OptionsStruct(
+            scale=scale, causal=causal, window=window or 0, softcap=softcap or 0
+        )
         log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
         options.log_sum_exp = log_sum_exp.ctypes.data
         output = self._attend(pages, queries, metadata, options, sinks, new_tokens)

@@ -71,6 +71,7 @@ class OptionsStruct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("causal", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("softcap", ctypes.c_float),
         ("sinks", ctypes.c_void_p),
         ("new_k", ctypes.c_void_p),
         ("new_v", ctypes.c_void_p),

@@ -66,6 +66,7 @@ typedef struct {
   float scale;
   int32_t causal;               // a query does not see later tokens
   int32_t window;               // nor those `window` or more before it, nor later ones; 0: no window
+  float softcap;                // scores become softcap * tanh(score / softcap); 0: they stay
   const PagedKvTensor* sinks;   // [q_heads] logits of a key without a value, or null
   const PagedKvTensor* new_k;   // [batch, kv_heads, N, k_dim] and [.., v_dim], or null: a step that
   const PagedKvTensor* new_v;   // the context lengths count but that no page holds yet

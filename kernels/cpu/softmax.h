@@ -19,6 +19,18 @@ INLINE vec exp2_vec(vec x) {
   return times_power_of_2(fma(p, f, set1(1.f)), n);
 }
 
+// Turns base-2 logits x into softcap * tanh(x / softcap), within 1e-6 * softcap.
+INLINE void cap_logits(float* logits, int count, float softcap) {
+  vec one = set1(1.f), exponent = set1(-2.f * LOG2_E / softcap);
+  for (int i = 0; i < count; i += W) {
+    vec x = load(logits + i), magnitude = max(x, sub(zero(), x));
+    // Bounded for infinite logits. The second operand is what `max` keeps of a NaN.
+    vec power = exp2_vec(max(set1(-200.f), mul(magnitude, exponent)));
+    vec capped = mul(set1(softcap), div(sub(one, power), add(one, power)));
+    store(logits + i, between(x, set1(-INFINITY), zero(), sub(zero(), capped), capped));
+  }
+}
+
 // The first key that a query at a position sees, and the one behind the last.
 INLINE int first_seen(const Attention& a, int position) {
   return a.window && position >= a.window ? position - a.window + 1 : 0;

@@ -36,6 +36,7 @@ PARAMETERS = (
     "new_tokens",
     "tokens",
     "q_heads",
+    "softcap",
 )
 PLACES = 16
 ROW_FIELDS = 4

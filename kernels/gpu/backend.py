@@ -150,6 +150,7 @@ class GpuBackend:
         window: int | None,
         sinks: mx.array | None,
         new_tokens: NewTokens | None,
+        softcap: float | None = None,
     ) -> mx.array:
         tables, slabs = self._bound(pages, metadata)
         if slabs is None:
@@ -163,6 +164,7 @@ class GpuBackend:
                 window=window,
                 sinks=sinks,
                 new_tokens=new_tokens,
+                softcap=softcap,
             )
             mx.eval(output)
             return output
@@ -176,20 +178,21 @@ class GpuBackend:
                 causal=causal,
                 window=window,
                 sinks=sinks,
+                softcap=softcap,
             )
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        base = scale * LOG2_E
+        base, cap = scale * LOG2_E, (softcap or 0.0) * LOG2_E
         sinks = None if sinks is None else _padded(sinks)
         if queries.shape[2] == 1 and new_tokens is None:
             output = self._decode(
-                pages, slabs, tables, queries, metadata, base, window or 0, sinks, None
+                pages, slabs, tables, queries, metadata, base, cap, window or 0, sinks, None
             )
         else:
             sees_back = causal or window is not None
             new_tokens = self._in_dtype(pages, new_tokens)
             output = self._prefill(
-                pages, slabs, tables, queries, base, sees_back, window or 0, sinks, new_tokens
+                pages, slabs, tables, queries, base, cap, sees_back, window or 0, sinks, new_tokens
             )
         return output if dtype == own else output.astype(dtype)
 
@@ -242,6 +245,7 @@ class GpuBackend:
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
         than `attend` alone."""
@@ -258,6 +262,7 @@ class GpuBackend:
                 window=window,
                 sinks=sinks,
                 new_tokens=None,
+                softcap=softcap,
             )
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
@@ -268,6 +273,7 @@ class GpuBackend:
             queries,
             metadata,
             scale * LOG2_E,
+            (softcap or 0.0) * LOG2_E,
             window or 0,
             None if sinks is None else _padded(sinks),
             step,

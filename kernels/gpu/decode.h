@@ -131,6 +131,9 @@ Seen seen_tokens(DEVICE const int* row, uint window) {
 // The running softmax of a simdgroup's tiles; the sum of weights is over the lane's tokens.
 struct Part {
   float maximum[ROWS], sum[ROWS], values[ROWS * V_NUMBERS];
+#ifdef HAS_SOFTCAP
+  float softcap;
+#endif
 
   void clear() THREAD {
     for (uint r = 0; r < ROWS; r++) maximum[r] = LOWEST, sum[r] = 0.0f;
@@ -147,6 +150,9 @@ struct Part {
         if (i * LANES + lane < K_DIM)
           logit = multiply_add(key[i], queries[r * K_DIM + i * LANES + lane], logit);
       maximum[r] = sum_of_lanes(logit);
+#ifdef HAS_SOFTCAP
+      maximum[r] = capped(maximum[r], softcap);
+#endif
       sum[r] = lane ? 0.0f : 1.0f;
     }
     for (uint i = 0; i < numbers_of_lane(V_DIM); i++)
@@ -192,6 +198,9 @@ struct Part {
     for (uint r = 0; r < ROWS; r++) {
       float kept = lane & 1 ? sums[ROWS + r] : sums[r];
       float logit = kept + from_lane_xor(lane & 1 ? sums[r] : sums[ROWS + r], 1);
+#ifdef HAS_SOFTCAP
+      logit = capped(logit, softcap);
+#endif
       if (!sees) logit = NEVER;
       float above = larger(maximum[r], largest_of_lanes(logit));
       float factor = power_of_2(maximum[r] - above), weight = power_of_2(logit - above);
@@ -293,6 +302,9 @@ void decode(DEVICE const T* queries, Strides strides,
   SHARED float* own = all_own + place.simdgroup * OWN;
   Part sums;
   sums.clear();
+#ifdef HAS_SOFTCAP
+  sums.softcap = float_of_bits(pages.parameter(SOFTCAP));
+#endif
 #ifdef STEP
   Slots values = pages.slots(seen.entry, head, V_DIM, true);
   if (seen.end && place.y + part == 0 && values.rotated == rotated) {

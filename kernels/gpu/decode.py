@@ -22,6 +22,7 @@ class Asked(NamedTuple):
 
     Attributes:
         scale: the scale of logits in base 2.
+        softcap: of logits in base 2; 0 for none.
         window: 0 for none.
         sinks: the dtype of the sinks; None for none.
         writes: whether the kernel also writes the step.
@@ -30,6 +31,7 @@ class Asked(NamedTuple):
     kind: PageKind
     heads: int
     scale: float
+    softcap: float
     window: int
     sinks: mx.Dtype | None
     writes: bool
@@ -59,13 +61,14 @@ class Decode:
         queries: mx.array,
         metadata: AttentionMetadata,
         scale: float,
+        softcap: float,
         window: int,
         sinks: mx.array | None,
         step: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
         heads, dtype = queries.shape[1], None if sinks is None else sinks.dtype
-        key = (slabs.kind, heads, scale, window, dtype, step is not None)
+        key = (slabs.kind, heads, scale, softcap, window, dtype, step is not None)
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
             plan = tables.plans[key] = self._plan(Asked(*key), tables, metadata)
@@ -104,6 +107,7 @@ class Decode:
             kv_heads=geometry.k_heads,
             gqa_group_size=asked.heads // geometry.k_heads,
             scale=asked.scale,
+            softcap=asked.softcap,
             window=asked.window,
             splits=shape.splits,
             split_tiles=shape.tiles,
@@ -114,6 +118,8 @@ class Decode:
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
         sinks = ["SINKS"] if asked.sinks is not None else []
         flags = [*kind.flags, "WHOLE", *sinks] if is_whole else [*kind.flags, "PARTIAL"]
+        if asked.softcap:
+            flags.append("HAS_SOFTCAP")
         if asked.writes:
             flags.append("STEP")
         output = Output((batch, asked.heads, 1, geometry.v_dim), geometry.k_dtype)

@@ -18,6 +18,13 @@ CONSTANT float NEVER = -1e30f;
 CONSTANT float LOWEST = -1e29f;
 CONSTANT float LOG2_E = 1.44269504088896340736f;
 
+// Softcapped attention: softcap * tanh(logit / softcap), by a power that cannot overflow.
+float capped(float logit, float softcap) {
+  float power = power_of_2(magnitude(logit) * (-2.0f * LOG2_E / softcap));
+  float bounded = softcap * ((1.0f - power) / (1.0f + power));
+  return logit < 0.0f ? -bounded : bounded;
+}
+
 // Numbers of the array `params`, by place.
 enum Parameter {
   SLAB_STRIDE,   // a table entry is slab * SLAB_STRIDE + page
@@ -35,6 +42,7 @@ enum Parameter {
   NEW_TOKENS,   // unwritten tokens of a step
   TOKENS,        // gathered tokens
   Q_HEADS,
+  SOFTCAP,       // of base-2 logits: the bits of a float
   PARAMETERS
 };
 

@@ -48,6 +48,9 @@ void rotate_rows(THREAD float* x, uint lane) {
 struct Softmax {
   float values[V_DIM / 4 * LANE_ROWS];
   float maximum[LANE_ROWS], sum[LANE_ROWS];  // the sum is of the lane's columns
+#ifdef HAS_SOFTCAP
+  float softcap;
+#endif
 
   void clear() THREAD {
     for (uint i = 0; i < LANE_ROWS; i++) maximum[i] = LOWEST, sum[i] = 0.0f;
@@ -69,6 +72,9 @@ struct Softmax {
     UNROLL
     for (uint n = 0; n < TILE_TOKENS / 4; n++) {
       uint at = column + n / 2 * 8 + n % 2, number = (n / 2 * LANE_ROWS + i) * 2 + n % 2;
+#ifdef HAS_SOFTCAP
+      logits[number] = capped(logits[number], softcap);
+#endif
       if (at < row.begin || at >= end) logits[number] = NEVER;
       above = larger(above, logits[number]);
     }
@@ -149,6 +155,9 @@ void prefill(DEVICE const T* queries, Strides strides,
   SHARED T* own = all_queries + place.simdgroup * SIMDGROUP_ROWS * (K_DIM + PAD);
   Softmax softmax;
   softmax.clear();
+#ifdef HAS_SOFTCAP
+  softmax.softcap = float_of_bits(pages.parameter(SOFTCAP));
+#endif
   stage_rows(queries, strides, pages, block, place, false, own);
 #ifdef HAS_CODES
   bool queries_rotated = false;

@@ -21,6 +21,7 @@ class Asked:
         shape: the shape of the queries.
         table_stride: the width of the tables.
         scale: the scale of logits in base 2.
+        softcap: of logits in base 2; 0 for none.
         window: 0 for none.
         sinks: the dtype of the sinks; None for none.
         new_tokens: number of unwritten tokens of the step.
@@ -30,6 +31,7 @@ class Asked:
     shape: tuple[int, ...]
     table_stride: int
     scale: float
+    softcap: float
     window: int
     causal: bool
     sinks: mx.Dtype | None
@@ -51,6 +53,7 @@ class Prefill:
         tables: Tables,
         queries: mx.array,
         scale: float,
+        softcap: float,
         causal: bool,
         window: int,
         sinks: mx.array | None,
@@ -62,6 +65,7 @@ class Prefill:
             queries.shape,
             tables.array.shape[1],
             scale,
+            softcap,
             window,
             causal,
             None if sinks is None else sinks.dtype,
@@ -85,12 +89,14 @@ class Prefill:
             gqa_group_size=gqa_group_size,
             q_heads=heads,
             scale=asked.scale,
+            softcap=asked.softcap,
             window=asked.window,
             causal=int(asked.causal),
             new_tokens=asked.new_tokens,
         )
         flags = [*asked.kind.flags]
         flags += ["SINKS"] if asked.sinks is not None else []
+        flags += ["HAS_SOFTCAP"] if asked.softcap else []
         flags += ["HAS_NEW_TOKENS"] if asked.new_tokens else []
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         rows = PREFILL_ROWS[self._kernels.dialect]

@@ -92,12 +92,14 @@ class Backend(Protocol):
         window: int | None,
         sinks: mx.array | None,
         new_tokens: NewTokens | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
 
         `causal` hides later tokens. `window` hides them too, and tokens `window` or more positions
-        back. `sinks` [q_heads] are logits of one more key without a value.
+        back. `sinks` [q_heads] are logits of one more key without a value. With `softcap`, scores
+        become softcap * tanh(score / softcap); sinks stay.
         """
         ...
 
@@ -112,6 +114,7 @@ class Backend(Protocol):
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """`write` a step and `attend` with its queries, at a lower cost than separate calls."""
         ...

@@ -162,6 +162,7 @@ class LayerPages(LayerMemory):
         window: int | None = None,
         sinks: mx.array | None = None,
         new_tokens: NewTokens | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         """See `Backend.attend`, or `Backend.write_and_attend` if the step is deferred."""
         deferred = self._deferred
@@ -176,6 +177,7 @@ class LayerPages(LayerMemory):
                 window=window,
                 sinks=sinks,
                 new_tokens=new_tokens,
+                softcap=softcap,
             )
         output = self._backend.write_and_attend(
             self,
@@ -186,6 +188,7 @@ class LayerPages(LayerMemory):
             causal=causal,
             window=window,
             sinks=sinks,
+            softcap=softcap,
         )
         self._deferred = None
         return output

@@ -97,6 +97,7 @@ class PlainBackend:
         window: int | None,
         sinks: mx.array | None,
         new_tokens: NewTokens | None,
+        softcap: float | None = None,
     ) -> mx.array:
         return row_attention.attend(
             lambda row: read_row(pages, metadata, row, new_tokens),
@@ -107,6 +108,7 @@ class PlainBackend:
             causal=causal,
             window=window,
             sinks=sinks,
+            softcap=softcap,
         )
 
     def attend_latent(
@@ -142,6 +144,7 @@ class PlainBackend:
         causal: bool,
         window: int | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         self.write(pages, *step, metadata)
         return self.attend(
@@ -153,6 +156,7 @@ class PlainBackend:
             window=window,
             sinks=sinks,
             new_tokens=None,
+            softcap=softcap,
         )
 
 

@@ -23,12 +23,15 @@ def attend(
     causal: bool,
     window: int | None,
     sinks: mx.array | None,
+    softcap: float | None = None,
 ) -> mx.array:
     """See `Backend.attend`."""
 
     def attend_row(row: int, own: slice) -> mx.array:
         keys, values = read(row)
         asked = queries[row : row + 1, :, own]
+        if softcap is not None:
+            return _softcapped(asked, keys, values, scale, softcap, causal, window, sinks)
         mask = _row_mask(keys.shape[2], asked.shape[2], causal=causal, window=window)
         return mx.fast.scaled_dot_product_attention(
             asked, keys, values, scale=scale, mask=mask, sinks=sinks
@@ -61,6 +64,38 @@ def attend_latent(
         )
 
     return _by_row(queries, metadata, queries.shape[3], attend_row)
+
+
+def _softcapped(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    softcap: float,
+    causal: bool,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention [1, q_heads, S, v_dim] of one sequence, computed in float32."""
+    wide_queries, wide_keys, wide_values = (
+        each.astype(mx.float32) for each in (queries, keys, values)
+    )
+    by_kv_head = mx.unflatten(wide_queries, 1, (keys.shape[1], -1))
+    scores = mx.flatten(by_kv_head @ wide_keys[:, :, None].swapaxes(-1, -2), 1, 2) * scale
+    scores = softcap * mx.tanh(scores / softcap)
+    if causal or window is not None:
+        seen = causal_window_mask(keys.shape[2], queries.shape[2], window)
+        scores = mx.where(seen, scores, mx.finfo(mx.float32).min)
+    # MLX adds the mask to scores of its own: of no queries, it is all the scores.
+    output = mx.fast.scaled_dot_product_attention(
+        mx.zeros_like(wide_queries),
+        wide_keys,
+        wide_values,
+        scale=1.0,
+        mask=scores,
+        sinks=None if sinks is None else sinks.astype(mx.float32),
+    )
+    return output.astype(queries.dtype)
 
 
 def _by_row(

@@ -149,6 +149,7 @@ struct Case {
   bool causal = pick(0, 3), has_new = pick(0, 1), sinks = pick(0, 1);
   int window = pick(0, 2) ? 0 : pick(1, 400);
   float scale = 1 / sqrtf((float)k_dim);
+  float softcap = pick(0, 2) ? 0 : (float)pick(1, 8) / 4;
   std::vector<int32_t> lengths, padding;
 
   std::vector<std::vector<char>> slabs;
@@ -231,9 +232,9 @@ struct Case {
     char text[300];
     snprintf(text, sizeof text,
              "batch %d heads %d gqa_group_size %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
-             "window %d new %d sinks %d lengths %d.. padding %d..",
+             "window %d softcap %g new %d sinks %d lengths %d.. padding %d..",
              batch, heads, gqa_group_size, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
-             has_new, sinks, lengths[0], padding[0]);
+             softcap, has_new, sinks, lengths[0], padding[0]);
     for (const PagedKvLayout& each : layouts)
       snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d %d %d", each.k_format,
                each.v_format, each.k_rotated, each.v_rotated);
@@ -296,7 +297,8 @@ void check_query(const Case& c, const Seen& in, const Array& q, const Array& out
   for (int p = from; p < to; p++) {
     double score = 0;
     for (int d = 0; d < c.k_dim; d++) score += q.at(b, head, step, d) * in.keys[p][d];
-    scores.push_back(score * c.scale);
+    score *= c.scale;
+    scores.push_back(c.softcap ? c.softcap * tanh(score / c.softcap) : score);
     top = std::max(top, scores.back());
   }
   double total = c.sinks ? exp(sinks[head] - top) : 0;
@@ -374,7 +376,7 @@ void check_case() {
   for (float& sink : sinks) sink = (float)pick(-64, 64) / 32;
   int64_t sinks_shape[] = {(int64_t)sinks.size()};
   PagedKvTensor sinks_tensor{sinks.data(), 1, 0, 1, 2, 32, 1, sinks_shape, nullptr, 0};
-  PagedKvOptions options{c.scale, c.causal, c.window, c.sinks ? &sinks_tensor : nullptr,
+  PagedKvOptions options{c.scale, c.causal, c.window, c.softcap, c.sinks ? &sinks_tensor : nullptr,
                          nullptr, nullptr, log_sum_exp.data()};
 
   // The unwritten keys and values stand for the last tokens, of which the pages' copies are spoilt.
