@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from paged_kv.cache.dependencies import DependentArray, depending
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.sequences.latent_arrays import PositionScores, TokenIndices
+from paged_kv.recognition.latent_arrays import PositionScores, TokenIndices
+from paged_kv.recognition.softcapped_arrays import AttentionScores
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 
 _stock_depends: Callable[..., Any] = mx.depends
@@ -19,6 +20,9 @@ _stock_where: Callable[..., mx.array] = mx.where
 _stock_tile: Callable[..., mx.array] = mx.tile
 _stock_broadcast_to: Callable[..., mx.array] = mx.broadcast_to
 _stock_take_along_axis: Callable[..., mx.array] = mx.take_along_axis
+_stock_expand_dims: Callable[..., mx.array] = mx.expand_dims
+_stock_tanh: Callable[..., mx.array] = mx.tanh
+_stock_softmax: Callable[..., mx.array] = mx.softmax
 
 
 def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
@@ -31,7 +35,9 @@ def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
 
 
 def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
-    """`mx.where`, whose result still stands for position scores if it hides some of them."""
+    """`mx.where`, whose result still stands for scores if it hides some of them."""
+    if type(x) is AttentionScores:
+        return x.masked(condition, y)
     result = _stock_where(condition, x, y, stream=stream)
     return x.masked(result, condition, y) if type(x) is PositionScores else result
 
@@ -58,6 +64,26 @@ def take_along_axis(
     return _stock_take_along_axis(a, indices, axis, stream=stream)
 
 
+def expand_dims(a: mx.array, /, axis: Any, *, stream: Any = None) -> mx.array:
+    """`mx.expand_dims`, whose result still stands for pages if it groups heads."""
+    result = _stock_expand_dims(a, axis, stream=stream)
+    return a.grouped(result, axis) if isinstance(a, PagedKeys | PagedValues) else result
+
+
+def tanh(a: mx.array, /, *, stream: Any = None) -> mx.array:
+    """`mx.tanh`, whose result still stands for scores with a softcap."""
+    result = _stock_tanh(a, stream=stream)
+    return a.tanh(result) if type(a) is AttentionScores else result
+
+
+def softmax(
+    a: mx.array, /, axis: Any = None, *, precise: bool = False, stream: Any = None
+) -> mx.array:
+    """`mx.softmax`, whose result still stands for the weights of pages."""
+    result = _stock_softmax(a, axis, precise=precise, stream=stream)
+    return a.softmax(result, axis) if type(a) is AttentionScores else result
+
+
 def install_operation_hooks() -> None:
     """Replace the operations in every module that has them; repeated calls do nothing."""
     rebind(_stock_depends, depends)
@@ -65,3 +91,6 @@ def install_operation_hooks() -> None:
     rebind(_stock_tile, tile)
     rebind(_stock_broadcast_to, broadcast_to)
     rebind(_stock_take_along_axis, take_along_axis)
+    rebind(_stock_expand_dims, expand_dims)
+    rebind(_stock_tanh, tanh)
+    rebind(_stock_softmax, softmax)

@@ -1,6 +1,6 @@
 """Faults to plant where simdgroups merge their partials, and where decode writes a step."""
 
-from tests.planted_faults import BOTH, Fault
+from tests.planted_faults import BOTH, SOFTCAP, Fault
 
 DECODE_FAULTS = [
     Fault(
@@ -141,5 +141,40 @@ DECODE_FAULTS = [
         BOTH,
         writes=True,
         formats=("q8",),
+    ),
+    Fault(
+        "scores of pages have no softcap",
+        "decode",
+        "logit = capped(logit, softcap);",
+        "",
+        dialects=BOTH,
+        softcap=SOFTCAP,
+    ),
+    Fault(
+        "the score of the step's token has no softcap",
+        "decode",
+        "maximum[r] = capped(maximum[r], softcap);",
+        "",
+        dialects=BOTH,
+        lengths=(5, 2),
+        writes=True,
+        softcap=SOFTCAP,
+    ),
+    Fault(
+        "scores of a long step have no softcap",
+        "prefill",
+        "logits[number] = capped(logits[number], softcap);",
+        "",
+        dialects=BOTH,
+        queries=9,
+        softcap=SOFTCAP,
+    ),
+    Fault(
+        "capped scores lose their sign",
+        "decode",
+        "return logit < 0.0f ? -bounded : bounded;",
+        "return bounded;",
+        dialects=BOTH,
+        softcap=SOFTCAP,
     ),
 ]

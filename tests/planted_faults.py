@@ -14,6 +14,7 @@ class Fault:
     Attributes:
         writes: whether the kernel that attends writes a token of each row too.
         least_tokens: of a simdgroup's part, if others than usual.
+        softcap: of scores, if there is one.
     """
 
     name: str
@@ -29,9 +30,11 @@ class Fault:
     gqa_group_size: int = 3
     writes: bool = False
     least_tokens: int = 0
+    softcap: float | None = None
 
 
 BOTH = ("metal", "cuda")
+SOFTCAP = 0.5
 MEET = "  threads_meet();\n  DEVICE const int* row = pages.row(number);"
 ROW = "  DEVICE const int* row = pages.row(number);"
 FAULTS = [

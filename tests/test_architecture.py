@@ -27,8 +27,12 @@ ARROWS: dict[str, set[str]] = {
     "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
     "admission": set(),
     "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages"},
-    "sequences": {"allocator", "allocator.prefixes", "kernels.pages", "kernels.plain", "pool"},
-    "cache": {"kernels.pages", "pool", "sequences"},
+    "recognition": set(),
+    "sequences": {
+        *("allocator", "allocator.prefixes", "kernels.pages", "kernels.plain", "pool"),
+        "recognition",
+    },
+    "cache": {"kernels.pages", "pool", "recognition", "sequences"},
     "prefix": {"allocator", "allocator.prefixes", "kernels.pages", "pool", "sequences", "store"},
     "monitor": {"allocator", "pool"},
     "trace": {"admission", "allocator", "allocator.prefixes", "monitor", "pool"},
@@ -40,7 +44,8 @@ ARROWS: dict[str, set[str]] = {
     "integrations.distributed": {"allocator", "pool"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("integrations.distributed", "kernels.pages", "pool", "prefix", "sequences", "store"),
+        *("integrations.distributed", "kernels.pages", "pool", "prefix", "recognition"),
+        *("sequences", "store"),
     },
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),

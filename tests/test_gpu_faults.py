@@ -104,11 +104,12 @@ def _use(backend: Any, fault: Fault) -> float:
         latents = same(64, fault.dtype, heads=1)
         return written(backend, latents, formats, fault.lengths).attend_latent(5)
     batch = written(backend, geometry, formats, fault.lengths, more=fault.writes)
+    options: Any = {"gqa_group_size": fault.gqa_group_size, "softcap": fault.softcap}
     if not fault.writes:
-        return batch.attend(fault.queries, gqa_group_size=fault.gqa_group_size)
-    error = batch.write_and_attend(backend, gqa_group_size=fault.gqa_group_size)
+        return batch.attend(fault.queries, **options)
+    error = batch.write_and_attend(backend, **options)
     other = written(backend, geometry, formats, fault.lengths, more=1)
-    other.write_and_attend(Separately(backend), gqa_group_size=fault.gqa_group_size)
+    other.write_and_attend(Separately(backend), **options)
     assert batch.bytes() == other.bytes()
     return error
 

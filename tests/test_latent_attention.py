@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import install_attention_hook, paged_attention
-from paged_kv.sequences.latent_arrays import IN_PLACE, PositionKeys, PositionScores
+from paged_kv.recognition.latent_arrays import IN_PLACE, PositionKeys, PositionScores
 
 HEADS, DIM, POSITIONS, SCALE = 4, 32, 16, 0.2
 LOWEST = mx.array(mx.finfo(mx.float32).min)

@@ -126,7 +126,7 @@ def test_a_model_that_changes_its_ways_is_told_what_to_do(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("name", "attending"),
-    [("llama", {0, 1, 2}), ("gemma2", set()), ("phi3small", {1}), ("deepseek_v3", set())],
+    [("llama", {0, 1, 2}), ("gemma2", {0, 1, 2}), ("phi3small", {1}), ("deepseek_v3", set())],
 )
 def test_the_layers_of_which_only_attention_reads(name: str, attending: set[int]) -> None:
     _, factory = model_and_factory(name)

@@ -14,7 +14,7 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FormatName, page_format_named
 from paged_kv.pool.window import Window
-from paged_kv.sequences.latent_arrays import TokenIndices
+from paged_kv.recognition.latent_arrays import TokenIndices
 from tests.arrays import normal
 from tests.backends import BACKENDS, backend_named
 

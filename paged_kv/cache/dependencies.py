@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv.sequences.latent_arrays import ReadArray
+from paged_kv.recognition.latent_arrays import ReadArray
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
 
 

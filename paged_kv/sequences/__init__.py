@@ -10,7 +10,6 @@ step_blocks          reserves the blocks of a step
 full_pages           recodes full pages to the format of their sequences
 masks                the masks that a cache makes
 paged_array          arrays backed by pages
-latent_arrays        arrays by which latent attention is recognised
 pending_step         a step that is written to a ring after its queries have attended
 out_of_window_pages  caches pages that a window has passed, for prompts with the same prefix
 steps                the public functions: begin, append, read, commit and convert

@@ -19,7 +19,8 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewToke
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.latent_arrays import PositionKeys, ReadArray, TokenIndices
+from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
+from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
 from paged_kv.sequences.step_view import StepView
 
 
@@ -66,6 +67,7 @@ class PagedRead:
         scale: float,
         sinks: mx.array | None = None,
         position_queries: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array | None:
         """Attention of a step of queries [B, q_heads, S, k_dim]; see `Backend.attend`, or
         `Backend.attend_latent` with position queries. None if lengths and a window cannot express
@@ -78,7 +80,9 @@ class PagedRead:
             if view.moves != view.group.moves:
                 view.follow_moves()
             step.unread = None
-            attend: Callable[..., mx.array] = partial(self.pages.attend, sinks=sinks)
+            attend: Callable[..., mx.array] = partial(
+                self.pages.attend, sinks=sinks, softcap=softcap
+            )
             step_queries = [queries]
             if position_queries is not None:
                 attend, step_queries = self.pages.attend_latent, [queries, position_queries]
@@ -190,13 +194,11 @@ class _PagedArray(ReadArray):
         read: the read.
         part: 0 for keys, 1 for values.
         tiles: how often the heads of the pages follow each other in this array.
-        is_as_held: whether it has the dtype and the heads of the pages.
     """
 
     read: PagedRead
     part: int
     tiles = 1
-    is_as_held = True
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
         """Of a dtype that holds the same numbers, an array that still stands for its read."""
@@ -210,6 +212,13 @@ class _PagedArray(ReadArray):
             return result
         tokens_stay = (repetitions[0], *repetitions[2:]) == (1, 1, 1)
         return self._followed_by(result, repetitions[1]) if tokens_stay else result
+
+    def grouped(self, result: mx.array, axis: Any) -> mx.array:
+        """`result`, which is mx.expand_dims(self, axis), as an array that still stands for its read
+        if the axis is that of grouped queries."""
+        if self.is_changed or not self.is_as_held or axis != 2:
+            return result
+        return GroupedArray.of(result, self.read, holds_values=self.holds_values)
 
     def like_this(self, gathered: mx.array) -> mx.array:
         """Numbers gathered for this array's read, with its dtype and tiles."""
@@ -245,12 +254,19 @@ class PagedKeys(_PagedArray):
 
     part = 0
 
+    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
+        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
+        if self.is_changed or not self.is_as_held or {axis1 % 4, axis2 % 4} != {2, 3}:
+            return swapped
+        return TransposedKeys.of(swapped, self.read)
+
 
 class PagedValues(_PagedArray):
     """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
     latent."""
 
     part = 1
+    holds_values = True
 
     def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
         swapped: mx.array = super().swapaxes(axis1, axis2, **options)

@@ -39,6 +39,9 @@ class Read(Protocol):
 
     def gather(self) -> tuple[mx.array, mx.array]: ...
 
+    @property
+    def attend(self) -> Callable[..., mx.array | None]: ...
+
 
 class FollowedArray(mx.array):
     """An array that remembers what it was made of.
@@ -70,9 +73,13 @@ class ReadArray(FollowedArray):
 
     Attributes:
         read: the read.
+        holds_values: whether these are the values of the pages, perhaps with another axis.
+        is_as_held: whether it has the dtype and the heads of the pages.
     """
 
     read: Read
+    holds_values = False
+    is_as_held = True
 
 
 class PositionKeys(ReadArray):
@@ -114,8 +121,7 @@ class PositionScores(ReadArray):
     def masked(self, result: mx.array, mask: Any, lowest: Any) -> mx.array:
         """`result`, which is mx.where(mask, self, lowest), as scores if it still stands for them:
         if `lowest` is so low that a softmax gives hidden scores no weight."""
-        is_hidden = isinstance(mask, mx.array) and _number(lowest) <= mx.finfo(self.dtype).min
-        if self.is_changed or self.mask is not None or not is_hidden:
+        if self.is_changed or self.mask is not None or not hides(mask, lowest, self.dtype):
             return result
         scores = PositionScores.of(result, self.read, self.queries)
         scores.mask, scores.lowest = mask, lowest
@@ -149,6 +155,11 @@ class TokenIndices(FollowedArray):
         indices = cls(result)
         indices.tokens = array[:, 0, :, 0]
         return indices
+
+
+def hides(mask: Any, lowest: Any, dtype: mx.Dtype) -> bool:
+    """Whether a softmax gives no weight to scores that mx.where(mask, scores, lowest) replaces."""
+    return isinstance(mask, mx.array) and bool(_number(lowest) <= mx.finfo(dtype).min)
 
 
 def _number(value: Any) -> float:
