@@ -1,7 +1,16 @@
-"""The numbers that pages of any format hold: the input of the kernels' arithmetic."""
+"""The numbers that pages of any format hold: the input of the kernels' arithmetic.
+
+Only full pages are recoded to a quantised format. Here any page holds any number of tokens, as
+after a trim, and no kernel is needed.
+"""
+
+from collections.abc import Mapping
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import NumberFormat, Quantised
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
@@ -21,6 +30,35 @@ def numbers_in(
         keys.append(_decoded(held.keys, planes[:first], pages.geometry.k_dtype))
         values.append(_decoded(held.values, planes[first:], pages.geometry.v_dtype))
     return keys, values
+
+
+def holding(
+    pages: LayerPages, keys: mx.array, values: mx.array, metadata: AttentionMetadata
+) -> Mapping[int, mx.array]:
+    """Pages for `LayerPages.load` that hold a step's valid tokens, encoded by plain operations.
+    Their other slots stay as they are."""
+    contents: dict[int, mx.array] = {}
+    for row, own in enumerate(metadata.valid_tokens(keys.shape[2])):
+        end = metadata.context_lens[row]
+        first_token = own.stop - end  # the token of the step at position 0
+        for at in range((end - len(own)) // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            first, last = max(end - len(own), at * PAGE_SIZE), min(end, (at + 1) * PAGE_SIZE)
+            part = np.s_[row : row + 1, :, first_token + first : first_token + last]
+            entry, slots = metadata.block_tables[row][at], np.arange(first, last) % PAGE_SIZE
+            contents[entry] = _with_slots(pages, entry, slots, keys[part], values[part])
+    return contents
+
+
+def _with_slots(
+    pages: LayerPages, entry: int, slots: npt.NDArray[np.int_], keys: mx.array, values: mx.array
+) -> mx.array:
+    """A page with these tokens in some of its slots."""
+    layout, page = pages.layout_of(entry), np.array(pages.page(entry))
+    encoded = layout.page_format.encode(keys, values)
+    for plane, offset, new in zip(layout.planes, layout.offsets, encoded, strict=True):
+        words = page.reshape(-1)[offset : offset + plane.words]
+        words.reshape(plane.heads, PAGE_SIZE, plane.slot_words)[:, slots] = np.asarray(new)[0]
+    return mx.array(page)
 
 
 def _planes(pages: LayerPages, entry: int, count: int) -> list[mx.array]:
