@@ -66,7 +66,7 @@ ARROWS: dict[str, set[str]] = {
     "integrations.server.http": set(),
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),
-        *("integrations.distributed", "integrations.server.http", "kernels.pages"),
+        *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
     },
     "integrations.server.completions": {
         *("integrations", "integrations.batching"),

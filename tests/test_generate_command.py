@@ -42,6 +42,20 @@ def test_the_embedded_model_writes_what_mlx_lm_writes(
     assert "1 block in use" in output.err
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_drafts_change_no_text(
+    prompts: int, capsys: pytest.CaptureFixture[str], expected: Any
+) -> None:
+    told = ["--prompt", PROMPT] * prompts
+    assert run(*told, "--max-tokens", "20", "--draft-model", "ngram") == 0
+    output = capsys.readouterr()
+    text = expected(PROMPT, 20)
+    titled = [f"==> prompt {number} <==\n{text}\n\n" for number in (1, 2)]
+    assert output.out == (text + "\n" if prompts == 1 else "".join(titled))
+    summary = [line.split()[0] for line in output.err.splitlines()]
+    assert summary == ["prompt", "generation", "pages", "drafts", "peak"]
+
+
 def test_the_prompt_may_come_from_standard_input(
     capsys: pytest.CaptureFixture[str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

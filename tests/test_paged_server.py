@@ -107,7 +107,7 @@ def test_conversations_read_the_same_and_share_what_they_begin_with(
 
 
 def test_a_draft_model_reads_the_same_and_shares_too(system: str) -> None:
-    """The draft model has windows; only tokens that both models have cached count."""
+    """The draft model has windows, and reuses what it has cached itself."""
     draft = ["--draft-model", str(MODEL_FOLDERS[GEMMA])]
     with stock_server(*options(LLAMA)) as running:
         stock, _ = converse(running, system, NAMES[0], turns=2)
@@ -239,11 +239,10 @@ def test_another_model_gets_pages_of_its_own(system: str) -> None:
         assert_idle_pools_hold_nothing(running)
 
 
-@pytest.mark.parametrize("alone", [[], ["--draft-model", str(MODEL_FOLDERS[LLAMA])]])
-def test_users_of_other_salts_share_nothing(alone: list[str], system: str) -> None:
-    """The test checks what the cache finds, not the time. With a draft model the server serves
-    requests alone."""
-    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", *alone)) as running:
+@pytest.mark.parametrize("draft", [[], ["--draft-model", str(MODEL_FOLDERS[LLAMA])]])
+def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> None:
+    """The test checks what the cache finds, not the time."""
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", *draft)) as running:
         client = running.client()
         factory = running.provider.factories[0]
         messages = [{"role": "user", "content": system}]

@@ -1,4 +1,4 @@
-"""Reusable prefixes of prompts, for one model or for two together."""
+"""Reusable prefixes of prompts."""
 
 from typing import Any
 
@@ -29,23 +29,13 @@ def prompts_of(*models: Any, **limits: int) -> tuple[PromptReuse, list[PagedCach
     return PromptReuse(factories, **limits), factories
 
 
-def keep(
-    prompts: PromptReuse,
-    models: list[Any],
-    factories: list[PagedCacheFactory],
-    tokens: list[int],
-    most: list[int] | None = None,
-) -> None:
-    """Compute a prompt with every model, with some only the first tokens, and insert it."""
-    prompt_cache: list[Any] = []
-    for model, factory, end in zip(models, factories, most or [len(tokens)] * 2, strict=False):
-        cache = factory.make_cache()
-        greedy(model, tokens[:end], cache, 1)
-        for layer in cache:
-            layer.trim(layer.offset - end)  # The generated token.
-        prompt_cache += cache
-    # Only the list holds them, as in the server.
-    del cache, layer
+def keep(prompts: PromptReuse, model: Any, factory: PagedCacheFactory, tokens: list[int]) -> None:
+    """Compute a prompt, and insert it."""
+    prompt_cache = factory.make_cache()
+    greedy(model, tokens, prompt_cache, 1)
+    for layer in prompt_cache:
+        layer.trim(layer.offset - len(tokens))  # The generated token.
+    del layer  # Only the list holds them, as in the server.
     prompts.insert(tokens, prompt_cache, SALT)
     assert prompt_cache == []
 
@@ -63,7 +53,7 @@ def kept_bytes(factories: list[PagedCacheFactory]) -> int:
 def test_what_was_kept_is_found_and_at_least_one_token_is_left(qwen3: Any) -> None:
     prompts, factories = prompts_of(qwen3)
     assert_unknown(prompts, TEXT[:300])
-    keep(prompts, [qwen3], factories, TEXT[:300])
+    keep(prompts, qwen3, factories[0], TEXT[:300])
     for asked, cached in ((TEXT[:300], 299), (TEXT[:400], 300), ([*TEXT[:100], 1, 2], 100)):
         found, rest = fetched(prompts, asked)
         assert rest == asked[cached:]
@@ -80,25 +70,10 @@ def assert_unknown(prompts: PromptReuse, tokens: list[int], salt: str | None = S
     assert rest == tokens
 
 
-def test_a_draft_model_goes_on_behind_the_same_token(qwen3: Any, gemma3: Any) -> None:
-    models = [qwen3, gemma3]
-    prompts, factories = prompts_of(*models)
-    keep(prompts, models, factories, TEXT[:300], most=[300, 290])
-    found, rest = fetched(prompts, TEXT[:400])
-    assert rest == TEXT[290:400]
-    assert {cache.offset for cache in found} == {290}
-    count = len(factories[0].make_cache())
-    for model, factory, cache in zip(
-        models, factories, (found[:count], found[count:]), strict=True
-    ):
-        expected = greedy(model, TEXT[:400], factory.make_cache(), 4)
-        assert_same_run(greedy(model, rest, cache, 4), expected, 1e-3)
-
-
 def test_the_prompts_used_last_are_kept(qwen3: Any) -> None:
     prompts, factories = prompts_of(qwen3, max_prompts=2)
     for first in range(3):
-        keep(prompts, [qwen3], factories, [first, *TEXT[:300]])
+        keep(prompts, qwen3, factories[0], [first, *TEXT[:300]])
     found = [fetched(prompts, [first, *TEXT[:300]]) for first in range(3)]
     assert [len(rest) for _, rest in found] == [301, 1, 1]
 
@@ -110,17 +85,17 @@ def test_bytes_are_bounded_those_of_requests_among_them(
     model = request.getfixturevalue(name)
     unbounded, factories = prompts_of(model)
     for first in range(3):
-        keep(unbounded, [model], factories, [first, *TEXT[:300]])
+        keep(unbounded, model, factories[0], [first, *TEXT[:300]])
     one_prompt = kept_bytes(factories) // 3
     prompts, factories = prompts_of(model, max_bytes=2 * one_prompt)
     for first in range(3):
-        keep(prompts, [model], factories, [first, *TEXT[:300]])
+        keep(prompts, model, factories[0], [first, *TEXT[:300]])
     assert kept_bytes(factories) == 2 * one_prompt
     # Blocks that a request uses are active, not kept, but still count against the limit.
     found, rest = fetched(prompts, [2, *TEXT[:300]])
     assert len(rest) == 1
     for first in range(3, 6):
-        keep(prompts, [model], factories, [first, *TEXT[:300]])
+        keep(prompts, model, factories[0], [first, *TEXT[:300]])
         assert factories[0].stats().bytes_active > 0
         assert kept_bytes(factories) <= one_prompt
     del found

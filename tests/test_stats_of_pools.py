@@ -40,7 +40,7 @@ def stats(first: int) -> PoolStats:
     return PoolStats(
         "q8", "plain", 10**6, (group,), {"room": first + 14, "limit": first + 15},
         {"q4": first + 16}, first + 17, first + 18, first + 19, first + 20, first + 21,
-        first + 22, first + 23,
+        first + 22, first + 23, first + 24, first + 25, first + 26,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
         "bytes_mapped", "bytes_allocated", "bytes_last_block", "bytes_out_of_window",
         "bytes_compactable",
         "table_entries", "tables", "tables_dropped", "preemptions", "tokens_recomputed",
-        "tokens_reread", "tokens_read",
+        "tokens_reread", "tokens_read", "drafts", "draft_tokens", "accepted_tokens",
     ):  # fmt: skip
         assert getattr(both, name) == getattr(one, name) + getattr(other, name), name
     assert both.evictions == {"room": 328, "limit": 330}
@@ -85,6 +85,9 @@ def test_metrics_say_what_the_numbers_are() -> None:
         (f"tokens_recomputed_total{{{labels}}}", 121),
         (f"tokens_reread_total{{{labels}}}", 122),
         (f"tokens_read_total{{{labels}}}", 123),
+        (f"spec_decode_num_drafts_total{{{labels}}}", 124),
+        (f"spec_decode_num_draft_tokens_total{{{labels}}}", 125),
+        (f"spec_decode_num_accepted_tokens_total{{{labels}}}", 126),
         (f"cow_copies_total{{{labels}}}", 111),
         (f"allocation_failures_total{{{labels}}}", 112),
         (f"gather_fallbacks_total{{{labels}}}", 113),

@@ -31,6 +31,7 @@ def add_generate_parser(
             "cat question.txt | paged-kv generate --model mlx-community/Llama-3.2-1B-Instruct-4bit",
             'paged-kv generate --model MODEL --prompt "A name for a cat:" --num-samples 4',
             "paged-kv generate --model MODEL --prompt - --page-format q4 --store <long.txt",
+            "paged-kv generate --model MODEL --prompt - --draft-model ngram <edit.txt",
         ),
     )
     parser.add_argument(
@@ -68,6 +69,19 @@ def add_generate_parser(
         help="temperature; 0 is greedy (default: 0, or 1 for several samples)",
     )
     parser.add_argument("--seed", type=seed, help="seed of the sampler")
+    parser.add_argument(
+        "--draft-model",
+        type=name,
+        help="a smaller model with the same vocabulary, which drafts tokens for all prompts; or "
+        "ngram, which drafts what followed the same tokens earlier, without a model. Nothing is "
+        "drafted where it is slower (default: no drafts)",
+    )
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=positive,
+        default=4,
+        help="with --draft-model: the most tokens to draft for a prompt in a step (default: 4)",
+    )
     add_cache_options(parser)
     parser.set_defaults(run=run)
 
@@ -93,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         store=arguments.store,
         store_bytes=arguments.store_bytes,
+        draft=arguments.draft_model,
+        num_draft_tokens=arguments.num_draft_tokens,
     )
     encoded = [
         generation.encode(prompt, use_template=not arguments.ignore_chat_template)
@@ -100,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     try:
         with _output(is_told=generation.is_told):
-            if len(encoded) == 1 and arguments.num_samples == 1:
+            if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
                 generation.stream(encoded[0], _Progress(len(encoded[0])))
             else:
                 generation.batch(encoded, arguments.num_samples)

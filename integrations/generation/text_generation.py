@@ -21,8 +21,16 @@ from mlx_lm.utils import sharded_load
 
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
-from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.samples import read_shared
+from paged_kv.integrations.speculation.draft_models import (
+    divided_factories,
+    load_draft_model,
+    make_draft,
+)
+from paged_kv.integrations.speculation.generator import (
+    DEFAULT_DRAFT_TOKENS,
+    SpeculativeBatchGenerator,
+)
 from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 
@@ -41,21 +49,32 @@ class TextGeneration:
         seed: int | None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int | str = DEFAULT_STORE_BYTES,
+        draft: str | None = None,
+        num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
     ) -> None:
         self._ranks = joined_ranks()
+        if draft is not None and self._ranks.size > 1:
+            raise ValueError(
+                "--draft-model does not work with several processes for one model: leave it out, "
+                "or generate without mlx.launch"
+            )
         if seed is None and self._ranks.size > 1:
             # Each rank samples its tokens itself.
             seed = self._ranks.of_first("seed", secrets.randbits(32))
         if seed is not None:
             mx.random.seed(seed)
         self._model, self._tokenizer = loaded(path_or_repo)
-        self._factory = PagedCacheFactory(
-            self._model,
+        draft_model = load_draft_model(draft, self._tokenizer)
+        self._factories = divided_factories(
+            [model for model in (self._model, draft_model) if model is not None],
+            max_bytes,
             page_format=page_format,
-            max_bytes=max_bytes,
             store=store,
             store_bytes=store_bytes,
         )
+        self._factory = self._factories[0]
+        self._draft = make_draft(draft, draft_model, self._factories)
+        self._num_draft_tokens = num_draft_tokens
         self._max_tokens = max_tokens
         self._sampler = make_sampler(temp=temp)
 
@@ -84,6 +103,11 @@ class TextGeneration:
             )
             return list(tokenizer.encode(text, add_special_tokens=False))
         return list(tokenizer.encode(prompt))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted, which only `batch` does."""
+        return self._draft is not None
 
     def stream(self, prompt: list[int], progress: Callable[[int, int], None]) -> None:
         """Print one text as it comes."""
@@ -164,8 +188,7 @@ class TextGeneration:
     ) -> list[list[Any]]:
         """Generate and print one text for each prompt, and add up figures. Returns the caches, of
         prompts and texts."""
-        generator = BatchGenerator(
-            self._model,
+        generator = self._generator(
             stop_tokens=[[token] for token in self._tokenizer.eos_token_ids],
             max_tokens=self._max_tokens,
             sampler=self._sampler,
@@ -184,14 +207,24 @@ class TextGeneration:
         figures += stats
         return [held[number] for number in range(len(prompts))]
 
+    def _generator(self, **options: Any) -> BatchGenerator:
+        if self._draft is None:
+            return BatchGenerator(self._model, **options)
+        return SpeculativeBatchGenerator(
+            self._model, self._draft, num_draft_tokens=self._num_draft_tokens, **options
+        )
+
     def close(self) -> None:
         """Write pending pages to the store, and free the memory."""
-        self._factory.close()
+        for factory in self._factories:
+            factory.close()
 
     def _summarise(self, prompt: str, figures: Any) -> None:
         """Print speeds of a `GenerationResponse` or `BatchStats`, and the statistics of pages."""
         stats = self._factory.stats()
         ranks = self._ranks
+        drafts = f"drafts      {stats.accepted_tokens} of {stats.draft_tokens} tokens accepted\n"
+        drafts = drafts if self.drafts else ""
         which = f"rank        {ranks.rank} of {ranks.size}\n" if ranks.size > 1 else ""
         print(
             f"{which}prompt      {prompt}\n"
@@ -201,7 +234,7 @@ class TextGeneration:
             f"{stats.blocks_shared} of them shared, "
             f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
             f"{format_size(stats.bytes_mapped)} mapped, {format_size(stats.bytes_budget)} allowed\n"
-            f"peak memory {format_size(int(figures.peak_memory * 1e9))}",
+            f"{drafts}peak memory {format_size(int(figures.peak_memory * 1e9))}",
             file=sys.stderr,
         )
 

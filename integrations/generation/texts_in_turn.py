@@ -9,7 +9,7 @@ class TextsInTurn:
 
     Args:
         tokenizer: a tokenizer of mlx-lm.
-        titles: of the texts.
+        titles: of the texts; a single text is printed without its title.
     """
 
     def __init__(self, tokenizer: Any, titles: Sequence[str]) -> None:
@@ -31,14 +31,15 @@ class TextsInTurn:
         self._complete[number] = True
         while self._turn < len(self._titles) and self._complete[self._turn]:
             self._print_new()
-            print(end="\n\n")
+            print(end="\n\n" if len(self._titles) > 1 else "\n")
             self._turn += 1
             if self._turn < len(self._titles):
                 self._print_title()
                 self._print_new()
 
     def _print_title(self) -> None:
-        print(f"==> {self._titles[self._turn]} <==", flush=True)
+        if len(self._titles) > 1:
+            print(f"==> {self._titles[self._turn]} <==", flush=True)
 
     def _print_new(self) -> None:
         print(self._detokenizers[self._turn].last_segment, end="", flush=True)

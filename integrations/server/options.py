@@ -22,10 +22,12 @@ def server_parser() -> argparse.ArgumentParser:
         **examples(
             "paged-kv server --model mlx-community/Llama-3.2-1B-Instruct-4bit --max-kv-bytes 4GB",
             "paged-kv server --model MODEL --page-format auto --store --api-key env:KEY",
+            "paged-kv server --model MODEL --draft-model ngram --num-draft-tokens 8",
         ),
     )
     add_cache_options(parser.add_argument_group("paged caches"))
     _add_api_options(parser.add_argument_group("models and clients"))
+    _add_drafts(parser.add_argument_group("drafts"))
     _add_limits(parser.add_argument_group("limits"))
     _redefine(
         parser,
@@ -38,6 +40,13 @@ def server_parser() -> argparse.ArgumentParser:
         "prompt_cache_bytes",
         "The most memory for pages of requests and cached prompts; above it, prompts are evicted. "
         "Requests alone may take more, up to --max-kv-bytes (default: only --max-kv-bytes)",
+    )
+    _redefine(
+        parser,
+        "draft_model",
+        "A smaller model with the same vocabulary, which drafts tokens for all requests; or ngram, "
+        "which drafts what followed the same tokens earlier in the prompt or the answer, without a "
+        "model. Nothing is drafted where it is slower (default: no drafts)",
     )
     _redefine(
         parser,
@@ -72,6 +81,17 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         "--allow-image-urls",
         action="store_true",
         help="fetch images that requests name by http URLs, from any host this machine can reach",
+    )
+
+
+def _add_drafts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft-shared-tokens",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="with --draft-model ngram: learn also from the N latest tokens of other requests with "
+        "the same cache_salt or API key (default: 0)",
     )
 
 

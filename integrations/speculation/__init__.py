@@ -10,5 +10,6 @@ draft_lengths   how many tokens to draft, from acceptance and measured times
 step_times      what a step costs, in steps without drafts
 batch           mlx-lm's GenerationBatch, with drafts
 generator       mlx-lm's BatchGenerator, with drafts
+draft_models    drafts by name, and memory divided between a model and its draft
 speculative_generation  several prompts at once, from texts to texts
 """

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.batching.rows import first_paged
 from paged_kv.integrations.speculation.counts import SpeculationCounts
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
@@ -30,10 +31,12 @@ class RowOptions(NamedTuple):
     Attributes:
         num_draft_tokens: the most tokens to draft in a step; 0 means none.
         salt: drafts of one salt never learn from another.
+        counts: counts the row's drafts, and maybe those of others; None makes new counts.
     """
 
     num_draft_tokens: int
     salt: Hashable = None
+    counts: SpeculationCounts | None = None
 
 
 @dataclass(eq=False)
@@ -46,7 +49,7 @@ class _Row:
 
     options: RowOptions
     state: Any
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    counts: SpeculationCounts
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
@@ -103,7 +106,8 @@ class SpeculativeBatch(GenerationBatch):
         super().extend(batch)  # type: ignore[no-untyped-call]  # mlx-lm's
         for uid in batch.uids:
             options = self._options_of(uid)
-            self._rows.append(_Row(options, self._draft.begin(options.salt)))
+            counts = options.counts or SpeculationCounts()
+            self._rows.append(_Row(options, self._draft.begin(options.salt), counts))
 
     def filter(self, keep: list[int]) -> None:
         """Keep the rows at these indices."""
@@ -220,6 +224,8 @@ class SpeculativeBatch(GenerationBatch):
         self.counts.note(drafted, accepted)
         self._rows[row].counts.note(drafted, accepted)
         self._rows[row].acceptance.note(drafted, accepted)
+        if (cache := first_paged(self.prompt_cache)) is not None:
+            cache.pool.counts.note_draft(drafted, accepted)
 
     def _response(
         self, row: int, token: int, logprobs: mx.array, finish_reason: str | None

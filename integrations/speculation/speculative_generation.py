@@ -12,13 +12,12 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchResponse
 
 from paged_kv.checks import TokenIds, token_ids, whole_number
-from paged_kv.integrations.batching.pool_memory import shares
 from paged_kv.integrations.factory_arguments import require_model
-from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
 from paged_kv.integrations.speculation.counts import SpeculationCounts
 from paged_kv.integrations.speculation.draft_lengths import DraftLengths
+from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.speculation.generator import (
     DEFAULT_DRAFT_TOKENS,
@@ -133,7 +132,8 @@ def _factories_of(models: list[Module], max_bytes: float | str | None) -> Iterat
     budget = recommended_bytes() if max_bytes is None else size_in_bytes("max_bytes", max_bytes)
     found = [installed_factory(model) for model in models]
     missing = [model for model, factory in zip(models, found, strict=True) if factory is None]
-    new = dict(zip(map(id, missing), divided_factories(missing, budget), strict=True))
+    made = divided_factories(missing, budget) if missing else []
+    new = dict(zip(map(id, missing), made, strict=True))
     try:
         for factory in new.values():
             factory.install()
@@ -141,24 +141,6 @@ def _factories_of(models: list[Module], max_bytes: float | str | None) -> Iterat
     finally:
         for factory in new.values():
             factory.close()
-
-
-def divided_factories(
-    models: Sequence[Module], max_bytes: int, **options: Any
-) -> list[PagedCacheFactory]:
-    """A factory for each model. They hold the same tokens, so each gets memory in proportion to
-    its token's bytes. `options` are the factories'."""
-    if len(models) == 1:
-        return [PagedCacheFactory(models[0], max_bytes=max_bytes, **options)]
-    tried = [PagedCacheFactory(model, max_bytes=max_bytes, **options) for model in models]
-    for factory in tried:
-        factory.can_admit(0)  # makes its pool learn the size of a block
-    return [
-        PagedCacheFactory(model, max_bytes=share, **options)
-        for model, share in zip(
-            models, shares(max_bytes, [factory.pool for factory in tried]), strict=True
-        )
-    ]
 
 
 def _encoded(tokenizer: Any, prompt: str | TokenIds, at: int) -> list[int]:

@@ -117,7 +117,7 @@ class Admission(Generic[Request]):
         if all(self.policy.is_possible(demand, pool) for pool in self.pools):
             return
         asked = demand.prompt_tokens + demand.max_tokens
-        most = min(pool.tokens_in(pool.promisable) for pool in self.pools) - demand.drafted
+        most = min(pool.tokens_in(pool.promisable) for pool in self.pools)
         each = f" for each of {demand.choices} choices" if demand.choices > 1 else ""
         raise RequestImpossible(
             f"{asked} tokens were asked{each}, {demand.prompt_tokens} of the prompt and max_tokens="

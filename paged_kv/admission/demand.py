@@ -15,19 +15,17 @@ class Demand:
         prompt_tokens: of its prompt.
         max_tokens: the most tokens generated for each choice.
         choices: the number of continuations of the prompt.
-        drafted: the most tokens that a draft model may be ahead by.
         is_alone: whether it cannot run together with other requests.
     """
 
     prompt_tokens: int
     max_tokens: int
     choices: int = 1
-    drafted: int = 0
     is_alone: bool = False
 
     def bytes_in(self, pool: PoolSize) -> int:
         """The most bytes that all choices take together."""
-        one = pool.bytes_for(self.prompt_tokens + self.max_tokens + self.drafted)
+        one = pool.bytes_for(self.prompt_tokens + self.max_tokens)
         return self._of_all_choices(one, pool)
 
     def bytes_to_begin(self, pool: PoolSize) -> int:

@@ -180,6 +180,18 @@ COLUMNS = [
         "tokens read", "tokens_read", kind=Kind.COUNTER,
     ),
     Column(
+        "drafts", "steps of sequences in which tokens were drafted",
+        "drafts", "spec_decode_num_drafts", kind=Kind.COUNTER,
+    ),
+    Column(
+        "draft_tokens", "drafted tokens",
+        "tokens drafted", "spec_decode_num_draft_tokens", kind=Kind.COUNTER,
+    ),
+    Column(
+        "accepted_tokens", "drafted tokens that the model accepted",
+        "drafts accepted", "spec_decode_num_accepted_tokens", kind=Kind.COUNTER,
+    ),
+    Column(
         "evictions", "blocks' worth of cached tokens that were evicted, by reason",
         "evicted", "evictions", kind=Kind.COUNTER, by="reason",
     ),

@@ -1,4 +1,4 @@
-"""Counts evictions, requantisations and prefix look-ups of a pool."""
+"""Counts evictions, requantisations, prefix look-ups and drafts of a pool."""
 
 from __future__ import annotations
 
@@ -26,12 +26,21 @@ class PoolCounts:
     tokens_recomputed: int = 0
     tokens_read: int = 0
     tokens_reread: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def look_up(self, num_tokens: int, found: int) -> None:
         """Count the look-up of a prompt of `num_tokens` tokens, of which `found` were cached."""
         self.prefix_queries += num_tokens
         self.prefix_hits += found
         self.events.looked_up(num_tokens, found)
+
+    def note_draft(self, drafted: int, accepted: int) -> None:
+        """Count a step of one sequence; one without drafted tokens does not count."""
+        self.drafts += drafted > 0
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
 
     def frozen(self) -> dict[str, Any]:
         """A copy of the counts, by name."""

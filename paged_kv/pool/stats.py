@@ -54,6 +54,9 @@ class PoolStats(BlockTotals):
         tokens_recomputed: tokens of preempted sequences that were computed again.
         tokens_reread: tokens of preempted sequences that were read again from a store.
         tokens_read: tokens of all prompts that were read from a store.
+        drafts: steps of sequences in which tokens were drafted for them.
+        draft_tokens: drafted tokens.
+        accepted_tokens: drafted tokens that the model accepted.
     """
 
     page_format: str
@@ -69,6 +72,9 @@ class PoolStats(BlockTotals):
     tokens_recomputed: int = 0
     tokens_reread: int = 0
     tokens_read: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +163,9 @@ class PoolStats(BlockTotals):
             tokens_recomputed=self.tokens_recomputed + other.tokens_recomputed,
             tokens_reread=self.tokens_reread + other.tokens_reread,
             tokens_read=self.tokens_read + other.tokens_read,
+            drafts=self.drafts + other.drafts,
+            draft_tokens=self.draft_tokens + other.draft_tokens,
+            accepted_tokens=self.accepted_tokens + other.accepted_tokens,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
         )
 

@@ -19,11 +19,13 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass
 class Usage:
-    """The token counts of a request."""
+    """The token counts of a request. `accepted_tokens` of the `draft_tokens` were accepted."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
@@ -32,6 +34,15 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({"completion_tokens_details": self._drafts} if self.draft_tokens else {}),
+        }
+
+    @property
+    def _drafts(self) -> dict[str, int]:
+        """Drafted tokens, as OpenAI counts those of predicted outputs."""
+        return {
+            "accepted_prediction_tokens": self.accepted_tokens,
+            "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
         }
 
 

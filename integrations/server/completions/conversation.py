@@ -54,6 +54,8 @@ class Conversation:
             sum(len(prompt.tokens) for prompt in prompts),
             sum(job.cached_tokens for job in self._jobs),
             sum(choice.count for choice in self.choices),
+            sum(job.speculation.accepted_tokens for job in self._jobs),
+            sum(job.speculation.draft_tokens for job in self._jobs),
         )
 
     async def begin(self) -> None:

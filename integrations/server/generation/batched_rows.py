@@ -25,6 +25,8 @@ from paged_kv.integrations.server.generation.jobs import (
 )
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.sampling import Sampling
+from paged_kv.integrations.speculation.batch import RowOptions
+from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
 
 Happened = Iterator[tuple[Job, Event]]
 
@@ -64,12 +66,17 @@ class BatchedRows:
         self._stops = [make_stop_sequences(provider.tokenizer)]
         self._rows: dict[int, _Row] = {}
         self._reading: set[int] = set()
-        self._generator = BatchGenerator(
-            provider.model,
-            completion_batch_size=options.decode_concurrency,
-            prefill_batch_size=options.prompt_concurrency,
-            prefill_step_size=options.prefill_step_size,
-            stream=stream,
+        sizes = {
+            "completion_batch_size": options.decode_concurrency,
+            "prefill_batch_size": options.prompt_concurrency,
+            "prefill_step_size": options.prefill_step_size,
+        }
+        self._generator = (
+            BatchGenerator(provider.model, stream=stream, **sizes)
+            if provider.draft is None
+            else SpeculativeBatchGenerator(
+                provider.model, provider.draft, options_of=self._drafting, stream=stream, **sizes
+            )
         )
         (factory, *_) = provider.factories
         self._pool = factory.pool
@@ -184,8 +191,14 @@ class BatchedRows:
         if row.number == row.job.first_choice:
             yield row.job, Progress(row.job.cached_tokens + done, row.job.cached_tokens + total)
 
+    def _drafting(self, uid: int) -> RowOptions:
+        job = self._rows[uid].job
+        return RowOptions(job.arguments.num_draft_tokens, job.salt, job.speculation)
+
     def _note_sampled(self, response: Any) -> Happened:
-        row = self._rows[response.uid]
+        row = self._rows.get(response.uid)
+        if row is None:
+            return  # dropped after an earlier token of this step
         row.job.generated_tokens += 1
         yield row.job, as_token(row.job, row.number, response)
         if response.finish_reason is not None:

@@ -14,6 +14,7 @@ from mlx_lm.server import GenerationArguments, Vision
 
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.speculation.counts import SpeculationCounts
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Job:
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
+        speculation: counts the drafts of all choices.
         number: names the job, on all ranks.
     """
 
@@ -89,6 +91,7 @@ class Job:
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     generated_tokens: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     since: float = field(default_factory=monotonic)
     number: int = field(default_factory=_numbers.__next__)
 

@@ -14,15 +14,22 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load
 
 from paged_kv.admission.pool_size import PoolSize
-from paged_kv.integrations.batching.pool_memory import pool_size, shares
+from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
-from paged_kv.kernels.pages.memory import recommended_bytes
+from paged_kv.integrations.speculation.draft_models import (
+    NGRAM,
+    divided_factories,
+    load_draft_model,
+    make_draft,
+)
+from paged_kv.integrations.speculation.drafts import Draft
 
-# Paths or repositories of a model, its adapter and its draft model, as in mlx-lm's `model_key`.
+# Paths or repositories of a model, its adapter and its draft model, or how else it drafts, as in
+# mlx-lm's `model_key`.
 ModelKey = tuple[str | None, str | None, str | None]
 
 
@@ -35,7 +42,6 @@ class LoadedModel:
         tokenizer: mlx-lm's.
         processor: of images; None if the server takes none.
         vocab_size: its token ids are less than this.
-        has_draft: whether a draft model is loaded with it.
         is_batchable: whether several sequences can run as a batch.
         has_states: whether it has recurrent layers.
         text_machine: separates reasoning and tool calls from text.
@@ -45,7 +51,6 @@ class LoadedModel:
     tokenizer: Any
     processor: Any
     vocab_size: int
-    has_draft: bool
     is_batchable: bool
     has_states: bool
     text_machine: TextStateMachine
@@ -61,6 +66,7 @@ class PagedModelProvider(ModelProvider):
         factories: of the loaded model and of its draft model. They are installed, and closed when
             another model is loaded.
         loaded: the loaded model, if there is one; other threads may read this.
+        draft: drafts for the loaded model; None without drafts.
         reuse: the cached prompts of the loaded models.
         ranks: the processes that share the model.
     """
@@ -69,13 +75,16 @@ class PagedModelProvider(ModelProvider):
         self.ranks = joined_ranks()
         self.factories: list[PagedCacheFactory] = []
         self.loaded: LoadedModel | None = None
+        self.draft: Draft | None = None
         self.reuse = PromptReuse([])
+        self.model_key: Any = None
+        self.draft_model: Any = None
         super().__init__(cli_args)
         self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
 
     def reset(self) -> None:
         """Unload the model."""
-        self.loaded = None
+        self.loaded = self.draft = None
         self.reuse = PromptReuse([])
         for factory in self.factories:
             factory.close()
@@ -94,7 +103,7 @@ class PagedModelProvider(ModelProvider):
             trust_remote_code=self.cli_args.trust_remote_code,
             lazy=True,
         )
-        if draft is not None:
+        if draft not in (None, NGRAM):
             load(draft, lazy=True)
 
     def switch_to(self, key: ModelKey) -> None:
@@ -109,8 +118,9 @@ class PagedModelProvider(ModelProvider):
             raise
 
     def pool_sizes(self) -> list[PoolSize]:
-        """The memory that the pools of the loaded models can promise."""
-        return [pool_size(factory.pool) for factory in self.factories]
+        """The memory that the loaded model's pool can promise. The draft model's promises nothing:
+        when it is full, nothing is drafted."""
+        return [pool_size(factory.pool) for factory in self.factories[:1]]
 
     def require_same_caches(self) -> None:
         """Raise RanksDiffer if the ranks' caches have come apart."""
@@ -123,13 +133,26 @@ class PagedModelProvider(ModelProvider):
         for factory in self.factories:
             factory.stats()
 
-    def _load(self, *paths: Any) -> None:
-        super()._load(*paths)  # type: ignore[no-untyped-call]  # mlx-lm's
+    def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
+        if draft is not None and self.cli_args.kv_bits is not None:
+            raise ValueError(
+                "--draft-model does not work with --kv-bits, whose requests run one at a time: "
+                "take --page-format q8 or q4 instead, or leave out one of them"
+            )
+        super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
         if self.ranks.size > 1:
             # Each rank samples its tokens itself.
             mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
         try:
+            self.model_key = (model, adapter, draft)
+            self.draft_model = load_draft_model(draft, self.tokenizer)
             self._make_factories()
+            self.draft = make_draft(
+                draft,
+                self.draft_model,
+                self.factories,
+                shared_tokens=self.cli_args.draft_shared_tokens,
+            )
             self.loaded = self._describe()
         except BaseException:
             # Else mlx-lm would take the model for loaded next time, and serve it without pages.
@@ -153,37 +176,24 @@ class PagedModelProvider(ModelProvider):
             # Other ranks get the tokens of a prompt, and not its images.
             processor=self.processor if self.ranks.size == 1 else None,
             vocab_size=_vocab_size(self.model),
-            has_draft=self.draft_model is not None,
             is_batchable=self.is_batchable and options.kv_bits is None,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             text_machine=make_text_state_machine(tokenizer),
         )
 
     def _make_factories(self) -> None:
-        models = [model for model in (self.model, self.draft_model) if model is not None]
-        budget = self.cli_args.max_kv_bytes or recommended_bytes()
-        # A single model's pool need not be tried out to know that it gets everything.
-        found = [budget]
-        if len(models) > 1:
-            found = shares(budget, [self._factory(model, budget).pool for model in models])
-        self.factories = [
-            self._factory(model, share, self.cli_args.store)
-            for model, share in zip(models, found, strict=True)
-        ]
-        for factory in self.factories:
-            factory.install()
-
-    def _factory(self, model: Any, max_bytes: int, store: str | None = None) -> PagedCacheFactory:
-        factory = PagedCacheFactory(
-            model,
-            page_format=self.cli_args.page_format,
-            max_bytes=max_bytes,
-            store=store,
-            store_bytes=self.cli_args.store_bytes,
+        options = self.cli_args
+        self.factories = divided_factories(
+            [each for each in (self.model, self.draft_model) if each is not None],
+            options.max_kv_bytes,
+            store=options.store,
+            page_format=options.page_format,
+            store_bytes=options.store_bytes,
         )
-        # This makes the factory learn the size of a block, which promises are computed from.
-        factory.can_admit(0)
-        return factory
+        for factory in self.factories:
+            # This makes it learn the size of a block, which promises are computed from.
+            factory.can_admit(0)
+            factory.install()
 
 
 def _vocab_size(model: Any) -> int:

@@ -50,7 +50,6 @@ class Rows:
             job.arguments.max_tokens,
             # A job that runs alone computes its choices one after the other.
             choices=1 if is_alone else job.choices,
-            drafted=job.arguments.num_draft_tokens + 1 if self.loaded.has_draft else 0,
             is_alone=is_alone,
         )
 

@@ -1,5 +1,5 @@
-"""Runs one job alone: with a draft model, images, mlx-lm's quantised keys and values, or a model
-whose caches cannot be batched."""
+"""Runs one job alone: with images, mlx-lm's quantised keys and values, or a model whose caches
+cannot be batched. Nothing is drafted for it."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ class SingleRow:
         provider = self._provider
         cache, cached = provider.reuse.fetch(prompt.cache_key, job.salt)
         if cache is None:
-            models = [each for each in (provider.model, provider.draft_model) if each is not None]
-            cache = [layer for model in models for layer in make_prompt_cache(model)]
+            cache = make_prompt_cache(provider.model)
         return cache, cached
 
     def _choice(
@@ -124,13 +123,11 @@ class SingleRow:
         self, job: Job, rest: list[int], cache: list[Any], sampling: Sampling, embeddings: Any
     ) -> Iterator[Any]:
         options = self._options
-        drafts = {"num_draft_tokens": job.arguments.num_draft_tokens}
         return stream_generate(
             self._provider.model,
             self._provider.tokenizer,
             rest,
             max_tokens=job.arguments.max_tokens,
-            draft_model=self._provider.draft_model,
             stream=self._stream,
             sampler=sampling.sampler,
             logits_processors=sampling.processors,
@@ -139,26 +136,20 @@ class SingleRow:
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
             quantized_kv_start=options.quantized_kv_start,
-            **(drafts if self._provider.draft_model is not None else {}),
             **({"input_embeddings": embeddings} if embeddings is not None else {}),
         )
 
     def _read(self, tokens: list[int], start: int, cache: list[Any]) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
         return only at the prompt's end, and the client may leave before."""
-        model, draft = self._provider.model, self._provider.draft_model
-        parts = [(model, cache)]
-        if draft is not None:
-            # mlx-lm splits the list in the same way.
-            parts = [(model, cache[: len(model.layers)]), (draft, cache[len(model.layers) :])]
         while start < len(tokens) - 1:
             end = min(start + self._options.prefill_step_size, len(tokens) - 1)
-            for each, its in parts:
-                self._read_step(each, tokens[start:end], its)
+            self._read_step(tokens[start:end], cache)
             start = end
             yield start
 
-    def _read_step(self, model: Any, tokens: list[int], cache: list[Any]) -> None:
+    def _read_step(self, tokens: list[int], cache: list[Any]) -> None:
+        model: Any = self._provider.model
         options = self._options
         with mx.stream(self._stream):
             model(mx.array([tokens]), cache=cache)

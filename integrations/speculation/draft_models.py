@@ -1,0 +1,89 @@
+"""Makes drafts by name for the commands, and divides memory between a model and its draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx.nn.layers.base import Module
+from mlx_lm.utils import load
+
+from paged_kv.integrations.batching.pool_memory import shares
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.speculation.drafts import Draft
+from paged_kv.integrations.speculation.model_draft import ModelDraft
+from paged_kv.integrations.speculation.ngram_draft import NGramDraft
+from paged_kv.integrations.speculation.rollback import require_rollback
+
+# The name of prompt look-up, where a draft model can be named.
+NGRAM = "ngram"
+
+
+def load_draft_model(name: str | None, tokenizer: Any) -> Module | None:
+    """Load the draft model of this folder or repository; None for None and for `NGRAM`.
+
+    Args:
+        name: of the draft.
+        tokenizer: of the model that verifies the drafts.
+
+    Raises:
+        ValueError: its vocabulary is another one.
+    """
+    if name in (None, NGRAM):
+        return None
+    model: Module
+    model, its_tokenizer = load(name)[:2]
+    if its_tokenizer.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"the draft model {name} has a vocabulary of {its_tokenizer.vocab_size} tokens, and "
+            f"the model one of {tokenizer.vocab_size}: choose a draft model of the same family, "
+            f"or {NGRAM!r}, which needs none"
+        )
+    return model
+
+
+def make_draft(
+    name: str | None,
+    draft_model: Module | None,
+    factories: Sequence[PagedCacheFactory],
+    *,
+    shared_tokens: int = 0,
+) -> Draft | None:
+    """The draft of this name, None for None.
+
+    Args:
+        name: `NGRAM`, or the name of `draft_model`.
+        draft_model: from `load_draft_model`.
+        factories: of the model, and of the draft model if there is one.
+        shared_tokens: `NGramDraft`'s.
+
+    Raises:
+        ValueError: the caches of one of the models cannot be rolled back.
+    """
+    if name is None:
+        return None
+    require_rollback(factories[0].make_cache())
+    if draft_model is None:
+        return NGramDraft(shared_tokens=shared_tokens)
+    return ModelDraft(draft_model, factories[1])
+
+
+def divided_factories(
+    models: Sequence[Module],
+    max_bytes: float | str | None,
+    *,
+    store: Any = None,
+    **options: Any,
+) -> list[PagedCacheFactory]:
+    """A factory for each model. They hold the same tokens, so each gets memory in proportion to
+    its token's bytes. `store` and `options` are the factories'."""
+    if len(models) == 1:
+        return [PagedCacheFactory(models[0], max_bytes=max_bytes, store=store, **options)]
+    tried = [PagedCacheFactory(model, max_bytes=max_bytes, **options) for model in models]
+    for factory in tried:
+        factory.can_admit(0)  # makes its pool learn the size of a block
+    pools = [factory.pool for factory in tried]
+    return [
+        PagedCacheFactory(model, max_bytes=share, store=store, **options)
+        for model, share in zip(models, shares(pools[0].budget.max_bytes, pools), strict=True)
+    ]
