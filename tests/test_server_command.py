@@ -63,6 +63,14 @@ def test_a_server_needs_something_to_serve(capsys: pytest.CaptureFixture[str]) -
     assert "there is nothing to serve: name a --model" in capsys.readouterr().err
 
 
+def test_an_mlx_lm_before_the_server_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_lm.__version__", "0.32.0")
+    assert main(["server", "--model", str(MODEL)]) == 1
+    assert "needs mlx-lm 0.32.1 or newer, and mlx-lm 0.32.0 is" in capsys.readouterr().err
+
+
 def test_other_commands_still_refuse_what_they_do_not_know(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -86,7 +94,7 @@ def test_a_process_of_its_own_answers_and_quantised_pages_do_too() -> None:
         try:
             body = json.dumps({"prompt": "import os\n", "max_tokens": 4}).encode()
             url = f"http://127.0.0.1:{port}/v1/completions"
-            answer = json.loads(opened(Request(url, body)))
+            answer = json.loads(opened(Request(url, body), process))
             assert answer["choices"][0]["text"]
             assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         finally:
@@ -107,7 +115,7 @@ def test_a_port_in_use_ends_the_process(
     assert "in use" in said
 
 
-def opened(request: Request) -> bytes:
+def opened(request: Request, process: subprocess.Popen[bytes]) -> bytes:
     """The answer of a server that may still be starting."""
     deadline = monotonic() + PATIENCE_S
     while True:
@@ -116,5 +124,6 @@ def opened(request: Request) -> bytes:
                 body: bytes = response.read()
                 return body
         except URLError:
+            assert process.poll() is None
             assert monotonic() < deadline
             sleep(0.1)

@@ -32,10 +32,12 @@ def run(options: Sequence[str]) -> int:
     """Serve until a signal arrives; returns the exit status.
 
     Raises:
-        ValueError: an option is wrong, or does not work with several processes for one model.
+        ValueError: an option is wrong, or does not work with several processes for one model, or
+            mlx-lm is too old.
         OSError: the port is in use, or the model is not there.
     """
     arguments = _full_parser().parse_args(options)
+    _require_mlx_lm()
     require_complete(arguments)
 
     import logging
@@ -65,6 +67,17 @@ def run(options: Sequence[str]) -> int:
     if status:
         ranks.abandon()
     return status
+
+
+def _require_mlx_lm() -> None:
+    """Raise ValueError if mlx-lm's server is older than the one that this one builds on."""
+    import mlx_lm
+
+    if tuple(map(int, mlx_lm.__version__.split(".")[:3])) < (0, 32, 1):
+        raise ValueError(
+            f"the server needs mlx-lm 0.32.1 or newer, and mlx-lm {mlx_lm.__version__} is "
+            "installed: pip install --upgrade mlx-lm"
+        )
 
 
 def _require_shareable(arguments: argparse.Namespace) -> None:
