@@ -73,9 +73,10 @@ def run(worlds: st.SearchStrategy[World], examples: int) -> None:
     )
 
 
-# gemma3 has everything that a llama has, and lfm2 everything that falcon_h1 has.
+# gemma3 has everything that a llama has, lfm2 everything that falcon_h1 has, and windows everything
+# that a table has.
 @pytest.mark.parametrize(
-    "name", WORLDS if SOAK else plain_only(["gemma3", "lfm2", "table", "windows"], WORLDS)
+    "name", WORLDS if SOAK else plain_only(["gemma3", "lfm2", "windows"], WORLDS)
 )
 @pytest.mark.timeout(0 if SOAK else 300)
 def test_nothing_goes_wrong(name: str) -> None:
