@@ -97,12 +97,13 @@ struct Array {
   std::vector<char> memory;
   PagedKvTensor tensor{};
 
-  Array(int f, int64_t a, int64_t b, int64_t c, int64_t d, bool transposed = false, bool fill = true)
+  // `most` is the largest number times 32, and 0 for an array that is not filled.
+  Array(int f, int64_t a, int64_t b, int64_t c, int64_t d, bool transposed = false, int most = 127)
       : shape{a, b, c, d}, strides{b * c * d, c * d, d, 1}, format(f) {
     if (transposed) strides[1] = d, strides[2] = b * d;
     memory.resize(a * b * c * d * SIZES[f]);
-    for (int64_t i = 0; fill && i < a * b * c * d; i++)
-      encode(f, (float)pick(-127, 127) / 32, memory.data() + i * SIZES[f]);
+    for (int64_t i = 0; most && i < a * b * c * d; i++)
+      encode(f, (float)pick(-most, most) / 32, memory.data() + i * SIZES[f]);
     tensor.data = memory.data();
     tensor.ndim = 4;
     tensor.type_code = f == PAGED_KV_BF16 ? 4 : 2;
@@ -142,7 +143,9 @@ void expect(bool holds, const std::string& what) {
 }
 
 struct Case {
-  int batch = pick(1, 3), heads = pick(1, 3), gqa_group_size = pick_of({1, 2, 3, 4, 5, 7, 8, 16});
+  bool latent = !pick(0, 3);  // keys are latents, and values are position keys
+  int batch = pick(1, 3), heads = latent ? 1 : pick(1, 3);
+  int gqa_group_size = latent ? pick_of({1, 3, 8, 16, 40}) : pick_of({1, 2, 3, 4, 5, 7, 8, 16});
   int k_dim = 8 * pick(1, 20), v_dim = pick(0, 1) ? k_dim : 8 * pick(1, 20);
   int k_dtype = pick(0, 2), v_dtype = pick(0, 2), q_format = pick(0, 2);
   int steps = pick_of({1, 1, 2, 5, 40, 130});
@@ -257,20 +260,22 @@ struct Case {
 
   // For rotated keys of 4 bits: in the basis of others, bytes hold the queries here as they are.
   bool may_round_queries() const {
+    if (latent) return false;
     bool rounds = false;
     for (const PagedKvLayout& each : layouts) rounds |= each.k_format == PAGED_KV_Q4 && each.k_rotated;
     return rounds && q_format != PAGED_KV_F32;
   }
 
+  int out_dim() const { return latent ? k_dim : v_dim; }
   int own_begin(int b, int count) const { return std::max(0, count - lengths[b] - padding[b]); }
   int own_end(int b, int count) const { return std::max(own_begin(b, count), count - padding[b]); }
 
   std::string name() const {
     char text[300];
     snprintf(text, sizeof text,
-             "batch %d heads %d gqa_group_size %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
+             "latent %d batch %d heads %d gqa_group_size %d k_dim %d v_dim %d formats %d %d %d steps %d causal %d "
              "window %d softcap %g new %d sinks %d lengths %d.. padding %d..",
-             batch, heads, gqa_group_size, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
+             latent, batch, heads, gqa_group_size, k_dim, v_dim, k_dtype, v_dtype, q_format, steps, causal, window,
              softcap, has_new, sinks, lengths[0], padding[0]);
     for (const PagedKvLayout& each : layouts)
       snprintf(text + strlen(text), sizeof text - strlen(text), " pages %d %d %d %d", each.k_format,
@@ -316,12 +321,12 @@ struct Seen {
   }
 };
 
-void check_query(const Case& c, const Seen& in, const Array& q, const Array& out,
+void check_query(const Case& c, const Seen& in, const Array& q, const Array& position_q, const Array& out,
                  const float* sinks, const float* log_sum_exp, int b, int head, int step) {
   int first = c.own_begin(b, c.steps), end = c.own_end(b, c.steps);
   size_t row = ((size_t)b * c.heads * c.gqa_group_size + head) * c.steps + step;
   if (step < first || step >= end) {
-    for (int d = 0; d < c.v_dim; d++)
+    for (int d = 0; d < c.out_dim(); d++)
       expect(out.at(b, head, step, d) == 0, "padding gets zeros: " + c.name());
     expect(log_sum_exp[row] == -INFINITY, "padding has no log-sum-exp: " + c.name());
     return;
@@ -329,12 +334,14 @@ void check_query(const Case& c, const Seen& in, const Array& q, const Array& out
   int position = c.lengths[b] - (end - step);
   int from = c.window ? std::max(0, position - c.window + 1) : 0;
   int to = c.causal || c.window ? position + 1 : c.lengths[b];
-  std::vector<double> scores, sum(c.v_dim);
+  const auto& summed = c.latent ? in.keys : in.values;
+  std::vector<double> scores, sum(c.out_dim());
   double top = c.sinks ? sinks[head] : -INFINITY;
   for (int p = from; p < to; p++) {
     double score = 0;
     for (int d = 0; d < c.k_dim; d++) score += q.at(b, head, step, d) * in.keys[p][d];
     score *= c.scale;
+    for (int d = 0; c.latent && d < c.v_dim; d++) score += position_q.at(b, head, step, d) * in.values[p][d];
     scores.push_back(c.softcap ? c.softcap * tanh(score / c.softcap) : score);
     top = std::max(top, scores.back());
   }
@@ -342,9 +349,9 @@ void check_query(const Case& c, const Seen& in, const Array& q, const Array& out
   for (int p = from; p < to; p++) {
     double weight = exp(scores[p - from] - top);
     total += weight;
-    for (int d = 0; d < c.v_dim; d++) sum[d] += weight * in.values[p][d];
+    for (int d = 0; d < c.out_dim(); d++) sum[d] += weight * summed[p][d];
   }
-  for (int d = 0; d < c.v_dim; d++) {
+  for (int d = 0; d < c.out_dim(); d++) {
     double error = fabs(out.at(b, head, step, d) - sum[d] / total);
     if (!(error <= (c.may_round_queries() ? ROUNDED_OUTPUT : TOLERANCES[c.q_format])))
       fail("attention is off by " + std::to_string(error) + ": " + c.name());
@@ -394,7 +401,9 @@ void check_case() {
 
   Array q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.k_dim, pick(0, 1));
   q.fit_into_bytes();
-  Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.v_dim, false, false);
+  // Small, because the scale is theirs already: a softmax of large scores has one weight.
+  Array position_q(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.v_dim, pick(0, 1), 8);
+  Array out(c.q_format, c.batch, c.heads * c.gqa_group_size, c.steps, c.out_dim(), false, 0);
   std::vector<float> sinks(c.heads * c.gqa_group_size), log_sum_exp((size_t)c.batch * sinks.size() * c.steps);
   for (float& sink : sinks) sink = (float)pick(-64, 64) / 32;
   int64_t sinks_shape[] = {(int64_t)sinks.size()};
@@ -418,7 +427,10 @@ void check_case() {
       for (int p = c.lengths[b] - (c.own_end(b, last) - c.own_begin(b, last)); p < c.lengths[b]; p++) c.spoil(b, p);
     }
   }
-  expect(!paged_kv_attend(&c.pages, &c.metadata, &q.tensor, &out.tensor, &options), "attend: " + c.name());
+  int status = c.latent ? paged_kv_attend_latent(&c.pages, &c.metadata, &q.tensor, &position_q.tensor,
+                                                 &out.tensor, &options)
+                        : paged_kv_attend(&c.pages, &c.metadata, &q.tensor, &out.tensor, &options);
+  expect(!status, "attend: " + c.name());
   for (int b = 0; b < c.batch; b++) {
     int last = (int)(in.longest - skipped);
     int num_new = c.has_new ? c.own_end(b, last) - c.own_begin(b, last) : 0;
@@ -426,7 +438,7 @@ void check_case() {
     for (int head = 0; head < c.heads * c.gqa_group_size; head++) {
       if (head % c.gqa_group_size == 0) seen.emplace_back(c, in, b, head / c.gqa_group_size, c.lengths[b] - num_new);
       for (int step = 0; step < c.steps; step += pick(1, 60))
-        check_query(c, seen.back(), q, out, sinks.data(), log_sum_exp.data(), b, head, step);
+        check_query(c, seen.back(), q, position_q, out, sinks.data(), log_sum_exp.data(), b, head, step);
     }
   }
 }
