@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.kernels.pages.page_format import FormatName, PageFormat, page_format_named
 
 PAGE = 256
@@ -88,9 +89,17 @@ class QuantisedOracle(_Cache):  # type: ignore[misc]
         return create_causal_mask(N, self.offset, window_size)
 
 
-def oracle_caches(model: Module, page_format: FormatName = "fp16") -> list[QuantisedOracle]:
-    """A cache for each layer of a model whose layers all have keys and values."""
-    return [
-        QuantisedOracle(page_format, is_ring=isinstance(stock, RotatingKVCache))
-        for stock in make_prompt_cache(model)
-    ]
+def oracle_caches(model: Module, page_format: FormatName = "fp16") -> list[Any]:
+    """mlx-lm's prompt cache, with an oracle in the place of each cache that pages replace."""
+    paged = PagedCacheFactory(model).make_cache()
+    pairs = zip(make_prompt_cache(model), paged, strict=True)
+    return [_oracle(stock, each, page_format) for stock, each in pairs]
+
+
+def _oracle(stock: Any, paged: Any, page_format: FormatName) -> Any:
+    if isinstance(paged, CacheList):
+        pairs = zip(stock.caches, paged.caches, strict=True)
+        return CacheList(*[_oracle(*pair, page_format) for pair in pairs])
+    if not isinstance(paged, PagedKVCache):
+        return stock
+    return QuantisedOracle(page_format, is_ring=isinstance(stock, RotatingKVCache))

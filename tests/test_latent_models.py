@@ -7,7 +7,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    RotatingKVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from paged_kv import PagedCacheFactory
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -33,6 +38,18 @@ LATENT = [
     "deepseek_v32",
     "glm_moe_dsa",
 ]
+WITH_MAX_KV_SIZE = ["deepseek_v3", "mistral4", "kimi_k25", "kimi_vl", "glm4_moe_lite"]
+# With recurrent layers (kimi_linear, bailing_hybrid), two caches a layer (longcat_flash), or an
+# indexer that keeps mlx-lm's cache (deepseek_v32).
+QUANTISABLE = [
+    "deepseek_v3",
+    "kimi_linear",
+    "bailing_hybrid",
+    "longcat_flash",
+    "mistral4",
+    "glm4_moe_lite",
+    "deepseek_v32",
+]
 PLAIN = ["deepseek_v3", "mistral4", "deepseek_v32"]
 TOLERANCE = 1e-4
 PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(270)]
@@ -49,10 +66,10 @@ def deepseek() -> Any:
     return small_model("deepseek_v3")
 
 
-@pytest.fixture(scope="module")
-def quantisable() -> Any:
+@pytest.fixture(scope="module", params=plain_only(QUANTISABLE[:1], QUANTISABLE))
+def quantisable(request: pytest.FixtureRequest) -> Any:
     """Its position keys have the 32 numbers that share a scale."""
-    return small_model("deepseek_v3", qk_rope_head_dim=32)
+    return small_model(request.param, qk_rope_head_dim=32)
 
 
 def gathers(factory: PagedCacheFactory) -> int:
@@ -132,12 +149,15 @@ def test_auto_decodes_from_pages_of_several_formats(quantisable: Any, backend: s
 
 
 @pytest.mark.parametrize("size", [20, 300])
-def test_caches_with_max_kv_size(deepseek: Any, backend: str, size: int) -> None:
-    factory = PagedCacheFactory(deepseek, max_bytes=64 << 20)
-    stock, ours = make_prompt_cache(deepseek, size), factory.make_cache(size)
+@pytest.mark.parametrize("name", plain_only(["deepseek_v3"], WITH_MAX_KV_SIZE))
+def test_caches_with_max_kv_size(name: str, backend: str, size: int) -> None:
+    model = small_model(name)
+    factory = PagedCacheFactory(model, max_bytes=64 << 20)
+    stock, ours = make_prompt_cache(model, size), factory.make_cache(size)
+    assert isinstance(stock[0], RotatingKVCache)
     for token in PROMPT[: size // 2 + 40]:
-        expected = deepseek(mx.array([[token]]), cache=stock)
-        assert mx.abs(deepseek(mx.array([[token]]), cache=ours) - expected).max() < 1e-3
+        expected = model(mx.array([[token]]), cache=stock)
+        assert mx.abs(model(mx.array([[token]]), cache=ours) - expected).max() < 1e-3
 
 
 @pytest.mark.parametrize("page_format", ["fp16", "q4"])
