@@ -137,7 +137,7 @@ def test_page_formats(backend: str, name: FormatName, num_new: int) -> None:
 
 @backends
 def test_pages_of_several_formats_in_a_sequence(backend: str) -> None:
-    pages, metadata = written(backend, latents_of(64, 32), [1500, 700], FORMATS[:4])
+    pages, metadata = written(backend, latents_of(64, 32), [1500, 700], FORMATS[:5])
     assert_attends(pages, metadata, 20)
 
 
