@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_kv.kernels.cpu.threads import thread_count
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -137,8 +138,12 @@ def test_page_formats(backend: str, name: FormatName, num_new: int) -> None:
 
 @backends
 def test_pages_of_several_formats_in_a_sequence(backend: str) -> None:
-    pages, metadata = written(backend, latents_of(64, 32), [1500, 700], FORMATS[:5])
+    """A single thread reads two pages in a task. Of the first two, only the position keys are in
+    different bases."""
+    pages, metadata = written(backend, latents_of(64, 32), [1500, 700], FORMATS[4::-1])
+    native_library().use_threads(1)
     assert_attends(pages, metadata, 20)
+    native_library().use_threads(thread_count())
 
 
 @backends
