@@ -7,7 +7,7 @@ ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Reco
                        "decode": attention read pages in steps of one token. Longer steps gathered
                        latents, as the model expands them to keys and values of every head
                        "gather": keys and values are in pages, and were gathered for the model's own
-                       attention
+                       attention, for the reason given
                        "own": there is no KVCache to page, and all caches are mlx-lm's
                        "not run": not here, for the reason given
                        "fails": pages raise where mlx-lm's caches do not
@@ -50,6 +50,10 @@ NOT_RUN = {
     "bitnet": "runs on Metal only",
     "muse_spark": "runs on Metal only",
     "olmo": "needs the package ai2-olmo",
+}
+GATHERED = {
+    "minimax_m3_vl": "beyond its block budget heads have masks of their own, which no kernel takes",
+    "phi3small": "its block-sparse layers compute scores of all tokens themselves",
 }
 
 Tokens = list[list[int]]
@@ -165,8 +169,10 @@ def family(name: str) -> dict[str, Any]:
         )
         if isinstance(result, str) and not isinstance(reference, str)
     }
+    gets = "fails" if failures else paged.gets
     return {
-        "gets": "fails" if failures else paged.gets,
+        "gets": gets,
+        **({"reason": GATHERED.get(name, "not known yet")} if gets == "gather" else {}),
         "paged_layers": paged.layers,
         "gather_fallbacks": paged.gathers,
         "gather_fallbacks_of_decode": paged.gathers_of_decode,

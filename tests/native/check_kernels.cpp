@@ -20,7 +20,7 @@ namespace {
 
 constexpr int PAGE = 256, GROUP = 32;
 constexpr int SIZES[] = {4, 2, 2};
-constexpr double TOLERANCES[] = {2e-5, 4e-3, 3e-2};  // outputs are rounded to the queries' dtype
+constexpr double TOLERANCES[] = {5e-5, 4e-3, 3e-2};  // outputs are rounded to the queries' dtype
 // Where queries may be rounded to bytes. 500 batches came to 0.17 and 0.07: logits are large here.
 constexpr double ROUNDED_OUTPUT = 0.3, ROUNDED_LOG_SUM_EXP = 0.15;
 
