@@ -119,10 +119,11 @@ class _TriedRead:
         dim = (values if position_queries is None else latents).shape[3]
         return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], dim))
 
-    def gather_tokens(self, indices: mx.array, part: int) -> mx.array:
-        if part == 0:
+    def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array:
+        keys, values = self._gathered
+        given = values if of_values else keys
+        if not of_values:
             self._note()
-        given = self._gathered[part]
         return mx.broadcast_to(
             given[:, :, :1], (*given.shape[:2], indices.shape[1], given.shape[3])
         )

@@ -124,6 +124,16 @@ def test_a_batch_decodes_without_a_gather(
     assert gathers(factory) == before
 
 
+def test_an_indexer_that_chooses_in_the_trial() -> None:
+    """The trial has at most six tokens."""
+    model: Any = small_model("deepseek_v32", index_topk=2)
+    factory, stock = PagedCacheFactory(model, max_bytes=64 << 20), make_prompt_cache(model)
+    ours = greedy(model, PROMPT[:20], factory.make_cache(), 4)
+    assert factory.pool.attending_in_decode == {0, 1, 2}
+    assert factory.pool.attends_in_order
+    assert_same_run(ours, greedy(model, PROMPT[:20], stock, 4), TOLERANCE)
+
+
 @pytest.mark.parametrize("page_format", ["q8", "q4", ("q8", "q4")])
 def test_quantised_pages(quantisable: Any, backend: str, page_format: Any) -> None:
     factory = PagedCacheFactory(quantisable, page_format=page_format, max_bytes=64 << 20)

@@ -132,21 +132,22 @@ class PagedRead:
             self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
             return gathered
 
-    def gather_tokens(self, indices: mx.array, part: int) -> mx.array | None:
-        """Gather the keys (part 0) or values (part 1) at indices [B, K] of what `gather` returns,
-        lazily. None if there is a window or more than one head, if the step is in no page yet, or
-        if the sequences have changed since."""
+    def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array | None:
+        """Gather the keys, or the values, at indices [B, K] of what `gather` returns, lazily. None
+        if there is a window or more than one head, if the step is in no page yet, or if the
+        sequences have changed since."""
         with self.lock:
-            view = self.view
-            heads = self.pages.geometry.k_heads, self.pages.geometry.v_heads
+            view, geometry = self.view, self.pages.geometry
             is_in_pages = view.group.window is None and not view.needs_step
-            if not self.step.is_open or not is_in_pages or heads[part] > 1:
+            has_one_head = (geometry.k_heads, geometry.v_heads) == (1, 1)
+            if not (self.step.is_open and is_in_pages and has_one_head):
                 return None
             self.step.unread = None
             view.follow_moves()
-            found = self.pages.gather_tokens(view.attention_metadata, indices)[part]
-            self.pages.lazy_reads.leave((found,), view.attention_metadata, current_thread())
-            return found
+            keys, values = self.pages.gather_tokens(view.attention_metadata, indices)
+            tokens = values if of_values else keys
+            self.pages.lazy_reads.leave((tokens,), view.attention_metadata, current_thread())
+            return tokens
 
     def leave_unread(self) -> None:
         """Note that no graph holds what was gathered for this read."""
@@ -175,8 +176,8 @@ class GatheredRead(PagedRead):
         self._is_attended |= output is not None
         return output
 
-    def gather_tokens(self, indices: mx.array, part: int) -> mx.array | None:
-        tokens = super().gather_tokens(indices, part)
+    def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array | None:
+        tokens = super().gather_tokens(indices, of_values=of_values)
         self._is_attended |= tokens is not None
         return tokens
 
@@ -192,12 +193,10 @@ class _PagedArray(ReadArray):
 
     Attributes:
         read: the read.
-        part: 0 for keys, 1 for values.
         tiles: how often the heads of the pages follow each other in this array.
     """
 
     read: PagedRead
-    part: int
     tiles = 1
 
     def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
@@ -228,10 +227,11 @@ class _PagedArray(ReadArray):
     def taken_along(self, indices: mx.array, axis: int | None) -> mx.array:
         """`mx.take_along_axis` of this array, which reads no other pages if tokens are taken."""
         if isinstance(indices, TokenIndices) and self._has_tokens_at(indices, axis):
-            tokens = self.read.gather_tokens(indices.tokens, self.part)
+            tokens = self.read.gather_tokens(indices.tokens, of_values=self.holds_values)
             if tokens is not None:
                 return tokens
-        gathered = self.like_this(self.read.gather()[self.part])
+        keys, values = self.read.gather()
+        gathered = self.like_this(values if self.holds_values else keys)
         return mx.take_along_axis(gathered, indices, axis)
 
     def _has_tokens_at(self, indices: TokenIndices, axis: int | None) -> bool:
@@ -252,8 +252,6 @@ class _PagedArray(ReadArray):
 class PagedKeys(_PagedArray):
     """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
 
-    part = 0
-
     def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
         swapped: mx.array = super().swapaxes(axis1, axis2, **options)
         if self.is_changed or not self.is_as_held or {axis1 % 4, axis2 % 4} != {2, 3}:
@@ -265,7 +263,6 @@ class PagedValues(_PagedArray):
     """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
     latent."""
 
-    part = 1
     holds_values = True
 
     def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
