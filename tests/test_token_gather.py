@@ -17,6 +17,7 @@ from paged_kv.pool.window import Window
 from paged_kv.recognition.latent_arrays import TokenIndices
 from tests.arrays import normal
 from tests.backends import BACKENDS, backend_named
+from tests.page_numbers import holding
 
 STRIDE, DIM, POSITIONS, CHOSEN = 64, 64, 32, 5
 # In two slabs.
@@ -43,9 +44,8 @@ def test_tokens_are_those_of_a_gather(
         pages.map_slab(slab, 3, page_format_named(name))
     metadata = AttentionMetadata(TABLES, LENGTHS, padding)
     shape = (len(TABLES), heads, max(metadata.ends))
-    pages.write(
-        normal((*shape, DIM), mx.bfloat16, 1), normal((*shape, POSITIONS), mx.bfloat16, 2), metadata
-    )
+    keys, values = (normal((*shape, dim), mx.bfloat16, dim) for dim in (DIM, POSITIONS))
+    pages.load(holding(pages, keys, values, metadata))
     indices = random_indices(shape[2])
     at = indices[:, None, :, None]
     for found, everything in zip(
