@@ -251,7 +251,7 @@ def admission(figures: Figures) -> str:
 
 _GETS = {
     "paged": "Attention reads pages",
-    "decode": "Latent attention reads pages",
+    "decode": "Attention reads pages while decoding",
     "gather": "Pages, gathered for attention of the model's own",
     "own": "Nothing to page, mlx-lm's caches only",
     "fails": "Fails on pages",

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.allocator.prefixes.pins import Pins
+from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.integrations.cache_layers import model_file, window_of
+from paged_kv.integrations.cache_layers import model_file, paged_class, replaced_layers, window_of
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.model_trial import Trial, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
-from paged_kv.integrations.prompt_cache_hook import (
-    install_factory,
-    stock_make_prompt_cache,
-    uninstall_factory,
-)
+from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.pool.formats import FormatChoice
 from paged_kv.pool.page_pool import PagePool
@@ -42,11 +39,8 @@ from paged_kv.store.folder import DEFAULT_STORE_BYTES
 from paged_kv.store.page_store import PageStore
 
 # mlx-lm's load_prompt_cache looks classes up by name in its own module.
-setattr(mlx_lm_cache, PagedKVCache.__name__, PagedKVCache)
-
-# These models pair a layer's cache with one for an indexer's keys, whose arrays they read and
-# replace themselves. Only the first cache of each pair holds keys and values for attention.
-_INDEXER_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
+for _each in (PagedKVCache, PagedChunkedKVCache):
+    setattr(mlx_lm_cache, _each.__name__, _each)
 
 
 class PagedCacheFactory:
@@ -118,7 +112,6 @@ class PagedCacheFactory:
         folder = None if store is None else file_path("store", store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
         self._model = model
-        self._pairs_with_indexer = model_file(model) in _INDEXER_MODELS
         self._always_gather = always_gather
         self._trial: Trial | None = None
         self._closed = False
@@ -144,7 +137,7 @@ class PagedCacheFactory:
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
-        `PagedKVCache` in the place of every `KVCache` and `RotatingKVCache`.
+        `PagedKVCache` in the place of every `KVCache`, `RotatingKVCache` and `ChunkedKVCache`.
 
         Layers without keys and values keep mlx-lm's caches. With `max_kv_size`, every layer holds
         so many tokens, as in mlx-lm: 4 sink tokens plus the most recent tokens. Models that make
@@ -329,10 +322,9 @@ class PagedCacheFactory:
         pool = self._pool_for(max_kv_size)
         sequence, layers = Sequence(pool), count()
         sequence.model_version = self._version.count
-        return [
-            self._convert(cache, lambda _: PagedKVCache(pool, next(layers), [sequence]))
-            for cache in stock_make_prompt_cache(self._model, max_kv_size)
-        ]
+        return replaced_layers(
+            self._model, lambda each: paged_class(each)(pool, next(layers), [sequence]), max_kv_size
+        )
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with this bound; all pools share one budget."""
@@ -342,13 +334,12 @@ class PagedCacheFactory:
         return self._pools[max_kv_size]
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
-        paged: list[KVCache | RotatingKVCache] = []
-        for cache in stock_make_prompt_cache(self._model, max_kv_size):
-            self._convert(cache, paged.append)
+        paged: list[Any] = []
+        replaced_layers(self._model, paged.append, max_kv_size)
         windows = {
-            layer: window_of(cache, self._write_chunk)
+            layer: window
             for layer, cache in enumerate(paged)
-            if isinstance(cache, RotatingKVCache)
+            if (window := window_of(cache, self._write_chunk)) is not None
         }
         return PagePool(
             len(paged),
@@ -364,7 +355,7 @@ class PagedCacheFactory:
         """The trial of the model; it runs once."""
         if self._trial is None:
             install_attention_hook()
-            self._trial = try_out(self._model, self._stock_layers)
+            self._trial = try_out(self._model, partial(replaced_layers, self._model))
             for pool in self._pools.values():
                 self._tell(pool, self._trial)
         return self._trial
@@ -383,21 +374,6 @@ class PagedCacheFactory:
             for group in self.pool.groups:
                 group.settle()
 
-    def _stock_layers(self, paged: Callable[[Any], Any]) -> list[Any]:
-        """mlx-lm's prompt cache, with `paged(cache)` replacing each cache that can be paged."""
-        return [self._convert(cache, paged) for cache in stock_make_prompt_cache(self._model)]
-
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this factory was closed: make a new PagedCacheFactory(model)")
-
-    def _convert(self, cache: Any, paged: Any) -> Any:
-        """`cache`, with `paged(cache)` in the place of each cache that can be paged."""
-        if type(cache) in (KVCache, RotatingKVCache):
-            return paged(cache)
-        if type(cache) is CacheList:
-            first, *rest = cache.caches
-            if not self._pairs_with_indexer:
-                rest = [self._convert(inner, paged) for inner in rest]
-            return CacheList(self._convert(first, paged), *rest)
-        return cache

@@ -33,7 +33,7 @@ KINDS = [
     *[("qwen3_next", page_format) for page_format in ("fp16", "q4")],
     *[("falcon_h1", page_format) for page_format in ("fp16", "auto")],
     ("deepseek_v3", "fp16"),
-    # These layers keep mlx-lm's KVCache or ChunkedKVCache beside pages.
+    # The first two keep mlx-lm's KVCache beside pages, the last has layers that attend by chunks.
     *[(name, "fp16") for name in ("minimax_m3_vl", "deepseek_v32", "llama4")],
 ]
 

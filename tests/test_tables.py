@@ -130,7 +130,7 @@ def test_quality_says_how_long_runs_ended() -> None:
 def test_model_families_are_grouped_and_exceptions_named() -> None:
     assert TABLES["model_families"](FIGURES["model_families"]).splitlines() == [
         "- **Attention reads pages** (1): `gpt_oss`",
-        "- **Latent attention reads pages** (1): `deepseek_v3`",
+        "- **Attention reads pages while decoding** (1): `deepseek_v3`",
         "- **Pages, gathered for attention of the model's own** (1): `gemma2`",
         "- **Nothing to page, mlx-lm's caches only** (1): `mamba`",
         "- **Not run** (1): `bitnet` (runs on Metal only)",

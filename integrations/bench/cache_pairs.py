@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
@@ -36,7 +36,7 @@ class CachePairs:
         self._shapes: dict[int, tuple[mx.array, mx.array]] = {}
         self.bytes_per_token = 0
         for number, cache in enumerate(leaves(known)):
-            if isinstance(cache, KVCache | RotatingKVCache):
+            if isinstance(cache, KVCache | RotatingKVCache | ChunkedKVCache):
                 arrays: Any = cache.state
                 keys, values = (each[..., :1, :] for each in arrays[:2])
                 self._shapes[number] = keys, values

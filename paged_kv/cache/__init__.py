@@ -1,8 +1,9 @@
 """The cache that mlx-lm's models use, and how it is saved.
 
-paged_kv_cache  one layer of a list of sequences, with the protocol of mlx-lm's caches
-dependencies    keeps arrays in the graph that a model makes its cache depend on
-row_numbers     reads lists and arrays of one integer per sequence
-saved_state     saves sequences as trees of arrays, numbers and strings, and restores them
-page_transfer   copies whole pages out of a pool and into one
+paged_kv_cache    one layer of a list of sequences, with the protocol of mlx-lm's caches
+chunked_kv_cache  the same for layers that attend by chunks
+dependencies      keeps arrays in the graph that a model makes its cache depend on
+row_numbers       reads lists and arrays of one integer per sequence
+saved_state       saves sequences as trees of arrays, numbers and strings, and restores them
+page_transfer     copies whole pages out of a pool and into one
 """

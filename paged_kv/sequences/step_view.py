@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -120,7 +121,7 @@ class StepView:
 
     def _windows(self, mask: object, queries: int) -> tuple[int | None, int | None]:
         window = self.group.window
-        asked = mask.window if isinstance(mask, PagedMask) else None
+        asked = mask.window if isinstance(mask, PagedMask) else self._latest_seen(mask, queries)
         if window is None or window.sink_tokens:
             return asked, None
         if asked is None and mask is not None:
@@ -142,8 +143,24 @@ class StepView:
         if mask is None:
             return window is None or queries == 1
         if isinstance(mask, mx.array) or mask != "causal":
-            return False
+            return self._latest_seen(mask, queries) is not None
         return self._is_held(max(self.attention_metadata.visible_lens), queries)
+
+    def _latest_seen(self, mask: object, queries: int) -> int | None:
+        """How many of the latest tokens the query of a step of one token sees by a mask of the
+        model's own, if the layers have a window and it sees those only. Computes the mask.
+
+        So models that attend by chunks read pages while they decode.
+        """
+        if queries != 1 or len(self._rows) != 1 or self.group.window is None:
+            return None
+        if not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
+            return None
+        if mask.size != self.attention_metadata.visible_lens[0]:
+            return None
+        seen = np.asarray(mask).reshape(-1)
+        count = int(seen.sum())
+        return count if count and seen[-count:].all() else None
 
     def _hides_any(self, longest: int) -> bool:
         """Whether a query with sink tokens does not see all tokens."""
