@@ -17,16 +17,20 @@ def quantised_quality(figures: Figures) -> str:
 
 
 def quantised_bytes(figures: Figures) -> str:
-    """Bits of a number by length, with what that is over pages that are all quantised."""
+    """Bits of a number by length, with what that is over pages that are all quantised; and beside
+    that a model with windows."""
+    llama, gemma3 = figures["llama"], figures["gemma3"]
     rows = [
         (
             f"{count(q4['tokens'])} tokens, {q4['rows']} row" + ("s" if q4["rows"] > 1 else ""),
             *(f"{each['bits']:.2f} ({each['over_codes']:+.0%})" for each in (q8, q4)),
             f"{q4['peak_bits']:.2f}",
+            *(f"{each['bits']:.2f}" for each in windows),
         )
-        for q8, q4 in zip(figures["q8"], figures["q4"], strict=True)
+        for q8, q4, *windows in zip(llama["q8"], llama["q4"], *gemma3.values(), strict=True)
     ]
-    return table(("bits a number", "q8", "q4", "q4, at most during prefill"), rows)
+    of_windows = [f"with windows: {name}" for name in gemma3]
+    return table(("bits a number", "q8", "q4", "q4, at most during prefill", *of_windows), rows)
 
 
 def page_codecs(figures: Figures) -> str:

@@ -133,8 +133,11 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
     },
     "quantised_bytes": {
-        name: [{"rows": 8, "tokens": 4096, "bits": 5.2, "over_codes": 0.16, "peak_bits": 9.5}]
-        for name in ("q8", "q4")
+        model: {
+            name: [{"rows": 8, "tokens": 4096, "bits": 5.2, "over_codes": 0.16, "peak_bits": 9.5}]
+            for name in ("fp16", "q8", "q4")
+        }
+        for model in ("llama", "gemma3")
     },
     "distributed": {
         "1": {
