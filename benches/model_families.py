@@ -4,8 +4,7 @@ Every small random model of tests/zoo.py generates greedily, alone with generate
 ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Recorded are:
 
     gets               "paged": attention read pages, and never gathered them
-                       "decode": attention read pages in steps of one token. Longer steps gathered
-                       latents, as the model expands them to keys and values of every head
+                       "decode": attention read pages in steps of one token; longer steps gathered
                        "gather": keys and values are in pages, and were gathered for the model's own
                        attention, for the reason given
                        "own": there is no KVCache to page, and all caches are mlx-lm's

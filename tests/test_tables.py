@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benches.headline_tables import DIGESTS
+from benches.results_file import RESULTS
 from benches.tables import (
     TABLES,
     documents,
@@ -226,3 +227,11 @@ def test_an_outdated_document_is_found_and_mended(
 
 def test_documents_are_up_to_date() -> None:
     assert main(["--check"]) == 0
+
+
+def test_each_model_file_that_is_gathered_says_why() -> None:
+    (result,) = newest("model_families", RESULTS)
+    files = result["figures"]["files"].values()
+    reasons = [entry.get("reason") for entry in files if entry["gets"] == "gather"]
+    assert len(reasons) <= 4
+    assert not {None, "not known yet"} & set(reasons)
