@@ -97,6 +97,23 @@ def test_usage_tells_of_drafts_and_a_request_may_forgo_them() -> None:
     assert details.rejected_prediction_tokens == rejected
 
 
+def test_look_up_learns_from_requests_of_the_same_salt_if_allowed() -> None:
+    body: dict[str, Any] = {
+        "prompt": "import os\n\n\ndef remove(path):",
+        "temperature": 0,
+        "max_tokens": 24,
+    }
+    accepted = []
+    with paged_server(*LLAMA, *LARGE, *NGRAM, "--draft-shared-tokens", "1000") as running:
+        for salt in ("alice", "bob", "alice"):
+            before = running.pools[0].stats().accepted_tokens
+            running.client().completions.create(
+                model="default_model", extra_body={"cache_salt": salt}, **body
+            )
+            accepted.append(running.pools[0].stats().accepted_tokens - before)
+    assert accepted[0] == accepted[1] < accepted[2]
+
+
 @pytest.mark.slow
 def test_preempted_requests_draft_again() -> None:
     bodies = [
