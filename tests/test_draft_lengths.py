@@ -81,7 +81,7 @@ def test_drafts_that_pay_are_made_at_once(rows: int, least: float) -> None:
     simulation = Simulation(flat, rows, 0.95)
     simulation.run(100)
     assert simulation.speed > least
-    assert simulation.chosen[:5] == [0, 1, 2, 3, 4]
+    assert simulation.chosen[:9] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_full_batch_drafts_less() -> None:
@@ -113,7 +113,7 @@ def test_a_machine_that_gets_faster_at_long_steps_is_noticed() -> None:
 def test_rows_without_a_draft_wait_for_the_longer_step() -> None:
     def chosen(ready: int) -> int:
         lengths = AdaptiveLengths()
-        for tokens, seconds in ((1, 1.0), (2, 1.5)):
+        for tokens, seconds in ((1, 1.0), (2, 1.5), (2, 1.5)):
             lengths.note(8, tokens, 8 * tokens, seconds)
         return lengths.choose(8, [Candidate(Acceptance(), 1)] * ready)
 
@@ -130,20 +130,29 @@ def test_fixed_lengths_draft_as_many_as_any_row_may() -> None:
 
 def test_a_longer_step_is_taken_to_cost_what_the_longest_timed_one_does() -> None:
     times = StepTimes()
-    assert (times.longest(2), times.ratio(2, 3)) == (0, None)
-    for tokens, seconds in ((1, 2.0), (3, 5.0)):
+    assert (times.longest(2), times.ratio(2, 3), times.plain(2)) == (0, None, None)
+    for tokens, seconds in ((1, 2.0), (3, 5.0), (3, 5.0)):
         times.note(2, tokens, seconds)
     assert [times.ratio(2, tokens) for tokens in (1, 2, 3, 4)] == [1.0, 1.0, 2.5, 2.5]
-    assert times.longest(2) == 3
-    assert times.longest(1) == 0
+    assert (times.longest(2), times.longest(1), times.plain(2)) == (3, 0, 2.0)
 
 
-def test_one_step_that_waited_for_another_process_does_not_count() -> None:
+def test_a_step_that_waited_for_another_process_does_not_count() -> None:
     times = StepTimes()
-    for seconds in (1.0, 1.0, 50.0):
-        times.note(1, 1, seconds)
+    for tokens, seconds in ((1, 40.0), (1, 1.0), (2, 50.0)):
+        times.note(1, tokens, seconds)
+    assert times.ratio(1, 2) == 1.0
     times.note(1, 2, 1.5)
     assert times.ratio(1, 2) == 1.5
+
+
+def test_drafts_are_made_on_a_busy_machine_too() -> None:
+    random = Random(3)
+    simulation = Simulation(
+        lambda *step: flat(*step) * (6 if random.random() < 0.3 else 1), 1, 0.95
+    )
+    simulation.run(200)
+    assert sum(simulation.chosen) > 300
 
 
 def test_a_chance_follows_acceptance_up_to_the_first_rejected_token() -> None:

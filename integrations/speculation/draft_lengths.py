@@ -107,8 +107,9 @@ class AdaptiveLengths:
         self._times.note(rows, tokens, seconds)
         if tokens == 1:
             gain = _ALLOWANCE_PER_STEP
-        elif (ratio := self._times.ratio(rows, tokens)) is not None:
-            gain = emitted / rows - ratio
+        elif (plain := self._times.plain(rows)) is not None:
+            # One that took longer than its tokens one by one has waited for another process.
+            gain = emitted / rows - min(seconds / plain, tokens)
         else:
             return
         self._allowance = min(_MOST_ALLOWANCE, self._allowance + gain)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from statistics import median
 
-# A median of so many steps: one that waited for another process does not count.
+# The least of so many steps: those that waited for another process took longer.
 _SAMPLES = 5
+# A step with drafts is known when it was timed twice: once it may have waited.
+_LEAST_SAMPLES = 2
 # Older times are forgotten: contexts grow, and a machine gets busy.
 _KEPT_STEPS = 200
 
@@ -34,25 +35,33 @@ class StepTimes:
         recent.at_step = self._steps
 
     def longest(self, rows: int) -> int:
-        """The most drafted tokens whose cost is known or worth a try: one more than were timed; 0
-        while no step without drafts is."""
-        timed = self._timed(rows)
-        return max(timed) if 1 in timed else 0
+        """The most drafted tokens whose cost is known or worth a try: one more than in the longest
+        step that is known; 0 while no step without drafts is."""
+        known = self._known(rows)
+        return max(known) if 1 in known else 0
+
+    def plain(self, rows: int) -> float | None:
+        """Seconds of a step without drafts; None while none is known."""
+        return self._known(rows).get(1)
 
     def ratio(self, rows: int, tokens: int) -> float | None:
-        """The time of a step, in steps without drafts; that of the longest shorter one that was
-        timed if none of this length was. None while no step without drafts is timed."""
-        timed = self._timed(rows)
-        if 1 not in timed:
+        """The time of a step, in steps without drafts; that of the longest shorter one that is
+        known if this length is not. None while no step without drafts is known."""
+        known = self._known(rows)
+        if 1 not in known:
             return None
-        return timed[max(each for each in timed if each <= tokens)] / timed[1]
+        return known[max(each for each in known if each <= tokens)] / known[1]
 
-    def _timed(self, rows: int) -> dict[int, float]:
-        """Seconds by tokens; those that are too old are forgotten."""
+    def _known(self, rows: int) -> dict[int, float]:
+        """The least seconds by tokens; those that are too old are forgotten."""
         kept = {
             tokens: each
             for tokens, each in self._recent[rows].items()
             if self._steps - each.at_step <= _KEPT_STEPS
         }
         self._recent[rows] = kept
-        return {tokens: median(each.seconds) for tokens, each in kept.items()}
+        return {
+            tokens: min(each.seconds)
+            for tokens, each in kept.items()
+            if tokens == 1 or len(each.seconds) >= _LEAST_SAMPLES
+        }
