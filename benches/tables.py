@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benches.family_tables import model_families, vision_families
 from benches.headline_tables import DIGESTS
 from benches.quality_tables import page_codecs, quantised_bytes, quantised_quality
 from benches.results_file import RESULTS
@@ -34,7 +35,6 @@ from benches.table_cells import (
     megabytes,
     micros,
     millis,
-    quoted,
     ratio,
     seconds,
     spaced,
@@ -249,65 +249,6 @@ def admission(figures: Figures) -> str:
     return table((pool, *head), rows) + f"\n\nRequests with other tokens: {loads_wrong}."
 
 
-_GETS = {
-    "paged": "Attention reads pages",
-    "decode": "Attention reads pages while decoding",
-    "gather": "Pages, gathered for attention of the model's own",
-    "own": "Nothing to page, mlx-lm's caches only",
-    "fails": "Fails on pages",
-    "not run": "Not run",
-}
-
-
-def model_families(figures: Figures) -> str:
-    """The model files, grouped by what they get, and what is not as in most of them."""
-    files: dict[str, Figures] = figures["files"]
-    lines = []
-    for gets, title in _GETS.items():
-        names = [
-            f"`{name}` ({entry['reason']})" if "reason" in entry else f"`{name}`"
-            for name, entry in files.items()
-            if entry["gets"] == gets
-        ]
-        if names:
-            lines.append(f"- **{title}** ({len(names)}): {', '.join(names)}")
-    return "\n".join([*lines, "", *_kept(files), *_exceptions(files)])
-
-
-def _kept(files: dict[str, Figures]) -> list[str]:
-    """Which files keep which of mlx-lm's caches beside pages."""
-    beside: dict[str, list[str]] = {}
-    for name, entry in files.items():
-        for cache in entry.get("mlx_lm_caches", {}) if entry.get("paged_layers") else ():
-            beside.setdefault(cache, []).append(name)
-    return [
-        f"- Layers that keep mlx-lm's {cache} beside pages ({len(names)}): {quoted(names)}"
-        for cache, names in sorted(beside.items())
-    ]
-
-
-def _exceptions(files: dict[str, Figures]) -> list[str]:
-    """How the tokens compare with mlx-lm's: how many are equal, and which are not."""
-    ran = {name: entry for name, entry in files.items() if entry["gets"] != "not run"}
-    lines = []
-    labels = {
-        "alone": "Tokens of prompts alone: equal to mlx-lm's",
-        "batch": "Tokens of a ragged batch: equal to mlx-lm's batch and to its prompts alone",
-    }
-    for key, label in labels.items():
-        others: dict[str, list[str]] = {}
-        for name, entry in ran.items():
-            if entry[key] != "equal":
-                others.setdefault(entry[key], []).append(name)
-        equal = len(ran) - sum(map(len, others.values()))
-        lines.append(f"- {label} in {equal} of {len(ran)} files")
-        lines += [f"  - {what}: {quoted(names)}" for what, names in sorted(others.items())]
-    unsteady = [name for name, entry in ran.items() if not entry["stock_repeats"]]
-    if unsteady:
-        lines.append(f"- mlx-lm itself gives other tokens when asked again: {quoted(unsteady)}")
-    return lines
-
-
 TABLES: dict[str, Callable[[Figures], str]] = {
     "allocator": allocator,
     "growth": growth,
@@ -330,6 +271,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "page_store": page_store,
     "page_store_faults": page_store_faults,
     "model_families": model_families,
+    "vision_families": vision_families,
 }
 
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList
 
+from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.cache_layers import model_file
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import new_stand_in
@@ -164,18 +165,35 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         layers = count()
         return new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
 
-    try:
-        results = [*_alone(model, tried_cache())]
-    except Exception as error:  # models raise anything; gathering works for any model
-        name = model_file(model)
-        logger.warning("%s cannot be tried out, so keys and values are gathered: %r", name, error)
-        return trial
-    try:
-        results += _in_a_batch(model, tried_cache(), tried_cache())
-    except Exception as error:  # mlx-lm's caches cannot batch some models either
-        logger.info("a batch cannot be tried out: %r", error)
-    arrays.find(results)
+    with _restored(model):
+        try:
+            results = [*_alone(model, tried_cache())]
+        except Exception as error:  # models raise anything; gathering works for any model
+            name = model_file(model)
+            logger.warning(
+                "%s cannot be tried out, so keys and values are gathered: %r", name, error
+            )
+            return trial
+        try:
+            results += _in_a_batch(model, tried_cache(), tried_cache())
+        except Exception as error:  # mlx-lm's caches cannot batch some models either
+            logger.info("a batch cannot be tried out: %r", error)
+        arrays.find(results)
     return trial
+
+
+@contextmanager
+def _restored(model: Module) -> Iterator[None]:
+    """Undo what the model's modules note about a step, such as mlx-vlm's positions of images."""
+    modules: list[Module] = cast(Any, model).modules()
+    noted = [(each, dict(each), dict(vars(each))) for each in modules]
+    try:
+        yield
+    finally:
+        for module, arrays, attributes in noted:
+            for now, before in ((module, arrays), (vars(module), attributes)):
+                dict.clear(now)
+                dict.update(now, before)
 
 
 def _alone(model: Any, cache: list[Any]) -> Iterator[mx.array]:
@@ -195,9 +213,9 @@ def _in_a_batch(model: Any, first: list[Any], second: list[Any]) -> list[mx.arra
 
 def _results(output: Any, cache: Iterable[Any]) -> Iterator[mx.array]:
     """The output of a step, and the states that it left in caches that are not paged."""
-    yield from _arrays_in(output)
+    yield from _arrays_in(getattr(output, "logits", output))
     for each in cache:
-        if isinstance(each, CacheList):
+        if is_list(each):
             yield from _results([], each.caches)
         elif not isinstance(each, _TriedCache):
             yield from _arrays_in(each.state)

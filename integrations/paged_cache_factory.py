@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
@@ -16,12 +16,14 @@ from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPo
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.checks import TokenIds, file_path, require_hashable, token_ids, whole_number
+from paged_kv.checks import TokenIds, file_path, require_hashable, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.integrations.cache_layers import model_file, paged_class, replaced_layers, window_of
+from paged_kv.integrations.cache_layers import model_file
+from paged_kv.integrations.cache_library import language_model, library_of
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
+from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.model_trial import Trial, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
@@ -47,7 +49,7 @@ class PagedCacheFactory:
     """Makes prompt caches whose keys and values are pages of one pool.
 
     Args:
-        model: a model of mlx-lm.
+        model: a model of mlx-lm; or of mlx-vlm, as a whole or its language model.
         page_format: how full pages hold numbers: "fp16", the model's own 16 bits, "q8" or "q4"; or
             two of these, for keys and for values. With "auto", pages keep 16 bits, and the oldest
             become q8 and then q4 when memory gets short; a `RequantisationPolicy` may differ.
@@ -68,6 +70,8 @@ class PagedCacheFactory:
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
+        processor: mlx-vlm's processor of the model. Its settings tell images of cached prompts
+            apart that would be equal otherwise; without it, use one processor for a factory.
 
     Threads may share a factory, each with prompt caches of its own: one thread at a time writes a
     layer or attends to it. A write that would change a page which another thread still reads lazily
@@ -105,13 +109,17 @@ class PagedCacheFactory:
         store_bytes: float | str = DEFAULT_STORE_BYTES,
         eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
         always_gather: bool = False,
+        processor: Any = None,
     ) -> None:
+        self._media = MediaKeys(model, processor)
+        model = language_model(model)
         require_model(model)
         if write_chunk is not None:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
         folder = None if store is None else file_path("store", store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
         self._model = model
+        self._library = library_of(model)
         self._always_gather = always_gather
         self._trial: Trial | None = None
         self._closed = False
@@ -156,7 +164,9 @@ class PagedCacheFactory:
             self._learn_geometry()
         return self._layers(bound)
 
-    def fetch_cache(self, tokens: TokenIds, *, salt: Hashable = None) -> tuple[list[Any], int]:
+    def fetch_cache(
+        self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]
+    ) -> tuple[list[Any], int]:
         """A prompt cache that holds the longest cached prefix of a prompt, and its length in
         tokens. At least the last token is left to compute.
 
@@ -164,7 +174,8 @@ class PagedCacheFactory:
 
         Sequences share pages, and copy one when they write to it. Only prompts inserted with the
         same `salt` can hit: give each user one, and add to it anything else that the results depend
-        on, such as the content of images.
+        on. Give what `tokens` have placeholders for as `images`, `audio` and `videos`, in the order
+        of the prompt: only prompts with equal ones share what follows.
 
         Example:
             >>> cache, cached = factory.fetch_cache(tokens)
@@ -172,10 +183,11 @@ class PagedCacheFactory:
             >>> factory.insert_cache(tokens, cache)
 
         Raises:
-            TypeError, ValueError: `tokens` are not token ids, or `salt` is not hashable.
+            TypeError, ValueError: `tokens` are not token ids, or `salt` is not hashable; or the
+                media are not those of the prompt, see `Media`.
             RuntimeError: the factory was closed.
         """
-        known = token_ids(tokens)
+        known = self._media.keyed(tokens, media)
         prompt_cache = self.make_cache()
         page_format, caches = self.pool.page_format, paged_caches(prompt_cache)
         if not caches:
@@ -191,7 +203,12 @@ class PagedCacheFactory:
         return prompt_cache, prefix.num_tokens
 
     def insert_cache(
-        self, tokens: TokenIds, prompt_cache: list[Any], *, salt: Hashable = None
+        self,
+        tokens: TokenIds,
+        prompt_cache: list[Any],
+        *,
+        salt: Hashable = None,
+        **media: Unpack[Media],
     ) -> int:
         """Let `fetch_cache` reuse what a prompt cache of one sequence holds of these tokens;
         returns how many of them a longer prompt can reuse. It copies nothing. The cache stays
@@ -203,16 +220,17 @@ class PagedCacheFactory:
         Raises:
             TypeError: `tokens` are not token ids, `prompt_cache` is not a list, or `salt` is not
                 hashable.
-            ValueError: the cache holds several sequences, or is not of this factory.
+            ValueError: the cache holds several sequences, or is not of this factory; or the media
+                are not those of the prompt.
         """
-        known = token_ids(tokens)
+        known = self._media.keyed(tokens, media)
         if not self.pool.num_layers:
             return 0
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         return self.prefixes.insert(namespace, known, sequence, unpaged_caches(prompt_cache))
 
-    def pin(self, tokens: TokenIds, *, salt: Hashable = None) -> int:
+    def pin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Do not evict the cached prefix of a prompt until `unpin`; returns its length in tokens,
         which may be 0. Blocks inserted later are not pinned. Pins nest.
 
@@ -220,9 +238,9 @@ class PagedCacheFactory:
             TypeError: `tokens` are not token ids, or `salt` is not hashable.
         """
         namespace = self._namespace(self.pool.page_format.name, salt)
-        return self._pins.pin(salt, namespace, token_ids(tokens))
+        return self._pins.pin(salt, namespace, self._media.keyed(tokens, media))
 
-    def unpin(self, tokens: TokenIds, *, salt: Hashable = None) -> int:
+    def unpin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Undo the latest `pin` of the same tokens and salt, also if more was inserted since;
         returns how many tokens that `pin` returned.
 
@@ -231,7 +249,7 @@ class PagedCacheFactory:
             TypeError: as for `pin`.
         """
         require_hashable("salt", salt)
-        return self._pins.unpin(salt, token_ids(tokens))
+        return self._pins.unpin(salt, self._media.keyed(tokens, media))
 
     def install(self) -> bool:
         """Let mlx-lm make paged caches for this model wherever it is given none; false if this was
@@ -245,7 +263,7 @@ class PagedCacheFactory:
             RuntimeError: the factory was closed.
         """
         self._require_open()
-        return install_factory(self._model, self)
+        return install_factory(self._model, self, self._library.hooks)
 
     def uninstall(self) -> None:
         """Undo `install()`; existing caches keep working."""
@@ -322,8 +340,9 @@ class PagedCacheFactory:
         pool = self._pool_for(max_kv_size)
         sequence, layers = Sequence(pool), count()
         sequence.model_version = self._version.count
-        return replaced_layers(
-            self._model, lambda each: paged_class(each)(pool, next(layers), [sequence]), max_kv_size
+        kind = self._library.paged_class
+        return self._library.layers(
+            self._model, lambda each: kind(each)(pool, next(layers), [sequence]), max_kv_size
         )
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
@@ -335,11 +354,11 @@ class PagedCacheFactory:
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
         paged: list[Any] = []
-        replaced_layers(self._model, paged.append, max_kv_size)
+        self._library.layers(self._model, paged.append, max_kv_size)
         windows = {
             layer: window
             for layer, cache in enumerate(paged)
-            if (window := window_of(cache, self._write_chunk)) is not None
+            if (window := self._library.window_of(cache, self._write_chunk)) is not None
         }
         return PagePool(
             len(paged),
@@ -355,7 +374,7 @@ class PagedCacheFactory:
         """The trial of the model; it runs once."""
         if self._trial is None:
             install_attention_hook()
-            self._trial = try_out(self._model, partial(replaced_layers, self._model))
+            self._trial = try_out(self._model, partial(self._library.layers, self._model))
             for pool in self._pools.values():
                 self._tell(pool, self._trial)
         return self._trial

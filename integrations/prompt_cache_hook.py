@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -33,8 +33,24 @@ stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cac
 _stock_fetch_nearest_cache = LRUPromptCache.fetch_nearest_cache
 _stock_insert_segments = BatchGenerator.insert_segments
 
-# Models are dictionaries and cannot be keys. The reference keeps each model's id from being reused.
-_installed: dict[int, tuple[Module, PagedFactory]] = {}
+
+class Hooks(NamedTuple):
+    """Replaces functions of a library, and restores them; both may be repeated."""
+
+    install: Callable[[], None]
+    remove: Callable[[], None]
+
+
+class _Installed(NamedTuple):
+    """An installed factory. The reference to the model keeps its id from being reused."""
+
+    model: Module
+    factory: PagedFactory
+    hooks: Hooks
+
+
+# By the models' ids: models are dictionaries and cannot be keys.
+_installed: dict[int, _Installed] = {}
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
@@ -45,20 +61,19 @@ def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any
     return stock_make_prompt_cache(model, max_kv_size)
 
 
-def install_factory(model: Module, factory: PagedFactory) -> bool:
-    """Let mlx-lm make this model's prompt caches with a factory; false if it already does.
+def install_factory(model: Module, factory: PagedFactory, hooks: Hooks) -> bool:
+    """Let the model's library make its prompt caches with a factory; false if it already does.
 
     Raises:
         ValueError: another factory is installed for this model.
     """
     before = len(_installed)
-    _, installed = _installed.setdefault(id(model), (model, factory))
-    if installed is not factory:
+    installed = _installed.setdefault(id(model), _Installed(model, factory, hooks))
+    if installed.factory is not factory:
         raise ValueError(
             "another factory is installed for this model: uninstall() it before this one"
         )
-    rebind(stock_make_prompt_cache, make_prompt_cache)
-    _replace_methods(fetch_nearest_cache, insert_segments)
+    hooks.install()
     return len(_installed) > before
 
 
@@ -66,10 +81,9 @@ def uninstall_factory(model: Module, factory: PagedFactory) -> None:
     """Undo `install_factory`; does nothing if this factory is not installed."""
     if installed_factory(model) is not factory:
         return
-    del _installed[id(model)]
-    if not _installed:
-        rebind(make_prompt_cache, stock_make_prompt_cache)
-        _replace_methods(_stock_fetch_nearest_cache, _stock_insert_segments)
+    hooks = _installed.pop(id(model)).hooks
+    if not any(other.hooks is hooks for other in _installed.values()):
+        hooks.remove()
 
 
 def fetch_nearest_cache(
@@ -119,9 +133,22 @@ def insert_segments(
 
 
 def installed_factory(model: Module) -> PagedFactory | None:
-    """The factory that makes mlx-lm's prompt caches of this model, if one is installed."""
-    _, factory = _installed.get(id(model), (model, None))
-    return factory
+    """The factory that makes the prompt caches of this model, if one is installed."""
+    installed = _installed.get(id(model))
+    return None if installed is None else installed.factory
+
+
+def _install() -> None:
+    rebind(stock_make_prompt_cache, make_prompt_cache)
+    _replace_methods(fetch_nearest_cache, insert_segments)
+
+
+def _remove() -> None:
+    rebind(make_prompt_cache, stock_make_prompt_cache)
+    _replace_methods(_stock_fetch_nearest_cache, _stock_insert_segments)
+
+
+MLX_LM_HOOKS = Hooks(_install, _remove)
 
 
 def _replace_methods(fetch: Callable[..., Any], insert: Callable[..., Any]) -> None:

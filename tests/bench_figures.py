@@ -341,6 +341,27 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "damaged": {"files": 10000, "accepted": 0},
     },
+    "vision_families": {
+        "mlx_vlm": "0.7.10",
+        "folders": {
+            "florence2": {"gets": "refused", "reason": "TypeError"},
+            "gemma3": {
+                "gets": "paged",
+                "layers": [4, 4],
+                "alone": "equal",
+                "batch": "equal",
+                "gathers": [0, 0],
+            },
+            "kimi_k25": {
+                "gets": "gather",
+                "layers": [4, 4],
+                "alone": "equal",
+                "batch": "mlx-vlm cannot",
+                "gathers": [132, 0],
+            },
+            "phi3_v": {"gets": "not built", "reason": "AttributeError"},
+        },
+    },
     "model_families": {
         "files": {
             "bitnet": {"gets": "not run", "reason": "runs on Metal only"},

@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.distributed", "kernels.pages", "pool", "prefix", "recognition"),
         *("sequences", "store"),
     },
+    "integrations.mlx_vlm": {"cache", "integrations"},
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),
         "kernels.pages",

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 
 from paged_kv import PagedCacheFactory
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
-from paged_kv.integrations.cache_layers import window_of
+from paged_kv.integrations.cache_library import MLX_LM
 from tests.generation import assert_nothing_is_used, assert_same_run, assert_same_runs, greedy
 from tests.stored_prompts import computed, stored_factory, warm
 from tests.zoo import ZOO, small_model
@@ -148,6 +148,6 @@ def test_a_mask_of_one_token_with_gaps_gathers(model: Any, backend: str) -> None
 
 
 def test_the_window_of_a_chunk() -> None:
-    window = window_of(ChunkedKVCache(8192), None)
+    window = MLX_LM.window_of(ChunkedKVCache(8192), None)
     assert window is not None
     assert (window.size, window.sink_tokens, window.write_chunk) == (8192, 0, 256)

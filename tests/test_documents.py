@@ -20,6 +20,7 @@ import paged_kv
 from paged_kv import command_line
 from paged_kv.integrations.generation.generate_command import add_generate_parser
 from paged_kv.integrations.server.options import server_parser
+from tests.vision_zoo import IMAGE, whole_model
 from tests.zoo import small_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +100,7 @@ def test_python_of_a_document_runs_from_its_beginning_to_its_end(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    names: dict[str, Any] = {}
+    names = vision_names(document, tmp_path, monkeypatch)
     for block in blocks("python"):
         if block.document == document:
             # Keep line numbers, so that an error names the line of the document.
@@ -108,6 +109,17 @@ def test_python_of_a_document_runs_from_its_beginning_to_its_end(
     for factory in names.values():
         if isinstance(factory, paged_kv.PagedCacheFactory):
             factory.close()
+
+
+def vision_names(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a document about mlx-vlm begins with, which `.ci/check_versions` runs."""
+    if "from mlx_vlm import" not in document.read_text(encoding="utf-8"):
+        return {}
+    pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
+    monkeypatch.setattr("mlx_vlm.load", lambda _: (whole_model(), None))
+    monkeypatch.setattr("mlx_vlm.generate", lambda *_, **__: None)
+    (folder / "cat.png").write_bytes(b"a cat")
+    return {"prompt": "What is this?", "tokens": [1, 2, IMAGE, IMAGE, 3]}
 
 
 @pytest.mark.parametrize("where", dict(commands()))

@@ -267,3 +267,16 @@ def test_a_file_of_another_version_is_refused(model: Any) -> None:
         PagedKVCache.from_state(state)
     with pytest.raises(ValueError, match="format version None"):
         PagedKVCache.from_state({})
+
+
+def test_a_cache_class_that_nobody_knows_is_named() -> None:
+    """What it holds would be lost: no pages, no prefixes, and no error."""
+
+    class OwnCache(KVCache):
+        pass
+
+    model = small_model("llama")
+    own: Any = OwnCache
+    model.make_cache = lambda: [own()]
+    with pytest.raises(TypeError, match=r"mlx-lm keeps a tests\..*OwnCache for a layer"):
+        PagedCacheFactory(model, max_bytes=1 << 20)

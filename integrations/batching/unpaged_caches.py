@@ -7,8 +7,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mlx_lm.models.cache import CacheList
-
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 
 
@@ -30,15 +28,20 @@ def with_unpaged(prompt_cache: list[Any], others: list[Any]) -> list[Any]:
 
 
 def _replaced(cache: Any, copies: Iterator[Any]) -> Any:
-    if isinstance(cache, CacheList):
-        return CacheList(*[_replaced(inner, copies) for inner in cache.caches])
+    if is_list(cache):
+        return type(cache)(*[_replaced(inner, copies) for inner in cache.caches])
     return cache if isinstance(cache, PagedKVCache) else next(copies)
+
+
+def is_list(cache: Any) -> bool:
+    """Whether this is a `CacheList` of mlx-lm or mlx-vlm: several caches of one layer."""
+    return isinstance(getattr(cache, "caches", None), tuple | list)
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
     """The caches, and those in lists of caches, in order."""
     for cache in caches:
-        if isinstance(cache, CacheList):
+        if is_list(cache):
             yield from leaves(cache.caches)
         else:
             yield cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
@@ -24,6 +26,14 @@ class PagedMask(mx.array):
     visible_lens: tuple[int, ...]
     right_padding: tuple[int, ...]
     window: int | None
+
+    def __getitem__(self, index: Any) -> mx.array:
+        """Models cut a mask to the number of keys: the whole of it stays recognisable."""
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis:
+            last, tokens = index[1], self.shape[-1]
+            if isinstance(last, slice) and last.indices(tokens) == (0, tokens, 1):
+                return self
+        return super().__getitem__(index)
 
     def hides_in(self, metadata: AttentionMetadata, queries: int) -> bool:
         """Whether this is the mask of a step of `queries` tokens with the lengths of `metadata`."""

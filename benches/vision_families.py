@@ -1,0 +1,124 @@
+"""Tests the support of each model folder of mlx-vlm: python -m benches.vision_families
+
+The small random language model of every folder that tests/vision_zoo.py can build generates
+greedily, alone and in a batch padded on the left, on mlx-vlm's caches and on pages. Recorded are:
+
+    gets     "paged": attention read pages, and never gathered them
+             "gather": keys and values were gathered from the pages for the model's own attention
+             "refused": the factory does not know a class of the model's caches
+             "not built": tests/vision_zoo.py knows too little of the folder
+    layers   the layers with pages, and all layers
+    alone    tokens of each prompt alone: equal to mlx-vlm's, or not
+    batch    the same for the batch; or who cannot do it, or differs from itself
+    gathers  how many there were alone, and in the batch
+    reason   why a model is refused or not built
+"""
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_vlm.generate import ar
+from mlx_vlm.models.cache import make_prompt_cache
+
+from benches.results_file import write_result
+from paged_kv import PagedCacheFactory
+from tests.vision_zoo import folders, small_language_model
+
+# One shorter, one longer than the windows of 32 tokens, and one that needs several steps.
+PROMPTS = [
+    [(7 * i * i + 3 * i + 1 + row) % 97 for i in range(n)] for row, n in enumerate((3, 40, 70))
+]
+NEW_TOKENS = 8
+PREFILL_STEP = 16
+POOL_BYTES = 64 << 20
+
+MakeCache = Callable[[], list[Any]]
+
+
+def greedy(model: Any, cache: list[Any], tokens: mx.array) -> list[list[int]]:
+    """The tokens that follow the rows [B, T]."""
+    # What mlx-vlm's generate resets before each prompt.
+    for name in ("_position_ids", "_rope_deltas"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    for at in range(0, tokens.shape[1], PREFILL_STEP):
+        output = model(tokens[:, at : at + PREFILL_STEP], cache=cache)
+    columns = []
+    for _ in range(NEW_TOKENS):
+        column = mx.argmax(output.logits[:, -1:], axis=-1)
+        columns.append(column.squeeze(1).tolist())
+        output = model(column, cache=cache)
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def alone(model: Any, make_cache: MakeCache) -> list[list[int]]:
+    return [greedy(model, make_cache(), mx.array([prompt]))[0] for prompt in PROMPTS]
+
+
+def batched(model: Any) -> list[list[int]]:
+    """All prompts, padded on the left, in the batch cache that mlx-vlm makes."""
+    longest = max(map(len, PROMPTS))
+    padding = [longest - len(prompt) for prompt in PROMPTS]
+    rows = [[0] * count + prompt for count, prompt in zip(padding, PROMPTS, strict=True)]
+    return greedy(model, ar._make_cache(model, padding), mx.array(rows))
+
+
+def support(folder: str) -> dict[str, Any]:
+    """What a folder's model gets from pages."""
+    try:
+        model = small_language_model(folder)
+        expected = alone(model, lambda: make_prompt_cache(model))
+    except Exception as error:  # folders raise anything
+        return {"gets": "not built", "reason": f"{type(error).__name__}: {str(error)[:120]}"}
+    try:
+        factory = PagedCacheFactory(model, max_bytes=POOL_BYTES)
+    except TypeError as error:
+        return {"gets": "refused", "reason": str(error)}
+    got = alone(model, factory.make_cache)
+    gathers = [factory.stats().gather_fallbacks]
+    batch = batch_outcome(model, factory, expected)
+    gathers.append(factory.stats().gather_fallbacks - gathers[0])
+    return {
+        "gets": "gather" if any(gathers) else "paged",
+        "layers": [factory.pool.num_layers, len(make_prompt_cache(model))],
+        "alone": "equal" if got == expected else "different",
+        "batch": batch,
+        "gathers": gathers,
+    }
+
+
+def batch_outcome(model: Any, factory: PagedCacheFactory, by_itself: list[list[int]]) -> str:
+    try:
+        expected = batched(model)
+    except Exception:  # folders raise anything
+        return "mlx-vlm cannot"
+    try:
+        with factory:
+            got = batched(model)
+    except NotImplementedError:
+        return "refused, as the model counts padding itself"
+    except Exception:
+        return "raises"
+    if got != expected and expected != by_itself:
+        return "mlx-vlm's own batch differs from its prompts alone"
+    return "equal" if got == expected else "different"
+
+
+def main() -> None:
+    logging.getLogger("paged_kv").setLevel(logging.ERROR)
+    results = {}
+    for folder in folders():
+        results[folder] = support(folder)
+        print(folder, results[folder])
+    figures = {"folders": results, "mlx_vlm": version("mlx-vlm"), "blas": BLAS}
+    print("written to", write_result("vision_families", figures).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Tells which library makes a model's prompt caches, and which of its classes pages replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+
+from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
+from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.extras import extra_module
+from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.cache_layers import model_file
+from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, Hooks, stock_make_prompt_cache
+from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
+
+# These models pair a layer's cache with one for an indexer's keys, whose arrays they read and
+# replace themselves. Only the first cache of each pair holds keys and values for attention.
+_INDEXER_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
+
+
+@dataclass(frozen=True)
+class CacheLibrary:
+    """The prompt caches of mlx-lm, or of mlx-vlm.
+
+    Attributes:
+        name: its name.
+        make_prompt_cache: makes a model's own caches; takes the model and `max_kv_size`.
+        full: the class of layers that hold every token.
+        window: the class of layers that hold the latest tokens.
+        chunked: the class of layers that attend by chunks.
+        unpaged: the names, with modules, of classes that stay as they are: those of recurrent
+            layers, and those whose content no page can hold.
+        hooks: replace the library's functions while a factory is installed.
+    """
+
+    name: str
+    make_prompt_cache: Callable[..., list[Any]]
+    full: type[Any]
+    window: type[Any]
+    chunked: type[Any]
+    unpaged: frozenset[str]
+    hooks: Hooks
+
+    def layers(
+        self, model: Module, paged: Callable[[Any], Any], max_kv_size: int | None = None
+    ) -> list[Any]:
+        """The library's prompt cache, with `paged(cache)` in the place of each that is paged.
+
+        Raises:
+            TypeError: a cache is of a class that is not known: what it holds might be lost.
+        """
+        has_indexer = model_file(model) in _INDEXER_MODELS
+        stock = self.make_prompt_cache(model, max_kv_size)
+        return [self._replaced(cache, paged, has_indexer) for cache in stock]
+
+    def paged_class(self, cache: Any) -> type[PagedKVCache]:
+        """The class of the paged cache that takes the place of one of the library's."""
+        return PagedChunkedKVCache if isinstance(cache, self.chunked) else PagedKVCache
+
+    def window_of(self, cache: Any, write_chunk: int | None) -> Window | None:
+        """The window of the layer of a cache that can be paged, if it has one.
+
+        In a layer that attends by chunks, no query sees a token that is a chunk's length or more
+        before it; the model's own mask hides the rest.
+
+        Raises:
+            ValueError: the cache holds only its sink tokens.
+        """
+        if isinstance(cache, self.chunked):
+            size, sink_tokens = cache.chunk_size, 0
+        elif isinstance(cache, self.window):
+            size, sink_tokens = cache.max_size - cache.keep, cache.keep
+        else:
+            return None
+        if size < 1:
+            raise ValueError(
+                f"max_kv_size={cache.max_size} must be more than the {cache.keep} sink tokens, "
+                "which are always kept"
+            )
+        chunk = min(DEFAULT_WRITE_CHUNK, size) if write_chunk is None else write_chunk
+        return Window(size, chunk, sink_tokens)
+
+    def _replaced(self, cache: Any, paged: Callable[[Any], Any], has_indexer: bool) -> Any:
+        if is_list(cache):
+            first, *rest = cache.caches
+            if not has_indexer:
+                rest = [self._replaced(inner, paged, has_indexer) for inner in rest]
+            return type(cache)(self._replaced(first, paged, has_indexer), *rest)
+        return paged(cache) if self._is_paged(cache) else cache
+
+    def _is_paged(self, cache: object) -> bool:
+        if type(cache) in (self.full, self.window, self.chunked):
+            return True
+        names = [f"{each.__module__}.{each.__qualname__}" for each in type(cache).__mro__]
+        if self.unpaged.isdisjoint(names):
+            raise TypeError(
+                f"{self.name} keeps a {names[0]} for a layer of this model, and paged_kv does not "
+                f"know this class: use {self.name}'s own caches for the model"
+            )
+        return False
+
+
+MLX_LM = CacheLibrary(
+    name="mlx-lm",
+    make_prompt_cache=stock_make_prompt_cache,
+    full=KVCache,
+    window=RotatingKVCache,
+    chunked=ChunkedKVCache,
+    unpaged=frozenset({"mlx_lm.models.cache.ArraysCache", "mlx_lm.models.deepseek_v41.LayerCache"}),
+    hooks=MLX_LM_HOOKS,
+)
+
+
+def library_of(model: Module) -> CacheLibrary:
+    """The library that a model is of; mlx-lm for all that are not mlx-vlm's.
+
+    Raises:
+        ValueError: a package that mlx-vlm needs is not installed.
+    """
+    if type(model).__module__.partition(".")[0] != "mlx_vlm":
+        return MLX_LM
+    library: CacheLibrary = extra_module("paged_kv.integrations.mlx_vlm.library", "vlm").MLX_VLM
+    return library
+
+
+def language_model(model: Any) -> Any:
+    """The part of a model of mlx-vlm that has the caches, or the model itself."""
+    is_whole = type(model).__module__.startswith("mlx_vlm.") and hasattr(model, "language_model")
+    return model.language_model if is_whole else model

@@ -1,0 +1,155 @@
+"""Makes images and sounds part of the keys under which prompts are cached.
+
+A processor puts the same token ids into a prompt for every image of one size, so the ids alone do
+not tell two images apart. As mlx-lm's server does, each of these tokens is replaced by a negative
+id, which no tokenizer has. Here it is made of a SHAKE-256 hash of the content and of the
+processor's settings, 63 bits for each token. Prompts then share the text before an image, and what
+follows it only if the images are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import mlx.core as mx
+import numpy as np
+
+from paged_kv.checks import TokenIds, described, token_ids
+
+
+class Media(TypedDict, total=False):
+    """What a prompt has besides text, in the prompt's order: arrays, images of Pillow, bytes, or
+    paths of local files."""
+
+    images: Sequence[Any]
+    audio: Sequence[Any]
+    videos: Sequence[Any]
+
+
+# What the tokens of each are called in mlx-vlm's configs.
+_KINDS = {"images": "image", "audio": "audio", "videos": "video"}
+
+
+class MediaKeys:
+    """Replaces the tokens of images, sounds and videos in prompts of one model.
+
+    Args:
+        model: a model of mlx-vlm as a whole, whose config names the tokens; others have none.
+        processor: what prepares the model's images. Its settings are part of every id.
+    """
+
+    def __init__(self, model: Any, processor: Any = None) -> None:
+        config = getattr(model, "config", None)
+        found = {kind: _token_of(config, kind) for kind in _KINDS.values()}
+        self._tokens = {kind: token for kind, token in found.items() if token is not None}
+        self._settings = _settings_of(processor)
+
+    def keyed(self, tokens: TokenIds, media: Media) -> list[int]:
+        """Token ids with the ids of media in the place of their tokens.
+
+        Args:
+            tokens: the prompt as the processor made it.
+            media: what the tokens stand for.
+
+        Raises:
+            TypeError: `tokens` are not token ids, or an item is none of these.
+            ValueError: the prompt has tokens of a kind of which nothing was given, or the reverse.
+            OSError: a file cannot be read.
+        """
+        ids = token_ids(tokens)
+        items: dict[str, Any] = {**media}
+        if unknown := items.keys() - _KINDS.keys():
+            raise TypeError(f"media are {', '.join(_KINDS)}, got {', '.join(sorted(unknown))}")
+        for name, kind in _KINDS.items():
+            given, token = list(items.get(name) or []), self._tokens.get(kind)
+            places = [] if token is None else [at for at, each in enumerate(ids) if each == token]
+            if bool(given) != bool(places):
+                raise ValueError(_mismatch(kind, token, len(places), len(given)))
+            if places:
+                _replace(ids, _runs(places), [self._digest(kind, each) for each in given])
+        return ids
+
+    def _digest(self, kind: str, item: Any) -> bytes:
+        digest = hashlib.sha256(f"{kind} {self._settings}".encode())
+        for part in _content(kind, item):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.digest()
+
+
+def _token_of(config: Any, kind: str) -> int | None:
+    """The id of a kind's tokens, by the names that configs of mlx-vlm have for it."""
+    named = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+    return next((token for token in named if isinstance(token, int)), None)
+
+
+def _settings_of(processor: Any) -> str:
+    """The settings of a processor's parts, as a text that is equal for equal settings."""
+    parts = (getattr(processor, name, None) for name in ("image_processor", "feature_extractor"))
+    settings = [
+        part.to_dict() if hasattr(part, "to_dict") else vars(part)
+        for part in parts
+        if part is not None
+    ]
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _content(kind: str, item: Any) -> tuple[bytes, ...]:
+    """What tells an item apart from others."""
+    if isinstance(item, bytes):
+        return (b"bytes", item)
+    if isinstance(item, str | os.PathLike):
+        return (b"bytes", Path(item).read_bytes())
+    if isinstance(item, mx.array):
+        item = np.array(item.astype(mx.float32) if item.dtype == mx.bfloat16 else item)
+    if isinstance(item, np.ndarray):
+        return (f"{item.dtype} {item.shape}".encode(), np.ascontiguousarray(item).tobytes())
+    if hasattr(item, "tobytes") and hasattr(item, "mode"):
+        return (f"{item.mode} {item.size}".encode(), item.tobytes())
+    raise TypeError(
+        f"{kind} must be an array, an image of Pillow, bytes or the path of a local file, got "
+        f"{described(item)}: load what is elsewhere first"
+    )
+
+
+def _runs(places: list[int]) -> list[list[int]]:
+    """The places, those next to each other together."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def _replace(ids: list[int], runs: list[list[int]], digests: list[bytes]) -> None:
+    """Replace each run's tokens by ids of its item.
+
+    Some processors cut one image into several runs. Where runs and items do not pair up, every run
+    stands for all items: nothing wrong is shared, and less of what could be.
+    """
+    if len(runs) != len(digests):
+        runs, digests = [[place for run in runs for place in run]], [b"".join(digests)]
+    for run, digest in zip(runs, digests, strict=True):
+        stream = hashlib.shake_256(digest).digest(8 * len(run))
+        for place, number in zip(run, np.frombuffer(stream, "<u8"), strict=True):
+            ids[place] = -1 - int(number >> 1)
+
+
+def _mismatch(kind: str, token: int | None, places: int, given: int) -> str:
+    if places:
+        return (
+            f"the prompt has {places:,} {kind} tokens (id {token}), and no {kind} was given: pass "
+            f"them, as tokens alone do not tell one {kind} from another"
+        )
+    if token is None:
+        return (
+            f"{given} {kind} items were given, and this model's config names no {kind} token: make "
+            "the factory with the whole model of mlx-vlm, or leave them out"
+        )
+    return f"{given} {kind} items were given, and the prompt has no {kind} token (id {token})"

@@ -1,0 +1,6 @@
+"""Pages for the vision-language models of mlx-vlm, which has caches and functions of its own.
+
+- `library.py` names its cache classes.
+- `hooks.py` replaces its functions that make caches.
+- `left_padded_cache.py` refuses models that count the padding of a batch themselves.
+"""

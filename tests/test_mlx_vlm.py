@@ -1,0 +1,112 @@
+"""Pages for models of mlx-vlm. `.ci/check_vision` runs these: they need the extra vlm."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
+
+from mlx_vlm.generate import ar
+from mlx_vlm.models import cache as vlm_cache
+from mlx_vlm.models.base import InputEmbeddingsFeatures
+
+from benches.vision_families import PROMPTS, alone, batched, greedy
+from paged_kv import PagedCacheFactory, PagedKVCache
+from tests.vision_zoo import IMAGE, small_language_model, whole_model
+
+FAMILIES = ["qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "pixtral", "idefics3", "llava"]
+BYTES = 64 << 20
+TEXT = [(5 * i + 3) % 97 for i in range(300)]
+PROMPT = [*TEXT, *[IMAGE] * 16, 7, 8, 9]
+
+
+@pytest.mark.parametrize("folder", FAMILIES)
+def test_tokens_are_equal_and_nothing_is_gathered(folder: str) -> None:
+    model = small_language_model(folder)
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    assert all(isinstance(each, PagedKVCache) for each in factory.make_cache())
+    expected = alone(model, lambda: vlm_cache.make_prompt_cache(model))
+    assert alone(model, factory.make_cache) == expected
+    assert factory.stats().gather_fallbacks == 0
+
+
+@pytest.mark.parametrize("folder", FAMILIES)
+def test_batches_are_equal_and_nothing_is_gathered(folder: str) -> None:
+    model = small_language_model(folder)
+    expected = batched(model)
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    with factory:
+        assert batched(model) == expected
+    assert factory.stats().gather_fallbacks == 0
+    assert factory.stats().bytes_active == 0
+
+
+def test_windows_are_rings() -> None:
+    model = small_language_model("gemma3")
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    stock = vlm_cache.make_prompt_cache(model)
+    windows = [at for at, each in enumerate(stock) if isinstance(each, vlm_cache.RotatingKVCache)]
+    assert list(factory.pool.windows) == windows
+    assert windows
+
+
+def test_installed_factories_make_the_caches() -> None:
+    model, other = (small_language_model("llava", seed=seed) for seed in range(2))
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    stock = vlm_cache.make_prompt_cache
+    with factory:
+        assert isinstance(vlm_cache.make_prompt_cache(model)[0], PagedKVCache)
+        assert type(vlm_cache.make_prompt_cache(other)[0]) is vlm_cache.KVCache
+        assert isinstance(ar._make_cache(model, [0, 2])[0], PagedKVCache)
+        with pytest.raises(ValueError, match="kv_bits=4 is for mlx-vlm's own caches"):
+            ar._make_cache(model, [0, 2], kv_bits=4)
+    assert vlm_cache.make_prompt_cache is stock
+
+
+def test_generate_step_takes_and_makes_paged_caches() -> None:
+    model: Any = small_language_model("qwen2_vl")
+
+    def embedded(tokens: mx.array, *_: Any, **__: Any) -> Any:
+        model._position_ids = model._rope_deltas = None
+        return InputEmbeddingsFeatures(inputs_embeds=model.model.embed_tokens(tokens))
+
+    whole = SimpleNamespace(language_model=model, get_input_embeddings=embedded, config=None)
+
+    def generated() -> list[int]:
+        tokens = mx.array([PROMPTS[2]])
+        steps = ar.generate_step(tokens, whole, None, None, max_tokens=6, temperature=0.0)
+        return [token for token, _ in steps]
+
+    expected = generated()
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    with factory:
+        assert generated() == expected
+    assert factory.stats().gather_fallbacks == 0
+
+
+def test_a_cache_class_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_language_model("llava")
+    caches = [vlm_cache.SimpleKVCache()]
+    monkeypatch.setattr(type(model), "make_cache", lambda _: caches, raising=False)
+    with pytest.raises(TypeError, match=r"mlx-vlm keeps a mlx_vlm\.models\.cache\.SimpleKVCache"):
+        PagedCacheFactory(model, max_bytes=BYTES)
+
+
+def test_an_image_shares_what_precedes_it_and_nothing_behind_another() -> None:
+    whole = whole_model()
+    factory = PagedCacheFactory(whole, max_bytes=BYTES)
+    first, second = (mx.full((8, 8), value) for value in (1, 2))
+    cache, cached = factory.fetch_cache(PROMPT, images=[first])
+    assert cached == 0
+    expected = greedy(whole.language_model, cache, mx.array([PROMPT]))
+    factory.insert_cache(PROMPT, cache, images=[first])
+    del cache
+    assert factory.fetch_cache([*PROMPT, 1], images=[second])[1] == len(TEXT)
+    again, cached = factory.fetch_cache(PROMPT, images=[first])
+    assert cached == len(PROMPT) - 1
+    assert greedy(whole.language_model, again, mx.array([PROMPT[cached:]])) == expected
+    for call in (factory.fetch_cache, lambda tokens: factory.insert_cache(tokens, again)):
+        with pytest.raises(ValueError, match="16 image tokens"):
+            call(PROMPT)
