@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -30,6 +30,8 @@ from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 logger = logging.getLogger("paged_kv")
 
 PROMPT, SHORTER = 5, 3
+# Where mlx-vlm's models keep the positions of a prompt with images.
+_NOTED = ("_position_ids", "_rope_deltas")
 
 
 @dataclass
@@ -184,16 +186,13 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
 
 @contextmanager
 def _restored(model: Module) -> Iterator[None]:
-    """Undo what the model's modules note about a step, such as mlx-vlm's positions of images."""
-    modules: list[Module] = cast(Any, model).modules()
-    noted = [(each, dict(each), dict(vars(each))) for each in modules]
+    """Undo what a model of mlx-vlm notes about the prompt that it reads."""
+    noted = {name: getattr(model, name) for name in _NOTED if hasattr(model, name)}
     try:
         yield
     finally:
-        for module, arrays, attributes in noted:
-            for now, before in ((module, arrays), (vars(module), attributes)):
-                dict.clear(now)
-                dict.update(now, before)
+        for name, value in noted.items():
+            setattr(model, name, value)
 
 
 def _alone(model: Any, cache: list[Any]) -> Iterator[mx.array]:

@@ -217,7 +217,7 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
     assert "FAIL  decode fp16 float16" in out
     assert "FAIL  copy q4 bfloat16" in out
     assert "RuntimeError: no such copy" in out
-    assert "pass  write fp16 float16" in out
+    assert "pass  write q8 float16" in out
 
 
 def test_every_check_of_the_doctor_can_fail() -> None:
@@ -233,6 +233,9 @@ def test_every_check_of_the_doctor_can_fail() -> None:
             return tuple(part + 1 for part in super().gather(*arguments))
 
         def copy(self, pages: Any, copies: Any) -> None:
+            pass
+
+        def convert(self, pages: Any, copies: Any) -> None:
             pass
 
     for check in checks(Nothing()):

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
-from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
-from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, Plane
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.page_gather import gather, read_row
@@ -51,8 +50,6 @@ class PlainBackend:
         slabs, page_ids, slots = _places(metadata, step, pages.slab_stride)
         tokens = _step_indices(step, keys.shape[2])
         written = [pages.slabs[int(slab)] for slab in np.unique(slabs)]
-        if any(slab.layout.page_format != FP16 for slab in written):
-            raise QuantisedPage
         for slab, number in zip(written, np.unique(slabs), strict=True):
             mine = np.flatnonzero(slabs == number)
             chosen = None if len(mine) == math.prod(keys.shape[::2]) else mx.array(tokens[mine])
