@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benches.table_cells import count, megabytes, table
+from benches.table_cells import count, megabytes, percent, table
 
 Figures = dict[str, Any]
 
@@ -31,6 +31,25 @@ def quantised_bytes(figures: Figures) -> str:
     ]
     of_windows = [f"with windows: {name}" for name in gemma3]
     return table(("bits a number", "q8", "q4", "q4, at most during prefill", *of_windows), rows)
+
+
+def copying(figures: Figures) -> str:
+    """How often the likeliest token of a repeated text is right, and is that of 16-bit pages."""
+    models: dict[str, Figures] = figures["rows"]
+    kinds = list(next(iter(models.values())))
+    rows = [
+        (
+            kind,
+            *(
+                cell
+                for model in models.values()
+                for cell in (percent(model[kind]["repeat"]), f"{model[kind]['same']:.1%}")
+            ),
+        )
+        for kind in kinds
+    ]
+    head = [cell for name in models for cell in (f"{name}: right", "as with 16 bits")]
+    return table((f"{count(figures['tokens'])} tokens, read twice", *head), rows)
 
 
 def page_codecs(figures: Figures) -> str:

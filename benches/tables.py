@@ -16,7 +16,7 @@ from typing import Any
 
 from benches.family_tables import model_families, vision_families
 from benches.headline_tables import DIGESTS
-from benches.quality_tables import page_codecs, quantised_bytes, quantised_quality
+from benches.quality_tables import copying, page_codecs, quantised_bytes, quantised_quality
 from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
@@ -268,6 +268,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "page_codecs": page_codecs,
     "quantised_bytes": quantised_bytes,
     "quantised_quality": quantised_quality,
+    "copying": copying,
     "page_store": page_store,
     "page_store_faults": page_store_faults,
     "model_families": model_families,

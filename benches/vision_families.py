@@ -102,7 +102,7 @@ def batch_outcome(model: Any, factory: PagedCacheFactory, by_itself: list[list[i
         with factory:
             got = batched(model)
     except NotImplementedError:
-        return "refused, as the model counts padding itself"
+        return "refused, as the model handles padding itself"
     except Exception:
         return "raises"
     if got != expected and expected != by_itself:

@@ -341,6 +341,16 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "damaged": {"files": 10000, "accepted": 0},
     },
+    "copying": {
+        "tokens": 1920,
+        "rows": {
+            name: {
+                "fp16": {"first": 0.47, "repeat": 0.36, "same": 1.0},
+                "q4": {"first": 0.47, "repeat": 0.35, "same": 0.943},
+            }
+            for name in ("stdlib-llama", "stdlib-gemma3")
+        },
+    },
     "vision_families": {
         "mlx_vlm": "0.7.10",
         "folders": {

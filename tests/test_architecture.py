@@ -47,14 +47,14 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.distributed", "kernels.pages", "pool", "prefix", "recognition"),
         *("sequences", "store"),
     },
-    "integrations.mlx_vlm": {"cache", "integrations"},
+    "integrations.mlx_vlm": {"cache", "integrations", "integrations.generation"},
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),
         "kernels.pages",
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.distributed"),
-        *("integrations.speculation", "store"),
+        *("integrations.speculation", "pool", "store"),
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "integrations.batching"),

@@ -2,6 +2,7 @@
 
 import gc
 import io
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -200,3 +201,25 @@ def test_samples_that_do_not_fit_are_refused(trained: Any) -> None:
     small = PagedCacheFactory(model, max_bytes=4000)
     with pytest.raises(PoolExhausted):
         generate_samples(model, tokenizer, PROMPT, 2, prompt_cache=small.make_cache())
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ([], "--image needs a --model of mlx-vlm"),
+        (["--model", "m", "--num-samples", "2"], "leave out --num-samples"),
+        (["--model", "m", "--prompt", "b", "--store", "s"], "leave out several --prompt, --store"),
+        (["--model", "m", "--draft-model", "ngram"], "leave out --draft-model"),
+    ],
+)
+def test_images_want_a_model_and_one_text(
+    options: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--prompt", "a", "--image", "cat.png", *options) == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("mlx_vlm") is not None, reason="the extra vlm is installed")
+def test_images_name_the_extra_that_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--prompt", "a", "--image", "cat.png", "--model", "m") == 1
+    assert "needs the package mlx_vlm: pip install 'paged-kv[vlm]'" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Pages for models of mlx-vlm. `.ci/check_vision` runs these: they need the extra vlm."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
+import mlx_vlm
 from mlx_vlm.generate import ar
 from mlx_vlm.models import cache as vlm_cache
 from mlx_vlm.models.base import InputEmbeddingsFeatures
 
 from benches.vision_families import PROMPTS, alone, batched, greedy
 from paged_kv import PagedCacheFactory, PagedKVCache
+from paged_kv.command_line import main
+from tests.vision_folder import MARKS, write_model, write_picture
 from tests.vision_zoo import IMAGE, small_language_model, whole_model
 
 FAMILIES = ["qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "pixtral", "idefics3", "llava"]
@@ -110,3 +114,63 @@ def test_an_image_shares_what_precedes_it_and_nothing_behind_another() -> None:
     for call in (factory.fetch_cache, lambda tokens: factory.insert_cache(tokens, again)):
         with pytest.raises(ValueError, match="16 image tokens"):
             call(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as mlx-vlm loads it, and two pictures."""
+    folder = tmp_path_factory.mktemp("vision")
+    (folder / "model").mkdir()
+    write_model(folder / "model")
+    for name, shade in (("red", 250), ("blue", 10)):
+        write_picture(folder / f"{name}.png", shade)
+    return folder
+
+
+ABOUT = f"{MARKS[0]}{MARKS[2]}{MARKS[1]}def read(path):"
+
+
+def test_a_whole_model_says_the_same_about_a_picture(folder: Path) -> None:
+    model, processor = mlx_vlm.load(str(folder / "model"))
+
+    def said(picture: str) -> list[int]:
+        options = {"image": [str(folder / picture)], "max_tokens": 12, "temperature": 0.0}
+        tokens: list[int] = mlx_vlm.generate(model, processor, ABOUT, **options).token_ids
+        return tokens
+
+    expected = [said("red.png"), said("blue.png")]
+    assert expected[0] != expected[1]
+    factory = PagedCacheFactory(model, max_bytes=BYTES, processor=processor)
+    with factory:
+        assert [said("red.png"), said("blue.png")] == expected
+    assert factory.stats().gather_fallbacks == 0
+    assert factory.stats().bytes_mapped > 0
+
+
+def test_the_command_says_what_mlx_vlm_says(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, processor = mlx_vlm.load(str(folder / "model"))
+    picture = str(folder / "red.png")
+    expected = mlx_vlm.generate(
+        model, processor, ABOUT, image=[picture], max_tokens=12, temperature=0.0
+    )
+    options = ["--ignore-chat-template", "--max-tokens", "12", "--max-kv-bytes", "9MB"]
+    about = ["--prompt", ABOUT, "--image", picture]
+    assert main(["generate", "--model", str(folder / "model"), *about, *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip() == expected.text.strip()
+    assert "1 block in use" in captured.err
+
+
+@pytest.mark.parametrize("folder_name", ["zaya1_vl", "qwen3_5"])
+def test_a_model_that_handles_padding_itself_is_refused_in_a_ragged_batch(folder_name: str) -> None:
+    """One counts its columns, the other makes caches for its rows: tokens would be wrong."""
+    model = small_language_model(folder_name)
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    with factory, pytest.raises(NotImplementedError, match="handles the padding of a batch itself"):
+        batched(model)
+    rows = [PROMPTS[1], [each + 1 for each in PROMPTS[1]]]
+    expected = greedy(model, ar._make_cache(model, [0, 0]), mx.array(rows))
+    with factory:
+        assert greedy(model, ar._make_cache(model, [0, 0]), mx.array(rows)) == expected

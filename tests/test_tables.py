@@ -50,6 +50,7 @@ ROWS = {
     "20 times; logits equal |",
     "page_store_faults": "| writers killed at a random moment | 1,000 |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
+    "copying": "| q4 | 35% | 94.3% | 35% | 94.3% |",
     "vision_families": "- Tokens of a batch: equal to mlx-vlm's in 1 of 2",
 }
 

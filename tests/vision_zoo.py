@@ -34,6 +34,27 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
     "sliding_window": 32,
     "sliding_window_pattern": 2,
+    # Of experts.
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 1,
+    "mlp_only_layers": [],
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    # Of linear attention.
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
 }
 OWN: dict[str, dict[str, Any]] = {
     "gemma3n": {
@@ -51,7 +72,17 @@ OWN: dict[str, dict[str, Any]] = {
         "global_head_dim": 32,
         "num_kv_shared_layers": 0,
     },
+    "llama4": {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1},
     "llava": {"model_type": "llama"},
+    "llava_next": {"model_type": "llama"},
+    "llmjpvl": {"model_type": "llama"},
+    "multi_modality": {"model_type": "llama"},
+    "plamo2vl": {"model_type": "plamo2"},
+    "lfm2_vl": {"full_attn_idxs": [1, 3], "conv_L_cache": 3, "block_dim": 64, "block_ff_dim": 64},
+    "step3p7": {"num_attention_groups": 2},
+    "paligemma": {"model_type": "gemma", "query_pre_attn_scalar": 32},
+    "aya_vision": {"head_dim": 16},
+    "ernie4_5_moe_vl": {"head_dim": 16, "mrope_section": [2, 2, 4]},
     "qwen2_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "head_dim": 16},
     "qwen2_5_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
     "qwen3_vl": {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
@@ -85,7 +116,7 @@ def small_language_model(folder: str, *, seed: int = 0) -> Module:
     )
     takes = list(inspect.signature(language.LanguageModel).parameters)
     model = language.LanguageModel(*[text, whole][: len(takes)])
-    model.update(tree_map(_drawn, model.parameters()))
+    model.update(tree_map(drawn, model.parameters()))
     model.eval()
     mx.eval(model.parameters())
     return cast(Module, model)
@@ -133,7 +164,7 @@ def _defaults(config: Any) -> dict[str, Any]:
     }
 
 
-def _drawn(parameter: mx.array) -> mx.array:
+def drawn(parameter: mx.array) -> mx.array:
     """Random numbers that let attention change the logits, as in tests/zoo.py."""
     if not mx.issubdtype(parameter.dtype, mx.floating):
         return parameter

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
 from paged_kv.commands.arguments import name, positive, seed, temperature
 from paged_kv.commands.cache_options import add_cache_options, examples, require_complete
+from paged_kv.extras import extra_module
 
 # Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512
@@ -32,6 +33,7 @@ def add_generate_parser(
             'paged-kv generate --model MODEL --prompt "A name for a cat:" --num-samples 4',
             "paged-kv generate --model MODEL --prompt - --page-format q4 --store <long.txt",
             "paged-kv generate --model MODEL --prompt - --draft-model ngram <edit.txt",
+            'paged-kv generate --model VISION_MODEL --image cat.png --prompt "What is this?"',
         ),
     )
     parser.add_argument(
@@ -45,6 +47,12 @@ def add_generate_parser(
         action="append",
         help="the prompt, or - for standard input; several prompts are generated as one batch "
         "(default: standard input)",
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        help="a file or an address of an image that the prompt is about, for a --model of mlx-vlm; "
+        "may be repeated (needs the extra vlm)",
     )
     parser.add_argument(
         "--ignore-chat-template",
@@ -91,10 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         require_complete(arguments)
         temp = _temperature(arguments.temp, arguments.num_samples)
+        _require_one_text(arguments)
         prompts = [_prompt(text) for text in arguments.prompt or ["-"]]
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
+    if arguments.image:
+        return _about_images(arguments, prompts[0], temp)
     # Imported here because loading mlx-lm takes seconds: --help and usage errors do not need it.
     from paged_kv.integrations.generation.text_generation import TextGeneration
 
@@ -115,19 +126,59 @@ def run(arguments: argparse.Namespace) -> int:
         for prompt in prompts
     ]
     try:
-        with _output(is_told=generation.is_told):
+        with _output(is_told=generation.is_told), _remedy_named():
             if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
                 generation.stream(encoded[0], _Progress(len(encoded[0])))
             else:
                 generation.batch(encoded, arguments.num_samples)
+    finally:
+        generation.close()
+    return 0
+
+
+def _about_images(arguments: argparse.Namespace, prompt: str, temp: float) -> int:
+    module = extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
+    with _remedy_named():
+        module.generate_about_images(
+            arguments.model,
+            prompt,
+            arguments.image,
+            use_template=not arguments.ignore_chat_template,
+            page_format=arguments.page_format,
+            max_bytes=arguments.max_kv_bytes,
+            max_tokens=arguments.max_tokens,
+            temp=temp,
+            seed=arguments.seed,
+        )
+    return 0
+
+
+def _require_one_text(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if an option does not work with images, or the model is missing."""
+    if not arguments.image:
+        return
+    if arguments.model is None:
+        raise ValueError("--image needs a --model of mlx-vlm: the one in this package reads text")
+    others = {
+        "--num-samples": arguments.num_samples > 1,
+        "several --prompt": len(arguments.prompt or []) > 1,
+        "--draft-model": arguments.draft_model is not None,
+        "--store": arguments.store is not None,
+    }
+    if used := [option for option, is_used in others.items() if is_used]:
+        raise ValueError(f"--image makes one text of one prompt: leave out {', '.join(used)}")
+
+
+@contextmanager
+def _remedy_named() -> Iterator[None]:
+    """Let an exhausted pool name the options that help."""
+    try:
+        yield
     except PoolExhausted as error:
         raise PagedKVError(
             f"{error.shortage}: {error.remedy('--max-kv-bytes')}, or ask for less with shorter "
             "prompts, --max-tokens or --num-samples"
         ) from None
-    finally:
-        generation.close()
-    return 0
 
 
 @contextmanager

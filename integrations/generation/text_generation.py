@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import sharded_load
 
 from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.generation.summary import summary
 from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
 from paged_kv.integrations.samples import read_shared
 from paged_kv.integrations.speculation.draft_models import (
@@ -31,7 +32,7 @@ from paged_kv.integrations.speculation.generator import (
     DEFAULT_DRAFT_TOKENS,
     SpeculativeBatchGenerator,
 )
-from paged_kv.sizes import counted, format_size
+from paged_kv.sizes import counted
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 
 
@@ -221,22 +222,11 @@ class TextGeneration:
 
     def _summarise(self, prompt: str, figures: Any) -> None:
         """Print speeds of a `GenerationResponse` or `BatchStats`, and the statistics of pages."""
-        stats = self._factory.stats()
         ranks = self._ranks
-        drafts = f"drafts      {stats.accepted_tokens} of {stats.draft_tokens} tokens accepted\n"
-        drafts = drafts if self.drafts else ""
-        which = f"rank        {ranks.rank} of {ranks.size}\n" if ranks.size > 1 else ""
-        print(
-            f"{which}prompt      {prompt}\n"
-            f"generation  {counted(figures.generation_tokens, 'token')}, "
-            f"{figures.generation_tps:.1f} tokens/s\n"
-            f"pages       {counted(stats.blocks_used, 'block')} in use, "
-            f"{stats.blocks_shared} of them shared, "
-            f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
-            f"{format_size(stats.bytes_mapped)} mapped, {format_size(stats.bytes_budget)} allowed\n"
-            f"{drafts}peak memory {format_size(int(figures.peak_memory * 1e9))}",
-            file=sys.stderr,
-        )
+        if ranks.size > 1:
+            print(f"rank        {ranks.rank} of {ranks.size}", file=sys.stderr)
+        said = summary(prompt, figures, self._factory.stats(), drafts=self.drafts)
+        print(said, file=sys.stderr)
 
 
 def loaded(path_or_repo: str) -> tuple[Any, Any]:
