@@ -121,7 +121,7 @@ def library_of(model: Module) -> CacheLibrary:
     Raises:
         ValueError: a package that mlx-vlm needs is not installed.
     """
-    if type(model).__module__.partition(".")[0] != "mlx_vlm":
+    if not _is_of_mlx_vlm(model):
         return MLX_LM
     library: CacheLibrary = extra_module("paged_kv.integrations.mlx_vlm.library", "vlm").MLX_VLM
     return library
@@ -129,5 +129,9 @@ def library_of(model: Module) -> CacheLibrary:
 
 def language_model(model: Any) -> Any:
     """The part of a model of mlx-vlm that has the caches, or the model itself."""
-    is_whole = type(model).__module__.startswith("mlx_vlm.") and hasattr(model, "language_model")
+    is_whole = _is_of_mlx_vlm(model) and hasattr(model, "language_model")
     return model.language_model if is_whole else model
+
+
+def _is_of_mlx_vlm(model: object) -> bool:
+    return type(model).__module__.partition(".")[0] == "mlx_vlm"

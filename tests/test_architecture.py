@@ -47,7 +47,9 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.distributed", "kernels.pages", "pool", "prefix", "recognition"),
         *("sequences", "store"),
     },
-    "integrations.mlx_vlm": {"cache", "integrations", "integrations.generation"},
+    "integrations.mlx_vlm": {
+        *("cache", "integrations", "integrations.batching", "integrations.generation"),
+    },
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),
         "kernels.pages",

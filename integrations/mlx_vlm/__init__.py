@@ -3,5 +3,5 @@
 - `library.py` names its cache classes.
 - `hooks.py` replaces its functions that make caches.
 - `image_generation.py` generates for `paged-kv generate --image`.
-- `left_padded_cache.py` refuses models that count the padding of a batch themselves.
+- `left_padded_cache.py` refuses models that handle the padding of a batch themselves.
 """

@@ -14,6 +14,7 @@ from mlx_vlm.generate import ar
 from mlx_vlm.models import cache as mlx_vlm_cache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.mlx_vlm.left_padded_cache import LeftPaddedCache
 from paged_kv.integrations.prompt_cache_hook import Hooks, installed_factory
 from paged_kv.integrations.rebinding import rebind
@@ -53,7 +54,7 @@ def make_batch_cache(
 
 def _batch(rows: list[Any], stock: Any, left_padding: list[int]) -> Any:
     """One layer of all rows: paged caches merged, and mlx-vlm's own in the place of others."""
-    if hasattr(stock, "caches"):
+    if is_list(stock):
         inner = zip(stock.caches, *(row.caches for row in rows), strict=True)
         return type(stock)(*(_batch(list(row), own, left_padding) for own, *row in inner))
     if not hasattr(rows[0], "merge") or not isinstance(rows[0], PagedKVCache):
