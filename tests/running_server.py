@@ -93,6 +93,12 @@ class PagedRunningServer(RunningServer):
         """Wait until no request runs or waits."""
         wait_until(lambda: not (self.service.gate.inside or self.service.thread.jobs))
 
+    def hold_until_submitted(self, jobs: int) -> None:
+        """Let the generation thread begin nothing before so many jobs have come, so that it begins
+        them in one step, however slowly this machine runs the clients."""
+        mailbox = self.service.thread._mailbox
+        mailbox.put(lambda thread: wait_until(lambda: len(mailbox._commands) >= jobs))
+
     def end(self) -> None:
         """Stop as a signal does."""
         self.loop.call_soon_threadsafe(self.server.end)

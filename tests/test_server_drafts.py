@@ -58,7 +58,8 @@ def answer(running: PagedRunningServer, body: dict[str, Any]) -> list[Any]:
 
 
 def answers(running: PagedRunningServer, bodies: list[dict[str, Any]]) -> list[Any]:
-    """Of all requests at once."""
+    """Of all requests at once, begun in one step."""
+    running.hold_until_submitted(len(bodies))
     with ThreadPoolExecutor(len(bodies)) as clients:
         return list(clients.map(lambda body: answer(running, body), bodies))
 

@@ -54,8 +54,9 @@ def texts(running: PagedRunningServer, body: dict[str, Any]) -> dict[int, str]:
 
 
 def served(*options: str) -> tuple[list[dict[int, str]], Any]:
-    """All requests at once, and the statistics of the pool."""
+    """All requests at once, begun in one step, and the statistics of the pool."""
     with paged_server(*LLAMA, *options) as running:
+        running.hold_until_submitted(len(requests()))
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda body: texts(running, body), requests()))
         stats = running.pools[0].stats()
