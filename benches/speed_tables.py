@@ -1,6 +1,7 @@
 """Makes the tables of the speed of reading and writing pages."""
 
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 from benches.table_cells import (
@@ -172,6 +173,33 @@ def latent_attention(figures: Figures) -> str:
         rows.append((label, millis(step["seconds"]), "", ratio(step["times_mlx_lm"]), ""))
     head = ("time", "speed", "times as fast as mlx-lm", "times as fast as numpy's float32 products")
     return table((f"{figures['backend']} backend", *head), rows)
+
+
+def speculation(figures: Figures) -> str:
+    """Batches with drafts beside batches without, and beside mlx-lm's rows one after the other."""
+    rows = []
+    for key, of in figures.items():
+        if not isinstance(of, dict):
+            continue
+        text, batch = key.rsplit("_", 1)
+        looked_up, drafted = of["ngram"], of["model"]
+        rows.append(
+            (
+                f"{text} text, {batch} {'row' if batch == '1' else 'rows'}",
+                count(looked_up["tokens"] / median(looked_up["seconds_without"])),
+                f"{looked_up['speed']:.2f}",
+                count(looked_up["draft_tokens"]),
+                count(looked_up["accepted_tokens"]),
+                f"{drafted['speed']:.2f}",
+                f"{drafted['accepted_a_step']:.2f}",
+                f"{drafted['mlx_lm_accepted_a_step']:.2f}",
+            )
+        )
+    head = (
+        *("tokens a second without drafts", "times that with look-up", "drafted", "accepted"),
+        *("draft model: times mlx-lm's rows in turn", "accepted a step", "mlx-lm's"),
+    )
+    return table((f"at {figures['context']:,} tokens", *head), rows)
 
 
 def whole_model(figures: Figures) -> str:

@@ -27,6 +27,7 @@ from benches.speed_tables import (
     publishing,
     quantised_kernels,
     rings,
+    speculation,
     whole_model,
 )
 from benches.store_tables import page_store, page_store_faults
@@ -259,6 +260,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "cpu_kernels": cpu_kernels,
     "host_cost": host_cost,
     "whole_model": whole_model,
+    "speculation": speculation,
     "rings": rings,
     "prefix_reuse": prefix_reuse,
     "publishing": publishing,

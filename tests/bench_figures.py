@@ -351,6 +351,31 @@ FIGURES: dict[str, dict[str, Any]] = {
             for name in ("stdlib-llama", "stdlib-gemma3")
         },
     },
+    "speculation": {
+        "context": 2048,
+        "draft_layers": 5,
+        "repeating_8": {
+            "ngram": {
+                "tokens": 1024,
+                "seconds_without": [4.0, 5.0, 6.0],
+                "seconds_with": [4.0, 4.0, 4.0],
+                "speed": 1.25,
+                "spread_without": 0.1,
+                "drafts": 200,
+                "draft_tokens": 800,
+                "accepted_tokens": 600,
+            },
+            "model": {
+                "tokens": 192,
+                "seconds_mlx_lm": [8.0, 8.0, 8.0],
+                "seconds_batch": [4.0, 4.0, 4.0],
+                "speed": 2.0,
+                "spread_mlx_lm": 0.1,
+                "accepted_a_step": 0.44,
+                "mlx_lm_accepted_a_step": 0.41,
+            },
+        },
+    },
     "vision_families": {
         "mlx_vlm": "0.7.10",
         "folders": {

@@ -51,6 +51,7 @@ ROWS = {
     "page_store_faults": "| writers killed at a random moment | 1,000 |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
     "copying": "| q4 | 35% | 94.3% | 35% | 94.3% |",
+    "speculation": "| repeating text, 8 rows | 205 | 1.25 | 800 | 600 | 2.00 | 0.44 | 0.41 |",
     "vision_families": "- Tokens of a batch: equal to mlx-vlm's in 1 of 2",
 }
 
