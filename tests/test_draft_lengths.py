@@ -103,7 +103,7 @@ def test_a_row_that_begins_to_repeat_itself_drafts_again() -> None:
 
 def test_a_machine_that_gets_faster_at_long_steps_is_noticed() -> None:
     simulation = Simulation(steep, 4, 0.95)
-    simulation.run(100)
+    simulation.run(120)
     assert not any(simulation.chosen[-50:])
     simulation.clock = flat
     simulation.run(400)

@@ -6,7 +6,8 @@ takes the n with most tokens a second, from measured times, and 0 if drafts do n
 
 Trying costs time too: a longer step whose drafts are rejected. So tries have an allowance, in steps
 without drafts. A step adds what it saved, or takes what it lost; without drafts it adds a little.
-Nothing is drafted while the allowance is used up, so drafts that never pay cost 1.5 % and a step.
+Nothing is drafted while the allowance is used up. So drafts that never pay cost 1 %, and a step or
+two at first.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _RECOVERY = 0.01
 # A length must gain this much: measured times scatter.
 _LEAST_GAIN = 1.05
 # Steps without drafts that tries may cost: at first, for each such step, and saved up at most.
-_FIRST_ALLOWANCE = 1.0
-_ALLOWANCE_PER_STEP = 0.015
+_FIRST_ALLOWANCE = 0.5
+_ALLOWANCE_PER_STEP = 0.01
 _MOST_ALLOWANCE = 4.0
 
 

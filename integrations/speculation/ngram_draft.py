@@ -7,7 +7,7 @@ are drafted from there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from threading import Lock
 from typing import NamedTuple
 
@@ -73,31 +73,36 @@ class _SharedNGrams:
     def get(self, salt: Hashable, ngram: tuple[int, ...]) -> _Place | None:
         return self._places.get((salt, ngram))
 
-    def put(self, salt: Hashable, ngram: tuple[int, ...], place: _Place) -> None:
+    def put(self, salt: Hashable, starts: Mapping[tuple[int, ...], int], tokens: list[int]) -> None:
+        """Remember where a text of this salt goes on after its n-grams."""
         if not self._most:
             return
         with self._lock:
-            self._places[salt, ngram] = place
-            self._places.move_to_end((salt, ngram))
-            if len(self._places) > self._most:
+            for ngram, start in starts.items():
+                self._places[salt, ngram] = _Place(tokens, start)
+                self._places.move_to_end((salt, ngram))
+            while len(self._places) > self._most:
                 self._places.popitem(last=False)
 
 
 class NGramRow:
-    """The n-grams of one row, each with its latest place."""
+    """The n-grams of one row, each with where the text last went on after it."""
 
     def __init__(self, n: int, salt: Hashable, shared: _SharedNGrams) -> None:
         self._n = n
         self._salt = salt
         self._shared = shared
         self._tokens: list[int] = []
-        self._places: dict[tuple[int, ...], _Place] = {}
+        self._starts: dict[tuple[int, ...], int] = {}
 
     def place_after(self, tokens: list[int]) -> _Place | None:
         """Where the text went on after the same n tokens; None if they are new."""
         self._learn(tokens[len(self._tokens) :])
         last = tuple(self._tokens[-self._n :])
-        return self._places.get(last) or self._shared.get(self._salt, last)
+        start = self._starts.get(last)
+        if start is None:
+            return self._shared.get(self._salt, last)
+        return _Place(self._tokens, start)
 
     def proposed(self, row: DraftRow) -> list[int]:
         """The tokens that followed the same n tokens; a text that ends before is taken to repeat
@@ -113,9 +118,11 @@ class NGramRow:
 
     def _learn(self, tokens: list[int]) -> None:
         """Note the n-grams that these tokens follow."""
-        known = len(self._tokens)
+        first = max(len(self._tokens) - self._n, 0)
         self._tokens.extend(tokens)
-        for end in range(max(known, self._n), len(self._tokens)):
-            ngram = tuple(self._tokens[end - self._n : end])
-            place = self._places[ngram] = _Place(self._tokens, end)
-            self._shared.put(self._salt, ngram, place)
+        known = self._tokens[first:]
+        ngrams = zip(*(known[at:] for at in range(self._n)), strict=False)
+        # The last n-gram has no end here: nothing follows it yet.
+        starts = dict(zip(ngrams, range(first + self._n, len(self._tokens)), strict=False))
+        self._starts.update(starts)
+        self._shared.put(self._salt, starts, self._tokens)
