@@ -24,11 +24,12 @@ def why(figures: dict[str, Figures]) -> str:
 
 
 def headlines(figures: dict[str, Figures]) -> str:
-    """Four numbers that speak for pages, and those that speak against them."""
+    """What speaks for pages, what quantised ones take by length, and what speaks against pages."""
     rows = [
         _server(figures["serving_http"]),
         _first_token(figures["prefix_reuse"]),
         _memory(figures["serving"]),
+        *_bits(figures["quantised_bytes"]),
         _best(figures["whole_model"]),
         *_slower(figures["whole_model"]),
         _host(figures["host_cost"]),
@@ -55,6 +56,27 @@ def _memory(figures: Figures) -> Row:
     paged = figures["paged"]["peak_kv_bytes"]["mapped"]
     label = f"peak memory of keys and values, {figures['requests']} requests of mixed lengths"
     return label, megabytes(stock), megabytes(paged), _ratio(paged / stock)
+
+
+def _bits(figures: Figures) -> list[Row]:
+    """The page that is written has 16 bits, so a short sequence takes more bits a number."""
+    alone = {
+        name: [each for each in figures["llama"][name] if each["rows"] == 1]
+        for name in ("fp16", "q8", "q4")
+    }
+    plain = [each["bits"] for each in alone["fp16"]]
+    lengths = [f"{each['tokens'] // 1024}K" for each in alone["fp16"]]
+    return [
+        (
+            f"bits a number, {name} pages beside 16 bits, at {' / '.join(lengths)} tokens",
+            count(max(plain)),
+            " / ".join(f"{each['bits']:.1f}" for each in alone[name]),
+            " / ".join(
+                _ratio(each["bits"] / least) for each, least in zip(alone[name], plain, strict=True)
+            ),
+        )
+        for name in ("q8", "q4")
+    ]
 
 
 def _best(figures: Figures) -> Row:
@@ -99,6 +121,13 @@ DIGESTS: dict[str, tuple[Digest, tuple[str, ...]]] = {
     "why": (why, ("serving_http",)),
     "headlines": (
         headlines,
-        ("serving_http", "prefix_reuse", "serving", "whole_model", "host_cost"),
+        (
+            "serving_http",
+            "prefix_reuse",
+            "serving",
+            "quantised_bytes",
+            "whole_model",
+            "host_cost",
+        ),
     ),
 }

@@ -134,8 +134,11 @@ FIGURES: dict[str, dict[str, Any]] = {
     },
     "quantised_bytes": {
         model: {
-            name: [{"rows": 8, "tokens": 4096, "bits": 5.2, "over_codes": 0.16, "peak_bits": 9.5}]
-            for name in ("fp16", "q8", "q4")
+            name: [
+                {"rows": rows, "tokens": 4096, "bits": bits, "over_codes": 0.16, "peak_bits": 9.5}
+                for rows in (1, 8)
+            ]
+            for name, bits in (("fp16", 16.0), ("q8", 9.0), ("q4", 5.2))
         }
         for model in ("llama", "gemma3")
     },
