@@ -31,7 +31,7 @@ logger = logging.getLogger("paged_kv")
 
 PROMPT, SHORTER = 5, 3
 # Where mlx-vlm's models keep the positions of a prompt with images.
-_NOTED = ("_position_ids", "_rope_deltas")
+NOTED_POSITIONS = ("_position_ids", "_rope_deltas")
 
 
 @dataclass
@@ -187,7 +187,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
 @contextmanager
 def _restored(model: Module) -> Iterator[None]:
     """Undo what a model of mlx-vlm notes about the prompt that it reads."""
-    noted = {name: getattr(model, name) for name in _NOTED if hasattr(model, name)}
+    noted = {name: getattr(model, name) for name in NOTED_POSITIONS if hasattr(model, name)}
     try:
         yield
     finally:

@@ -19,10 +19,13 @@ class ModelVersion:
 
     MLX replaces arrays and never changes them, so the same array has the same content. Some models
     replace a small array by an equal one whenever they run; small arrays are compared by content.
+
+    Attributes:
+        model: the model.
     """
 
     def __init__(self, model: Module) -> None:
-        self._model = model
+        self.model = model
         self._count = 0
         self._seen = _seen(self._parameters())
 
@@ -38,7 +41,7 @@ class ModelVersion:
         return self._count
 
     def _parameters(self) -> dict[str, mx.array]:
-        parameters: Any = self._model.parameters()  # type: ignore[no-untyped-call]
+        parameters: Any = self.model.parameters()  # type: ignore[no-untyped-call]
         return dict(cast("list[tuple[str, mx.array]]", tree_flatten(parameters)))
 
 

@@ -18,32 +18,31 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from xxhash import xxh3_128
 
+from paged_kv.integrations.model_trial import NOTED_POSITIONS
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.store.keys import Identity, Salt, salt_bytes
 
 # Attributes of modules that change no result.
-_ASIDE = frozenset({"_no_grad"})
+_ASIDE = frozenset({"_no_grad", *NOTED_POSITIONS})
 
 
 class PageIdentity:
     """Returns the identity under which a namespace's pages are stored.
 
     Args:
-        model: the model that computes the pages.
-        versions: counts the versions of its weights, as namespaces do.
+        versions: of the model that computes the pages, counted as in namespaces.
         pool: the pages' pool, which knows all layers.
         name: of the model, for people.
     """
 
-    def __init__(self, model: Module, versions: ModelVersion, pool: PagePool, name: str) -> None:
-        self._model = model
+    def __init__(self, versions: ModelVersion, pool: PagePool, name: str) -> None:
         self._versions = versions
         self._pool = pool
         self._name = name
         # Hash the weights here, so that the first prompt does not wait for it.
-        self._of = {versions.count: fingerprints(model)}
+        self._of = {versions.count: fingerprints(versions.model)}
 
     def __call__(self, namespace: Hashable) -> Identity | None:
         """The identity; None for pages of earlier weights, or not of the pool's first format: no
@@ -72,7 +71,7 @@ class PageIdentity:
 
     def _fingerprints(self, model_version: int) -> tuple[str, str]:
         if model_version not in self._of:
-            self._of = {model_version: fingerprints(self._model)}
+            self._of = {model_version: fingerprints(self._versions.model)}
         return self._of[model_version]
 
 
@@ -104,8 +103,8 @@ def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Module):
-        own = [(name, each) for name, each in vars(value).items() if name not in _ASIDE]
-        return sorted([*value.items(), *own], key=lambda named: named[0])
+        own = [*value.items(), *vars(value).items()]
+        return sorted([each for each in own if each[0] not in _ASIDE], key=lambda named: named[0])
     if isinstance(value, dict):
         return sorted(((str(name), each) for name, each in value.items()), key=lambda it: it[0])
     if isinstance(value, list | tuple):

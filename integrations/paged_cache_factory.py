@@ -112,7 +112,7 @@ class PagedCacheFactory:
         processor: Any = None,
     ) -> None:
         self._media = MediaKeys(model, processor)
-        model = language_model(model)
+        whole, model = model, language_model(model)
         require_model(model)
         if write_chunk is not None:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
@@ -133,7 +133,8 @@ class PagedCacheFactory:
         self.pool.ranks = self.ranks
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
-        self._version = ModelVersion(model)
+        # Pages of images depend on the parts that see them, too.
+        self._version = ModelVersion(whole)
         layers = self._layers()
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
@@ -325,7 +326,7 @@ class PagedCacheFactory:
         self.store = BackgroundStore(PageStore(path, max_bytes, policy=self._eviction_policy))
         if not self.pool.is_open:
             self._learn_geometry()
-        identity = PageIdentity(self._model, self._version, self.pool, model_file(self._model))
+        identity = PageIdentity(self._version, self.pool, model_file(self._model))
         self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec)
         self.prefixes.put_below(self._stored)
 

@@ -130,7 +130,7 @@ def _classes(path: Path) -> list[str]:
 def whole_model() -> Any:
     """A model of mlx-vlm as a whole, but for what makes features of images."""
     text = small_language_model("idefics3")
-    kind = type("Model", (), {"__module__": "mlx_vlm.models.idefics3.idefics3"})
+    kind = type("Model", (Module,), {"__module__": "mlx_vlm.models.idefics3.idefics3"})
     whole = kind()
     whole.language_model = text
     whole.config = SimpleNamespace(image_token_index=IMAGE)
