@@ -134,4 +134,5 @@ def language_model(model: Any) -> Any:
 
 
 def _is_of_mlx_vlm(model: object) -> bool:
-    return type(model).__module__.partition(".")[0] == "mlx_vlm"
+    """Whether this is mlx-vlm's, or a `TextModel` of paged_kv.integrations.mlx_vlm."""
+    return "mlx_vlm" in type(model).__module__.split(".")

@@ -10,13 +10,15 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
 import mlx_vlm
+from mlx_lm.generate import BatchGenerator
 from mlx_vlm.generate import ar
 from mlx_vlm.models import cache as vlm_cache
 from mlx_vlm.models.base import InputEmbeddingsFeatures
 
-from benches.vision_families import PROMPTS, alone, batched, greedy
+from benches.vision_families import NEW_TOKENS, PROMPTS, alone, batched, greedy
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.command_line import main
+from paged_kv.integrations.mlx_vlm.text_model import TextModel
 from tests.vision_folder import MARKS, write_model, write_picture
 from tests.vision_zoo import IMAGE, small_language_model, whole_model
 
@@ -174,3 +176,28 @@ def test_a_model_that_handles_padding_itself_is_refused_in_a_ragged_batch(folder
     expected = greedy(model, ar._make_cache(model, [0, 0]), mx.array(rows))
     with factory:
         assert greedy(model, ar._make_cache(model, [0, 0]), mx.array(rows)) == expected
+
+
+@pytest.mark.parametrize("folder", [*FAMILIES, "plamo2vl", "qwen3_5_moe"])
+def test_rows_of_mlx_lms_batches_are_right(folder: str) -> None:
+    """These are padded on the right, also where layers are recurrent."""
+    model = small_language_model(folder)
+    whole = SimpleNamespace(language_model=model, config=None)
+    expected = alone(model, lambda: vlm_cache.make_prompt_cache(model))
+    text_model = TextModel(whole)
+    assert text_model.is_batchable
+    factory = PagedCacheFactory(text_model, max_bytes=BYTES)
+    for _ in range(2):  # The second time behind cached prefixes.
+        fetched = [factory.fetch_cache(prompt) for prompt in PROMPTS]
+        rest = [prompt[cached:] for prompt, (_, cached) in zip(PROMPTS, fetched, strict=True)]
+        generator = BatchGenerator(text_model, max_tokens=NEW_TOKENS, prefill_step_size=16)
+        uids = generator.insert(rest, caches=[cache for cache, _ in fetched])
+        rows: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for each in responses:
+                rows[each.uid].append(each.token)
+                if each.finish_reason is not None:
+                    written = PROMPTS[uids.index(each.uid)] + rows[each.uid][:-1]
+                    factory.insert_cache(written, each.prompt_cache)
+        assert [*rows.values()] == expected
+    assert factory.stats().gather_fallbacks == 0

@@ -323,3 +323,17 @@ def test_a_server_that_is_started_again_begins_with_what_is_stored(
     assert answers[0] == answers[1]
     assert cached[0] == 0
     assert cached[1] >= 256
+
+
+@pytest.mark.slow
+def test_penalties_of_a_request_alone_count_its_prompt() -> None:
+    """As those of a batch do. With --kv-bits a request runs alone; so short a one is not
+    quantised."""
+    penalty: Any = {"extra_body": {"repetition_penalty": 0.1, "repetition_context_size": 1000}}
+    messages = [{"role": "user", "content": " ".join(NAMES)}]
+
+    def answer(*others: str) -> str:
+        with paged_server(*options(LLAMA, *others)) as running:
+            return ask(running.client(), messages, **penalty)[0]
+
+    assert answer("--kv-bits", "8", "--quantized-kv-start", "1000") == answer()

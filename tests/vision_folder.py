@@ -11,14 +11,24 @@ from paged_kv.integrations.generation.generate_command import embedded_model
 from tests.vision_zoo import drawn
 
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE = f"{MARKS[0]}{MARKS[2]}{MARKS[1]}"
+# As Qwen's, without roles: contents are a text, or a list of texts and images.
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    f"{IMAGE}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 
 
-def write_model(folder: Path) -> Path:
-    """Write the model, with the tokenizer of stdlib-llama and four tokens more."""
+def write_model(folder: Path, *, vision_seed: int = 0) -> Path:
+    """Write the model, with the tokenizer of stdlib-llama and four tokens more. Its language model
+    is always the same."""
     from mlx_vlm.models.qwen2_vl import Model, ModelConfig, TextConfig, VisionConfig
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(embedded_model())
+    tokenizer.chat_template = TEMPLATE
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     tokenizer.save_pretrained(folder)
     start, _, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
@@ -48,6 +58,8 @@ def write_model(folder: Path) -> Path:
     mx.random.seed(0)
     model: Any = Model(whole)
     model.update(tree_map(drawn, model.parameters()))
+    mx.random.seed(vision_seed)
+    model.vision_tower.update(tree_map(drawn, model.vision_tower.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     return folder
 

@@ -2,6 +2,9 @@
 
 - `library.py` names its cache classes.
 - `hooks.py` replaces its functions that make caches.
+- `loading.py` loads models for the server.
+- `text_model.py` lets mlx-lm's generators run them.
+- `prompt_maker.py` makes prompts of messages and images, and `media_prompt.py` computes these.
 - `image_generation.py` generates for `paged-kv generate --image`.
 - `left_padded_cache.py` refuses models that handle the padding of a batch themselves.
 """

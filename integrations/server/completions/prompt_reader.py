@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -19,9 +20,11 @@ import mlx.core as mx
 from mlx_lm import server
 
 from paged_kv.integrations.batching.shared_prefill import cut_for_snapshots
+from paged_kv.integrations.server.completions.message_parts import image_files, require_parts
+from paged_kv.integrations.server.generation.embedded_images import EmbeddedImages
 from paged_kv.integrations.server.generation.jobs import Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
-from paged_kv.integrations.server.http.api_errors import wrong_value
+from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
 
 Made = TypeVar("Made")
@@ -62,28 +65,64 @@ def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) 
     """The prompt of a conversation.
 
     Raises:
-        APIError: 400, the model's chat template refuses it.
+        APIError: 400, the model's chat template refuses it, or its images cannot be read.
     """
     _require_template_kwargs(loaded, body.chat_template_kwargs or {})
     messages = deepcopy(body.messages)
-    _require_images(messages, loaded, options.allow_image_urls)
+    require_parts(
+        messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
+    )
     try:
-        tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options)
+        prompt = _read(loaded, body, messages, options)
+    except APIError:
+        raise
     except Exception as error:
         raise wrong_value(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
-    if vision is not None:
-        # Evaluate here: the generation thread cannot. See `ThreadConflict`.
-        mx.eval(vision.pixel_values)
-    return _checked(loaded, Prompt(tokens, segments, state, vision), "messages")
+    return _checked(loaded, prompt, "messages")
+
+
+def _read(
+    loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
+) -> Prompt:
+    has_images = any(server._image_parts(messages))
+    if has_images:
+        server._inline_image_urls(messages)
+    if has_images and loaded.prompts is not None:
+        return _with_images(loaded, body, messages, options)
+    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options)
+    if vision is None:
+        return Prompt(tokens, segments, state)
+    # Evaluate here: the generation thread cannot. See `ThreadConflict`.
+    mx.eval(vision.pixel_values)
+    return Prompt(tokens, segments, state, EmbeddedImages(tokens, vision))
+
+
+def _with_images(
+    loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
+) -> Prompt:
+    """The prompt of a conversation with images, for a model of mlx-vlm."""
+    files = image_files(messages)
+    server.process_message_content(messages, keep_images=True)
+    variables = {**options.chat_template_args, **(body.chat_template_kwargs or {})}
+    media = loaded.prompts.chat(messages, files, tools=body.tools or None, **variables)
+    tokens, end = media.tokens, media.media_end
+    segments = [tokens[:end], tokens[end:]]
+    return Prompt(tokens, segments, _initial_state(loaded.tokenizer, tokens), media)
+
+
+def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
+    """Whether the model goes on with reasoning, as mlx-lm's server finds it out for texts."""
+    is_open = tokenizer.has_thinking and (
+        tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    )
+    return str(tokenizer.response_initial_state or ("reasoning" if is_open else "normal"))
 
 
 def _tokenized(
     loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
 ) -> Any:
-    if options.allow_image_urls and loaded.processor is not None:
-        server._inline_image_urls(messages)
     request = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
     # mlx-lm's method uses only these attributes.
     provider = SimpleNamespace(processor=loaded.processor, cli_args=options)
@@ -110,21 +149,6 @@ def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None
             )
 
 
-def _require_images(messages: list[Any], loaded: LoadedModel, urls_allowed: bool) -> None:
-    for part in server._image_parts(messages):
-        url = server._image_url(part)
-        if loaded.processor is None:
-            raise wrong_value("this model takes no images: send text only", "messages")
-        if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
-            raise wrong_value("an image must be given as a data URL", "messages")
-        if not (url.startswith("data:") or urls_allowed):
-            raise wrong_value(
-                "this server fetches no images: send a data URL, or start it with "
-                "--allow-image-urls",
-                "messages",
-            )
-
-
 def _checked(loaded: LoadedModel, prompt: Prompt, param: str) -> Prompt:
     tokens = prompt.tokens
     if not isinstance(tokens, list) or not tokens:
@@ -135,7 +159,8 @@ def _checked(loaded: LoadedModel, prompt: Prompt, param: str) -> Prompt:
             f"from 0 to {loaded.vocab_size - 1}",
             param,
         )
-    if not loaded.has_states:
-        return prompt
-    segments = cut_for_snapshots(prompt.segments)
-    return Prompt(tokens, segments, prompt.initial_state, prompt.vision)
+    if loaded.prompts is not None and not loaded.is_batchable and prompt.media is None:
+        prompt = replace(prompt, media=loaded.prompts.tokens(tokens))
+    if loaded.has_states:
+        prompt = replace(prompt, segments=cut_for_snapshots(prompt.segments))
+    return prompt

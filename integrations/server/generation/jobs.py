@@ -8,13 +8,50 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-from mlx_lm.server import GenerationArguments, Vision
+import mlx.core as mx
+from mlx_lm.server import GenerationArguments
 
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.speculation.counts import SpeculationCounts
+
+
+class PromptSteps(Protocol):
+    """A model's steps for one prompt and the tokens after it."""
+
+    @property
+    def start(self) -> int:
+        """The tokens of the prompt that the prompt cache has to hold before the first step: those
+        that were found, or 0 if the model cannot continue behind them."""
+        ...
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each step computes its own tokens, and not the first one all of the prompt."""
+        ...
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        """The logits of tokens [1, T], which continue those of the step before."""
+        ...
+
+
+class PromptMedia(Protocol):
+    """The images of a prompt."""
+
+    @property
+    def cache_key(self) -> list[int]:
+        """The prompt's tokens; those of images differ by the image's content."""
+        ...
+
+    def begin(self, model: Any, cached: int) -> PromptSteps:
+        """The model's steps behind a cached prefix of `cached` tokens.
+
+        Raises:
+            ValueError: the model cannot read the images.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,18 +62,18 @@ class Prompt:
         tokens: of the whole prompt; not empty.
         segments: the same tokens in parts; other prompts may share the end of each part.
         initial_state: the kind of text that the model writes first: "normal" or "reasoning".
-        vision: the images in it.
+        media: the images in it. Such a prompt is computed alone.
     """
 
     tokens: list[int]
     segments: list[list[int]]
     initial_state: str = "normal"
-    vision: Vision | None = None
+    media: PromptMedia | None = None
 
     @property
     def cache_key(self) -> list[int]:
         """The tokens; image tokens differ by the image's content."""
-        return self.tokens if self.vision is None else self.vision.cache_key
+        return self.tokens if self.media is None else self.media.cache_key
 
 
 class Channel:

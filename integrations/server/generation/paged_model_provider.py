@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import secrets
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ModelProvider
-from mlx_lm.utils import load
+from mlx_lm.utils import _download, load, load_config
 
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.integrations.batching.pool_memory import pool_size
@@ -19,6 +20,10 @@ from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.server.generation.image_support import (
+    loading_with_mlx_vlm,
+    refusal_of_mlx_vlm,
+)
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
 from paged_kv.integrations.speculation.draft_models import (
     NGRAM,
@@ -40,7 +45,9 @@ class LoadedModel:
     Attributes:
         key: names it.
         tokenizer: mlx-lm's.
-        processor: of images; None if the server takes none.
+        processor: of images that mlx-lm's model reads; None for others.
+        prompts: makes the prompts of a model of mlx-vlm; None for others.
+        why_no_images: what a client is told that sends an image; None if the model takes them.
         vocab_size: its token ids are less than this.
         is_batchable: whether several sequences can run as a batch.
         has_states: whether it has recurrent layers.
@@ -50,6 +57,8 @@ class LoadedModel:
     key: ModelKey
     tokenizer: Any
     processor: Any
+    prompts: Any
+    why_no_images: str | None
     vocab_size: int
     is_batchable: bool
     has_states: bool
@@ -79,6 +88,8 @@ class PagedModelProvider(ModelProvider):
         self.reuse = PromptReuse([])
         self.model_key: Any = None
         self.draft_model: Any = None
+        self.prompts: Any = None
+        self.why_no_images: str | None = None
         super().__init__(cli_args)
         self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
 
@@ -89,6 +100,7 @@ class PagedModelProvider(ModelProvider):
         for factory in self.factories:
             factory.close()
         self.factories = []
+        self.prompts = self.why_no_images = None
         super().reset()
 
     def check(self, key: ModelKey) -> None:
@@ -96,6 +108,9 @@ class PagedModelProvider(ModelProvider):
         model if necessary. Any thread may call this."""
         model, adapter, draft = key
         assert model is not None, "there is a name to check"
+        if self._refusal_of_mlx_vlm(model) is None:
+            self._loaded_by_mlx_vlm(model, adapter, lazy=True)
+            return
         load(
             model,
             adapter_path=adapter,
@@ -139,7 +154,14 @@ class PagedModelProvider(ModelProvider):
                 "--draft-model does not work with --kv-bits, whose requests run one at a time: "
                 "take --page-format q8 or q4 instead, or leave out one of them"
             )
-        super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
+        refusal = self._refusal_of_mlx_vlm(model)
+        if refusal is None:
+            self._load_with_mlx_vlm(model, adapter)
+        else:
+            super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
+            if self.ranks.size > 1:
+                self.processor = None  # other ranks get the tokens of a prompt, and not its images
+            self.why_no_images = refusal if self.processor is None else None
         if self.ranks.size > 1:
             # Each rank samples its tokens itself.
             mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
@@ -159,6 +181,30 @@ class PagedModelProvider(ModelProvider):
             self.reset()
             raise
 
+    def _refusal_of_mlx_vlm(self, model: str) -> str | None:
+        """Why mlx-vlm does not load a model, as a client that sends an image is told."""
+        if self.ranks.size > 1:
+            return "this server reads no images, as several processes share its model"
+        return refusal_of_mlx_vlm(load_config(_download(model)), self.cli_args)
+
+    def _loaded_by_mlx_vlm(self, model: str, adapter: str | None, *, lazy: bool = False) -> Any:
+        return loading_with_mlx_vlm().load_model(
+            _download(model),
+            adapter=adapter,
+            tokenizer_config=self._tokenizer_config,
+            trust_remote_code=self.cli_args.trust_remote_code,
+            lazy=lazy,
+        )
+
+    def _load_with_mlx_vlm(self, model: str, adapter: str | None) -> None:
+        """Do for a model of mlx-vlm what mlx-lm's provider does for its own."""
+        self.reset()
+        gc.collect()
+        mx.clear_cache()
+        loaded = self._loaded_by_mlx_vlm(model, adapter)
+        self.model, self.tokenizer, self.prompts = loaded.model, loaded.tokenizer, loaded.prompts
+        self.is_batchable = loaded.model.is_batchable
+
     def _describe(self) -> LoadedModel:
         options = self.cli_args
         self.reuse = PromptReuse(
@@ -173,8 +219,9 @@ class PagedModelProvider(ModelProvider):
         return LoadedModel(
             key=key,
             tokenizer=tokenizer,
-            # Other ranks get the tokens of a prompt, and not its images.
-            processor=self.processor if self.ranks.size == 1 else None,
+            processor=self.processor,
+            prompts=self.prompts,
+            why_no_images=self.why_no_images,
             vocab_size=_vocab_size(self.model),
             is_batchable=self.is_batchable and options.kv_bits is None,
             has_states=any(factory.prefixes.has_states for factory in self.factories),

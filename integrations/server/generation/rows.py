@@ -88,4 +88,4 @@ class Rows:
         self._single.close()
 
     def _is_alone(self, prompt: Prompt) -> bool:
-        return not self.loaded.is_batchable or prompt.vision is not None
+        return not self.loaded.is_batchable or prompt.media is not None

@@ -4,8 +4,9 @@ cannot be batched. Nothing is drafted for it."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences, maybe_quantize_kv_cache, stream_generate
@@ -15,6 +16,22 @@ from paged_kv.integrations.server.generation.batched_rows import Happened, as_to
 from paged_kv.integrations.server.generation.jobs import Job, Progress, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.sampling import Sampling
+from paged_kv.integrations.server.http.api_errors import wrong_value
+
+
+class _Start(NamedTuple):
+    """Where the computation of a prompt begins.
+
+    Attributes:
+        model: computes the prompt's steps: the loaded model, or `PromptSteps`.
+        cache: holds the first `cached` tokens.
+        ends: of the parts of the prompt that other prompts may share: a step ends at each.
+    """
+
+    model: Callable[..., mx.array]
+    cache: list[Any]
+    cached: int
+    ends: list[int]
 
 
 class SingleRow:
@@ -42,11 +59,15 @@ class SingleRow:
         return int(self._job is not None)
 
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
-        """Add a job; the next steps compute it. No other job may be running."""
+        """Add a job; the next steps compute it. No other job may be running.
+
+        Raises:
+            APIError: 400, the model cannot read its images.
+        """
+        start = self._start(job, prompt)
+        job.cached_tokens = start.cached
         self._job, self._dropped = job, set()
-        fetched = self._fetch(job, prompt)
-        job.cached_tokens = fetched[1]
-        self._events = self._choices(job, prompt, samplings, fetched)
+        self._events = self._choices(job, prompt, samplings, [start])
 
     def step(self) -> Happened:
         """Compute the next part of the prompt, or the next token."""
@@ -71,43 +92,50 @@ class SingleRow:
         self._job, self._events = None, iter(())
 
     def _choices(
-        self, job: Job, prompt: Prompt, samplings: list[Sampling], fetched: tuple[list[Any], int]
+        self, job: Job, prompt: Prompt, samplings: list[Sampling], started: list[_Start]
     ) -> Happened:
         for number, sampling in enumerate(samplings, job.first_choice):
-            cache, cached = fetched
-            # Drop this reference, so that only the choice holds the pages inserted at its end.
-            fetched = [], 0
-            for token in self._choice(job, prompt, number, sampling, cache, cached):
-                yield token
+            # Taken out, so that only the choice holds the pages that are inserted at its end.
+            start = started.pop() if started else self._start(job, prompt)
+            events = self._choice(job, prompt, number, sampling, start)
+            del start
+            for event in events:
+                yield event
                 if number in self._dropped:
                     break
-            if number < job.first_choice + job.choices - 1:
-                fetched = self._fetch(job, prompt)
 
-    def _fetch(self, job: Job, prompt: Prompt) -> tuple[list[Any], int]:
-        provider = self._provider
-        cache, cached = provider.reuse.fetch(prompt.cache_key, job.salt)
-        if cache is None:
-            cache = make_prompt_cache(provider.model)
-        return cache, cached
+    def _start(self, job: Job, prompt: Prompt) -> _Start:
+        model: Any = self._provider.model
+        lengths = accumulate(len(segment) for segment in prompt.segments)
+        ends = [end for end in lengths if end < len(prompt.tokens)]
+        cache, cached = self._fetch(prompt.cache_key, job.salt)
+        if prompt.media is None:
+            return _Start(model, cache, cached, ends)
+        try:
+            steps = prompt.media.begin(model, cached)
+        except ValueError as error:
+            raise wrong_value(f"the model cannot read these images: {error}", "messages") from error
+        if steps.start < cached:
+            # Nothing is found of one token: this cache is empty.
+            cache, _ = self._fetch(prompt.cache_key[:1], job.salt)
+        return _Start(steps, cache, steps.start, ends if steps.in_parts else [])
+
+    def _fetch(self, tokens: list[int], salt: str | None) -> tuple[list[Any], int]:
+        cache, cached = self._provider.reuse.fetch(tokens, salt)
+        model: Any = self._provider.model
+        return make_prompt_cache(model) if cache is None else cache, cached
 
     def _choice(
-        self,
-        job: Job,
-        prompt: Prompt,
-        number: int,
-        sampling: Sampling,
-        cache: list[Any],
-        cached: int,
+        self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
     ) -> Happened:
-        told = list(prompt.cache_key)
-        embeddings = self._embeddings(prompt, cached)
-        if embeddings is None:
-            for done in self._read(prompt.tokens, cached, cache):
-                cached = done
-                yield job, Progress(done, len(prompt.tokens))
+        told, cache = list(prompt.cache_key), start.cache
+        for done in self._read(start, prompt.tokens):
+            if done in start.ends:
+                # Of a copy of the list, which is emptied.
+                self._provider.reuse.insert(told[:done], [*cache], job.salt)
+            yield job, Progress(done, len(prompt.tokens))
         stops = self._stops.matcher()
-        for response in self._generate(job, prompt.tokens[cached:], cache, sampling, embeddings):
+        for response in self._generate(job, start, prompt.tokens, sampling):
             told.append(response.token)
             if stops.advance(response.token):
                 response.finish_reason = "stop"
@@ -120,36 +148,40 @@ class SingleRow:
                 return
 
     def _generate(
-        self, job: Job, rest: list[int], cache: list[Any], sampling: Sampling, embeddings: Any
+        self, job: Job, start: _Start, tokens: list[int], sampling: Sampling
     ) -> Iterator[Any]:
+        """The tokens that follow a prompt, of which the cache holds all but the last."""
         options = self._options
+        model: Any = start.model
         return stream_generate(
-            self._provider.model,
+            model,
             self._provider.tokenizer,
-            rest,
+            tokens[-1:],
             max_tokens=job.arguments.max_tokens,
             stream=self._stream,
             sampler=sampling.sampler,
-            logits_processors=sampling.processors,
-            prompt_cache=cache,
+            logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
+            prompt_cache=start.cache,
             prefill_step_size=options.prefill_step_size,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
             quantized_kv_start=options.quantized_kv_start,
-            **({"input_embeddings": embeddings} if embeddings is not None else {}),
         )
 
-    def _read(self, tokens: list[int], start: int, cache: list[Any]) -> Iterator[int]:
+    def _read(self, start: _Start, tokens: list[int]) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
         return only at the prompt's end, and the client may leave before."""
-        while start < len(tokens) - 1:
-            end = min(start + self._options.prefill_step_size, len(tokens) - 1)
-            self._read_step(tokens[start:end], cache)
-            start = end
-            yield start
+        done, step_size = start.cached, self._options.prefill_step_size
+        for border in [*start.ends, len(tokens) - 1]:
+            while done < border:
+                end = min(done + step_size, border)
+                self._read_step(start.model, tokens[done:end], start.cache)
+                done = end
+                yield done
 
-    def _read_step(self, tokens: list[int], cache: list[Any]) -> None:
-        model: Any = self._provider.model
+    def _read_step(
+        self, model: Callable[..., mx.array], tokens: list[int], cache: list[Any]
+    ) -> None:
         options = self._options
         with mx.stream(self._stream):
             model(mx.array([tokens]), cache=cache)
@@ -162,18 +194,13 @@ class SingleRow:
             mx.eval([layer.state for layer in cache])
         mx.clear_cache()
 
-    def _embeddings(self, prompt: Prompt, cached: int) -> mx.array | None:
-        """Embeddings of the tokens and images that are not cached; None if there are no images."""
-        if prompt.vision is None:
-            return None
-        seen = sum(start < cached for start in prompt.vision.starts)
-        pixels = prompt.vision.pixel_values[seen:]
-        if not pixels:
-            return None
-        model: Any = self._provider.model
-        embeddings: mx.array = model.embed_inputs(
-            mx.array(prompt.tokens[cached:]), pixel_values=pixels
-        )
-        # The prompt is computed on another stream: evaluate the images first.
-        mx.eval(embeddings)
-        return embeddings
+
+def _behind(tokens: list[int], processor: Any) -> Any:
+    """A logits processor that also sees the prompt's tokens, which the generator is not given."""
+    prompt = mx.array(tokens, mx.int32)
+
+    def process(seen: mx.array, logits: mx.array) -> mx.array:
+        processed: mx.array = processor(mx.concatenate([prompt, seen]), logits)
+        return processed
+
+    return process

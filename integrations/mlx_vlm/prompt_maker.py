@@ -1,0 +1,124 @@
+"""Makes prompts of texts and images, with mlx-vlm's message formats and processor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_vlm.prompt_utils import apply_chat_template, get_chat_template
+from mlx_vlm.utils import load_image, prepare_inputs, should_add_special_tokens
+from PIL import Image
+
+from paged_kv.integrations.media_keys import MediaKeys
+from paged_kv.integrations.mlx_vlm.media_prompt import MediaPrompt
+from paged_kv.integrations.mlx_vlm.text_model import TextModel
+
+# Of a camera's largest images; every processor scales them down.
+MOST_PIXELS = 100_000_000
+
+
+class PromptMaker:
+    """Makes the prompts of one model. Threads may share it.
+
+    Args:
+        model: the model.
+        processor: mlx-vlm's.
+        tokenizer: mlx-lm's, whose chat template is used.
+    """
+
+    def __init__(self, model: TextModel, processor: Any, tokenizer: Any) -> None:
+        self._config = model.whole.config
+        self._processor = processor
+        self._tokenizer = tokenizer
+        self._keys = MediaKeys(model.whole, processor)
+        # A processor's tokenizer changes its settings at every use.
+        self._lock = threading.Lock()
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], files: Sequence[bytes], **template: Any
+    ) -> MediaPrompt:
+        """The prompt of a conversation.
+
+        Args:
+            messages: in OpenAI's form; each image part stands for the next of `files`.
+            files: the contents of image files.
+            template: variables of the chat template.
+
+        Raises:
+            ValueError: the processor or the template cannot take them; others may be raised too.
+        """
+        formatted = apply_chat_template(
+            self._processor,
+            self._config,
+            list(messages),
+            return_messages=True,
+            num_images=len(files),
+        )
+        return self.text(self._rendered(formatted, template), [_opened(file) for file in files])
+
+    def text(self, text: str, images: Sequence[Any] = ()) -> MediaPrompt:
+        """The prompt of a text in which the model's own marks stand for images of Pillow.
+
+        Raises:
+            ValueError: the processor cannot take it; others may be raised too.
+        """
+        with self._lock:
+            inputs: dict[str, Any] = dict(
+                prepare_inputs(
+                    self._processor,
+                    images=list(images) or None,
+                    prompts=text,
+                    image_token_index=getattr(self._config, "image_token_index", None),
+                    add_special_tokens=should_add_special_tokens(
+                        self._config.model_type, self._processor
+                    ),
+                )
+            )
+        tokens: list[int] = inputs.pop("input_ids").flatten().tolist()
+        pixel_values, mask = inputs.pop("pixel_values", None), inputs.pop("attention_mask", None)
+        # Here: the thread that uses them cannot. See `ThreadConflict`.
+        leaves: Any = tree_flatten([pixel_values, mask, inputs])
+        mx.eval([leaf for _, leaf in leaves if isinstance(leaf, mx.array)])
+        return MediaPrompt(
+            tokens,
+            self._keys.keyed(tokens, {"images": images}) if images else tokens,
+            pixel_values,
+            mask,
+            inputs,
+        )
+
+    def tokens(self, tokens: list[int]) -> MediaPrompt:
+        """The prompt of these tokens of text."""
+        return MediaPrompt(tokens, tokens)
+
+    def _rendered(self, formatted: list[Any], template: dict[str, Any]) -> str:
+        if isinstance(formatted[-1], str):
+            # Of models that read only the last message, and have no template.
+            return formatted[-1]
+        if self._tokenizer.has_chat_template:
+            rendered = self._tokenizer.apply_chat_template(
+                formatted, tokenize=False, add_generation_prompt=True, **template
+            )
+        else:
+            rendered = get_chat_template(self._processor, formatted, add_generation_prompt=True)
+        return str(rendered)
+
+
+def _opened(file: bytes) -> Any:
+    """The image in a file.
+
+    Raises:
+        ValueError: there is none that Pillow reads, or it has too many pixels. A small file can
+            take gigabytes of memory.
+    """
+    try:
+        width, height = Image.open(BytesIO(file)).size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"it has {width:,} x {height:,} pixels, and {MOST_PIXELS:,} are read")
+        return load_image(BytesIO(file))
+    except Exception as error:  # Pillow's readers raise many types
+        raise ValueError(f"an image of {len(file):,} bytes cannot be read: {error}") from error
