@@ -15,6 +15,11 @@ from mlx_vlm.models import cache as mlx_vlm_cache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.mlx_vlm.kv_bits import (
+    maybe_quantize_kv_cache,
+    require_no_kv_bits,
+    stock_maybe_quantize,
+)
 from paged_kv.integrations.mlx_vlm.left_padded_cache import LeftPaddedCache
 from paged_kv.integrations.prompt_cache_hook import Hooks, installed_factory
 from paged_kv.integrations.rebinding import rebind
@@ -42,11 +47,7 @@ def make_batch_cache(
     factory = installed_factory(model)
     if factory is None:
         return _stock_make_batch(model, left_padding, kv_bits=kv_bits, **options)
-    if kv_bits is not None:
-        raise ValueError(
-            f"kv_bits={kv_bits} is for mlx-vlm's own caches, and a paged_kv factory is installed "
-            "for this model: leave it out, and make the factory with page_format='q8' or 'q4'"
-        )
+    require_no_kv_bits(kv_bits)
     rows = [factory.make_cache() for _ in left_padding]
     stock = _stock_make_batch(model, left_padding)
     return [_batch(list(row), own, left_padding) for own, *row in zip(stock, *rows, strict=True)]
@@ -70,11 +71,13 @@ def _batch(rows: list[Any], stock: Any, left_padding: list[int]) -> Any:
 def _install() -> None:
     rebind(stock_make_prompt_cache, make_prompt_cache)
     rebind(_stock_make_batch, make_batch_cache)
+    rebind(stock_maybe_quantize, maybe_quantize_kv_cache)
 
 
 def _remove() -> None:
     rebind(make_prompt_cache, stock_make_prompt_cache)
     rebind(make_batch_cache, _stock_make_batch)
+    rebind(maybe_quantize_kv_cache, stock_maybe_quantize)
 
 
 MLX_VLM_HOOKS = Hooks(_install, _remove)
