@@ -25,7 +25,9 @@ class Seeing:
         self.seen = [each.item() for each in pixel_values]
         embeddings: mx.array = self.model.model.embed_tokens(inputs)
         for start, image in zip(STARTS[-len(pixel_values) :], pixel_values, strict=True):
-            embeddings[start - len(TOKENS)] += image
+            at = start - len(TOKENS) + len(inputs)
+            assert at >= 0, "an image of the prefix"
+            embeddings[at] += image
         return embeddings
 
     def __call__(self, inputs: mx.array, cache: Any, **embeddings: Any) -> mx.array:

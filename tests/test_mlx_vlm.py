@@ -11,7 +11,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
 import mlx_vlm
 from mlx_lm.generate import BatchGenerator
-from mlx_vlm.generate import ar
+from mlx_vlm.generate import ar, common
 from mlx_vlm.models import cache as vlm_cache
 from mlx_vlm.models.base import InputEmbeddingsFeatures
 
@@ -19,6 +19,7 @@ from benches.vision_families import NEW_TOKENS, PROMPTS, alone, batched, greedy
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.command_line import main
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
+from tests.vision_folder import IMAGE as IMAGE_MARKS
 from tests.vision_folder import MARKS, write_model, write_picture
 from tests.vision_zoo import IMAGE, small_language_model, whole_model
 
@@ -149,20 +150,45 @@ def test_a_whole_model_says_the_same_about_a_picture(folder: Path) -> None:
     assert factory.stats().bytes_mapped > 0
 
 
-def test_the_command_says_what_mlx_vlm_says(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_mlx_vlms_quantisation_is_refused(folder: Path) -> None:
+    """It would have no effect on pages."""
+    model, processor = mlx_vlm.load(str(folder / "model"))
+    stock = common.maybe_quantize_kv_cache
+    with (
+        PagedCacheFactory(model, max_bytes=BYTES),
+        pytest.raises(ValueError, match="kv_bits=4 is for mlx-vlm's own caches"),
+    ):
+        mlx_vlm.generate(model, processor, "def", max_tokens=4, kv_bits=4)
+    assert common.maybe_quantize_kv_cache is stock
+    assert mlx_vlm.generate(model, processor, "def", max_tokens=4, kv_bits=8).token_ids
+
+
+def test_the_command_says_what_mlx_vlm_says_and_stores_the_image(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, processor = mlx_vlm.load(str(folder / "model"))
     picture = str(folder / "red.png")
-    expected = mlx_vlm.generate(
-        model, processor, ABOUT, image=[picture], max_tokens=12, temperature=0.0
-    )
-    options = ["--ignore-chat-template", "--max-tokens", "12", "--max-kv-bytes", "9MB"]
-    about = ["--prompt", ABOUT, "--image", picture]
-    assert main(["generate", "--model", str(folder / "model"), *about, *options]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.strip() == expected.text.strip()
-    assert "1 block in use" in captured.err
+
+    def told(prompt: str, *options: str) -> tuple[str, str]:
+        asked = ["--prompt", prompt, "--image", picture, "--max-tokens", "12", *options]
+        assert main(["generate", "--model", str(folder / "model"), *asked]) == 0
+        captured = capsys.readouterr()
+        return captured.out.strip(), captured.err
+
+    def expected(prompt: str) -> str:
+        options = {"image": [picture], "max_tokens": 12, "temperature": 0.0}
+        return str(mlx_vlm.generate(model, processor, prompt, **options).text).strip()
+
+    text, summary = told(ABOUT, "--ignore-chat-template", "--max-kv-bytes", "9MB")
+    assert text == expected(ABOUT)
+    assert "1 block in use" in summary
+    prompt = "def read(path):" * 60  # more than a page
+    for is_stored in (False, True):
+        text, summary = told(prompt, "--store", str(tmp_path / "store"))
+        assert text == expected(IMAGE_MARKS + prompt)
+        assert ("of them cached" in summary) == is_stored
+    options = ["--temp", "1", "--seed", "3"]
+    assert told(prompt, *options)[0] == told(prompt, *options)[0]
 
 
 @pytest.mark.parametrize("folder_name", ["zaya1_vl", "qwen3_5"])

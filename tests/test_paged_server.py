@@ -273,8 +273,13 @@ def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> No
         assert_idle_pools_hold_nothing(running)
 
 
+ALONE = ["--kv-bits", "8", "--quantized-kv-start", "100000"]
+"""Requests run one at a time; so short ones are not quantised."""
+
+
+@pytest.mark.parametrize("alone", [[], pytest.param(ALONE, marks=pytest.mark.slow)])
 def test_recurrent_layers_go_on_inside_of_prompts(
-    system: str, monkeypatch: pytest.MonkeyPatch
+    alone: list[str], system: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random hybrid reads the tokens of the llama's tokenizer."""
     load: Any = vars(server)["load"]
@@ -285,8 +290,9 @@ def test_recurrent_layers_go_on_inside_of_prompts(
 
     monkeypatch.setattr(server, "load", load_hybrid)
     prompt = system * 9
-    with paged_server(*options(LLAMA, "--max-kv-bytes", "256MB")) as running:
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "256MB", *alone)) as running:
         tokens = len(tokens_of(running, prompt))
+        snapshot = tokens // 2048 * 2048
         assert 2100 < tokens < 6000
 
         def complete(text: str) -> tuple[str, int]:
@@ -300,9 +306,9 @@ def test_recurrent_layers_go_on_inside_of_prompts(
 
         first, cached = complete(prompt)
         assert cached == 0
-        assert complete(prompt) == (first, tokens - 1)
+        assert complete(prompt) == (first, snapshot if alone else tokens - 1)
         other, cached = complete(prompt[:-30] + "\nimport")
-        assert cached == tokens // 2048 * 2048
+        assert cached == snapshot
         running.pools[0].clear()
         assert complete(prompt[:-30] + "\nimport") == (other, 0)
         assert_idle_pools_hold_nothing(running)
@@ -325,10 +331,8 @@ def test_a_server_that_is_started_again_begins_with_what_is_stored(
     assert cached[1] >= 256
 
 
-@pytest.mark.slow
 def test_penalties_of_a_request_alone_count_its_prompt() -> None:
-    """As those of a batch do. With --kv-bits a request runs alone; so short a one is not
-    quantised."""
+    """As those of a batch do."""
     penalty: Any = {"extra_body": {"repetition_penalty": 0.1, "repetition_context_size": 1000}}
     messages = [{"role": "user", "content": " ".join(NAMES)}]
 
@@ -336,4 +340,4 @@ def test_penalties_of_a_request_alone_count_its_prompt() -> None:
         with paged_server(*options(LLAMA, *others)) as running:
             return ask(running.client(), messages, **penalty)[0]
 
-    assert answer("--kv-bits", "8", "--quantized-kv-start", "1000") == answer()
+    assert answer(*ALONE) == answer()

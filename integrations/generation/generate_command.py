@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.resources import files
+from typing import Any
 
 from tqdm import tqdm
 
@@ -104,12 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
-    if arguments.image:
-        return _about_images(arguments, prompts[0], temp)
-    # Imported here because loading mlx-lm takes seconds: --help and usage errors do not need it.
-    from paged_kv.integrations.generation.text_generation import TextGeneration
-
-    generation = TextGeneration(
+    generation = _generation_class(arguments)(
         arguments.model or embedded_model(),
         page_format=arguments.page_format,
         max_bytes=arguments.max_kv_bytes,
@@ -121,36 +117,36 @@ def run(arguments: argparse.Namespace) -> int:
         draft=arguments.draft_model,
         num_draft_tokens=arguments.num_draft_tokens,
     )
-    encoded = [
-        generation.encode(prompt, use_template=not arguments.ignore_chat_template)
-        for prompt in prompts
-    ]
     try:
         with _output(is_told=generation.is_told), _remedy_named():
-            if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
-                generation.stream(encoded[0], _Progress(len(encoded[0])))
-            else:
-                generation.batch(encoded, arguments.num_samples)
+            _generate(generation, prompts, arguments)
     finally:
         generation.close()
     return 0
 
 
-def _about_images(arguments: argparse.Namespace, prompt: str, temp: float) -> int:
-    module = extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
-    with _remedy_named():
-        module.generate_about_images(
-            arguments.model,
-            prompt,
-            arguments.image,
-            use_template=not arguments.ignore_chat_template,
-            page_format=arguments.page_format,
-            max_bytes=arguments.max_kv_bytes,
-            max_tokens=arguments.max_tokens,
-            temp=temp,
-            seed=arguments.seed,
-        )
-    return 0
+def _generate(generation: Any, prompts: list[str], arguments: argparse.Namespace) -> None:
+    use_template = not arguments.ignore_chat_template
+    if arguments.image:
+        media = generation.read(prompts[0], arguments.image, use_template=use_template)
+        generation.stream(media.tokens, _Progress(len(media.tokens)), media)
+        return
+    encoded = [generation.encode(prompt, use_template=use_template) for prompt in prompts]
+    if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
+        generation.stream(encoded[0], _Progress(len(encoded[0])))
+    else:
+        generation.batch(encoded, arguments.num_samples)
+
+
+def _generation_class(arguments: argparse.Namespace) -> Any:
+    """What generates. Imported here because loading mlx-lm takes seconds: --help and usage errors
+    do not need it."""
+    if arguments.image:
+        module = extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
+        return module.ImageGeneration
+    from paged_kv.integrations.generation.text_generation import TextGeneration
+
+    return TextGeneration
 
 
 def _require_one_text(arguments: argparse.Namespace) -> None:
@@ -163,7 +159,6 @@ def _require_one_text(arguments: argparse.Namespace) -> None:
         "--num-samples": arguments.num_samples > 1,
         "several --prompt": len(arguments.prompt or []) > 1,
         "--draft-model": arguments.draft_model is not None,
-        "--store": arguments.store is not None,
     }
     if used := [option for option, is_used in others.items() if is_used]:
         raise ValueError(f"--image makes one text of one prompt: leave out {', '.join(used)}")

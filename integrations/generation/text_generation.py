@@ -22,6 +22,7 @@ from mlx_lm.utils import sharded_load
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.generation.summary import summary
 from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
+from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.samples import read_shared
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
@@ -64,7 +65,7 @@ class TextGeneration:
             seed = self._ranks.of_first("seed", secrets.randbits(32))
         if seed is not None:
             mx.random.seed(seed)
-        self._model, self._tokenizer = loaded(path_or_repo)
+        self._model, self._tokenizer = self._loaded(path_or_repo)
         draft_model = load_draft_model(draft, self._tokenizer)
         self._factories = divided_factories(
             [model for model in (self._model, draft_model) if model is not None],
@@ -110,21 +111,27 @@ class TextGeneration:
         """Whether tokens are drafted, which only `batch` does."""
         return self._draft is not None
 
-    def stream(self, prompt: list[int], progress: Callable[[int, int], None]) -> None:
-        """Print one text as it comes."""
+    def stream(
+        self,
+        prompt: list[int],
+        progress: Callable[[int, int], None],
+        media: PromptMedia | None = None,
+    ) -> None:
+        """Print one text as it comes; `media` are the images of the prompt."""
         start = perf_counter()
-        prompt_cache, cached = self._factory.fetch_cache(prompt)
-        fetched, text = perf_counter() - start, list(prompt)
+        key = prompt if media is None else media.cache_key
+        model, prompt_cache, cached = self._begin(key, media)
+        fetched, text = perf_counter() - start, list(key)
 
         def note(done: int, total: int) -> None:
             progress(done, total)
             # The same prompt resumes after its last token but one. Insert there: states, and
             # windows after a long answer, cannot be rolled back to it.
             if 0 < done == total - 1:
-                self._factory.insert_cache(prompt[:-1], prompt_cache)
+                self._factory.insert_cache(key[:-1], prompt_cache)
 
         for response in stream_generate(
-            self._model,
+            model,
             self._tokenizer,
             prompt[cached:],
             max_tokens=self._max_tokens,
@@ -140,6 +147,16 @@ class TextGeneration:
         known = f", {cached} of them cached" if cached else ""
         self._summarise(f"{counted(len(prompt), 'token')} in {read:.2f} s{known}", response)
         self._factory.insert_cache(text, prompt_cache)
+
+    def _begin(self, key: list[int], media: PromptMedia | None) -> tuple[Any, list[Any], int]:
+        """What computes a prompt, its cache, and the tokens that this holds."""
+        prompt_cache, cached = self._factory.fetch_cache(key)
+        if media is None:
+            return self._model, prompt_cache, cached
+        steps = media.begin(self._model, cached)
+        if steps.start < cached:
+            prompt_cache = self._factory.make_cache()
+        return steps, prompt_cache, steps.start
 
     def batch(self, prompts: list[list[int]], num_samples: int) -> None:
         """Print `num_samples` texts for each of several prompts, one after the other as they come.
@@ -215,6 +232,9 @@ class TextGeneration:
             self._model, self._draft, num_draft_tokens=self._num_draft_tokens, **options
         )
 
+    def _loaded(self, path_or_repo: str) -> tuple[Any, Any]:
+        return loaded(path_or_repo)
+
     def close(self) -> None:
         """Write pending pages to the store, and free the memory."""
         for factory in self._factories:
@@ -229,14 +249,19 @@ class TextGeneration:
         print(said, file=sys.stderr)
 
 
-def loaded(path_or_repo: str) -> tuple[Any, Any]:
+def loaded(path_or_repo: str, load_model: Callable[[str], Any] | None = None) -> tuple[Any, Any]:
     """A model, or this rank's shard of it, and its tokenizer.
+
+    Args:
+        path_or_repo: its folder or repository.
+        load_model: of another library than mlx-lm.
 
     Raises:
         ValueError: the model cannot be loaded; the message says why.
     """
     try:
-        load_model = load if mx.distributed.init().size() == 1 else sharded_load
+        if load_model is None:
+            load_model = load if mx.distributed.init().size() == 1 else sharded_load
         model, tokenizer = load_model(_existing(path_or_repo))[:2]
     except FileNotFoundError:
         raise

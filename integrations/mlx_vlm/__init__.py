@@ -6,5 +6,6 @@
 - `text_model.py` lets mlx-lm's generators run them.
 - `prompt_maker.py` makes prompts of messages and images, and `media_prompt.py` computes these.
 - `image_generation.py` generates for `paged-kv generate --image`.
+- `kv_bits.py` refuses mlx-vlm's quantisation of pages.
 - `left_padded_cache.py` refuses models that handle the padding of a batch themselves.
 """

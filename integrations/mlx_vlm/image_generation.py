@@ -1,59 +1,45 @@
 """Generates for `paged-kv generate --image`: a text about images, with a model of mlx-vlm."""
 
-import sys
+from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
-from mlx_vlm import load, stream_generate
-from mlx_vlm.prompt_utils import apply_chat_template
+from mlx_lm.utils import _download
 
-from paged_kv.integrations.generation.summary import summary
-from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.sizes import counted
+from paged_kv.integrations.generation.text_generation import TextGeneration, loaded
+from paged_kv.integrations.mlx_vlm.loading import load_model
+from paged_kv.integrations.mlx_vlm.media_prompt import MediaPrompt
+from paged_kv.integrations.mlx_vlm.prompt_maker import PromptMaker
 
 
-def generate_about_images(
-    path_or_repo: str,
-    prompt: str,
-    images: list[str],
-    *,
-    use_template: bool,
-    page_format: str,
-    max_bytes: int | None,
-    max_tokens: int,
-    temp: float,
-    seed: int | None,
-) -> None:
-    """Print one text as it comes, and a summary to standard error.
+class ImageGeneration(TextGeneration):
+    """A model of mlx-vlm on paged caches, with its sampling options."""
 
-    Args:
-        images: files or addresses, which mlx-vlm loads.
+    _prompts: PromptMaker
 
-    Raises:
-        ValueError, OSError: mlx-vlm cannot load the model or an image.
-        PoolExhausted: `max_bytes` does not hold the tokens.
-    """
-    if seed is not None:
-        mx.random.seed(seed)
-    model, processor = load(path_or_repo)
-    factory = PagedCacheFactory(
-        model, page_format=page_format, max_bytes=max_bytes, processor=processor
-    )
-    if use_template and getattr(processor, "chat_template", None):
-        prompt = apply_chat_template(processor, model.config, prompt, num_images=len(images))
-    prompt_cache = factory.make_cache()
-    result: Any = None
-    for result in stream_generate(
-        model,
-        processor,
-        prompt,
-        image=images,
-        max_tokens=max_tokens,
-        temperature=temp,
-        prompt_cache=prompt_cache,
-    ):
-        print(result.text, end="", flush=True)
-    print()
-    read = f"{counted(result.prompt_tokens, 'token')}, {result.prompt_tps:.1f} tokens/s"
-    print(summary(read, result, factory.stats()), file=sys.stderr)
-    factory.close()
+    def read(self, prompt: str, images: Sequence[str], *, use_template: bool) -> MediaPrompt:
+        """The prompt about images, as mlx-vlm makes it.
+
+        Args:
+            prompt: a text. Without the template, it has the model's marks of images itself.
+            images: their files or addresses.
+
+        Raises:
+            ValueError, OSError: an image or the prompt cannot be read.
+        """
+        if not use_template:
+            return self._prompts.text(prompt, images)
+        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+        return self._prompts.chat([{"role": "user", "content": parts}], images)
+
+    def _loaded(self, path_or_repo: str) -> tuple[Any, Any]:
+        if self._ranks.size > 1:
+            raise ValueError(
+                "--image does not work with several processes for one model: generate without "
+                "mlx.launch"
+            )
+        return loaded(path_or_repo, self._load)
+
+    def _load(self, path_or_repo: str) -> tuple[Any, Any]:
+        found = load_model(_download(path_or_repo))
+        self._prompts = found.prompts
+        return found.model, found.tokenizer

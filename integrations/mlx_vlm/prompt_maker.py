@@ -39,13 +39,13 @@ class PromptMaker:
         self._lock = threading.Lock()
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], files: Sequence[bytes], **template: Any
+        self, messages: Sequence[dict[str, Any]], files: Sequence[bytes | str], **template: Any
     ) -> MediaPrompt:
         """The prompt of a conversation.
 
         Args:
             messages: in OpenAI's form; each image part stands for the next of `files`.
-            files: the contents of image files.
+            files: the contents of image files, or their paths or addresses.
             template: variables of the chat template.
 
         Raises:
@@ -58,19 +58,20 @@ class PromptMaker:
             return_messages=True,
             num_images=len(files),
         )
-        return self.text(self._rendered(formatted, template), [_opened(file) for file in files])
+        return self.text(self._rendered(formatted, template), files)
 
-    def text(self, text: str, images: Sequence[Any] = ()) -> MediaPrompt:
-        """The prompt of a text in which the model's own marks stand for images of Pillow.
+    def text(self, text: str, files: Sequence[bytes | str]) -> MediaPrompt:
+        """The prompt of a text in which the model's own marks stand for images.
 
         Raises:
             ValueError: the processor cannot take it; others may be raised too.
         """
+        images = [_opened(file) for file in files]
         with self._lock:
             inputs: dict[str, Any] = dict(
                 prepare_inputs(
                     self._processor,
-                    images=list(images) or None,
+                    images=images or None,
                     prompts=text,
                     image_token_index=getattr(self._config, "image_token_index", None),
                     add_special_tokens=should_add_special_tokens(
@@ -108,13 +109,15 @@ class PromptMaker:
         return str(rendered)
 
 
-def _opened(file: bytes) -> Any:
-    """The image in a file.
+def _opened(file: bytes | str) -> Any:
+    """The image of Pillow in a file, given as for `PromptMaker.chat`.
 
     Raises:
         ValueError: there is none that Pillow reads, or it has too many pixels. A small file can
             take gigabytes of memory.
     """
+    if isinstance(file, str):
+        return load_image(file)
     try:
         width, height = Image.open(BytesIO(file)).size
         if width * height > MOST_PIXELS:
