@@ -72,12 +72,12 @@ def test_what_is_not_base64_is_refused(url: str, message: str) -> None:
     [
         ({"model_type": "llama"}, {}, "this model takes no images"),
         ({"model_type": "qwen2_vl", "vision_config": {}}, {}, None),
-        ({"model_type": "idefics3"}, {}, None),
         ({"model_type": "muse_spark", "vision_config": {}}, {}, "this model takes no images"),
         ({"model_type": "llama", "vision_config": {}}, {}, "no model of the type 'llama'"),
         ({"model_type": "nothing"}, {}, "no model of the type 'nothing'"),
-        ({"model_type": "gemma3", "vision_config": {}}, {"draft_model": "d"}, "--draft-model"),
-        ({"model_type": "gemma3", "vision_config": {}}, {"kv_bits": 4}, "--kv-bits"),
+        ({"model_type": "gemma3", "vision_config": {}}, {"--draft-model": "d"}, "--draft-model"),
+        ({"model_type": "gemma3", "vision_config": {}}, {"--kv-bits": 4}, "--kv-bits"),
+        ({"model_type": "idefics3"}, {"--kv-bits": None}, None),
     ],
 )
 def test_mlx_vlm_loads_what_mlx_lm_would_load_without_its_images(
@@ -90,13 +90,24 @@ def test_mlx_vlm_loads_what_mlx_lm_would_load_without_its_images(
     loading = SimpleNamespace(knows=lambda config: config["model_type"] in known)
     monkeypatch.setattr(image_support, "find_spec", lambda _: object())
     monkeypatch.setattr(image_support, "loading_with_mlx_vlm", lambda: loading)
-    given: Any = SimpleNamespace(**{"draft_model": None, "kv_bits": None, **options})
-    refusal = refusal_of_mlx_vlm(config, given)
+    refusal = refusal_of_mlx_vlm(config, options)
     assert refusal is None if reason is None else reason in (refusal or "")
+
+
+def test_what_only_mlx_vlm_knows_takes_no_options_of_mlx_lm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image_support, "find_spec", lambda _: object())
+    loading = SimpleNamespace(knows=lambda _: True)
+    monkeypatch.setattr(image_support, "loading_with_mlx_vlm", lambda: loading)
+    with pytest.raises(ValueError, match="--draft-model does not work with models of mlx-vlm"):
+        refusal_of_mlx_vlm({"model_type": "idefics3"}, {"--draft-model": "ngram"})
 
 
 def test_without_the_extra_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_support, "find_spec", lambda _: None)
-    options: Any = SimpleNamespace(draft_model=None, kv_bits=None)
-    refusal = refusal_of_mlx_vlm({"model_type": "gemma3", "vision_config": {}}, options)
+    refusal = refusal_of_mlx_vlm({"model_type": "gemma3", "vision_config": {}}, {})
     assert "paged-kv[vlm]" in (refusal or "")
+    with pytest.raises(ValueError, match=r"no model of the type 'idefics3'.*paged-kv\[vlm\]"):
+        refusal_of_mlx_vlm({"model_type": "idefics3"}, {})
+    assert refusal_of_mlx_vlm({"model_type": "own", "model_file": "own.py"}, {})

@@ -4,8 +4,11 @@ vlm."""
 import base64
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +19,11 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 import mlx_vlm
 from mlx_vlm.prompt_utils import apply_chat_template
 from openai import BadRequestError, OpenAI
+from PIL import Image
 
 from paged_kv.integrations.mlx_vlm.media_prompt import PromptSteps
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
+from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
@@ -43,6 +48,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shade in (("red", 250), ("blue", 10)):
         write_picture(folder / f"{name}.png", shade)
     return folder
+
+
+def large_picture() -> str:
+    """A file of kilobytes that would take hundreds of megabytes of memory."""
+    file = BytesIO()
+    Image.new("1", (12_000, 12_000)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+LARGE = large_picture()
 
 
 def options(folder: Path, *others: str) -> list[str]:
@@ -236,9 +251,11 @@ def test_images_are_found_on_disk_by_the_same_model_only(
         (image("http://127.0.0.1:9/a.png"), "--allow-image-urls"),
         (image("file:///etc/hosts"), "as a data URL"),
         ({"type": "input_audio", "input_audio": {"data": ""}}, "type 'input_audio'"),
+        (image(f"data:image/png;base64,{LARGE}"), "12,000 x 12,000 pixels"),
         (IMAGE, "do not fit the chat template"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Image size")
 def test_what_is_no_image_is_refused(
     folder: Path, client: OpenAI, part: dict[str, Any] | str, reason: str
 ) -> None:
@@ -246,3 +263,34 @@ def test_what_is_no_image_is_refused(
     with pytest.raises(BadRequestError, match=reason):
         ask(client, user(picture(folder, "red"), part))
     assert ask(client, user(TEXT))[0]
+
+
+def test_addresses_are_fetched_where_that_is_allowed(
+    folder: Path, expected: Callable[..., str]
+) -> None:
+    files = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder))
+    )
+    Thread(target=files.serve_forever).start()
+    try:
+        messages = user(image(f"http://127.0.0.1:{files.server_port}/red.png"), TEXT)
+        with paged_server(*options(folder, "--allow-image-urls")) as server:
+            assert ask(server.client(), messages)[0] == expected(messages, "red")
+    finally:
+        files.shutdown()
+        files.server_close()
+
+
+def test_models_of_both_libraries_replace_each_other(
+    folder: Path, expected: Callable[..., str]
+) -> None:
+    """Each takes what its own model takes."""
+    seeing, blind = str(folder / "model"), str(MODEL_FOLDERS["stdlib-llama"])
+    messages = user(picture(folder, "red"), TEXT)
+    with paged_server("--max-tokens", str(NEW_TOKENS), "--allow-model-switch") as server:
+        for _ in range(2):
+            answer = server.client().chat.completions.create(model=seeing, messages=messages)
+            assert answer.choices[0].message.content == expected(messages, "red")
+            with pytest.raises(BadRequestError, match="this model takes no images"):
+                server.client().chat.completions.create(model=blind, messages=messages)
+        assert_idle_pools_hold_nothing(server)

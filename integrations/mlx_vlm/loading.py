@@ -32,7 +32,6 @@ def knows(config: dict[str, Any]) -> bool:
 def load_model(
     folder: Path,
     *,
-    adapter: str | None = None,
     tokenizer_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     lazy: bool = False,
@@ -42,9 +41,7 @@ def load_model(
     Raises:
         ValueError, OSError: mlx-vlm cannot, or the model makes no text; others may be raised too.
     """
-    whole, processor = load(
-        str(folder), adapter_path=adapter, lazy=lazy, trust_remote_code=trust_remote_code
-    )
+    whole, processor = load(str(folder), lazy=lazy, trust_remote_code=trust_remote_code)
     if not hasattr(whole, "language_model"):
         raise ValueError(f"mlx-vlm's model in {folder} makes no text: it has no language model")
     stops = getattr(processor, "tokenizer", processor).stopping_criteria.eos_token_ids

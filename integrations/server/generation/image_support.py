@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,36 +22,49 @@ def loading_with_mlx_vlm() -> Any:
     return extra_module("paged_kv.integrations.mlx_vlm.loading", "vlm")
 
 
-def refusal_of_mlx_vlm(config: dict[str, Any], options: argparse.Namespace) -> str | None:
+def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -> str | None:
     """Why mlx-vlm does not load a model, as a client that sends an image is told; None if it does.
 
     mlx-vlm loads what mlx-lm does not know, or would load without a part that sees images.
 
     Args:
         config: of the model.
-        options: the server's.
+        mlx_lm_options: options that only models of mlx-lm take, and their values or None.
+
+    Raises:
+        ValueError: only mlx-vlm may know the model, and is missing or does not take an option.
     """
-    mlx_lm_reads = config.get("model_type") in PROCESSORS or "vision_config" not in config
-    if mlx_lm_reads and _mlx_lm_knows(config):
+    kind, is_known = config.get("model_type"), _mlx_lm_knows(config)
+    if is_known and (kind in PROCESSORS or "vision_config" not in config):
         return _TEXT_ONLY
     if find_spec("mlx_vlm") is None:
+        if not is_known:
+            raise ValueError(
+                f"mlx-lm has no model of the type {kind!r}: if mlx-vlm has one, install the extra "
+                "for it with pip install 'paged-kv[vlm]'"
+            )
         return (
             "this server reads no images, as the extra for them is not installed: pip install "
             "'paged-kv[vlm]' where it runs, or send text only"
         )
     if not loading_with_mlx_vlm().knows(config):
         return (
-            f"this server reads no images, as mlx-vlm has no model of the type "
-            f"{config.get('model_type')!r}: send text only"
+            f"this server reads no images, as mlx-vlm has no model of the type {kind!r}: send "
+            "text only"
         )
-    for option in ("draft_model", "kv_bits"):
-        if getattr(options, option) is not None:
-            named = f"--{option.replace('_', '-')}"
-            return f"this server reads no images, as it was started with {named}: send text only"
+    if used := [option for option, value in mlx_lm_options.items() if value is not None]:
+        if not is_known:
+            raise ValueError(
+                f"{used[0]} does not work with models of mlx-vlm, and mlx-lm has none of the type "
+                f"{kind!r}: leave it out"
+            )
+        return f"this server reads no images, as it was started with {used[0]}: send text only"
     return None
 
 
 def _mlx_lm_knows(config: dict[str, Any]) -> bool:
+    if "model_file" in config:  # a checkpoint with code of its own
+        return True
     try:
         _get_classes(config)
     except (KeyError, ValueError):

@@ -108,8 +108,8 @@ class PagedModelProvider(ModelProvider):
         model if necessary. Any thread may call this."""
         model, adapter, draft = key
         assert model is not None, "there is a name to check"
-        if self._refusal_of_mlx_vlm(model) is None:
-            self._loaded_by_mlx_vlm(model, adapter, lazy=True)
+        if self._refusal_of_mlx_vlm(*key) is None:
+            self._loaded_by_mlx_vlm(model, lazy=True)
             return
         load(
             model,
@@ -154,9 +154,9 @@ class PagedModelProvider(ModelProvider):
                 "--draft-model does not work with --kv-bits, whose requests run one at a time: "
                 "take --page-format q8 or q4 instead, or leave out one of them"
             )
-        refusal = self._refusal_of_mlx_vlm(model)
+        refusal = self._refusal_of_mlx_vlm(model, adapter, draft)
         if refusal is None:
-            self._load_with_mlx_vlm(model, adapter)
+            self._load_with_mlx_vlm(model)
         else:
             super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
             if self.ranks.size > 1:
@@ -181,27 +181,34 @@ class PagedModelProvider(ModelProvider):
             self.reset()
             raise
 
-    def _refusal_of_mlx_vlm(self, model: str) -> str | None:
+    def _refusal_of_mlx_vlm(
+        self, model: str | None, adapter: str | None, draft: str | None
+    ) -> str | None:
         """Why mlx-vlm does not load a model, as a client that sends an image is told."""
         if self.ranks.size > 1:
             return "this server reads no images, as several processes share its model"
-        return refusal_of_mlx_vlm(load_config(_download(model)), self.cli_args)
+        assert model is not None, "there is a name to load"
+        options = {
+            "--draft-model": draft,
+            "--kv-bits": self.cli_args.kv_bits,
+            "--adapter-path": adapter,
+        }
+        return refusal_of_mlx_vlm(load_config(_download(model)), options)
 
-    def _loaded_by_mlx_vlm(self, model: str, adapter: str | None, *, lazy: bool = False) -> Any:
+    def _loaded_by_mlx_vlm(self, model: str, *, lazy: bool = False) -> Any:
         return loading_with_mlx_vlm().load_model(
             _download(model),
-            adapter=adapter,
             tokenizer_config=self._tokenizer_config,
             trust_remote_code=self.cli_args.trust_remote_code,
             lazy=lazy,
         )
 
-    def _load_with_mlx_vlm(self, model: str, adapter: str | None) -> None:
+    def _load_with_mlx_vlm(self, model: str) -> None:
         """Do for a model of mlx-vlm what mlx-lm's provider does for its own."""
         self.reset()
         gc.collect()
         mx.clear_cache()
-        loaded = self._loaded_by_mlx_vlm(model, adapter)
+        loaded = self._loaded_by_mlx_vlm(model)
         self.model, self.tokenizer, self.prompts = loaded.model, loaded.tokenizer, loaded.prompts
         self.is_batchable = loaded.model.is_batchable
 
