@@ -188,6 +188,7 @@ def test_requests_wait_for_memory_and_all_are_served(
     memory = ["--max-kv-bytes", budget, "--page-format", page_format]
     with paged_server(*options(model, *memory, "--admission", "reserve")) as running:
         questions = [system[start : start + 200] for start in range(0, 600, 100)]
+        running.hold_until_submitted(len(questions))
         with ThreadPoolExecutor(len(questions)) as clients:
             answers = [
                 clients.submit(
