@@ -14,6 +14,7 @@ greedily, alone and in a batch padded on the left, on mlx-vlm's caches and on pa
     reason   why a model is refused or not built
 """
 
+import inspect
 import logging
 from collections.abc import Callable
 from importlib.metadata import version
@@ -41,20 +42,39 @@ POOL_BYTES = 64 << 20
 MakeCache = Callable[[], list[Any]]
 
 
-def greedy(model: Any, cache: list[Any], tokens: mx.array) -> list[list[int]]:
-    """The tokens that follow the rows [B, T]."""
+def greedy(
+    model: Any, cache: list[Any], tokens: mx.array, attention_mask: mx.array | None = None
+) -> list[list[int]]:
+    """The tokens that follow the rows [B, T], whose padding the mask [B, T] hides with zeros."""
+    positions, deltas = positions_of(model, tokens, attention_mask)
     # What mlx-vlm's generate resets before each prompt.
     for name in ("_position_ids", "_rope_deltas"):
         if hasattr(model, name):
             setattr(model, name, None)
     for at in range(0, tokens.shape[1], PREFILL_STEP):
-        output = model(tokens[:, at : at + PREFILL_STEP], cache=cache)
-    columns = []
+        columns = slice(at, at + PREFILL_STEP)
+        step = {name: ids[..., columns] for name, ids in positions.items()}
+        output = model(tokens[:, columns], cache=cache, **step, **deltas)
+    generated = []
     for _ in range(NEW_TOKENS):
         column = mx.argmax(output.logits[:, -1:], axis=-1)
-        columns.append(column.squeeze(1).tolist())
-        output = model(column, cache=cache)
-    return [list(row) for row in zip(*columns, strict=True)]
+        generated.append(column.squeeze(1).tolist())
+        output = model(column, cache=cache, **deltas)
+    return [list(row) for row in zip(*generated, strict=True)]
+
+
+def positions_of(
+    model: Any, tokens: mx.array, attention_mask: mx.array | None
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """The position ids [..., B, T] of a padded batch, and by how much they exceed the number of a
+    row's tokens: mlx-vlm's batches give both to models that count positions in whole prompts."""
+    count = getattr(model, "get_rope_index", None)
+    if attention_mask is None or "attention_mask" not in inspect.signature(count or len).parameters:
+        return {}, {}
+    positions, _ = model.get_rope_index(tokens, attention_mask=attention_mask)
+    if positions.shape[-2:] != tokens.shape:
+        return {}, {}
+    return {"position_ids": positions}, {"rope_deltas": mx.zeros((len(tokens), 1), mx.int32)}
 
 
 def alone(model: Any, make_cache: MakeCache) -> list[list[int]]:
@@ -66,7 +86,8 @@ def batched(model: Any) -> list[list[int]]:
     longest = max(map(len, PROMPTS))
     padding = [longest - len(prompt) for prompt in PROMPTS]
     rows = [[0] * count + prompt for count, prompt in zip(padding, PROMPTS, strict=True)]
-    return greedy(model, ar._make_cache(model, padding), mx.array(rows))
+    mask = mx.array([[0] * count + [1] * (longest - count) for count in padding])
+    return greedy(model, ar._make_cache(model, padding), mx.array(rows), mask)
 
 
 def support(folder: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.mlx_vlm": {
         *("cache", "integrations", "integrations.batching", "integrations.generation"),
+        *("kernels.pages", "sequences"),
     },
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),

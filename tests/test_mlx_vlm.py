@@ -1,4 +1,4 @@
-"""Pages for models of mlx-vlm. `.ci/check_vision` runs these: they need the extra vlm."""
+"""Pages for models of mlx-vlm. `.ci/check_versions` runs these: they need the extra vlm."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
 import mlx_vlm
 from mlx_lm.generate import BatchGenerator
-from mlx_vlm.generate import ar, common
+from mlx_vlm.generate import ar, common, dispatch
 from mlx_vlm.models import cache as vlm_cache
 from mlx_vlm.models.base import InputEmbeddingsFeatures
 
@@ -70,6 +70,18 @@ def test_installed_factories_make_the_caches() -> None:
         with pytest.raises(ValueError, match="kv_bits=4 is for mlx-vlm's own caches"):
             ar._make_cache(model, [0, 2], kv_bits=4)
     assert vlm_cache.make_prompt_cache is stock
+
+
+def test_a_chat_trims_its_cache_only_as_far_as_rings_can() -> None:
+    model = small_language_model("gemma3")
+    factory = PagedCacheFactory(model, max_bytes=BYTES)
+    cache = factory.make_cache()
+    greedy(model, cache, mx.array([TEXT * 3]))
+    tokens = cache[0].offset
+    with factory:
+        assert dispatch._prefix_cache_trim_amount(cache, tokens) == 0
+        assert dispatch._prefix_cache_trim_amount(cache, tokens - 1) == 1
+        assert dispatch._prefix_cache_trim_amount(cache, 3) is None
 
 
 def test_generate_step_takes_and_makes_paged_caches() -> None:
@@ -191,17 +203,46 @@ def test_the_command_says_what_mlx_vlm_says_and_stores_the_image(
     assert told(prompt, *options)[0] == told(prompt, *options)[0]
 
 
-@pytest.mark.parametrize("folder_name", ["zaya1_vl", "qwen3_5"])
-def test_a_model_that_handles_padding_itself_is_refused_in_a_ragged_batch(folder_name: str) -> None:
-    """One counts its columns, the other makes caches for its rows: tokens would be wrong."""
+@pytest.mark.parametrize("folder_name", ["qwen3_5", "minicpmv4_6", "zaya1_vl"])
+def test_models_that_look_at_the_padding_of_a_batch(folder_name: str) -> None:
+    """Qwen3.5's compute row by row, with rows that are padding for several steps; zaya1_vl masks
+    hidden states."""
     model = small_language_model(folder_name)
+    expected = batched(model)
     factory = PagedCacheFactory(model, max_bytes=BYTES)
-    with factory, pytest.raises(NotImplementedError, match="handles the padding of a batch itself"):
-        batched(model)
-    rows = [PROMPTS[1], [each + 1 for each in PROMPTS[1]]]
-    expected = greedy(model, ar._make_cache(model, [0, 0]), mx.array(rows))
+    assert expected == alone(model, factory.make_cache)
     with factory:
-        assert greedy(model, ar._make_cache(model, [0, 0]), mx.array(rows)) == expected
+        assert batched(model) == expected
+    assert factory.stats().gather_fallbacks == 0
+    assert factory.stats().bytes_active == 0
+
+
+def test_a_model_that_counts_columns_of_keys_is_refused_in_a_ragged_batch() -> None:
+    model: Any = small_language_model("inkling")
+    with PagedCacheFactory(model, max_bytes=BYTES):
+        with pytest.raises(NotImplementedError, match="among its keys, and pages hold no padding"):
+            batched(model)
+        rows = [generation_batch(model, prompt) for prompt in PROMPTS[:2]]
+        with pytest.raises(NotImplementedError, match="give it prompts one at a time"):
+            rows[0].extend(rows[1])
+    rows = [generation_batch(model, prompt) for prompt in PROMPTS[:2]]
+    rows[0].extend(rows[1])
+    assert len(rows[0].uids) == 2
+
+
+def generation_batch(model: Any, prompt: list[int]) -> ar.GenerationBatch:
+    """What mlx-vlm's server decodes after it has computed a prompt."""
+    cache = ar.cache.make_prompt_cache(model)
+    logits = model(mx.array([prompt]), cache=cache).logits[:, -1]
+    return ar.GenerationBatch(
+        model=model,
+        uids=[len(prompt)],
+        inputs=mx.argmax(logits, axis=-1),
+        prompt_cache=cache,
+        sampler=lambda logits: mx.argmax(logits, axis=-1),
+        stop_criteria=None,
+        max_tokens=[4],
+    )
 
 
 @pytest.mark.parametrize("folder", [*FAMILIES, "plamo2vl", "qwen3_5_moe"])

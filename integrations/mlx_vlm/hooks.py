@@ -1,31 +1,47 @@
-"""Replaces the functions of mlx-vlm that make prompt caches, for models with an installed factory.
+"""Replaces the functions of mlx-vlm that make and share prompt caches, for models with an installed
+factory.
 
 `generate` and `stream_generate` call `make_prompt_cache`. `batch_generate` and the server build
-their batches with `_make_cache`, which asks for each cache's class and knows only its own.
+their batches with `_make_cache`, which asks for each cache's class and knows only its own. Its
+automatic prefix caching would restore its own classes, and a chat's next turn may have to trim more
+than a ring of pages can take back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlx.nn.layers.base import Module
-from mlx_vlm.generate import ar
+from mlx_vlm import apc_adapters
+from mlx_vlm.apc_adapters import PrefixCachePlan
+from mlx_vlm.generate import ar, dispatch
+from mlx_vlm.generate.ar import GenerationBatch
 from mlx_vlm.models import cache as mlx_vlm_cache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import is_list
+from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
+from paged_kv.integrations.cache_layers import model_file
+from paged_kv.integrations.cache_library import language_model
 from paged_kv.integrations.mlx_vlm.kv_bits import (
     maybe_quantize_kv_cache,
     require_no_kv_bits,
     stock_maybe_quantize,
 )
-from paged_kv.integrations.mlx_vlm.left_padded_cache import LeftPaddedCache
+from paged_kv.integrations.mlx_vlm.left_padded_cache import REFUSAL, padded_batch
 from paged_kv.integrations.prompt_cache_hook import Hooks, installed_factory
 from paged_kv.integrations.rebinding import rebind
+from paged_kv.kernels.pages.warn_once import warn_once
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_vlm_cache.make_prompt_cache
 _stock_make_batch: Callable[..., list[Any]] = ar._make_cache
+_stock_extend = GenerationBatch.extend
+_stock_plan = apc_adapters.build_prefix_cache_plan
+_stock_trim_amount: Callable[..., int | None] = dispatch._prefix_cache_trim_amount
+
+# The models, by their folders, whose attention takes the columns of its keys for positions.
+_COUNT_KEYS = frozenset({"inkling"})
 
 
 def make_prompt_cache(model: Module, max_kv_size: int | None = None) -> list[Any]:
@@ -50,34 +66,73 @@ def make_batch_cache(
     require_no_kv_bits(kv_bits)
     rows = [factory.make_cache() for _ in left_padding]
     stock = _stock_make_batch(model, left_padding)
-    return [_batch(list(row), own, left_padding) for own, *row in zip(stock, *rows, strict=True)]
+    merged = partial(padded_batch, model_file(model), left_padding=left_padding)
+    return [_batch(list(row), own, merged) for own, *row in zip(stock, *rows, strict=True)]
 
 
-def _batch(rows: list[Any], stock: Any, left_padding: list[int]) -> Any:
+def _batch(rows: list[Any], stock: Any, merged: Callable[[list[Any]], PagedKVCache]) -> Any:
     """One layer of all rows: paged caches merged, and mlx-vlm's own in the place of others."""
     if is_list(stock):
         inner = zip(stock.caches, *(row.caches for row in rows), strict=True)
-        return type(stock)(*(_batch(list(row), own, left_padding) for own, *row in inner))
+        return type(stock)(*(_batch(list(row), own, merged) for own, *row in inner))
     if not hasattr(rows[0], "merge") or not isinstance(rows[0], PagedKVCache):
         return stock
-    merged = rows[0].merge(rows)
-    if not any(left_padding):
-        return merged
-    padded = LeftPaddedCache(merged.pool, merged.layer, merged.sequences)
-    padded.prepare(left_padding=left_padding)
-    return padded
+    return merged(rows)
+
+
+def extend(batch: GenerationBatch, other: GenerationBatch) -> None:
+    """GenerationBatch's method of this name: rows of another batch join this one.
+
+    Raises:
+        NotImplementedError: the model takes the columns of its keys for positions, which pages of
+            rows of unequal length have not.
+    """
+    is_paged = installed_factory(batch.model) is not None
+    if is_paged and batch.uids and other.uids and model_file(batch.model) in _COUNT_KEYS:
+        raise NotImplementedError(REFUSAL)
+    _stock_extend(batch, other)
+
+
+def build_prefix_cache_plan(model: Module, overrides: Any = None) -> PrefixCachePlan:
+    """mlx-vlm's function of this name; its automatic prefix caching (APC) leaves a model alone
+    whose caches are pages: it would give it caches of its own."""
+    if installed_factory(language_model(model)) is None:
+        return _stock_plan(model, overrides)
+    warn_once(
+        "mlx-vlm's automatic prefix caching (APC) is off for models with a paged_kv factory: it "
+        "keeps copies of mlx-vlm's own caches; fetch_cache() and insert_cache() share pages"
+    )
+    return PrefixCachePlan()
+
+
+def prefix_cache_trim_amount(prompt_cache: list[Any], prefix_len: int) -> int | None:
+    """mlx-vlm's function of this name: how many tokens to trim from the cache of a chat's last
+    turn, or None if it cannot be trimmed so far, as rings of pages may not."""
+    amount = _stock_trim_amount(prompt_cache, prefix_len)
+    if amount and not all(cache.can_trim(amount) for cache in paged_caches(prompt_cache)):
+        return None
+    return amount
+
+
+_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    stock_make_prompt_cache: make_prompt_cache,
+    _stock_make_batch: make_batch_cache,
+    stock_maybe_quantize: maybe_quantize_kv_cache,
+    _stock_plan: build_prefix_cache_plan,
+    _stock_trim_amount: prefix_cache_trim_amount,
+}
 
 
 def _install() -> None:
-    rebind(stock_make_prompt_cache, make_prompt_cache)
-    rebind(_stock_make_batch, make_batch_cache)
-    rebind(stock_maybe_quantize, maybe_quantize_kv_cache)
+    for stock, replacement in _REPLACEMENTS.items():
+        rebind(stock, replacement)
+    setattr(GenerationBatch, _stock_extend.__name__, extend)
 
 
 def _remove() -> None:
-    rebind(make_prompt_cache, stock_make_prompt_cache)
-    rebind(make_batch_cache, _stock_make_batch)
-    rebind(maybe_quantize_kv_cache, stock_maybe_quantize)
+    for stock, replacement in _REPLACEMENTS.items():
+        rebind(replacement, stock)
+    setattr(GenerationBatch, _stock_extend.__name__, _stock_extend)
 
 
 MLX_VLM_HOOKS = Hooks(_install, _remove)
