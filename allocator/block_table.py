@@ -231,20 +231,29 @@ class Write:
         return self.table.owns(self.start, self.end)
 
     @property
-    def recoded_pages(self) -> range:
-        """The pages that the write fills and leaves. They are to be recoded within the write: its
-        later tokens read them in the table's `page_format`."""
+    def left_pages(self) -> range:
+        """The pages that the write fills and leaves."""
         size = self.table.allocator.page_size
-        if self.table.page_format == self.table.allocator.page_format:
-            return range(0)
         return range(self.start // size, (self.end - 1) // size)
+
+    @property
+    def begins_within_page(self) -> bool:
+        """Whether its first page holds earlier tokens."""
+        return self.start % self.table.allocator.page_size > 0
+
+    @property
+    def recoded_pages(self) -> range:
+        """Those of `left_pages` that are to be recoded within the write: its later tokens read them
+        in the table's `page_format`."""
+        recodes = self.table.page_format != self.table.allocator.page_format
+        return self.left_pages if recodes else range(0)
 
     @property
     def needs_scratch(self) -> bool:
         """Whether the first of `recoded_pages` holds earlier tokens. Its block stays as it is until
         the next write, so that a trim finds these tokens as they were written. A block beside the
         table holds the recoded page meanwhile."""
-        return bool(self.recoded_pages) and self.start % self.table.allocator.page_size > 0
+        return bool(self.recoded_pages) and self.begins_within_page
 
     def format_of(self, page: int) -> str:
         """The format that the write needs of a page's block. A page that the write fills from its
@@ -278,8 +287,13 @@ class Write:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether its blocks are reserved: see `BlockTable.is_reserved`."""
-        return self.table.is_reserved(self.end)
+        """Whether its blocks are reserved, see `BlockTable.is_reserved`, and the last page can be
+        written as it is. If layers take different steps, an earlier step may have reserved that
+        page as one to leave."""
+        table = self.table
+        return table.is_reserved(self.end) and all(
+            table.is_writable(block) for block in table.blocks_of(self.end - 1, self.end)
+        )
 
     def by_page(self) -> list[Write]:
         """The same tokens as one write per page."""

@@ -110,7 +110,8 @@ class OldestFirst:
 
 
 def full_blocks(allocator: BlockAllocator) -> list[FullBlock]:
-    """The blocks with full pages: all but the last of each table. O(table entries)."""
+    """The blocks with full pages, those included that a step has reserved and will fill: all but
+    the last of each table. O(table entries)."""
     allocator.drain()
     last = {table.blocks[-1] for table in allocator.tables if table.blocks}
     firsts = {table.blocks[0] for table in allocator.tables if table.blocks}

@@ -16,10 +16,21 @@ def write_result(bench: str, figures: dict[str, Any]) -> Path:
     The file is benches/results/<bench>-<chip>-<cores>-mlx-<version>.json, and a later run of the
     same bench on the same machine takes its place.
     """
-    where, with_ = machine(), versions()
-    name = f"{bench} {where['chip']} {where['cores']} mlx {with_['mlx']}"
-    path = RESULTS / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"
+    path, where, with_ = path_of(bench), machine(), versions()
     content = {"bench": bench, "machine": where, "versions": with_, "figures": figures}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
+
+
+def latest_figures(bench: str) -> dict[str, Any]:
+    """The figures that such a run wrote last on this machine; none if there was none."""
+    path = path_of(bench)
+    found: dict[str, Any] = json.loads(path.read_text())["figures"] if path.exists() else {}
+    return found
+
+
+def path_of(bench: str) -> Path:
+    """The file of a bench's figures on this machine and with these versions."""
+    name = f"{bench} {machine()['chip']} {machine()['cores']} mlx {versions()['mlx']}"
+    return RESULTS / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"

@@ -123,7 +123,7 @@ def quantised_kernels(figures: Figures) -> str:
         "decode_of_1_at_32k": "decode of 1 row at 32K",
         "decode_of_8_at_32k": "decode of 8 rows at 32K",
         "prefill": "prefill of 512 on 4K",
-        "write_of_512": "write of 512 tokens, recoded",
+        "prompt_of_512": "prompt of 512: write, attend and recode",
     }
     rows = [
         (

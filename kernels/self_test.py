@@ -7,6 +7,7 @@ All bits of the pages are set at first, so that an unwritten slot, or a read of 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import mlx.core as mx
 import numpy as np
@@ -38,7 +39,9 @@ KV_HEADS, RATIO, DIM, WINDOW = 2, 4, 128, 200
 POSITIONS = 64  # numbers of a position key, behind latents of DIM
 STRIDE, SLAB_PAGES = 8, 3
 LENGTHS = (300, 31)
-TABLES = ((1, 0), (2,))
+WRITTEN = ((1, 0), (2,))
+# The first page is full, and so in the format that is tested: the first page of the next slab.
+RECODED = ((STRIDE, 0), (2,))
 # Numbers are of size 1; float16 has 11 significant bits, bfloat16 has 8.
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
 # The native backend may round queries to bytes for keys of 4 bits: an error of 5.3e-3 here.
@@ -78,7 +81,9 @@ def checks(backend: Backend) -> Iterator[Check]:
             yield from (
                 Check(kernel_name(operation, page_format, dtype), run, tolerance)
                 for operation, run, tolerance in (
-                    ("write", test.write, OTHER_BYTES if page_format != "fp16" else 0),
+                    ("write", test.write, 0)
+                    if page_format == "fp16"
+                    else ("recode", test.write, OTHER_BYTES),
                     (DECODE, partial(test.attend, 1, None), decoded),
                     (WINDOW_DECODE, partial(test.attend, 1, WINDOW), decoded),
                     (STEP_DECODE, test.write_and_decode, decoded),
@@ -92,16 +97,18 @@ def checks(backend: Backend) -> Iterator[Check]:
 
 
 class _Test:
-    """Pages of one format, written by the backend and by plain operations for comparison."""
+    """Full pages of one format and the pages that are written after them, by the backend and by
+    plain operations for comparison."""
 
     def __init__(self, backend: Backend, page_format: str, geometry: LayerGeometry) -> None:
         self.backend, self.page_format, self.geometry = backend, page_format, geometry
-        self.metadata = AttentionMetadata(TABLES, LENGTHS, (0,) * len(LENGTHS))
+        self.tables = WRITTEN if page_format == "fp16" else RECODED
+        self.metadata = AttentionMetadata(self.tables, LENGTHS, (0,) * len(LENGTHS))
 
     def write(self) -> float:
         """The share of bytes that differ from those of plain operations."""
         ours, theirs = (
-            np.concatenate([np.array(pages.page(page)).reshape(-1) for page in range(SLAB_PAGES)])
+            np.concatenate([np.array(pages.page(page)).reshape(-1) for page in chain(*self.tables)])
             for pages in (self._written(self.backend), self._written(PlainBackend()))
         )
         return float(np.mean(ours.view(np.uint8) != theirs.view(np.uint8)))
@@ -119,7 +126,8 @@ class _Test:
         in one launch. Plain operations write the same token to the expected pages."""
         pages, expected = self._written(self.backend), self._written(PlainBackend())
         batch = len(LENGTHS)
-        metadata = AttentionMetadata(TABLES, tuple(length + 1 for length in LENGTHS), (0,) * batch)
+        longer = tuple(length + 1 for length in LENGTHS)
+        metadata = AttentionMetadata(self.tables, longer, (0,) * batch)
         queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
         step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
         expected.write(step[0], step[1], metadata)
@@ -185,23 +193,24 @@ class _Test:
     def copy(self) -> float:
         """The number of bytes of a copy that differ."""
         pages = self._written(self.backend)
-        pages.copy({1: STRIDE})
-        return float(np.sum(np.array(pages.page(1)) != np.array(pages.page(STRIDE))))
+        pages.load({STRIDE: mx.random.randint(0, 1 << 16, pages.page(STRIDE).shape).astype(WORD)})
+        pages.copy({STRIDE: STRIDE + 1})
+        return float(np.sum(np.array(pages.page(STRIDE)) != np.array(pages.page(STRIDE + 1))))
 
     def convert(self) -> float:
         """The largest change of a number when a page is converted to another format, relative to
         the largest number."""
-        pages = self._written(self.backend)
-        pages.copy({1: 2 * STRIDE})
-        metadata = AttentionMetadata(((1,), (2 * STRIDE,)), (256, 256), (0, 0))
+        pages, source = self._written(self.backend), self.tables[0][0]
+        pages.copy({source: 2 * STRIDE})
+        metadata = AttentionMetadata(((source,), (2 * STRIDE,)), (256, 256), (0, 0))
         before, after = _numbers(self._plain(pages).gather(metadata)[0])
         return float(np.abs(before - after).max() / np.abs(before).max())
 
     def _written(self, backend: Backend) -> LayerPages:
-        """Pages in three slabs: a written one, another of its format, and one of another format."""
+        """Pages in three slabs: written ones, those of the format, and those of another one."""
         pages = LayerPages(self.geometry, backend_for(backend, self.geometry), STRIDE)
         other = "q8" if self.page_format == "fp16" else "fp16"
-        for slab, name in enumerate((self.page_format, self.page_format, other)):
+        for slab, name in enumerate(("fp16", self.page_format, other)):
             pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
             first = slab * STRIDE
             unset = mx.full(pages.page(first).shape, 0xFFFF, dtype=WORD)
@@ -209,7 +218,9 @@ class _Test:
         shape = (len(LENGTHS), self.geometry.k_heads, max(LENGTHS))
         keys = self._normal((*shape, self.geometry.k_dim), seed=1)
         values = self._normal((*shape, self.geometry.v_dim), seed=2)
-        pages.write(keys, values, self.metadata)
+        pages.write(keys, values, AttentionMetadata(WRITTEN, LENGTHS, (0,) * len(LENGTHS)))
+        if self.tables != WRITTEN:
+            pages.copy({1: STRIDE})
         return pages
 
     def _plain(self, pages: LayerPages) -> LayerPages:

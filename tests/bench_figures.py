@@ -194,7 +194,7 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "decode_of_1_at_32k",
                 "decode_of_8_at_32k",
                 "prefill",
-                "write_of_512",
+                "prompt_of_512",
             )
         },
         **{

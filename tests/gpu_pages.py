@@ -19,7 +19,7 @@ from tests.dense_attention import Numbers, dense_attention
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.launch import Mode
 from tests.gpu_on_cpu.toolchain import why_not
-from tests.page_numbers import numbers_in
+from tests.page_numbers import holding, numbers_in
 
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
 
@@ -57,11 +57,15 @@ def new_pages(backend: Any, geometry: LayerGeometry, formats: Sequence[FormatNam
     """A slab of each format with all bits set: codes, scales and floats of NaN."""
     pages = LayerPages(geometry, backend, STRIDE)
     for slab, name in enumerate(formats):
-        pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
-        memory = pages.slabs[slab].memory
-        pages.slabs[slab].memory = mx.contiguous(mx.full(memory.shape, 0xFFFF, dtype=WORD))
-        mx.eval(pages.slabs[slab].memory)
+        _map_slab(pages, slab, name)
     return pages
+
+
+def _map_slab(pages: LayerPages, slab: int, name: FormatName) -> None:
+    pages.map_slab(slab, SLAB_PAGES, page_format_named(name))
+    memory = pages.slabs[slab].memory
+    pages.slabs[slab].memory = mx.contiguous(mx.full(memory.shape, 0xFFFF, dtype=WORD))
+    mx.eval(pages.slabs[slab].memory)
 
 
 def tables_for(pages: LayerPages, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -221,17 +225,42 @@ def written(
     formats: Sequence[FormatName],
     lengths: Sequence[int],
     right_padding: Sequence[int] = (),
-    more: int = 0,
+    more: bool = False,
 ) -> Batch:
-    """Sequences of those lengths, written in one step as long as the longest, and pages for so many
-    more tokens."""
+    """Sequences of those lengths in pages of these formats; the write kernel writes them if all
+    have 16 bits. If `more`, each has room for the next token in a page of 16 bits."""
     pages = new_pages(backend, geometry, formats)
     padding = tuple(right_padding) or (0,) * len(lengths)
-    tables = tables_for(pages, [length + more for length in lengths])
+    tables = tables_for(pages, lengths)
+    if more:
+        tables = _with_page_to_write(pages, tables, lengths)
     metadata = AttentionMetadata(tables, tuple(lengths), padding)
     count = max(metadata.ends)
     shape = (len(lengths), geometry.k_heads, count)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)
     values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
-    pages.write(keys, values, metadata)
+    if set(formats) == {"fp16"}:
+        pages.write(keys, values, metadata)
+        return Batch(pages, metadata)
+    for entry, content in holding(pages, keys, values, metadata).items():
+        pages.slabs[entry // STRIDE].memory[_lines(pages, entry)] = content
+    mx.eval([slab.memory for slab in pages.slabs.values()])
     return Batch(pages, metadata)
+
+
+def _with_page_to_write(
+    pages: LayerPages, tables: tuple[tuple[int, ...], ...], lengths: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Tables whose page after the last token is in a slab of 16 bits of its own."""
+    slab = len(pages.slabs)
+    _map_slab(pages, slab, "fp16")
+    return tuple(
+        (*table[: length // PAGE_SIZE], slab * STRIDE + row)
+        for row, (table, length) in enumerate(zip(tables, lengths, strict=True))
+    )
+
+
+def _lines(pages: LayerPages, entry: int) -> slice:
+    """Where a page is in its slab."""
+    units = pages.layout_of(entry).page_units
+    return slice(entry % STRIDE * units, (entry % STRIDE + 1) * units)

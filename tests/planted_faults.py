@@ -208,8 +208,8 @@ FAULTS = [
     Fault(
         "two tokens in one slot",
         "write",
-        "position % PAGE_SIZE, slots.rotated",
-        "position % PAGE_SIZE / 2, slots.rotated",
+        "position % PAGE_SIZE, place.lane",
+        "position % PAGE_SIZE / 2, place.lane",
         "race",
         BOTH,
     ),

@@ -1,4 +1,5 @@
-"""Steps that fit an "auto" pool only because the reservation requantises pages."""
+"""Steps that fit an "auto" pool only because the reservation requantises pages, also those that the
+step has not written yet."""
 
 import random
 from typing import Any
@@ -6,7 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv import OldestFirst, PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv.cache.page_transfer import page_formats
+from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_row import StepRow
@@ -14,6 +17,12 @@ from tests.generation import greedy
 
 DIMS = (32, 64)
 BLOCK = 256 * sum(DIMS) * 2 * 2
+HEAD = 32
+ONE_LAYER_BLOCK = 256 * HEAD * 4 * 2
+# Errors of a normal number that has 4 bits, and of outputs beside those from the numbers that
+# pages hold.
+HELD, ATTENDED = 0.9, 1e-3
+attention = mx.fast.scaled_dot_product_attention
 
 
 def write(pool: PagePool, sequence: Sequence, count: int) -> None:
@@ -84,3 +93,111 @@ def test_can_admit_is_right_both_ways(windows: dict[int, Window], seed: int) -> 
             assert not admitted, (blocks, tokens, step)
         pool.check()
     assert len(set(answers)) == 2
+
+
+def short_pool(num_layers: int, blocks: int) -> PagePool:
+    max_bytes = blocks * num_layers * ONE_LAYER_BLOCK
+    return PagePool(num_layers, max_bytes=max_bytes, page_format=OldestFirst(recent=1))
+
+
+def numbers(count: int, seed: int) -> mx.array:
+    return mx.random.normal((1, 1, count, HEAD), key=mx.random.key(seed))
+
+
+def formats(sequence: Sequence) -> list[str]:
+    return page_formats(sequence.pool, 0, sequence)
+
+
+def attended(cache: PagedKVCache, step: mx.array) -> mx.array:
+    """What a step of keys, which are its values and queries too, attends to in the pages."""
+    mask = cache.make_mask(step.shape[2])
+    keys, values = cache.update_and_fetch(step, step)
+    assert keys.read is values.read
+    output = keys.read.attend(step, mask, scale=0.2)
+    assert output is not None
+    mx.eval(output)
+    return output
+
+
+def held(sequence: Sequence, layer: int = 0) -> mx.array:
+    keys, _ = PagedKVCache(sequence.pool, layer, [sequence]).keys_and_values()
+    mx.eval(keys)
+    return keys
+
+
+def expected(sequence: Sequence, step: mx.array) -> mx.array:
+    """What a step attends to: of its own tokens those in the same page as they were given, and
+    before them what the pages hold after the step."""
+    pages, outputs = held(sequence), []
+    end = sequence.context_lens[0]
+    start = end - step.shape[2]
+    for first in range(start - start % 256, end, 256):
+        own = step[:, :, max(first, start) - start : first + 256 - start]
+        seen = mx.concatenate([pages[:, :, : max(first, start)], own], axis=2)
+        outputs.append(attention(own, seen, seen, scale=0.2, mask="causal"))
+    return mx.concatenate(outputs, axis=2)
+
+
+@pytest.mark.parametrize("full", ["fp16", "q8"])
+def test_a_step_goes_on_in_a_page_that_its_reservation_requantised(full: str, backend: str) -> None:
+    """Its own tokens there have 16 bits while the page is written, and the earlier ones stay."""
+    pool = short_pool(1, blocks=4)
+    sequence = Sequence(pool, page_format_named(full))
+    cache = PagedKVCache(pool, 0, [sequence])
+    given = numbers(1300, seed=1)
+    attended(cache, given[:, :, :700])
+    step = given[:, :, 700:]
+    output = attended(cache, step)
+    assert formats(sequence)[2] == "q4", "the page that the step began in was spared"
+    assert mx.abs(output - expected(sequence, step)).max() < ATTENDED
+    assert mx.abs(held(sequence) - given).max() < HELD
+    pool.check()
+
+
+def test_a_model_that_gathers_gets_the_tokens_of_such_a_page() -> None:
+    pool = short_pool(1, blocks=4)
+    cache = PagedKVCache(pool, 0, [sequence := Sequence(pool)])
+    given = numbers(1300, seed=1)
+    cache.update_and_fetch(given[:, :, :700], given[:, :, :700])
+    gathered, _ = cache.update_and_fetch(given[:, :, 700:], given[:, :, 700:])
+    assert formats(sequence)[2] == "q4"
+    assert mx.abs(gathered[:, :, :700] - given[:, :, :700]).max() < HELD
+    assert mx.array_equal(gathered[:, :, 700:], given[:, :, 700:])
+
+
+def test_rows_of_a_batch_go_on_in_such_pages(backend: str) -> None:
+    pool = short_pool(1, blocks=7)
+    sequences, begun = [Sequence(pool) for _ in range(3)], (300, 10, 511)
+    for seed, (sequence, count) in enumerate(zip(sequences, begun, strict=True)):
+        attended(PagedKVCache(pool, 0, [sequence]), numbers(count, seed))
+    steps = [numbers(600, seed) for seed in (5, 6, 7)]
+    outputs = attended(PagedKVCache(pool, 0, sequences), mx.concatenate(steps))
+    assert [
+        formats(sequence)[at // 256] for sequence, at in zip(sequences, begun, strict=True)
+    ] == ["q4"] * 3
+    for row, (sequence, step) in enumerate(zip(sequences, steps, strict=True)):
+        found = outputs[row : row + 1]
+        assert mx.abs(found - expected(sequence, step)).max() < ATTENDED
+        given = mx.concatenate([numbers(begun[row], row), step], axis=2)
+        assert mx.abs(held(sequence) - given).max() < HELD
+    pool.check()
+
+
+@pytest.mark.parametrize("page_format", ["q4", OldestFirst(recent=1)])
+@pytest.mark.parametrize("steps", [(300, 400, 300), (256, 1, 743), (1000,)])
+def test_a_layer_takes_other_steps_than_the_one_before_it(
+    page_format: Any, steps: tuple[int, ...]
+) -> None:
+    """The first layer's step has reserved pages of few bits where the next one's ends."""
+    pool = PagePool(2, max_bytes=4 * 2 * ONE_LAYER_BLOCK, page_format=page_format)
+    caches = [PagedKVCache(pool, layer, [sequence := Sequence(pool)]) for layer in range(1)]
+    caches.append(PagedKVCache(pool, 1, [sequence]))
+    given = numbers(1000, seed=1)
+    caches[0].update_and_fetch(given, given)
+    assert "q4" in formats(sequence)
+    for at, count in enumerate(steps):
+        step = given[:, :, sum(steps[:at]) :][:, :, :count]
+        caches[1].update_and_fetch(step, step)
+    for layer in range(2):
+        assert mx.abs(held(sequence, layer) - given).max() < HELD
+    pool.check()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import GROUP, WORD
@@ -21,7 +22,7 @@ from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import dense_attention
 from tests.examples import examples
-from tests.page_numbers import numbers_in
+from tests.page_numbers import holding, numbers_in
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -65,13 +66,13 @@ def table_of(pages: LayerPages, length: int, first_slab: int = 0) -> tuple[int, 
     )
 
 
-def write(pages: LayerPages, metadata: AttentionMetadata, seed: int) -> tuple[mx.array, mx.array]:
+def fill(pages: LayerPages, metadata: AttentionMetadata, seed: int) -> tuple[mx.array, mx.array]:
     """Every sequence has as many tokens as the longest."""
     geometry, longest = pages.geometry, max(metadata.context_lens)
     shape = (len(metadata.context_lens), 2, longest)
     keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed)
     values = normal((*shape, geometry.v_dim), geometry.v_dtype, seed + 1)
-    pages.write(keys, values, metadata)
+    pages.load(holding(pages, keys, values, metadata))
     return keys, values
 
 
@@ -120,7 +121,7 @@ def test_decode_and_prefill_at_the_edges_of_pages(
 ) -> None:
     pages = new_pages(backend, same(64, 64), [name])
     metadata = unpadded((table_of(pages, length),), (length,))
-    write(pages, metadata, seed=5)
+    fill(pages, metadata, seed=5)
     for queries in {1, min(7, length), min(90, length)}:
         assert_attends(pages, metadata, queries)
 
@@ -142,7 +143,7 @@ def test_head_sizes(
 ) -> None:
     pages = new_pages(backend, same(k_dim, v_dim, dtype), [name])
     metadata = unpadded((table_of(pages, 269),), (269,))
-    write(pages, metadata, seed=5)
+    fill(pages, metadata, seed=5)
     for queries in (1, 9):
         assert_attends(pages, metadata, queries)
 
@@ -152,7 +153,7 @@ def test_head_sizes(
 def test_softcapped_scores(backend: str, dtype: mx.Dtype, softcap: float) -> None:
     pages = new_pages(backend, same(64, 96, dtype), ["fp16"])
     metadata = unpadded((table_of(pages, 300),), (300,))
-    write(pages, metadata, seed=5)
+    fill(pages, metadata, seed=5)
     for queries in (1, 90):
         assert_attends(pages, metadata, queries, softcap=softcap, with_sinks=True, scale=0.3)
 
@@ -198,7 +199,7 @@ def test_pages_of_several_formats_in_one_table(
         lengths, tables = lengths[:1], tables[:1]
     metadata = unpadded(tables, tuple(lengths))
     if max(lengths):
-        write(pages, metadata, seed=7)
+        fill(pages, metadata, seed=7)
     assert_attends(
         pages,
         metadata,
@@ -211,33 +212,62 @@ def test_pages_of_several_formats_in_one_table(
     )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_write_gives_the_bytes_of_the_format_and_changes_nothing_else(
-    backend: str, name: FormatName, dtype: mx.Dtype
-) -> None:
-    """Backends add in different orders: one code or scale in 10,000 may be the next one."""
-    pages = new_pages(backend, same(160, 128, dtype), [name])
-    entries = range(SLAB_PAGES)
-    before = {entry: np.array(pages.page(entry)).reshape(-1) for entry in entries}
-    start, count = 250, 300
-    table = (2, 0, 3)
+def contents(pages: LayerPages, slab: int) -> list[mx.array]:
+    return [mx.array(pages.page(slab * STRIDE + at)) for at in range(SLAB_PAGES)]
+
+
+def step_with_an_outlier(count: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Keys with a large channel, and values with groups of zeros."""
     keys = normal((1, 2, count, 160), dtype, seed=1)
     keys[..., 7] *= 20
     values = normal((1, 2, count, 128), dtype, seed=2)
     values[:, 1, 5, :64] = 0
-    pages.write(keys, values, unpadded((table,), (start + count,)))
-    layout = pages.layout_of(0)
-    rows = [np.asarray(plane)[0] for plane in layout.page_format.encode(keys, values)]
-    for plane, offset, new in zip(layout.planes, layout.offsets, rows, strict=True):
-        for token in range(count):
-            page, at = divmod(start + token, PAGE_SIZE)
-            part = before[table[page]][offset : offset + plane.words]
-            part.reshape(plane.heads, PAGE_SIZE, -1)[:, at] = new[:, token]
-    found = np.concatenate([np.asarray(pages.page(entry)).reshape(-1) for entry in entries])
-    expected = np.concatenate(list(before.values()))
-    differing = np.mean(found.view(np.uint8) != expected.view(np.uint8))
+    return keys, values
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_write_gives_the_bytes_of_its_tokens_and_changes_nothing_else(
+    backend: str, dtype: mx.Dtype
+) -> None:
+    pages = new_pages(backend, same(160, 128, dtype), ["fp16"])
+    start, count = 250, 300
+    metadata = unpadded(((2, 0, 3),), (start + count,))
+    step = step_with_an_outlier(count, dtype)
+    expected = contents(pages, 0)
+    for entry, content in holding(pages, *step, metadata).items():
+        expected[entry] = content
+    pages.write(*step, metadata)
+    for found, content in zip(contents(pages, 0), expected, strict=True):
+        assert mx.array_equal(found, content)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_recoded_page_has_the_bytes_of_the_format_and_the_others_stay(
+    backend: str, name: FormatName, dtype: mx.Dtype
+) -> None:
+    """Backends add in different orders: one code or scale in 10,000 may be the next one."""
+    pages = new_pages(backend, same(160, 128, dtype), ["fp16", name])
+    step = step_with_an_outlier(PAGE_SIZE, dtype)
+    expected = contents(pages, 1)
+    (expected[3],) = holding(pages, *step, unpadded(((STRIDE + 3,),), (PAGE_SIZE,))).values()
+    pages.write(*step, unpadded(((2,),), (PAGE_SIZE,)))
+    pages.copy({2: STRIDE + 3})
+    found = np.concatenate([np.asarray(page) for page in contents(pages, 1)]).view(np.uint8)
+    differing = np.mean(found != np.concatenate(expected).view(np.uint8))
     assert differing <= (0 if name == "fp16" else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["q8", "q4-unrotated", ("fp16", "q4")])
+def test_no_step_is_written_to_a_quantised_page(backend: str, name: FormatName) -> None:
+    """Not even the tokens before it, which go to a page of 16 bits."""
+    pages = new_pages(backend, same(32, 32), ["fp16", name])
+    before = contents(pages, 0)
+    step = normal((1, 2, 300, 32), mx.float32, seed=1)
+    with pytest.raises(QuantisedPage, match="copy it into one first"):
+        pages.write(step, step, unpadded(((0, STRIDE),), (300,)))
+    for found, content in zip(contents(pages, 0), before, strict=True):
+        assert mx.array_equal(found, content)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -252,7 +282,7 @@ def test_gather_gives_the_numbers_that_pages_hold(
     )
     metadata = unpadded(tables, lengths)
     if max(lengths):
-        write(pages, metadata, seed=3)
+        fill(pages, metadata, seed=3)
     for found, side in zip(pages.gather(metadata), (0, 1), strict=True):
         for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
             before = max(lengths) - length
@@ -266,7 +296,7 @@ def test_gather_gives_the_numbers_that_pages_hold(
 def test_conversion(backend: str, source: FormatName, target: FormatName) -> None:
     """A copy holds the page's numbers again, to within the codes of its new format."""
     pages = new_pages(backend, same(64, 96, mx.float16), [source, target])
-    keys, values = write(pages, unpadded(((1, 2),), (512,)), seed=5)
+    keys, values = fill(pages, unpadded(((1, 2),), (512,)), seed=5)
     untouched = np.array(pages.page(STRIDE + 1))
     pages.copy({1: STRIDE + 3, 2: STRIDE})
     assert (np.asarray(pages.page(STRIDE + 1)) == untouched).all()
@@ -291,7 +321,7 @@ def number_format_step(name: str) -> float:
 
 def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
     pages = new_pages(backend, same(64, 32), ["q4", ("fp16", "q8")])
-    write(pages, unpadded(((0, STRIDE + 1),), (400,)), seed=5)
+    fill(pages, unpadded(((0, STRIDE + 1),), (400,)), seed=5)
     pages.copy({0: 3, STRIDE + 1: STRIDE})
     for source, target in ((0, 3), (STRIDE + 1, STRIDE)):
         assert (np.asarray(pages.page(source)) == np.asarray(pages.page(target))).all()
@@ -299,13 +329,13 @@ def test_a_page_of_one_format_is_copied_bit_for_bit(backend: str) -> None:
 
 def test_groups_of_zeros_and_of_the_largest_numbers(backend: str) -> None:
     """Groups of zeros have scales of zero, and scales beyond float16 become its largest number."""
-    pages = new_pages(backend, same(64, 64), ["q4-unrotated", "q8-unrotated"])
-    keys = mx.zeros((1, 2, 300, 64))
-    values = mx.full((1, 2, 300, 64), 3e38)
+    pages = new_pages(backend, same(64, 64), ["q4-unrotated", "q8-unrotated", "fp16"])
+    keys = mx.zeros((1, 2, 512, 64))
+    values = mx.full((1, 2, 512, 64), 3e38)
     values[..., :GROUP] = -0.5
-    metadata = unpadded(((0, STRIDE),), (300,))
-    pages.write(keys, values, metadata)
-    found_keys, found_values = pages.gather(metadata)
+    pages.write(keys, values, unpadded(((2 * STRIDE, 2 * STRIDE + 1),), (512,)))
+    pages.copy({2 * STRIDE: 0, 2 * STRIDE + 1: STRIDE})
+    found_keys, found_values = pages.gather(unpadded(((0, STRIDE),), (512,)))
     assert not found_keys.any()
     assert mx.allclose(found_values[..., :GROUP], mx.array(-0.5), atol=1e-3)
     assert (found_values[..., GROUP:] > 4e5).all()

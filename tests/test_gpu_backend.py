@@ -19,6 +19,7 @@ from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import SLABS
 from paged_kv.kernels.gpu.text import header_path
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.plain.plain_backend import PlainBackend
@@ -149,6 +150,17 @@ class TestOnThisCpu:
         assert found.dtype == mx.bfloat16
         assert mx.array_equal(found, other)
 
+    def test_no_step_is_written_to_a_quantised_page(self, dialect: str) -> None:
+        """Neither by a kernel that writes, nor by one that also attends."""
+        pages = new_pages(backend_on(device_of(dialect), dialect), same(64), ["fp16", "q8"])
+        step = normal((1, 2, 2, 64), mx.float16, 1)
+        metadata = AttentionMetadata(((0, 8),), (258,), (0,))
+        with pytest.raises(QuantisedPage):
+            pages.write(step, step, metadata)
+        pages.defer(step[:, :, :1], step[:, :, :1], metadata)
+        with pytest.raises(QuantisedPage):
+            pages.attend(step[:, :, :1], metadata, scale=1.0)
+
     def test_a_slab_that_is_not_one_piece_is_refused(self, dialect: str) -> None:
         backend = backend_on(device_of(dialect), dialect)
         pages = new_pages(backend, same(64), ["fp16"])
@@ -217,7 +229,7 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
     assert "FAIL  decode fp16 float16" in out
     assert "FAIL  copy q4 bfloat16" in out
     assert "RuntimeError: no such copy" in out
-    assert "pass  write q8 float16" in out
+    assert "pass  write fp16 float16" in out
 
 
 def test_every_check_of_the_doctor_can_fail() -> None:
@@ -233,9 +245,6 @@ def test_every_check_of_the_doctor_can_fail() -> None:
             return tuple(part + 1 for part in super().gather(*arguments))
 
         def copy(self, pages: Any, copies: Any) -> None:
-            pass
-
-        def convert(self, pages: Any, copies: Any) -> None:
             pass
 
     for check in checks(Nothing()):

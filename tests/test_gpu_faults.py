@@ -108,7 +108,7 @@ def _use(backend: Any, fault: Fault) -> float:
     if not fault.writes:
         return batch.attend(fault.queries, **options)
     error = batch.write_and_attend(backend, **options)
-    other = written(backend, geometry, formats, fault.lengths, more=1)
+    other = written(backend, geometry, formats, fault.lengths, more=True)
     other.write_and_attend(Separately(backend), **options)
     assert batch.bytes() == other.bytes()
     return error

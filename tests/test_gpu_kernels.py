@@ -181,23 +181,26 @@ def test_a_long_context_is_read_in_parts(dialect: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_write_gives_the_plain_backends_bytes_and_changes_nothing_else(
+def test_a_page_has_the_plain_backends_bytes_and_the_others_stay(
     dialect: str, name: FormatName, dtype: mx.Dtype
 ) -> None:
-    """Also for steps with other strides, as models produce them."""
+    """A step, also with other strides, as models produce them, and a page of it that is recoded."""
     backends: list[Any] = [backend_on(device_of(dialect, *ORDERS), dialect), PlainBackend()]
     geometry = same(96, dtype, v_dim=128)
-    start, count = 250, 30
+    start, count = 250, 270
     keys = normal((1, count, 2, 96), dtype, seed=1).transpose(0, 2, 1, 3)
     keys[..., 7] *= 20
     values = normal((1, 2, count, 128), dtype, seed=2)
     values[:, 1, 5, :64] = 0
-    found = []
+    written, recoded = [], []
     for backend in backends:
-        pages = new_pages(backend, geometry, [name])
-        pages.write(keys, values, AttentionMetadata(((2, 0),), (start + count,), (0,)))
-        found.append([np.array(pages.page(entry)).view(np.uint8) for entry in range(8)])
-    differing = np.mean([one != other for one, other in zip(*found, strict=True)])
+        pages = new_pages(backend, geometry, ["fp16", name])
+        pages.write(keys, values, AttentionMetadata(((2, 0, 1),), (start + count,), (0,)))
+        pages.copy({0: STRIDE + 1})
+        written.append([np.array(pages.page(entry)) for entry in range(8)])
+        recoded.append([np.array(pages.page(STRIDE + at)).view(np.uint8) for at in range(8)])
+    assert (np.array(written[0]) == np.array(written[1])).all()
+    differing = np.mean([one != other for one, other in zip(*recoded, strict=True)])
     assert differing <= (0 if name in ("fp16", "q4-unrotated") else OTHER_BYTES)
 
 

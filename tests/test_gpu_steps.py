@@ -49,9 +49,9 @@ def _is_right(
     **options: Any,
 ) -> bool:
     """Whether attention matches the pages, and the pages match those that the kernel that only
-    writes would leave."""
+    writes would leave. The step's own pages have 16 bits, those before it these formats."""
     backend = backend_on(device, dialect)
-    batch, other = (written(backend, geometry, formats, lengths, more=1) for _ in range(2))
+    batch, other = (written(backend, geometry, formats, lengths, more=True) for _ in range(2))
     error = batch.write_and_attend(backend, **options)
     other.write_and_attend(Separately(backend), **options)
     return error <= TOLERANCES[geometry.k_dtype] and batch.bytes() == other.bytes()
@@ -164,7 +164,7 @@ def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
     outputs, held = [], []
     for asked in (backend, Separately(backend)):
-        batch = written(backend, same(64), ["fp16"], [30, 20, 0], more=1)
+        batch = written(backend, same(64), ["fp16"], [30, 20, 0], more=True)
         metadata = AttentionMetadata(batch.metadata.block_tables, (31, 20, 0), (0, 2, 0))
         step = normal((3, 2, 1, 64), mx.float16, 1), normal((3, 2, 1, 64), mx.float16, 2)
         queries = normal((3, 4, 1, 64), mx.float16, 3)
@@ -213,7 +213,7 @@ def test_layers_that_differ_share_the_metadata_of_a_step(dialect: str) -> None:
 def test_how_many_launches_a_step_takes(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_of(dialect, checked=False)
     backend = backend_on(device, dialect)
-    batch = written(backend, same(64), ["fp16"], [300], more=20)
+    batch = written(backend, same(64), ["fp16"], [300], more=True)
 
     def launches(tokens: int, *, written: bool = False) -> list[str]:
         step = (normal((1, 2, tokens, 64), mx.float16, 1),) * 2

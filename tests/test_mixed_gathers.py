@@ -9,6 +9,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.arrays import normal
 from tests.backends import BACKENDS, backend_named
+from tests.page_numbers import holding
 
 GEOMETRY = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
 # In two slabs of different formats.
@@ -25,7 +26,7 @@ def test_rows_end_where_their_padding_begins(backend: str, padding: tuple[int, .
     metadata = AttentionMetadata(TABLES, lengths, padding)
     longest = max(metadata.ends)
     keys = normal((4, 2, longest, 32), mx.float32, 1)
-    pages.write(keys, keys + 1, metadata)
+    pages.load(holding(pages, keys, keys + 1, metadata))
     found = pages.gather(metadata)
     for row, (table, length, end) in enumerate(zip(TABLES, lengths, metadata.ends, strict=True)):
         alone = pages.gather(AttentionMetadata((table,), (length,), (0,)))

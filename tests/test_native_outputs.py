@@ -18,6 +18,7 @@ from paged_kv.kernels.pages.page_format import page_format_named
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
+from tests.page_numbers import holding
 
 # One thread reads a sequence of so many heads as a whole; with fewer heads each page would be a
 # task.
@@ -31,7 +32,7 @@ def written(isa: str, keys: mx.array, values: mx.array, name: str = "fp16") -> L
     geometry = LayerGeometry(HEADS, DIM, mx.float32, HEADS, DIM, mx.float32)
     pages = LayerPages(geometry, NativeBackend(library), 64)
     pages.map_slab(0, 3, page_format_named(name))
-    pages.write(keys, values, ROWS)
+    pages.load(holding(pages, keys, values, ROWS))
     return pages
 
 

@@ -15,7 +15,7 @@ from tests.arrays import normal, numbers
 from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
 from tests.dense_attention import Numbers, dense_attention
-from tests.page_numbers import numbers_in
+from tests.page_numbers import holding, numbers_in
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -31,7 +31,7 @@ def pages_of(keys: mx.array, values: mx.array, name: FormatName, backend: str) -
     geometry = LayerGeometry(heads, k_dim, keys.dtype, heads, v_dim, values.dtype)
     pages = LayerPages(geometry, backend_named(backend, geometry), 8)
     pages.map_slab(0, len(TABLE), page_format_named(name))
-    pages.write(keys, values, unpadded((TABLE,), (LENGTH,)))
+    pages.load(holding(pages, keys, values, unpadded((TABLE,), (LENGTH,))))
     return pages
 
 

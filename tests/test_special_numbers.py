@@ -18,10 +18,12 @@ from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.arrays import normal, numbers
 from tests.backends import instruction_sets, native_library
+from tests.page_numbers import holding
 
 # Head sizes of whole registers of every instruction set.
 HEADS, DIM = 2, 96
 ROWS = AttentionMetadata(((0,),), (256,), (0,))
+COPIED = AttentionMetadata(((64,),), (256,), (0,))
 CODES = ("q8-unrotated", "q4-unrotated")
 # Two NaNs whose last bits would carry into the sign if a kernel rounded them like numbers.
 NANS = (0x7FFF, 0xFFFF, 0x7C01, 0x7E00)
@@ -46,26 +48,28 @@ def step(dtype: mx.Dtype, seed: int) -> mx.array:
     return normal((1, HEADS, 256, DIM), dtype, seed)
 
 
-def test_nan_in_a_page_is_nan_in_what_is_gathered(backend: NativeBackend) -> None:
+def test_nan_in_a_page_is_nan_in_its_copy_of_16_bits(backend: NativeBackend) -> None:
     """Whatever the NaN's bits are. Codes other than 0 have a scale of NaN."""
     for name, bits, dtype in product(CODES, NANS, (mx.float32, mx.float16, mx.bfloat16)):
-        pages = pages_of(backend, dtype, name)
+        pages = pages_of(backend, dtype, name, "fp16")
         words = np.full(pages.page(0).shape, 0x1111, np.uint16).reshape(-1)
         layout = pages.layout_of(0)
         for plane in (1, 3):
             first = layout.offsets[plane]
             words[first : first + layout.planes[plane].words] = bits
         pages.load({0: mx.array(words.reshape(pages.page(0).shape), WORD)})
-        for part in backend.gather_now(pages, ROWS):
+        pages.copy({0: 64})
+        for part in pages.gather(COPIED):
             assert np.isnan(numbers(part)).all(), (name, hex(bits), dtype)
 
 
-def test_what_is_gathered_is_rounded_as_mlx_rounds(backend: NativeBackend) -> None:
+def test_a_copy_of_16_bits_is_rounded_as_mlx_rounds(backend: NativeBackend) -> None:
     """Code times scale has more bits than the dtype: it rounds to nearest, ties to even."""
     for name, dtype in product(CODES, (mx.float16, mx.bfloat16)):
-        pages = pages_of(backend, dtype, name)
-        pages.write(step(dtype, 1), step(dtype, 2), ROWS)
-        for ours, lazy in zip(backend.gather_now(pages, ROWS), pages.gather(ROWS), strict=True):
+        pages = pages_of(backend, dtype, name, "fp16")
+        pages.load(holding(pages, step(dtype, 1), step(dtype, 2), ROWS))
+        pages.copy({0: 64})
+        for ours, lazy in zip(pages.gather(COPIED), pages.gather(ROWS), strict=True):
             assert mx.array_equal(ours.view(WORD), lazy.view(WORD)), (name, dtype)
 
 
@@ -73,7 +77,8 @@ def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
     """The numbers beside it keep their values."""
     for name, queries in product(("fp16", "q8", "q4", "q4-unrotated"), (1, 40)):
         pages = pages_of(backend, mx.float16, name)
-        pages.write(mx.abs(step(mx.float16, 1)) + 1, step(mx.float16, 2), ROWS)
+        keys, values = mx.abs(step(mx.float16, 1)) + 1, step(mx.float16, 2)
+        pages.load(holding(pages, keys, values, ROWS))
         for number in (np.inf, -np.inf, np.nan):
             asked = normal((1, 2 * HEADS, queries, DIM), mx.float16, 3)
             # Infinity times numbers of both signs.
@@ -89,9 +94,8 @@ def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend)
     for source, target in permutations(names, 2):
         pages = pages_of(backend, mx.float16, source, target)
         given = step(mx.float16, 1), step(mx.float16, 2)
-        pages.write(*given, ROWS)
+        pages.load(holding(pages, *given, ROWS))
         pages.copy({0: 64})
-        metadata = AttentionMetadata(((64,),), (256,), (0,))
-        for part, expected in zip(pages.gather(metadata), given, strict=True):
+        for part, expected in zip(pages.gather(COPIED), given, strict=True):
             noise = numbers(part) - numbers(expected)
             assert np.square(noise).mean() < 0.02 * np.square(numbers(expected)).mean()

@@ -15,7 +15,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
     GATHER,
@@ -44,6 +44,11 @@ class Size(NamedTuple):
     @property
     def window(self) -> int:
         return self.context // 2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.context // PAGE_SIZE)
 
 
 # A GPU that has little to do takes equally long for all.
@@ -103,12 +108,9 @@ class _Reads:
 
     def __init__(self, backend: Backend, page_format: str, dtype: mx.Dtype, size: Size) -> None:
         self.size, self.dtype = size, dtype
-        blocks = -(-size.context // PAGE_SIZE)
-        tables = tuple(tuple(range(row * blocks, (row + 1) * blocks)) for row in range(size.rows))
-        self.metadata = AttentionMetadata(tables, (size.context,) * size.rows, (0,) * size.rows)
+        self.metadata = self._metadata(first_page=0 if page_format == "fp16" else self._count)
         self.pages, self.latents = (
-            self._written(backend, page_format, heads, size.rows * blocks)
-            for heads in (KV_HEADS, 1)
+            self._written(backend, page_format, heads) for heads in (KV_HEADS, 1)
         )
 
     def works(self) -> dict[str, Callable[[], None]]:
@@ -125,13 +127,30 @@ class _Reads:
             ),
         }
 
-    def _written(self, backend: Backend, page_format: str, heads: int, count: int) -> LayerPages:
-        """`count` pages in one slab, written."""
+    @property
+    def _count(self) -> int:
+        """Pages of all rows."""
+        return self.size.rows * self.size.blocks
+
+    def _metadata(self, first_page: int) -> AttentionMetadata:
+        """Pages from `first_page` on, but for the last one of each row, which has 16 bits."""
+        size = self.size
+        tables = tuple(
+            (*range(first_page + last - size.blocks + 1, first_page + last), last)
+            for last in range(size.blocks - 1, self._count, size.blocks)
+        )
+        return AttentionMetadata(tables, (size.context,) * size.rows, (0,) * size.rows)
+
+    def _written(self, backend: Backend, page_format: str, heads: int) -> LayerPages:
+        """Pages of 16 bits in one slab, and the same pages recoded in the next one."""
         geometry = LayerGeometry(heads, DIM, self.dtype, heads, DIM, self.dtype)
-        pages = LayerPages(geometry, backend_for(backend, geometry), count)
-        pages.map_slab(0, count, page_format_named(page_format))
+        pages = LayerPages(geometry, backend_for(backend, geometry), self._count)
+        pages.map_slab(0, self._count, FP16)
         keys, values = (self._normal(heads, self.size.context) for _ in range(2))
-        pages.write(keys, values, self.metadata)
+        pages.write(keys, values, self._metadata(first_page=0))
+        if page_format != "fp16":
+            pages.map_slab(1, self._count, page_format_named(page_format))
+            pages.copy({page: self._count + page for page in range(self._count)})
         return pages
 
     def _attend(self, queries: mx.array, window: int | None = None) -> None:

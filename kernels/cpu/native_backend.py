@@ -100,17 +100,6 @@ class NativeBackend:
     ) -> tuple[mx.array, mx.array]:
         return gather_tokens(pages, metadata, indices)
 
-    def gather_now(
-        self, pages: LayerMemory, metadata: AttentionMetadata
-    ) -> tuple[mx.array, mx.array]:
-        """As `gather`, but computed by the library before it returns."""
-        geometry, (batch, length) = pages.geometry, (len(metadata.context_lens), max(metadata.ends))
-        keys = mx.zeros((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
-        values = mx.zeros((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype)
-        mx.eval(keys, values)
-        self.library.gather(_pages_struct(pages), _metadata_struct(metadata), keys, values)
-        return keys, values
-
     def settle(self, pages: LayerMemory) -> None:
         """Does nothing: every call is complete when it returns."""
 

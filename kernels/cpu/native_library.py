@@ -14,6 +14,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.pages.errors import QuantisedPage
 
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = Path(__file__).parents[1] / f"libpaged_kv_cpu.{SUFFIX}"
@@ -113,7 +114,6 @@ class NativeLibrary:
         self._attend_latent = self._function(
             "attend_latent", pages, metadata, tensor, tensor, tensor, options
         )
-        self._gather = self._function("gather", pages, metadata, tensor, tensor)
         self._copy = self._function("copy", pages, _int_pointer, _int_pointer, ctypes.c_int32)
         self._load = self._function("load", pages, ctypes.c_int32, tensor)
         self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
@@ -189,14 +189,6 @@ class NativeLibrary:
         if status:
             _fail(status)
 
-    def gather(
-        self, pages: PagesStruct, metadata: MetadataStruct, keys: mx.array, values: mx.array
-    ) -> None:
-        k, v = keys.__dlpack__(), values.__dlpack__()
-        status = self._gather(pages, metadata, _address(k, _NAME), _address(v, _NAME))
-        if status:
-            _fail(status)
-
     def copy(self, pages: PagesStruct, sources: list[int], targets: list[int]) -> None:
         array = ctypes.c_int32 * len(sources)
         status = self._copy(pages, array(*sources), array(*targets), len(sources))
@@ -219,6 +211,8 @@ class NativeLibrary:
 def _fail(status: int) -> NoReturn:
     if status == 1:
         raise MemoryError("the CPU kernels found no memory for their intermediate results")
+    if status == 3:
+        raise QuantisedPage
     raise ValueError("the shapes or dtypes of the arrays do not fit the pages")
 
 

@@ -12,6 +12,8 @@ namespace {
 
 // Bytes below which waking a thread takes longer than it saves.
 constexpr int64_t ALONE_BYTES = 512 << 10;
+// How many bytes are copied while one is recoded: 0.05 ns a number of 16 bits, and 0.9 to 1.2 ns.
+constexpr int64_t RECODING_COST = 20;
 
 template <class Function>
 void for_each(int count, int64_t bytes, Function function) {
@@ -53,16 +55,6 @@ void copy_rows(const RowRun& from, const RowRun& to, int count, int dim) {
   if (is_quantised(to.format)) memcpy(to.scales, from.scales, count * scale_bytes(to.format, dim));
 }
 
-// Bytes are moved as they are wherever both sides hold numbers alike.
-void move_rows(const RowRun& from, const RowRun& to, int count, int dim) {
-  if (from.format == to.format && from.rotated == to.rotated) {
-    copy_rows(from, to, count, dim);
-  } else {
-    std::vector<float> row(padded(dim));
-    chosen_kernels().recode(from, to, count, dim, row.data());
-  }
-}
-
 // The numbers of a token in order, for a step that has them elsewhere.
 std::vector<char> copy_of_row(const PagedKvTensor& step, const char* from) {
   int64_t count = step.shape[3], size = size_of(step);
@@ -78,32 +70,41 @@ void write_head(const HeadOfRow& pages, const PagedKvTensor& step, int row, Own 
     RowRun from = rows_of(step, row, pages.head, token);
     int count = run_length(position, end);
     if (rows_are_contiguous(step)) {
-      move_rows(from, pages.at(position), count, pages.dim());
+      copy_rows(from, pages.at(position), count, pages.dim());
     } else {
       std::vector<char> whole = copy_of_row(step, from.data);
       from.data = whole.data();
       count = 1;
-      move_rows(from, pages.at(position), count, pages.dim());
+      copy_rows(from, pages.at(position), count, pages.dim());
     }
     position += count;
     token += count;
   }
 }
 
-void gather_head(const HeadOfRow& pages, const PagedKvMetadata& metadata, int row, const PagedKvTensor& out) {
-  int length = metadata.context_lens[row], behind = metadata.right_padding[row];
-  RowRun to = rows_of(out, row, pages.head, 0);
-  to.stride = row_bytes(to.format, pages.dim());
-  int before = static_cast<int>(out.shape[2]) - behind - length;
-  memset(to.data, 0, before * to.stride);
-  to.data += before * to.stride;
-  for (int position = 0; position < length;) {
-    int count = run_length(position, length);
-    move_rows(pages.at(position), to, count, pages.dim());
-    to.data += count * to.stride;
-    position += count;
+// Whether the pages of a step's tokens hold floats.
+bool holds_floats(const PagedKvPages& pages, const PagedKvMetadata& metadata, int row, Own own) {
+  const int32_t* table = metadata.block_tables + static_cast<int64_t>(row) * metadata.table_stride;
+  int end = metadata.context_lens[row], begin = end - (own.end - own.begin);
+  for (int page = begin / PAGE_SIZE; page * PAGE_SIZE < end; page++) {
+    const PagedKvLayout& layout = layout_at(pages, table[page]);
+    if (is_quantised(layout.k_format) || is_quantised(layout.v_format)) return false;
   }
-  memset(to.data, 0, behind * to.stride);
+  return true;
+}
+
+// Copies rows as they are, or recodes them where the two pages hold numbers differently.
+void move_rows(const RowRun& from, const RowRun& to, int dim) {
+  if (from.format == to.format && from.rotated == to.rotated) {
+    copy_rows(from, to, PAGE_SIZE, dim);
+  } else {
+    std::vector<float> row(padded(dim));
+    chosen_kernels().recode(from, to, PAGE_SIZE, dim, row.data());
+  }
+}
+
+bool have_one_layout(const PagedKvPages& pages, int32_t a, int32_t b) {
+  return pages.slab_layouts[a / pages.slab_stride] == pages.slab_layouts[b / pages.slab_stride];
 }
 
 // Bytes of so many tokens, in the dtypes of the model.
@@ -161,6 +162,8 @@ int paged_kv_write(const PagedKvPages* pages, const PagedKvMetadata* metadata, c
     Strided k(*keys), v(*values);
     if (!matches(*pages, *metadata, k, v)) return PAGED_KV_BAD_ARRAY;
     int heads = pages->kv_heads, count = static_cast<int>(k.tensor.shape[2]);
+    for (int row = 0; row < metadata->batch; row++)
+      if (!holds_floats(*pages, *metadata, row, own_tokens(*metadata, row, count))) return PAGED_KV_BAD_PAGE;
     for_each(metadata->batch * heads, bytes_of(*pages, count * metadata->batch), [&](int i) {
       int row = i / heads, head = i % heads;
       Own own = own_tokens(*metadata, row, count);
@@ -172,34 +175,20 @@ int paged_kv_write(const PagedKvPages* pages, const PagedKvMetadata* metadata, c
   });
 }
 
-int paged_kv_gather(const PagedKvPages* pages, const PagedKvMetadata* metadata, const PagedKvTensor* keys,
-                    const PagedKvTensor* values) {
-  return guarded([&] {
-    Strided k(*keys), v(*values);
-    if (!matches(*pages, *metadata, k, v) || !is_contiguous(k) || !is_contiguous(v))
-      return PAGED_KV_BAD_ARRAY;
-    int heads = pages->kv_heads, tokens = static_cast<int>(k.tensor.shape[2]);
-    for (int row = 0; row < metadata->batch; row++)
-      if (metadata->context_lens[row] + metadata->right_padding[row] > tokens) return PAGED_KV_BAD_ARRAY;
-    for_each(metadata->batch * heads, bytes_of(*pages, tokens * metadata->batch), [&](int i) {
-      int row = i / heads, head = i % heads;
-      gather_head({*pages, *metadata, row, head, false}, *metadata, row, k);
-      gather_head({*pages, *metadata, row, head, true}, *metadata, row, v);
-    });
-    return PAGED_KV_OK;
-  });
-}
-
 int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources, const int32_t* targets,
                   int32_t count) {
   return guarded([&] {
     int heads = pages->kv_heads;
-    for_each(count * heads, bytes_of(*pages, count * PAGE_SIZE), [&](int i) {
-      int32_t from = sources[i / heads], to = targets[i / heads];
-      int head = i % heads;
-      move_rows(keys_at(*pages, from, head, 0), keys_at(*pages, to, head, 0), PAGE_SIZE, pages->k_dim);
-      move_rows(values_at(*pages, from, head, 0), values_at(*pages, to, head, 0), PAGE_SIZE,
-                pages->v_dim);
+    bool recodes = false;
+    for (int i = 0; i < count; i++) recodes |= !have_one_layout(*pages, sources[i], targets[i]);
+    int64_t bytes = bytes_of(*pages, static_cast<int64_t>(count) * PAGE_SIZE);
+    for_each(2 * count * heads, recodes ? bytes * RECODING_COST : bytes, [&](int i) {
+      int32_t from = sources[i / 2 / heads], to = targets[i / 2 / heads];
+      int head = i / 2 % heads;
+      if (i % 2)
+        move_rows(values_at(*pages, from, head, 0), values_at(*pages, to, head, 0), pages->v_dim);
+      else
+        move_rows(keys_at(*pages, from, head, 0), keys_at(*pages, to, head, 0), pages->k_dim);
     });
     return PAGED_KV_OK;
   });

@@ -29,7 +29,7 @@ typedef struct {
 // 32 share a float16 scale. kernels/pages/number_format.py says what they are.
 enum { PAGED_KV_F32 = 0, PAGED_KV_F16 = 1, PAGED_KV_BF16 = 2, PAGED_KV_Q8 = 3, PAGED_KV_Q4 = 4 };
 
-enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2 };
+enum { PAGED_KV_OK = 0, PAGED_KV_NO_MEMORY = 1, PAGED_KV_BAD_ARRAY = 2, PAGED_KV_BAD_PAGE = 3 };
 
 // What the bytes of a page are: keys [kv_heads, 256, row], then their scales [kv_heads, 256, k_dim / 32]
 // if the format has any, and values alike. Rotated rows are in the basis of kernels/pages/rotation.py.
@@ -41,8 +41,7 @@ typedef struct {
 } PagedKvLayout;
 
 // The pages of one layer. A table entry is slab * slab_stride + page, and all pages of slab s are
-// layouts[slab_layouts[s]]. Floats in pages have the dtypes k_dtype and v_dtype, as what is written
-// and gathered has.
+// layouts[slab_layouts[s]]. Floats in pages have the dtypes k_dtype and v_dtype.
 typedef struct {
   char* const* slabs;
   const int32_t* slab_layouts;
@@ -86,7 +85,7 @@ PAGED_KV_EXPORT void paged_kv_use_threads(int32_t count);
 PAGED_KV_EXPORT void paged_kv_ask_for_huge_pages(void* memory, int64_t bytes);
 
 // Writes a step of keys [batch, kv_heads, S, k_dim] and values [.., v_dim], without its padding, as
-// the last tokens of each row.
+// the last tokens of each row. PAGED_KV_BAD_PAGE if a page of theirs holds codes.
 PAGED_KV_EXPORT int paged_kv_write(const PagedKvPages* pages, const PagedKvMetadata* metadata,
                                    const PagedKvTensor* keys, const PagedKvTensor* values);
 // Attention of a step of queries [batch, q_heads, S, k_dim] over all tokens of their rows, to
@@ -103,10 +102,6 @@ PAGED_KV_EXPORT int paged_kv_attend_latent(const PagedKvPages* pages, const Page
                                            const PagedKvTensor* position_queries,
                                            const PagedKvTensor* outputs,
                                            const PagedKvOptions* options);
-// Collects keys [batch, kv_heads, T, k_dim] and values [.., v_dim], contiguous. Row b ends at
-// T - right_padding[b]; what is before its first token and behind its last is zeros.
-PAGED_KV_EXPORT int paged_kv_gather(const PagedKvPages* pages, const PagedKvMetadata* metadata,
-                                    const PagedKvTensor* keys, const PagedKvTensor* values);
 // Copies whole pages, also into pages of another layout: what both hold alike is the same bytes. No
 // entry is both a source and a target.
 PAGED_KV_EXPORT int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources,

@@ -17,7 +17,7 @@ from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.slots import SlotKernels
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.layer_memory import WRITABLE, LayerMemory
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend
@@ -75,6 +75,7 @@ class GpuBackend:
         tables, slabs = self._bound(pages, metadata)
         if not tables.slabs or not keys.shape[2]:
             return
+        pages.require_writable(metadata, keys.shape[2])
         if slabs is None:
             self._fall_back(pages)
             self._plain.write(pages, keys, values, metadata)
@@ -264,6 +265,8 @@ class GpuBackend:
                 new_tokens=None,
                 softcap=softcap,
             )
+        if WRITABLE not in metadata.memo:  # Not a call in each layer.
+            pages.require_writable(metadata, 1)
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
         output = self._decode(

@@ -1,5 +1,70 @@
-// Copies whole pages, also into other formats. A simdgroup takes one slot: a token's keys, or values,
-// of one head. A row of the tables is two entries: from, to.
+// Copies whole pages, also into other formats: nothing else makes quantised pages. A simdgroup takes
+// one slot: a token's keys, or values, of one head. A row of the tables is two entries: from, to.
+
+#ifdef HAS_CODES
+// 0 for a scale far below float16's range: all codes of the group are then 0.
+float inverse_of(float scale) {
+  return magnitude(scale) < 1.17549435e-38f ? 0.0f : 1.0f / scale;
+}
+
+float code_of(float x, float inverse, float shift, float low, float high) {
+  return smaller(larger(rounded_down(product(x, inverse) + shift), low), high);
+}
+
+ushort scale_bits(float scale) {
+  return half_of_float(smaller(larger(scale, -65504.0f), 65504.0f));
+}
+
+// Encodes a group, of which each lane has a number; see kernels/pages/number_format.py. Outputs the word
+// of codes that the lane writes (if any), and the bits of the scale.
+void encode_q8(float x, THREAD uint& word, THREAD ushort& scale) {
+  float step = largest_of_lanes(magnitude(x)) / 127.0f;
+  float code = code_of(x, inverse_of(step), 0.5f, -127.0f, 127.0f);
+  uint byte = uint(int(code)) & 255;
+  word = byte | from_lane_xor(byte, 1) << 8;
+  scale = scale_bits(step);
+}
+
+void encode_q4(float x, THREAD uint& word, THREAD ushort& scale) {
+  float high = largest_of_lanes(x), low = -largest_of_lanes(-x);
+  float step = (high > -low ? high : low) / -8.0f;
+  float code = code_of(x, inverse_of(step), 8.5f, 0.0f, 15.0f) - 8.0f;
+  float squares = sum_of_lanes(code * code), products = sum_of_lanes(product(code, x));
+  uint nibble = uint(int(code) + 8);
+  uint byte = nibble | from_lane_xor(nibble, 16) << 4;
+  word = byte | from_lane_xor(byte, 1) << 8;
+  scale = scale_bits(product(products, inverse_of(squares)));
+}
+
+// Writes a token's numbers to a slot of codes.
+template <uint DIM>
+void encode_slot(Slots slots, uint token, uint lane, THREAD const float* x) {
+  uint words = slot_words(slots.format, GROUP);
+  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * slot_words(slots.format, DIM);
+  DEVICE ushort* scales = (DEVICE ushort*)slots.scales + token * (DIM / GROUP);
+  for (uint i = 0; i < numbers_of_lane(DIM); i++) {
+    uint word = 0;
+    ushort scale = 0;
+#ifdef HAS_Q8
+    if (slots.format == Q8) encode_q8(x[i], word, scale);
+#endif
+#ifdef HAS_Q4
+    if (slots.format == Q4) encode_q4(x[i], word, scale);
+#endif
+    if (!(lane & 1) && lane / 2 < words) slot[i * words + lane / 2] = ushort(word);
+    if (!lane) scales[i] = scale;
+  }
+}
+
+template <uint DIM>
+void recode_slot(Slots from, Slots to, uint token, uint lane) {
+  float x[numbers_of_lane(DIM)];
+  read_slot<DIM>(from, token, lane, x);
+  if (from.rotated != to.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);
+  if (to.format == FLOATS) write_slot<DIM>(to, token, lane, x);
+  else encode_slot<DIM>(to, token, lane, x);
+}
+#endif
 
 template <uint DIM>
 void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values) {
@@ -9,9 +74,7 @@ void copy_side(const THREAD Pages& pages, const THREAD Place& place, bool values
   uint token = place.x * SLOT_SIMDGROUPS + place.simdgroup;
 #ifdef HAS_CODES
   if (from.format != to.format || from.rotated != to.rotated) {
-    float x[numbers_of_lane(DIM)];
-    read_slot<DIM>(from, token, place.lane, x);
-    encode_slot<DIM>(to, token, from.rotated != to.rotated, true, place.lane, x);
+    recode_slot<DIM>(from, to, token, place.lane);
     return;
   }
 #endif

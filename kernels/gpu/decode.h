@@ -17,10 +17,10 @@
 // the pages of one kind, and another those of the other.
 //
 // With a STEP the kernel also gets the keys and values of the sequences' last tokens, and writes them to
-// their pages. A launch must not read what it writes: threadgroups run in no order, and a compiler may
+// their pages, which hold floats. A launch must not read what it writes: threadgroups run in no order, and a compiler may
 // read a kernel's inputs through a cache that does not see writes. So no thread reads the slot of such
-// a token. The threadgroups that attend to it, those of the first part, each compute it from the
-// inputs, as the page will hold it, and one of them writes it.
+// a token. The threadgroups that attend to it, those of the first part, each take it from the inputs,
+// and one of them writes it.
 
 CONSTANT uint TILE = 32;
 
@@ -306,16 +306,15 @@ void decode(DEVICE const T* queries, Strides strides,
   sums.softcap = float_of_bits(pages.parameter(SOFTCAP));
 #endif
 #ifdef STEP
-  Slots values = pages.slots(seen.entry, head, V_DIM, true);
-  if (seen.end && place.y + part == 0 && values.rotated == rotated) {
-    Slots keys = pages.slots(seen.entry, head, K_DIM, false);
-    bool writes = first_row == 0;
+  if (seen.end && place.y + part == 0 && !rotated) {
     float key[numbers_of_lane(K_DIM)], value[numbers_of_lane(V_DIM)];
     read_step<K_DIM>(step_keys, k_strides, number, head, 0, lane, key);
     read_step<V_DIM>(step_values, v_strides, number, head, 0, lane, value);
-    encode_slot<K_DIM>(keys, seen.slot, keys.rotated, writes, lane, key);
-    encode_slot<V_DIM>(values, seen.slot, rotated, writes, lane, value);
-    sums.begin_with(key, value, lane, in_basis(staged, keys.rotated), own);
+    if (first_row == 0) {
+      write_slot<K_DIM>(pages.slots(seen.entry, head, K_DIM, false), seen.slot, lane, key);
+      write_slot<V_DIM>(pages.slots(seen.entry, head, V_DIM, true), seen.slot, lane, value);
+    }
+    sums.begin_with(key, value, lane, in_basis(staged, false), own);
   }
   if (seen.end) seen.end--;
 #endif

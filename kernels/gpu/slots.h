@@ -63,70 +63,10 @@ void read_slot(Slots slots, uint token, uint lane, THREAD float* x) {
   }
 }
 
-// 0 for a scale far below float16's range: all codes of the group are then 0.
-float inverse_of(float scale) {
-  return magnitude(scale) < 1.17549435e-38f ? 0.0f : 1.0f / scale;
-}
-
-float code_of(float x, float inverse, float shift, float low, float high) {
-  return smaller(larger(rounded_down(product(x, inverse) + shift), low), high);
-}
-
-ushort scale_bits(float scale) {
-  return half_of_float(smaller(larger(scale, -65504.0f), 65504.0f));
-}
-
-// Encodes a group, of which each lane has a number; see kernels/pages/number_format.py. Outputs the
-// lane's code, the word of codes that the lane writes (if any), and the bits of the scale.
-float encode_q8(float x, THREAD uint& word, THREAD ushort& scale) {
-  float step = largest_of_lanes(magnitude(x)) / 127.0f;
-  float code = code_of(x, inverse_of(step), 0.5f, -127.0f, 127.0f);
-  uint byte = uint(int(code)) & 255;
-  word = byte | from_lane_xor(byte, 1) << 8;
-  scale = scale_bits(step);
-  return code;
-}
-
-float encode_q4(float x, THREAD uint& word, THREAD ushort& scale) {
-  float high = largest_of_lanes(x), low = -largest_of_lanes(-x);
-  float step = (high > -low ? high : low) / -8.0f;
-  float code = code_of(x, inverse_of(step), 8.5f, 0.0f, 15.0f) - 8.0f;
-  float squares = sum_of_lanes(code * code), products = sum_of_lanes(product(code, x));
-  uint nibble = uint(int(code) + 8);
-  uint byte = nibble | from_lane_xor(nibble, 16) << 4;
-  word = byte | from_lane_xor(byte, 1) << 8;
-  scale = scale_bits(product(products, inverse_of(squares)));
-  return code;
-}
-
-// Turns a token's numbers into those that a page holds, rotated first if `turn`. If `writes`, also
-// writes them to the slot, which is an input of the kernel.
+// Writes a token's numbers to a slot of floats. Slabs are inputs of kernels, so the slot is constant.
 template <uint DIM>
-void encode_slot(Slots slots, uint token, bool turn, bool writes, uint lane, THREAD float* x) {
-#ifdef HAS_CODES
-  if (turn && DIM % LANES == 0) rotate<DIM>(x, lane);
-#endif
-  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * slot_words(slots.format, DIM);
-  for (uint i = 0; i < numbers_of_lane(DIM); i++) {
-    uint at = i * LANES + lane;
-#ifdef HAS_CODES
-    if (slots.format != FLOATS) {
-      uint word = 0, words = slot_words(slots.format, GROUP);
-      ushort scale = 0;
-      float code = 0.0f;
-#ifdef HAS_Q8
-      if (slots.format == Q8) code = encode_q8(x[i], word, scale);
-#endif
-#ifdef HAS_Q4
-      if (slots.format == Q4) code = encode_q4(x[i], word, scale);
-#endif
-      if (writes && !(lane & 1) && lane / 2 < words) slot[i * words + lane / 2] = ushort(word);
-      if (writes && !lane)
-        ((DEVICE ushort*)slots.scales)[token * (DIM / GROUP) + i] = scale;
-      x[i] = product(code, float_of_half(scale));
-      continue;
-    }
-#endif
-    if (writes && at < DIM) slot[at] = bits_of(T(x[i]));
-  }
+void write_slot(Slots slots, uint token, uint lane, THREAD const float* x) {
+  DEVICE ushort* slot = (DEVICE ushort*)slots.numbers + token * DIM;
+  for (uint i = 0; i < numbers_of_lane(DIM); i++)
+    if (i * LANES + lane < DIM) slot[i * LANES + lane] = bits_of(T(x[i]));
 }

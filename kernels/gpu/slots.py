@@ -71,7 +71,10 @@ class SlotKernels:
         """The launch for `batch` rows of the tables with `tokens` tokens each."""
         geometry = kind.geometry
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
-        flags = [*kind.flags, *(["HAS_NEW_TOKENS"] if new_tokens else [])]
+        # A page that is written holds floats, whatever the others hold.
+        flags = [] if operation == "write" else [*kind.flags]
+        if new_tokens:
+            flags.append("HAS_NEW_TOKENS")
         outputs = [
             Output((batch, geometry.k_heads, tokens, dim), geometry.k_dtype)
             for dim in dims.values()

@@ -1,4 +1,4 @@
-// Writes a step's keys and values to pages. A simdgroup takes one slot: a token's keys, or values, of
+// Writes a step's keys and values to pages of floats. A simdgroup takes one slot: a token's keys, or values, of
 // one head.
 
 CONSTANT uint SLOT_SIMDGROUPS = 4;
@@ -25,6 +25,5 @@ void write_step(DEVICE const T* step, Strides strides, const THREAD Pages& pages
   uint entry = uint(row[ROW_FIELDS + position / PAGE_SIZE]);
   float x[numbers_of_lane(DIM)];
   read_step<DIM>(step, strides, place.z / 2, place.y, token, place.lane, x);
-  Slots slots = pages.slots(entry, place.y, DIM, values);
-  encode_slot<DIM>(slots, position % PAGE_SIZE, slots.rotated, true, place.lane, x);
+  write_slot<DIM>(pages.slots(entry, place.y, DIM, values), position % PAGE_SIZE, place.lane, x);
 }

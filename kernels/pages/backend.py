@@ -50,7 +50,8 @@ class Backend(Protocol):
         self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
         """Write the valid tokens of a step, keys [B, k_heads, S, k_dim] and values [B, v_heads, S,
-        v_dim], as the last tokens of each sequence."""
+        v_dim], as the last tokens of each sequence. Their pages must have 16 bits: `copy` recodes
+        those that are full."""
         ...
 
     def load(self, pages: LayerMemory, contents: Mapping[int, mx.array]) -> None:

@@ -16,6 +16,15 @@ class ThreadConflict(RuntimeError):
         )
 
 
+class QuantisedPage(ValueError):
+    """A step was to be written to a quantised page; nothing was changed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a step is written to pages of 16 bits, got a quantised page: copy it into one first"
+        )
+
+
 class PagesNotRead(RuntimeError):
     """A model did not pass keys and values to attention, as it did in its factory's trial step;
     nothing was changed."""

@@ -5,8 +5,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
+from paged_kv.kernels.pages.page_format import FP16, PageFormat, PageLayout
+
+# The key of a batch's `memo` once its pages are known to take a step.
+WRITABLE = "writable"
 
 
 @dataclass(eq=False)
@@ -53,6 +58,18 @@ class LayerMemory:
     def layout_of(self, entry: int) -> PageLayout:
         """The layout of a page."""
         return self.slabs[entry // self.slab_stride].layout
+
+    def require_writable(self, metadata: AttentionMetadata, count: int) -> None:
+        """Check, once for all layers of a step of `count` tokens, that its pages have 16 bits.
+
+        Raises:
+            QuantisedPage: one of them is quantised.
+        """
+        if WRITABLE not in metadata.memo:
+            entries = metadata.last_entries(count)
+            if any(self.layout_of(entry).page_format != FP16 for entry in entries):
+                raise QuantisedPage
+            metadata.memo[WRITABLE] = True
 
     def view(self, entry: int) -> mx.array:
         """A view of one page in memory, uint16 [page_units, unit_words]."""

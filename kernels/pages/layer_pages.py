@@ -129,6 +129,8 @@ class LayerPages(LayerMemory):
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """See `Backend.copy`."""
+        if not copies:
+            return
         self._before_change(lambda: set(copies.values()))
         self._backend.copy(self, copies)
 

@@ -45,6 +45,7 @@ class PlainBackend:
     def write(
         self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
+        pages.require_writable(metadata, keys.shape[2])
         mx.synchronize()
         step = metadata.valid_tokens(keys.shape[2])
         slabs, page_ids, slots = _places(metadata, step, pages.slab_stride)

@@ -103,16 +103,15 @@ class PagedRead:
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily: the step's own as they were given, if it has parts,
         so that nothing is quantised that a query's own page holds."""
-        if self.step_tokens is None:
-            return self.pages.gather(self.view.attention_metadata, None)
-        return self.pages.gather(self.view.metadata_before, self.step_tokens)
+        return self.pages.gather(self.view.attention_metadata, self.step_tokens)
 
     def _rewrite(
         self, keys: mx.array, values: mx.array
     ) -> Iterator[tuple[slice, AttentionMetadata]]:
         """Write the parts of the step once more, so that each finds its own page in 16 bits: a part
         is written in the block of the one before."""
-        for tokens, metadata, _ in self.view.parts:
+        for tokens, metadata, resumed, _ in self.view.parts:
+            self.pages.copy(resumed)
             self.pages.defer(keys[:, :, tokens], values[:, :, tokens], metadata)
             yield tokens, metadata
 

@@ -209,10 +209,10 @@ def _offsets(offsets: list[int]) -> int | mx.array:
 def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> None:
     """Write a step to the pages of a layer, and recode the pages that it fills and leaves."""
     keys, values = step
-    for tokens, metadata, recoded in parts:
+    for tokens, metadata, resumed, recoded in parts:
+        pages.copy(resumed)
         pages.write(keys[:, :, tokens], values[:, :, tokens], metadata)
-        if recoded:
-            pages.copy(recoded)
+        pages.copy(recoded)
 
 
 def keep_pending(

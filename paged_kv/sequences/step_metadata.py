@@ -3,6 +3,10 @@
 A token attends to its own page in 16 bits, and to every earlier page in the sequence's format. So a
 step is cut where a row of it begins a page, and its parts are written and attended to one after the
 other. Each recodes the pages that it has filled.
+
+A page that is recoded into a block of few bits is written in the block of the step's last page. So
+it does not matter when the block got its format: when it was reserved, or since, because memory got
+short and the pool requantised it.
 """
 
 from __future__ import annotations
@@ -39,11 +43,13 @@ class StepPart(NamedTuple):
     Attributes:
         tokens: which of the step's S tokens they are.
         metadata: where all tokens up to these are while the queries of these attend.
-        recoded: the page copies (from block, to block) to make before the next part attends.
+        resumed: the page copies (from block, to block) to make before the part is written.
+        recoded: the page copies to make before the next part attends.
     """
 
     tokens: slice
     metadata: AttentionMetadata
+    resumed: dict[int, int]
     recoded: dict[int, int]
 
 
@@ -59,11 +65,12 @@ def step_parts(
     if not cuts:
         return []
     parts = []
+    resumed = {source: to for row in pages for source, to in row.resumed.items()}
     for start, end in zip((0, *cuts), (*cuts, count), strict=True):
         tables, lengths, padding = zip(*[row.metadata(end) for row in pages], strict=True)
         recoded = {source: to for row in pages for source, to in row.recoded_at(end)}
         metadata = AttentionMetadata(tables, lengths, padding)
-        parts.append(StepPart(slice(start, end), metadata, recoded))
+        parts.append(StepPart(slice(start, end), metadata, {} if start else resumed, recoded))
     return parts
 
 
@@ -72,6 +79,7 @@ class _RowPages:
 
     Attributes:
         cuts: the indices of the step's tokens that begin a page after one that is recoded.
+        resumed: the page copy that gives the step's first page 16 bits again, if it needs one.
     """
 
     def __init__(self, group: LayerGroup, row: StepRow, scratch: BlockTable | None) -> None:
@@ -79,6 +87,7 @@ class _RowPages:
         self._blocks = row.sequence.blocks(group)
         # By page: the block that its tokens are written in, and the one that it is recoded into.
         self._recoded: dict[int, tuple[int, int]] = {}
+        self.resumed: dict[int, int] = {}
         if group.window is None and self._blocks:
             self._find_recoded(row.sequence.table(group), scratch)
         self.cuts = [(page + 1) * PAGE_SIZE - row.offset for page in self._recoded]
@@ -102,11 +111,14 @@ class _RowPages:
 
     def _find_recoded(self, table: BlockTable, scratch: BlockTable | None) -> None:
         write = Write(table, self._row.before, self._row.end)
-        for page in write.recoded_pages:
-            block = table.blocks[page]
+        for page in write.left_pages:
+            block, last = table.blocks[page], table.blocks[write.left_pages.stop]
+            holds_earlier = page == write.left_pages.start and write.begins_within_page
             if not table.is_writable(block):
-                self._recoded[page] = table.blocks[write.recoded_pages.stop], block
-            elif scratch is not None and page == write.recoded_pages.start:
+                self._recoded[page] = last, block
+                if holds_earlier:
+                    self.resumed = {block: last}
+            elif holds_earlier and scratch is not None:
                 self._recoded[page] = block, scratch.blocks[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -45,7 +44,6 @@ class StepView:
         attention_metadata: where the tokens are after the step, the same object for all layers.
         parts: the parts that the step is written and attended to in; none if it need not be cut.
         needs_step: whether reads need the step's keys and values besides its pages.
-        metadata_before: that of a read which gets those as `new_tokens`.
         moves: the group's `moves` when the metadata was made.
         expected: the inputs of layers, by the id of their geometry object, which layers share.
         mask: the latest mask that kernels can express by lengths and a window.
@@ -104,10 +102,6 @@ class StepView:
         self.parts: list[StepPart] = []
         if self._count > 1 and group.window is None:
             self.parts = step_parts(group, rows, self._count, self._scratch)
-        self.metadata_before = self.attention_metadata
-        if self.parts:
-            tables = self.parts[0].metadata.block_tables
-            self.metadata_before = replace(self.attention_metadata, block_tables=tables)
         self.needs_step = self.read_first or bool(self.parts)
         self.moves = group.moves
 

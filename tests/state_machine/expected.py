@@ -76,29 +76,29 @@ class StockOracle:
 
 
 class _StepPages:
-    """What a step's tokens see of the pages that it writes: their own page in 16 bits, and earlier
-    ones in the sequence's format."""
+    """What a step's tokens see of the pages that it writes: the step's own tokens in their page in
+    16 bits, and earlier pages in their format. With "auto" that is the format that a page got when
+    the step reserved it, otherwise the sequence's."""
 
     def __init__(self, row: Row, cache: PagedKVCache, start: int) -> None:
         self._row, self._cache, self._start = row, cache, start
         (sequence,) = cache.sequences
-        self._format = sequence.page_format
+        self._format = FP16 if row.full is None else sequence.page_format
         self._now = _formats_now(cache, len(row.tokens))
-        if cache.layer in cache.pool.windows or row.full is None:
-            self._format = FP16
 
     def seen_from(self, at: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
         """The keys and values that the token at this position sees, given what pages hold after the
         step."""
-        if self._format == FP16:
+        if self._cache.layer in self._cache.pool.windows:
             return keys, values
         seen = keys.copy(), values.copy()
         own, begun = at // 256 * 256, self._start // 256 * 256
         for content, part in zip(seen, ("keys", "values"), strict=True):
             if self._now[at] != "fp16":
                 rows = _table_rows(self._row.tokens, self._cache.layer, part, ())
-                content[:, own : own + 256] = rows[:, own : own + 256]
-            if begun < own and self._now[begun] == "fp16":
+                given = slice(max(own, self._start), own + 256)
+                content[:, given] = rows[:, given]
+            if self._format != FP16 and begun < own and self._now[begun] == "fp16":
                 number_format = getattr(self._format, part)
                 page = mx.array(content[:, begun : begun + 256])
                 content[:, begun : begun + 256] = np.array(
