@@ -89,8 +89,8 @@ struct Kernels {
   void (*attend_many)(const Attention&, const QueryBlock&, int begin, int end, SplitPartial, float* scratch);
   // Merges the parts of a block and writes its outputs.
   void (*finish)(const Attention&, const QueryBlock&, const SplitPartial* parts, int count, float* scratch);
-  // Rows of `dim` numbers in one format and basis to another; `row` holds padded(dim) floats.
-  void (*recode)(const RowRun& from, const RowRun& to, int count, int dim, float* row);
+  // The rows of a page, of `dim` numbers in whole groups, from one format and basis to another.
+  void (*recode)(const RowRun& from, const RowRun& to, int dim);
 };
 
 // The run of tokens that begins at a position of a row and ends before `end`.

@@ -1,6 +1,8 @@
 // Whole rows in every format as floats, and floats as rows.
 #pragma once
 
+#include <algorithm>
+
 #include "quantisation.h"
 #include "rotation.h"
 #include "row_loaders.h"
@@ -61,32 +63,41 @@ INLINE void store_as(char* out, int d, vec x) {
   else store_bf16<HALF>((uint16_t*)out + d, x);
 }
 
+// Writes `count` rows, which follow each other in a run, from its row t on.
 template <int FORMAT>
-void write_floats(const float* row, int dim, const RowRun& run, int t) {
+void write_floats(const float* rows, int count, int dim, const RowRun& run, int t) {
   char* out = run.data + t * run.stride;
-  int d = 0;
-  for (; d + W <= dim; d += W) store_as<FORMAT, false>(out, d, load(row + d));
-  if (d < dim) store_as<FORMAT, true>(out, d, load(row + d));
+  int d = 0, numbers = count * dim;
+  for (; d + W <= numbers; d += W) store_as<FORMAT, false>(out, d, load(rows + d));
+  if (d < numbers) store_as<FORMAT, true>(out, d, load(rows + d));
 }
 
 template <int FORMAT>
-void write_codes(const float* row, int dim, const RowRun& run, int t) {
+void write_codes(const float* rows, int count, int dim, const RowRun& run, int t) {
   PerGroup scales;
-  quantise<FORMAT>(row, dim / GROUP, run.data + t * run.stride, scales);
+  int groups = count * dim / GROUP;
+  quantise<FORMAT>(rows, groups, run.data + t * run.stride, scales);
   uint16_t* to = (uint16_t*)scales_of(run, t, dim);
-  for (int i = 0; i < dim / GROUP; i++)
+  for (int i = 0; i < groups; i++)
     to[i] = f16_of_float(clamped(scales.at[i], -LARGEST_F16, LARGEST_F16));
 }
 
-typedef void (*WriteRow)(const float*, int, const RowRun&, int);
-constexpr WriteRow WRITE_ROW[FORMATS] = {write_floats<0>, write_floats<1>, write_floats<2>,
-                                         write_codes<3>, write_codes<4>};
+typedef void (*WriteRows)(const float*, int, int, const RowRun&, int);
+constexpr WriteRows WRITE_ROWS[FORMATS] = {write_floats<0>, write_floats<1>, write_floats<2>,
+                                           write_codes<3>, write_codes<4>};
 
-void recode(const RowRun& from, const RowRun& to, int count, int dim, float* row) {
-  for (int t = 0; t < count; t++) {
-    READ_ROW[from.format](from, t, dim, 1.f, row);
-    if (from.rotated != to.rotated) rotate(row, dim);
-    WRITE_ROW[to.format](row, dim, to, t);
+// Recodes the rows of a page, as many at a time as the longest head has numbers: one of 64 numbers has
+// two groups, too few for the machine to compute while one of them waits.
+void recode(const RowRun& from, const RowRun& to, int dim) {
+  alignas(64) float rows[LONGEST_HEAD];
+  int most = LONGEST_HEAD / dim;
+  for (int t = 0; t < PAGE_SIZE; t += most) {
+    int n = std::min(most, PAGE_SIZE - t);
+    for (int i = 0; i < n; i++) {
+      READ_ROW[from.format](from, t + i, dim, 1.f, rows + i * dim);
+      if (from.rotated != to.rotated) rotate(rows + i * dim, dim);
+    }
+    WRITE_ROWS[to.format](rows, n, dim, to, t);
   }
 }
 
