@@ -106,23 +106,30 @@ def prompt(tokens: int, repetitions: int) -> dict[str, Any]:
 
 
 def model_steps(rows: int) -> dict[str, Any]:
+    """Steps of the formats follow each other in turns."""
     model = load(embedded_model())[0]
-    figures: dict[str, Any] = {}
-    for name in FORMATS:
-        cache = PagedCacheFactory(model, page_format=name, max_bytes=1 << 31).make_cache()
-        prefill = sum(cpu_seconds(model, cache, rows, count) for count in (512, 512, 76))
-        steps: list[float] = []
-        recoding: list[float] = []
-        while len(recoding) < RECODING_STEPS:
-            (steps if cache[0].size() % PAGE_SIZE else recoding).append(
-                cpu_seconds(model, cache, rows, 1)
-            )
-        figures[name] = {
-            "prefill": prefill,
-            "decode": median(steps),
-            "recoding": median(recoding),
+    caches = {
+        name: PagedCacheFactory(model, page_format=name, max_bytes=1 << 31).make_cache()
+        for name in FORMATS
+    }
+    prefill: dict[str, list[float]] = {name: [] for name in FORMATS}
+    steps: dict[str, list[float]] = {name: [] for name in FORMATS}
+    recoding: dict[str, list[float]] = {name: [] for name in FORMATS}
+    for count in (512, 512, 76):
+        for name, cache in caches.items():
+            prefill[name].append(cpu_seconds(model, cache, rows, count))
+    while len(recoding[FORMATS[-1]]) < RECODING_STEPS:
+        for name, cache in caches.items():
+            taken = steps if cache[0].size() % PAGE_SIZE else recoding
+            taken[name].append(cpu_seconds(model, cache, rows, 1))
+    return {
+        name: {
+            "prefill": sum(prefill[name]),
+            "decode": median(steps[name]),
+            "recoding": median(recoding[name]),
         }
-    return figures
+        for name in FORMATS
+    }
 
 
 def cpu_seconds(model: Any, cache: Any, rows: int, count: int) -> float:
