@@ -12,8 +12,8 @@ from paged_kv.integrations.mlx_vlm.hooks import stock_make_prompt_cache
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 
 # Folders of mlx-vlm whose rows come out wrong in a batch padded on the right: their layers count
-# columns, or attend to later tokens. Of the others that are named here no small model was built to
-# show that they are right. `benches/vision_families.py` tries all.
+# columns, or attend to later tokens. For the others that are named here, no small model has shown
+# that they are right. `benches/vision_families.py` tries all.
 _WRONG_IN_BATCHES = frozenset({"falcon_perception", "inkling", "mllama", "zaya1_vl"})
 _NOT_TRIED = frozenset(
     {
