@@ -101,7 +101,7 @@ def test_what_is_evicted_is_computed_again() -> None:
 
 def seeded() -> dict[str, Any]:
     class Options:
-        temperature, top_p, top_k, min_p = 1.0, 0.9, 0, 0.0
+        temperature, top_p, top_k, min_p = 1.0, 0.9, 4, 0.0
         xtc_probability, xtc_threshold = 0.0, 0.0
 
     options: Any = Options()

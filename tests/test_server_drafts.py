@@ -13,6 +13,7 @@ from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
+    FEW_LIKELY,
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
     in_float32,
@@ -39,9 +40,9 @@ def requests(max_tokens: int = 24) -> list[dict[str, Any]]:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "stop": ["append("]},
-        {"temperature": 1, "seed": 5},
+        {"temperature": 1, "seed": 5, "extra_body": FEW_LIKELY},
         {"temperature": 0, "presence_penalty": 1.5, "logprobs": 1},
-        {"temperature": 1, "seed": 8, "n": 2},
+        {"temperature": 1, "seed": 8, "n": 2, "extra_body": FEW_LIKELY},
     ]
     return [
         {"prompt": f"# {number}\n{TEXT}class", "max_tokens": max_tokens, **kind}

@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
+    FEW_LIKELY,
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
     in_float32,
@@ -33,9 +34,9 @@ def requests() -> list[dict[str, Any]]:
     """Greedy, with a seed, with penalties, and with two choices; a stream of each."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
-        {"temperature": 1, "seed": 5},
+        {"temperature": 1, "seed": 5, "extra_body": FEW_LIKELY},
         {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
-        {"temperature": 1, "seed": 8, "n": 2},
+        {"temperature": 1, "seed": 8, "n": 2, "extra_body": FEW_LIKELY},
     ]
     prompts = [[(11 * i * i + 5 * i + k) % 500 + 1 for i in range(245)] for k in range(4)]
     return [
