@@ -188,8 +188,6 @@ def assert_idle_pools_hold_nothing(running: PagedRunningServer) -> None:
     for pool in running.pools:
         assert pool.stats().blocks_used == 0
         pool.check()
-        # A step that did not fit is counted, and made room by preemption.
-        assert pool.stats().preemptions or not pool.stats().allocation_failures
         pool.clear()
         pool.check()
         assert pool.stats().blocks_used == pool.stats().blocks_cached == 0

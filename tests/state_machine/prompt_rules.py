@@ -146,8 +146,8 @@ class PromptRules(BatchRules):
         assert promised <= known
         # If two prompts end in the same slot of a page after the same blocks, the index keeps a
         # window that begins in the page before for only one of them. Recurrent states are those
-        # after all tokens. A prompt that ends within a longer one's quantised page is found up to
-        # that page's beginning.
+        # after all tokens. A prompt that ends within a quantised page is found up to that page's
+        # beginning.
         is_kept = known == len(row.tokens) or not batch.arrays
         if not batch.home.pool.windows and is_kept and not self._may_end_quantised(row, salt):
             assert promised == known
@@ -159,14 +159,16 @@ class PromptRules(BatchRules):
             self.steps.take(batch, [[2]])
 
     def _may_end_quantised(self, row: Row, salt: Hashable) -> bool:
-        """Whether the tokens of the prompt that was inserted last end within a quantised page of an
-        earlier one."""
+        """Whether the tokens of the prompt that was inserted last end within a page that its row,
+        before a trim, or an earlier prompt may have filled."""
         *earlier, (_, _, tokens) = self.inserted
         page_end = -(-len(tokens) // 256) * 256
-        return row.full != "fp16" and any(
-            of == salt and len(other) >= page_end > len(tokens) == common_prefix(other, tokens)
+        filled = [
+            len(other)
             for _, of, other in earlier
-        )
+            if of == salt and len(tokens) == common_prefix(other, tokens)
+        ]
+        return row.full != "fp16" and max([*row.written, *filled]) >= page_end > len(tokens)
 
     @rule(home=INDEX, prompt=PROMPTS, salt=SALTS)
     def pin(self, home: int, prompt: list[int], salt: Hashable) -> None:
