@@ -50,7 +50,7 @@ def _closure(chains: frozenset[Chain], full: str, is_auto: bool) -> frozenset[Ch
         (*chain, name)
         for chain in chains
         for name in {full, "fp16", *(SMALLER.get(chain[-1], ()) if is_auto else ())}
-        if name != chain[-1] and (chain[-1] == "fp16" or name != full)
+        if name != chain[-1] and (name == "fp16" or chain[-1] == "fp16" or name != full)
     }
     short = {chain for chain in more if len(chain) - chain.count("fp16") <= MOST_QUANTISED}
     return chains if short <= chains else _closure(chains | short, full, is_auto)
