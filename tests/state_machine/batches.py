@@ -138,8 +138,11 @@ class Steps:
         for index, row in enumerate(batch.rows):
             row.add([np.array(fed)[index, 0].item() for fed, _ in said])
             if said:
-                own = mx.concatenate([outputs[index] for _, outputs in said])
-                self._expect(batch, index, len(said), own)
+                # Once a page is recoded, nothing tells what the tokens before its end saw.
+                in_last_page = (len(row.tokens) - 1) % 256 + 1
+                known = len(said) if row.full == "fp16" else min(len(said), in_last_page)
+                own = mx.concatenate([outputs[index] for _, outputs in said[-known:]])
+                self._expect(batch, index, known, own)
         self.settle()
         return len(said) == count
 
