@@ -13,11 +13,13 @@ from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_row import StepRow
+from tests.attended_step import attended
 from tests.generation import greedy
 
 DIMS = (32, 64)
 BLOCK = 256 * sum(DIMS) * 2 * 2
 HEAD = 32
+SCALE = 0.2
 ONE_LAYER_BLOCK = 256 * HEAD * 4 * 2
 # Errors of a normal number that has 4 bits, and of outputs beside those from the numbers that
 # pages hold.
@@ -108,17 +110,6 @@ def formats(sequence: Sequence) -> list[str]:
     return page_formats(sequence.pool, 0, sequence)
 
 
-def attended(cache: PagedKVCache, step: mx.array) -> mx.array:
-    """What a step of keys, which are its values and queries too, attends to in the pages."""
-    mask = cache.make_mask(step.shape[2])
-    keys, values = cache.update_and_fetch(step, step)
-    assert keys.read is values.read
-    output = keys.read.attend(step, mask, scale=0.2)
-    assert output is not None
-    mx.eval(output)
-    return output
-
-
 def held(sequence: Sequence, layer: int = 0) -> mx.array:
     keys, _ = PagedKVCache(sequence.pool, layer, [sequence]).keys_and_values()
     mx.eval(keys)
@@ -134,7 +125,7 @@ def expected(sequence: Sequence, step: mx.array) -> mx.array:
     for first in range(start - start % 256, end, 256):
         own = step[:, :, max(first, start) - start : first + 256 - start]
         seen = mx.concatenate([pages[:, :, : max(first, start)], own], axis=2)
-        outputs.append(attention(own, seen, seen, scale=0.2, mask="causal"))
+        outputs.append(attention(own, seen, seen, scale=SCALE, mask="causal"))
     return mx.concatenate(outputs, axis=2)
 
 
@@ -145,9 +136,9 @@ def test_a_step_goes_on_in_a_page_that_its_reservation_requantised(full: str, ba
     sequence = Sequence(pool, page_format_named(full))
     cache = PagedKVCache(pool, 0, [sequence])
     given = numbers(1300, seed=1)
-    attended(cache, given[:, :, :700])
+    attended(cache, given[:, :, :700], scale=SCALE)
     step = given[:, :, 700:]
-    output = attended(cache, step)
+    output = attended(cache, step, scale=SCALE)
     assert formats(sequence)[2] == "q4", "the page that the step began in was spared"
     assert mx.abs(output - expected(sequence, step)).max() < ATTENDED
     assert mx.abs(held(sequence) - given).max() < HELD
@@ -169,9 +160,9 @@ def test_rows_of_a_batch_go_on_in_such_pages(backend: str) -> None:
     pool = short_pool(1, blocks=7)
     sequences, begun = [Sequence(pool) for _ in range(3)], (300, 10, 511)
     for seed, (sequence, count) in enumerate(zip(sequences, begun, strict=True)):
-        attended(PagedKVCache(pool, 0, [sequence]), numbers(count, seed))
+        attended(PagedKVCache(pool, 0, [sequence]), numbers(count, seed), scale=SCALE)
     steps = [numbers(600, seed) for seed in (5, 6, 7)]
-    outputs = attended(PagedKVCache(pool, 0, sequences), mx.concatenate(steps))
+    outputs = attended(PagedKVCache(pool, 0, sequences), mx.concatenate(steps), scale=SCALE)
     assert [
         formats(sequence)[at // 256] for sequence, at in zip(sequences, begun, strict=True)
     ] == ["q4"] * 3

@@ -13,6 +13,7 @@ from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, PageLayout, page_format_named
 from paged_kv.pool.window import Window
+from tests.attended_step import attended
 from tests.zoo import small_model
 
 HEAD = 32
@@ -74,16 +75,6 @@ def written_in_steps(
         outputs.append(attended(cache, keys[:, :, start:end]))
     pool.check()
     return cache, mx.concatenate(outputs, axis=2)
-
-
-def attended(cache: PagedKVCache, step: mx.array) -> mx.array:
-    mask = cache.make_mask(step.shape[2])
-    found, values = cache.update_and_fetch(step, step)
-    assert found.read is values.read
-    output = found.read.attend(step, mask, scale=1.0)
-    assert output is not None
-    mx.eval(output)
-    return output
 
 
 def expected(name: str, keys: mx.array) -> mx.array:
