@@ -11,20 +11,34 @@ The states of a block and the calls that change them:
 `check()` verifies this, and every reference count against the block tables.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 
 from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget, require_positive
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS, Events
-from paged_kv.allocator.format_slabs import FormatSlabs, SlabPlan, by_format
+from paged_kv.allocator.format_slabs import FormatSlabs, by_format
 from paged_kv.allocator.idle_slots import IdleSlots
 from paged_kv.allocator.invariants import check_invariants
 from paged_kv.allocator.ref_counts import OnMove, RefCounts
+from paged_kv.allocator.rewriting import (
+    Rewrite,
+    compacting,
+    growing,
+    joining,
+    tidying,
+)
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.slabs import block_range, slab_of
+
+RewriteSlabs = Callable[[Rewrite, int, Mapping[int, int]], bool]
+"""Called with (rewrite, number of its new slab, page copies): maps that slab if the rewrite has
+one, copies the pages, and unmaps the slabs that are emptied. False if pages cannot move now. Then,
+and if it raises, nothing is changed."""
 
 
 class BlockAllocator:
@@ -39,7 +53,9 @@ class BlockAllocator:
         page_size: tokens a block holds.
         map_slab: called with (slab, pages, page format) to map a slab; if it raises, nothing is
             changed.
-        unmap_slab: called with (slab) to unmap a slab.
+        unmap_slab: called with (slab) to unmap a slab, or one that a rewrite has unmapped.
+        rewrite_slabs: see `RewriteSlabs`.
+        max_slabs: slabs that a kernel takes. `ensure_free` joins slabs instead of mapping more.
         page_format: the format of blocks that are written, and of others unless a call names one.
         events: notified of each change.
 
@@ -57,6 +73,8 @@ class BlockAllocator:
         page_size: int = 256,
         map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None,
         unmap_slab: Callable[[int], None] = lambda slab: None,
+        rewrite_slabs: RewriteSlabs = lambda rewrite, slab, moves: True,
+        max_slabs: int = sys.maxsize,
         page_format: str = "fp16",
         events: Events = NO_EVENTS,
     ) -> None:
@@ -71,6 +89,8 @@ class BlockAllocator:
         self.allocation_failures = 0
         self._map_slab = map_slab
         self._unmap_slab = unmap_slab
+        self._rewrite_slabs = rewrite_slabs
+        self.max_slabs = max_slabs
         self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
         self._slab_format: dict[int, FormatSlabs] = {}
         self.refs = RefCounts(self._count_cached, self._not_used)
@@ -109,6 +129,11 @@ class BlockAllocator:
         """Blocks of all mapped slabs."""
         return sum(each.capacity for each in self.formats)
 
+    @property
+    def num_used(self) -> int:
+        """Used and cached blocks."""
+        return sum(each.num_used for each in self.formats)
+
     def ref_count(self, block: int) -> int:
         """References to a block, including those of dropped tables until `drain`; 0 if free."""
         return self.refs.counts.get(block, 0)
@@ -117,14 +142,7 @@ class BlockAllocator:
         """Blocks that can be allocated now, including those of slabs to be mapped. O(slabs)."""
         self.drain()
         slabs = self._formats[page_format or self.page_format]
-        growth = slabs.plan(self.budget.left, self.budget.left, self._slab_format, self.budget)
-        return len(slabs.free) + sum(plan.pages for plan in growth)
-
-    def room_in_one_slab(self, page_format: str) -> int:
-        """Free blocks of a format, plus those of one slab that could be mapped."""
-        slabs = self._formats[page_format]
-        growth = slabs.plan(1, self.budget.left, self._slab_format, self.budget)
-        return len(slabs.free) + sum(plan.pages for plan in growth)
+        return len(slabs.free) + self.budget.left // slabs.block_bytes
 
     def new_table(self, ring: Ring | None = None, page_format: str | None = None) -> BlockTable:
         """Make an empty block table, known to this allocator until it is dropped."""
@@ -184,23 +202,32 @@ class BlockAllocator:
         while self._dropped:
             self._forget(self._dropped.popleft())
 
-    def ensure_free(self, needs: Mapping[str, int]) -> None:
+    def ensure_free(self, needs: Mapping[str, int], ahead_bytes: int | None = None) -> None:
         """Map slabs until `needs` blocks of each format are free; all or nothing.
+
+        Blocks may move, see `RewriteSlabs`. Up to `ahead_bytes` beyond the needs are mapped for
+        later steps; None means as much as the budget allows.
 
         Raises:
             PoolExhausted: the budget does not allow it; nothing was changed.
         """
         self.drain()
-        self._grow(needs)
+        self._grow(needs, ahead_bytes, may_rewrite=True)
 
     def room_after(self, needs: Mapping[str, int], left: int) -> int:
-        """Bytes that would remain of `left` after `ensure_free(needs)`.
+        """Bytes that would remain of `left` after `ensure_free(needs)`, but for what that maps for
+        later steps.
 
         Raises:
             PoolExhausted: `left` bytes do not suffice.
         """
-        for slabs, plan in self._plans(needs, left):
-            left -= plan.pages * slabs.block_bytes
+        for name, count in needs.items():
+            slabs = self._formats[name]
+            missing = slabs.missing(count)
+            if missing * slabs.block_bytes > left:
+                free = len(slabs.free) + left // slabs.block_bytes
+                raise PoolExhausted(count, free, 0, self.budget.max_bytes, slabs.block_bytes)
+            left -= missing * slabs.block_bytes
         return left
 
     def allocate(self, count: int, page_format: str | None = None) -> list[int]:
@@ -260,39 +287,47 @@ class BlockAllocator:
         self._free(self.refs.let_go(block))
         self.events.let_go(self, block)
 
-    def map(self, slabs: FormatSlabs, plan: SlabPlan) -> None:
+    def map(self, slabs: FormatSlabs, slab: int, pages: int) -> None:
         """Map a slab of one of the formats."""
-        self._map_slab(plan.slab, plan.pages, slabs.name)
-        self.budget.take(plan.pages * slabs.block_bytes)
-        slabs.add_slab(plan.slab, plan.pages)
-        self._slab_format[plan.slab] = slabs
+        self._map_slab(slab, pages, slabs.name)
+        self.budget.take(pages * slabs.block_bytes)
+        slabs.add_slab(slab, pages)
+        self._slab_format[slab] = slabs
 
-    def compaction_plan(self) -> dict[int, int]:
-        """Moves (from block, to block) that empty the emptiest slabs into the others' free pages.
+    def tidy(self) -> bool:
+        """Make one rewrite that is due: free pages beyond `FormatSlabs.reserve` are given back, and
+        slabs joined if there are more than `max_slabs`. Returns whether there was one.
 
-        Every target is free now, and lies in a slab that stays.
+        It copies few pages, so that it can be called between steps. O(formats) if none is due.
         """
         self.drain()
-        moves: dict[int, int] = {}
         for slabs in self.formats:
-            victims = slabs.slabs_to_empty()
-            targets = (block for block in slabs.free if slab_of(block) not in victims)
-            sources = sorted(block for block in self.refs.counts if slab_of(block) in victims)
-            moves.update(zip(sources, targets, strict=False))
-        return moves
+            if len(slabs.free) > slabs.reserve:
+                rewrite = tidying(slabs, self.budget.left)
+                if rewrite is not None:
+                    return self._rewrite(rewrite)
+        if len(self._slab_format) <= self.max_slabs:
+            return False
+        joined = joining(self.formats, self.budget)
+        return joined is not None and self._rewrite(joined)
+
+    def compact(self) -> int:
+        """Give back all free pages, or as many as the budget leaves room to copy others for.
+        Returns the number of pages that moved."""
+        self.drain()
+        moved = 0
+        for slabs in self.formats:
+            while rewrite := compacting(slabs, self.budget.left):
+                copied = rewrite.copied
+                if not self._rewrite(rewrite):
+                    break
+                moved += copied
+        return moved
 
     def apply_moves(self, moves: Mapping[int, int]) -> None:
         """Update every table and reference count after pages were copied to free blocks, possibly
         of another format."""
-        for source, target in moves.items():
-            self.format_of(target).take_block(target)
-            on_move = self.refs.move(source, target)
-            if on_move is not None:
-                on_move(self, source, target)
-        for table in self.tables:
-            if not moves.keys().isdisjoint(table.blocks):
-                table.blocks = tuple([moves.get(block, block) for block in table.blocks])
-                self.idle_slots.note(table)
+        self._move(moves)
         self._free(sorted(moves))
         self.events.moved(self, moves)
 
@@ -334,10 +369,16 @@ class BlockAllocator:
 
     def snapshot(self) -> AllocatorStats:
         """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
-        refs = self.refs
+        refs, left = self.refs, self.budget.left
+        formats = []
+        for each in self.formats:
+            rewrite = compacting(each, left)
+            compactable = rewrite.freed if rewrite else 0
+            left += compactable * each.block_bytes
+            formats.append(each.stats(self.page_size, compactable))
         entries = refs.total - len(refs.kept)
         return AllocatorStats(
-            formats=tuple([each.stats(self.page_size) for each in self._formats.values()]),
+            formats=tuple(formats),
             blocks_shared=refs.shared,
             table_entries=entries,
             tables=len(self.tables),
@@ -354,37 +395,91 @@ class BlockAllocator:
         self.drain()
         check_invariants(self)
 
-    def _plans(self, needs: Mapping[str, int], left: int) -> list[tuple[FormatSlabs, SlabPlan]]:
-        """The slabs to map so that `needs` blocks of each format are free."""
-        plans: list[tuple[FormatSlabs, SlabPlan]] = []
-        taken = set(self._slab_format)
-        for name, count in needs.items():
-            slabs = self._formats[name]
-            growth = slabs.plan(count - len(slabs.free), left, taken, self.budget)
-            pages = sum(plan.pages for plan in growth)
-            free = len(slabs.free) + pages
-            if free < count:
-                raise PoolExhausted(count, free, 0, self.budget.max_bytes, slabs.block_bytes)
-            left -= pages * slabs.block_bytes
-            taken.update(plan.slab for plan in growth)
-            plans += [(slabs, plan) for plan in growth]
-        return plans
-
-    def _grow(self, needs: Mapping[str, int]) -> None:
+    def _grow(
+        self, needs: Mapping[str, int], ahead_bytes: int | None = None, *, may_rewrite: bool = False
+    ) -> None:
+        """Map slabs so that `needs` blocks of each format are free."""
+        mapped: list[int] = []
         try:
-            plans = self._plans(needs, self.budget.left)
+            for slabs, pages in self._growth(needs, ahead_bytes):
+                if not (may_rewrite and self._grow_a_slab(slabs, pages)):
+                    slab = self._unused_number()
+                    self.map(slabs, slab, pages)
+                    mapped.append(slab)
+        except BaseException:
+            for slab in mapped:
+                if not self._slab_format[slab].used[slab]:
+                    self._unmap(slab)
+            raise
+
+    def _growth(
+        self, needs: Mapping[str, int], ahead_bytes: int | None
+    ) -> list[tuple[FormatSlabs, int]]:
+        """The slabs to map, by format and number of pages."""
+        try:
+            left = self.room_after(needs, self.budget.left)
         except PoolExhausted:
             self.allocation_failures += 1
             raise
-        mapped: list[int] = []
+        left = left if ahead_bytes is None else min(left, ahead_bytes)
+        growth: list[tuple[FormatSlabs, int]] = []
+        for name, count in needs.items():
+            slabs = self._formats[name]
+            if missing := slabs.missing(count):
+                sizes = slabs.growth(missing, left, self.budget)
+                left -= (sum(sizes) - missing) * slabs.block_bytes
+                growth += [(slabs, pages) for pages in sizes]
+        return growth
+
+    def _grow_a_slab(self, slabs: FormatSlabs, pages: int) -> bool:
+        """Grow a slab of the format instead of mapping another one, if there are as many slabs as a
+        kernel takes. Returns whether it did; it may have joined slabs of another format instead."""
+        if len(self._slab_format) < self.max_slabs:
+            return False
+        grown = growing(slabs, pages, self.budget)
+        joined = joining([each for each in self.formats if each is not slabs], self.budget)
+        if joined and (grown is None or joined.copied_bytes < grown.copied_bytes):
+            self._rewrite(joined)
+            return False
+        return grown is not None and self._rewrite(grown)
+
+    def _rewrite(self, rewrite: Rewrite) -> bool:
+        """Make a rewrite; returns whether pages could move and the budget held them."""
+        slabs, peak = rewrite.slabs, rewrite.peak_bytes
+        if peak > self.budget.left:
+            return False
+        slab = self._unused_number()
+        moves = self._moves_of(rewrite, slab)
+        self.budget.take(peak)
         try:
-            for slabs, plan in plans:
-                self.map(slabs, plan)
-                mapped.append(plan.slab)
-        except BaseException:
-            for slab in mapped:
-                self._unmap(slab)
-            raise
+            if not self._rewrite_slabs(rewrite, slab, moves):
+                return False
+        finally:
+            self.budget.take(-peak)
+        if rewrite.new_pages:
+            slabs.add_slab(slab, rewrite.new_pages)
+            self._slab_format[slab] = slabs
+        self._move(moves)
+        slabs.give(sorted(moves))
+        for emptied in rewrite.emptied:
+            self._unmap(emptied)
+        self.budget.take(rewrite.new_pages * slabs.block_bytes)
+        self.events.moved(self, moves)
+        return True
+
+    def _moves_of(self, rewrite: Rewrite, slab: int) -> dict[int, int]:
+        """The moves (from block, to block) of a rewrite whose new slab has that number."""
+        slabs, counts, emptied = rewrite.slabs, self.refs.counts, set(rewrite.emptied)
+        ranges = [block_range(each, slabs.slabs[each]) for each in sorted(emptied)]
+        sources = [block for blocks in ranges for block in blocks if block in counts]
+        new = block_range(slab, rewrite.new_pages)[: len(sources)]
+        others = (block for block in slabs.free if slab_of(block) not in emptied)
+        targets = [*islice(others, len(sources) - len(new)), *new]
+        return dict(zip(sources, targets, strict=True))
+
+    def _unused_number(self) -> int:
+        known = self._slab_format
+        return next(slab for slab in range(len(known) + 1) if slab not in known)
 
     def _forget(self, table: BlockTable) -> None:
         assert table.allocator is self, "this table is another allocator's"
@@ -394,6 +489,18 @@ class BlockAllocator:
         if not table.is_scratch:
             self.events.dropped(table)
 
+    def _move(self, moves: Mapping[int, int]) -> None:
+        """Let all that hold blocks hold others; the former ones are free, but not noted as such."""
+        for source, target in moves.items():
+            self.format_of(target).take_block(target)
+            on_move = self.refs.move(source, target)
+            if on_move is not None:
+                on_move(self, source, target)
+        for table in self.tables:
+            if not moves.keys().isdisjoint(table.blocks):
+                table.blocks = tuple([moves.get(block, block) for block in table.blocks])
+                self.idle_slots.note(table)
+
     def _unmap(self, slab: int) -> None:
         slabs = self._slab_format.pop(slab)
         self.budget.take(-slabs.remove_slab(slab) * slabs.block_bytes)
@@ -402,9 +509,10 @@ class BlockAllocator:
     def _free(self, blocks: list[int]) -> None:
         """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""
         for slabs, theirs in by_format(blocks, self._slab_format).items():
-            for slab in slabs.give(theirs):
-                if slabs.is_spare(slab):
-                    self._unmap(slab)
+            if slabs.give(theirs):
+                for slab in sorted(slabs.empty_slabs(), reverse=True):
+                    if len(slabs.free) > slabs.reserve:
+                        self._unmap(slab)
 
     def _count_cached(self, block: int, change: int) -> None:
         self.format_of(block).num_cached += change

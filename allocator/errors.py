@@ -55,9 +55,9 @@ class PoolExhausted(PagedKVError):
     def shortage(self) -> str:
         """States the needed, free and evictable blocks and the budget."""
         return (
-            f"{self.needed} blocks ({self.needed * self.block_bytes:,} bytes) were needed, "
-            f"{self.free} ({self.free * self.block_bytes:,} bytes) are free and {self.evictable} "
-            f"evictable within a budget of {self.budget:,} bytes"
+            f"blocks needed: {self.needed:,} ({self.needed * self.block_bytes:,} bytes), "
+            f"free: {self.free:,} ({self.free * self.block_bytes:,} bytes), "
+            f"evictable: {self.evictable:,}, within a budget of {self.budget:,} bytes"
         )
 
     def remedy(self, option: str) -> str:
@@ -104,9 +104,9 @@ class RollbackError(PagedKVError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"cannot trim {self.asked} tokens, only {self.possible}: later writes overwrote "
-            "earlier tokens that the window would need. Call can_trim(n) first, or start again "
-            "from a copy that you made earlier"
+            f"cannot trim so far (tokens asked: {self.asked}, possible: {self.possible}): later "
+            "writes overwrote earlier tokens that the window would need. Call can_trim(n) first, "
+            "or start again from a copy that you made earlier"
         )
 
 
@@ -125,7 +125,7 @@ class NotPinned(PagedKVError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"this prompt of {self.num_tokens} tokens is not pinned under this salt; there are "
-            f"{self.pins} pins of other prompts or salts: call unpin once for each pin, with "
-            "exactly the same tokens and salt"
+            f"this prompt (tokens: {self.num_tokens:,}) is not pinned under this salt (pins of "
+            f"other prompts or salts: {self.pins:,}): call unpin once for each pin, with exactly "
+            "the same tokens and salt"
         )

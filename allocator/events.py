@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,6 +50,22 @@ class Events:
 
     def looked_up(self, num_tokens: int, found: int) -> None:
         """A prompt was looked up in the prefix index."""
+
+    def arrived(self, request: Hashable, prompt_tokens: int, max_tokens: int) -> None:
+        """A request of a batch waits to begin, unless it has arrived before; it may generate at
+        most `max_tokens` tokens."""
+
+    def begun(self, request: Hashable) -> None:
+        """A waiting request runs, for the first time or after it was preempted."""
+
+    def generated(self, request: Hashable) -> None:
+        """A request has generated a token."""
+
+    def preempted(self, request: Hashable) -> None:
+        """A running request waits again."""
+
+    def ended(self, request: Hashable) -> None:
+        """A request has ended, unless it is unknown or has ended before."""
 
 
 NO_EVENTS = Events()

@@ -31,6 +31,7 @@ import numpy as np
 from benches.results_file import write_result
 from paged_kv.integrations.bench.timing import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -77,7 +78,7 @@ class Layer:
 
     def attend(self, queries: mx.array) -> Callable[[], None]:
         metadata = self.metadata(self.tokens)
-        return lambda: mx.eval(self.pages.attend(queries, metadata, scale=SCALE))
+        return lambda: mx.eval(self.pages.attend(queries, metadata, Attention(SCALE)))
 
     def attend_with_mlx(self, queries: mx.array) -> Callable[[], None]:
         mask = "causal" if queries.shape[2] > 1 else None
@@ -200,7 +201,7 @@ def overhead(dtype: str) -> dict[str, float]:
 
         def write_and_attend() -> None:
             layer.pages.write(keys, values, metadata)
-            mx.eval(layer.pages.attend(queries, metadata, scale=SCALE))
+            mx.eval(layer.pages.attend(queries, metadata, Attention(SCALE)))
 
         return write_and_attend
 

@@ -10,7 +10,7 @@ _GETS = {
     "paged": "Attention reads pages",
     "decode": "Attention reads pages while decoding",
     "gather": "Pages, gathered for attention of the model's own",
-    "own": "Nothing to page, mlx-lm's caches only",
+    "own": "No pages, caches of mlx-lm only",
     "fails": "Fails on pages",
     "not run": "Not run",
 }
@@ -21,14 +21,18 @@ def model_families(figures: Figures) -> str:
     files: dict[str, Figures] = figures["files"]
     lines = []
     for gets, title in _GETS.items():
-        names = [
-            f"`{name}` ({entry['reason']})" if "reason" in entry else f"`{name}`"
-            for name, entry in files.items()
-            if entry["gets"] == gets
-        ]
+        names = [_with_reason(name, of) for name, of in files.items() if of["gets"] == gets]
         if names:
             lines.append(f"- **{title}** ({len(names)}): {', '.join(names)}")
     return "\n".join([*lines, "", *_kept(files), *_exceptions(files)])
+
+
+def _with_reason(name: str, entry: Figures) -> str:
+    """A file, why it was gathered or not run, or which of mlx-lm's caches it has in place of
+    pages."""
+    caches = entry["mlx_lm_caches"] if entry["gets"] == "own" else {}
+    reason = entry.get("reason") or quoted(caches)
+    return f"`{name}` ({reason})" if reason else f"`{name}`"
 
 
 def _kept(files: dict[str, Figures]) -> list[str]:

@@ -12,10 +12,8 @@ own count of active memory.
     largest transient   the same, above the larger of before and after: bytes that the step freed
     copied for growth   KVCache: not counted but derived, from the sizes of its arrays: each time
                         they change, the tokens before are concatenated into the new ones.
-                        Pages: slabs that exist, whenever their address changes, and pages that
-                        the pool reports as copied on write.
-
-A pool's slabs depend on its budget, so pages are measured with two of them.
+                        Pages: the slabs that are gone, whose pages moved to others, and pages
+                        that the pool reports as copied on write.
 """
 
 import gc
@@ -77,7 +75,7 @@ class Paged:
         self._pool = PagePool(LAYERS, max_bytes=max_bytes)
         sequence = Sequence(self._pool)
         self._caches = [PagedKVCache(self._pool, layer, [sequence]) for layer in range(LAYERS)]
-        self._addresses: dict[tuple[int, int], int] = {}
+        self._sizes: dict[int, int] = {}
         self._cow_copies = 0
 
     def append(self, keys: mx.array, values: mx.array) -> None:
@@ -87,20 +85,18 @@ class Paged:
             mx.eval([slab.memory for slab in layers[layer].slabs.values()])
 
     def copied(self) -> int:
-        slabs = self._slabs()
-        found = {name: np.asarray(slab).ctypes.data for name, slab in slabs.items()}
-        moved = [name for name, at in self._addresses.items() if found.get(name) != at]
+        before, self._sizes = self._sizes, self._slab_sizes()
         stats = self._pool.stats()
-        copies = stats.cow_copies - self._cow_copies
-        self._addresses, self._cow_copies = found, stats.cow_copies
+        copies, self._cow_copies = stats.cow_copies - self._cow_copies, stats.cow_copies
         block_bytes = stats.bytes_active // stats.blocks_used
-        return sum(slabs[name].nbytes for name in moved if name in slabs) + copies * block_bytes
+        return sum(before[at] for at in before.keys() - self._sizes.keys()) + copies * block_bytes
 
-    def _slabs(self) -> dict[tuple[int, int], mx.array]:
+    def _slab_sizes(self) -> dict[int, int]:
+        """Bytes of each slab of each layer, by its address."""
         return {
-            (layer, number): slab.memory
-            for layer, pages in self._pool.groups[0].pages.items()
-            for number, slab in pages.slabs.items()
+            np.asarray(slab.memory).ctypes.data: slab.memory.nbytes
+            for pages in self._pool.groups[0].pages.values()
+            for slab in pages.slabs.values()
         }
 
 
@@ -119,8 +115,7 @@ class Growth:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "KVCache": Contiguous,
-    "pages, budget 1 GiB": lambda: Paged(1 << 30),
-    "pages, budget 8 GiB": lambda: Paged(8 << 30),
+    "pages": lambda: Paged(1 << 30),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import load
 
-from paged_kv.integrations.generation.generate_command import embedded_model
+from paged_kv.embedded import embedded_model
 
 MODULES = (
     "argparse",

@@ -29,6 +29,7 @@ from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.bench.timing import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -68,7 +69,7 @@ def paged(
     metadata = AttentionMetadata(tables, (tokens,) * batch, (0,) * batch)
     pages.write(latents, position_keys, metadata)
     queries, positions = asked
-    return lambda: mx.eval(pages.attend_latent(queries, positions, metadata, scale=SCALE))
+    return lambda: mx.eval(pages.attend_latent(queries, positions, metadata, Attention(SCALE)))
 
 
 def stock(

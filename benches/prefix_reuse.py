@@ -34,8 +34,8 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.timing import in_turns, ratio
-from paged_kv.integrations.generation.generate_command import embedded_model
 
 COMMON, NEW = 3500, 32
 TURNS, ASKED, ANSWERED = 20, 32, 64

@@ -16,10 +16,10 @@ def quantised_quality(figures: Figures) -> str:
     return "\n\n".join([*tables, *long_runs(figures["long"])])
 
 
-def quantised_bytes(figures: Figures) -> str:
-    """Bits of a number by length, with what that is over pages that are all quantised; and beside
-    that a model with windows."""
-    llama, gemma3 = figures["llama"], figures["gemma3"]
+def held_bytes(figures: Figures) -> str:
+    """Bits held for a number by length, with what that is over pages that are all quantised; and
+    beside that a model with windows."""
+    llama, gemma3 = figures["by_length"]["llama"], figures["by_length"]["gemma3"]
     rows = [
         (
             f"{count(q4['tokens'])} tokens, {q4['rows']} row" + ("s" if q4["rows"] > 1 else ""),
@@ -30,7 +30,9 @@ def quantised_bytes(figures: Figures) -> str:
         for q8, q4, *windows in zip(llama["q8"], llama["q4"], *gemma3.values(), strict=True)
     ]
     of_windows = [f"with windows: {name}" for name in gemma3]
-    return table(("bits a number", "q8", "q4", "q4, at most during prefill", *of_windows), rows)
+    return table(
+        ("bits held for a number", "q8", "q4", "q4, at most during prefill", *of_windows), rows
+    )
 
 
 def copying(figures: Figures) -> str:
@@ -50,6 +52,41 @@ def copying(figures: Figures) -> str:
     ]
     head = [cell for name in models for cell in (f"{name}: right", "as with 16 bits")]
     return table((f"{count(figures['tokens'])} tokens, read twice", *head), rows)
+
+
+def step_lengths(figures: Figures) -> str:
+    """How far logits differ from those of one step, and how many codes do."""
+    models: dict[str, Figures] = figures["rows"]
+    first = next(iter(models.values()))
+    rows = [
+        (
+            f"{model}: {length}",
+            *(cell for each in formats.values() for cell in _cells(each[length])),
+        )
+        for model, formats in models.items()
+        for length in next(iter(formats.values()))
+    ]
+    head = [
+        f"{name}: {cell}"
+        for name, of in first.items()
+        for cell in ("logits", "other codes and scales in a million", "logits, numbers given")
+        if cell == "logits" or "codes" in next(iter(of.values()))
+    ]
+    of_tokens = f"{figures['contexts']} texts of {count(figures['tokens'])} tokens, in steps of"
+    other = sum(
+        each["likeliest"] for of in models.values() for f in of.values() for each in f.values()
+    )
+    read = figures["contexts"] * figures["tokens"] * len(rows) * len(first)
+    return f"{table((of_tokens, *head), rows)}\n\nOther likeliest tokens: {other} of {count(read)}."
+
+
+def _cells(each: Figures) -> Iterator[str]:
+    yield f"{each['logits']:.1e}"
+    if "codes" in each:
+        yield " and ".join(
+            count(1e6 * each[part] / each[f"of_{part}"]) for part in ("codes", "scales")
+        )
+        yield f"{each['given']:.1e}"
 
 
 def page_codecs(figures: Figures) -> str:

@@ -25,9 +25,10 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
+from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.timing import in_turns, ratio
-from paged_kv.integrations.generation.generate_command import embedded_model
 from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -67,7 +68,7 @@ class Layer:
             self.pages.copy(dict(zip(written, table, strict=True)))
 
     def attend(self, queries: mx.array) -> Callable[[], None]:
-        return lambda: mx.eval(self.pages.attend(queries, self.metadata, scale=SCALE))
+        return lambda: mx.eval(self.pages.attend(queries, self.metadata, Attention(SCALE)))
 
     def prompt(self, queries: mx.array, step: mx.array) -> Callable[[], None]:
         """What one row's first step costs; pages of 16 bits are not copied."""
@@ -79,7 +80,7 @@ class Layer:
 
         def work() -> None:
             self.pages.write(step, step, metadata)
-            mx.eval(self.pages.attend(queries, metadata, scale=SCALE))
+            mx.eval(self.pages.attend(queries, metadata, Attention(SCALE)))
             self.pages.copy(copies)
 
         return work

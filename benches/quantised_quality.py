@@ -8,7 +8,7 @@ two parameters of mlx-lm's groups are float32 too, which flatters it a little; `
 takes in 16 bits.
 
 bytes       of one token of a full page in all layers of stdlib-llama in float16, scales included,
-            and of mlx-lm's caches by their nbytes. Pages that are written: see `quantised_bytes`.
+            and of mlx-lm's caches by their nbytes. Pages that are written: see `held_bytes`.
 text        perplexity of each model on contexts of 2,048 tokens, of one file each, in steps of 128:
             every second step recodes a page. `loss_percent` is how much larger the perplexity is
             than with 16-bit pages, with the standard error over contexts, `kl_nats` the mean

@@ -150,12 +150,12 @@ def run(port: int, requests: Sequence[Request], load: Load) -> None:
 
 
 @contextmanager
-def server(name: str, model: Path) -> Iterator[int]:
+def server(name: str, model: Path, *more: str) -> Iterator[int]:
     """A server in a process of its own, once it answers; its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--model", str(model), "--port", str(port), "--log-level", "ERROR"]
+    options = ["--model", str(model), "--port", str(port), "--log-level", "ERROR", *more]
     environment = {**os.environ, **({"LD_PRELOAD": LIBRARY} if LIBRARY else {})}
     command = [sys.executable, *COMMANDS[name], *options]
     # mlx-lm's logs every request there.

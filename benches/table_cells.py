@@ -46,5 +46,5 @@ def giga(number: float, unit: str) -> str:
     return f"{number / 1e9:,.1f} G{unit}"
 
 
-def percent(share: float) -> str:
-    return f"{share:.0%}"
+def percent(share: float, digits: int = 0) -> str:
+    return f"{share:.{digits}%}"

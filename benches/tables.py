@@ -1,9 +1,10 @@
-"""Makes the tables of README.md and docs/ from the files of benches/results:
+"""Makes the tables and numbers of README.md and docs/ from the files of benches/results:
 python -m benches.tables
 
 Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a bench, "why" or
-"headlines". The newest mlx and mlx-lm of a bench are shown, one table for each machine. --check
-writes nothing, and exits with 1 if a document is out of date.
+"headlines". Within a sentence, `<!-- number: NAME -->` is one of `benches.prose_numbers`. The
+newest mlx and mlx-lm of a bench are shown, one table for each machine. --check writes nothing, and
+exits with 1 if a document is out of date.
 """
 
 import argparse
@@ -16,7 +17,14 @@ from typing import Any
 
 from benches.family_tables import model_families, vision_families
 from benches.headline_tables import DIGESTS
-from benches.quality_tables import copying, page_codecs, quantised_bytes, quantised_quality
+from benches.prose_numbers import NUMBERS
+from benches.quality_tables import (
+    copying,
+    held_bytes,
+    page_codecs,
+    quantised_quality,
+    step_lengths,
+)
 from benches.results_file import RESULTS
 from benches.speed_tables import (
     cpu_kernels,
@@ -43,8 +51,12 @@ from benches.table_cells import (
 )
 
 ROOT = RESULTS.parents[1]
-_MARKED = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-_OPENING, _CLOSING = "<!-- table: ", "<!-- end -->"
+_MARKED = re.compile(
+    r"(?P<opening><!-- (?P<kind>table|number): (?P<name>.*?) -->\n?)"
+    r"(?P<body>.*?)(?P<closing><!-- end -->)",
+    re.DOTALL,
+)
+_OPENING, _CLOSING = re.compile("<!-- (?:table|number): "), "<!-- end -->"
 
 # What a results file holds, and its "figures".
 Result = dict[str, Any]
@@ -55,13 +67,31 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
     """The text with every marked part made anew from the newest results.
 
     Raises:
-        ValueError: a marker has no end, or names no table.
+        ValueError: a marker has no end, or names no table or number.
         FileNotFoundError: a table's bench has no results.
     """
-    closed = [match for match in _MARKED.finditer(text) if _OPENING not in match[3]]
-    if not len(closed) == text.count(_OPENING) == text.count(_CLOSING):
-        raise ValueError(f"every {_OPENING!r}... needs an end {_CLOSING!r} of its own")
-    return _MARKED.sub(lambda match: match[1] + section(match[2], results) + match[4], text)
+    closed = [match for match in _MARKED.finditer(text) if not _OPENING.search(match["body"])]
+    if not len(closed) == len(_OPENING.findall(text)) == text.count(_CLOSING):
+        raise ValueError(f"every '<!-- table: ' or '<!-- number: ' needs an end {_CLOSING!r}")
+
+    def made(match: re.Match[str]) -> str:
+        make = section if match["kind"] == "table" else number
+        return match["opening"] + make(match["name"], results) + match["closing"]
+
+    return _MARKED.sub(made, text)
+
+
+def number(name: str, results: Path = RESULTS) -> str:
+    """A number of `benches.prose_numbers`, from the first of its bench's newest results.
+
+    Raises:
+        ValueError: there is no number of that name.
+        FileNotFoundError: its bench has no results.
+    """
+    if name not in NUMBERS:
+        raise ValueError(f"there is no number {name!r}: use one of {', '.join(sorted(NUMBERS))}")
+    bench, told = NUMBERS[name]
+    return told(newest(bench, results)[0]["figures"])
 
 
 def section(name: str, results: Path = RESULTS) -> str:
@@ -231,6 +261,28 @@ def serving_http(figures: Figures) -> str:
     )
 
 
+def server_soak(figures: Figures) -> str:
+    """What a server held early and at the end of a soak, and what its clients counted."""
+    first, last, truth, told = (figures[name] for name in ("first", "last", "truth", "counted"))
+    rows = [
+        ("resident memory", megabytes(first["resident_bytes"]), megabytes(last["resident_bytes"])),
+        ("open files", count(first["files"]), count(last["files"])),
+        ("threads", count(first["threads"]), count(last["threads"])),
+    ]
+    behaviours = ", ".join(f"{name} {n}" for name, n in sorted(truth["behaviours"].items()))
+    return (
+        table(("idle server", "after 100 requests", f"after {count(figures['requests'])}"), rows)
+        + f"\n\nOf {count(sum(truth['kinds'].values()))} answers that were read, "
+        f"{len(truth['wrong'])} were wrong. /metrics differed from what the clients counted in "
+        f"{len(figures['differences'])} numbers, and {megabytes(told['kv_active_bytes'])} of pages "
+        f"were in use at the end. Sequences were preempted "
+        f"{count(told['num_preemptions_total'])} times. "
+        f"{megabytes(told['store_written_bytes_total'])} were written to the store, which held "
+        f"{megabytes(figures['stored_bytes'])} of the {megabytes(figures['store_limit_bytes'])} "
+        f"allowed at the end. What the clients did: {behaviours}."
+    )
+
+
 def admission(figures: Figures) -> str:
     """Two policies of admission on the same arrivals."""
     loads = {
@@ -257,6 +309,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "admission": admission,
     "serving": serving,
     "serving_http": serving_http,
+    "server_soak": server_soak,
     "cpu_kernels": cpu_kernels,
     "host_cost": host_cost,
     "whole_model": whole_model,
@@ -268,9 +321,10 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "distributed": distributed,
     "quantised_kernels": quantised_kernels,
     "page_codecs": page_codecs,
-    "quantised_bytes": quantised_bytes,
+    "held_bytes": held_bytes,
     "quantised_quality": quantised_quality,
     "copying": copying,
+    "step_lengths": step_lengths,
     "page_store": page_store,
     "page_store_faults": page_store_faults,
     "model_families": model_families,

@@ -4,19 +4,23 @@ python examples/chat.py MODEL
 """
 
 import sys
+from contextlib import suppress
 
 from mlx_lm import load, stream_generate
 
 from paged_kv import PagedCacheFactory
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 model, tokenizer = load(sys.argv[1])
 cache = PagedCacheFactory(model, max_bytes="4GB").make_cache()
-while text := input("you: ").strip():
-    if tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": text}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    else:
-        prompt = tokenizer.encode(text)
-    for response in stream_generate(model, tokenizer, prompt, prompt_cache=cache, max_tokens=100):
-        print(response.text, end="", flush=True)
-    print()
+with suppress(EOFError, KeyboardInterrupt):  # Ctrl-D and Ctrl-C end the chat
+    while text := input("you: ").strip():
+        if tokenizer.has_chat_template:
+            messages = [{"role": "user", "content": text}]
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        else:
+            prompt = tokenizer.encode(text)
+        for part in stream_generate(model, tokenizer, prompt, prompt_cache=cache, max_tokens=100):
+            print(part.text, end="", flush=True)
+        print()

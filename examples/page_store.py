@@ -11,6 +11,8 @@ from paged_kv import PagedCacheFactory
 
 PROMPT = "A long document that every run asks about. " * 60 + "In short, it is about"
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 model, tokenizer = load(sys.argv[1])
 factory = PagedCacheFactory(model, max_bytes="4GB", store=sys.argv[2], store_bytes="10GB")
 prompt = tokenizer.encode(PROMPT)

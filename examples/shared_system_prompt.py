@@ -12,6 +12,8 @@ from paged_kv import PagedCacheFactory
 SYSTEM = "You answer in one short sentence, and say so when you do not know. " * 10
 QUESTIONS = ["What is a page table?", "Who was Ada Lovelace?", "Why is the sky blue?"]
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 model, tokenizer = load(sys.argv[1])
 factory = PagedCacheFactory(model, max_bytes="4GB")
 

@@ -11,11 +11,14 @@ from paged_kv import PagedCacheFactory
 
 TEXT = "def add(a, b):\n    return a + b\n\n\n" * 100
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 model, tokenizer = load(sys.argv[1])
 prompt = tokenizer.encode(TEXT)
 
 exact = PagedCacheFactory(model)
-generate(model, tokenizer, prompt, prompt_cache=exact.make_cache(), max_tokens=1)
+cache = exact.make_cache()
+generate(model, tokenizer, prompt, prompt_cache=cache, max_tokens=1)
 needed = exact.stats().bytes_mapped
 exact.close()
 

@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.checks import TokenIds, described, token_ids
+from paged_kv.sizes import counted
 
 
 class Media(TypedDict, total=False):
@@ -144,12 +145,13 @@ def _replace(ids: list[int], runs: list[list[int]], digests: list[bytes]) -> Non
 def _mismatch(kind: str, token: int | None, places: int, given: int) -> str:
     if places:
         return (
-            f"the prompt has {places:,} {kind} tokens (id {token}), and no {kind} was given: pass "
-            f"them, as tokens alone do not tell one {kind} from another"
+            f"the prompt has {counted(places, f'{kind} token')} (id {token}), and no {kind} was "
+            f"given: pass them, as tokens alone do not tell one {kind} from another"
         )
+    items = counted(given, f"{kind} item")
     if token is None:
         return (
-            f"{given} {kind} items were given, and this model's config names no {kind} token: make "
+            f"the model's config names no {kind} token, and was given {items}: make "
             "the factory with the whole model of mlx-vlm, or leave them out"
         )
-    return f"{given} {kind} items were given, and the prompt has no {kind} token (id {token})"
+    return f"the prompt has no {kind} token (id {token}), and was given {items}"

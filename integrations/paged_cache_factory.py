@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as mlx_lm_cache
 
+from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
@@ -29,6 +30,7 @@ from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.stored_states import StoredStates
+from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.formats import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
@@ -156,6 +158,7 @@ class PagedCacheFactory:
             TypeError: `max_kv_size` is not an integer.
             ValueError: `max_kv_size` is less than 5 and not ignored.
             RuntimeError: the factory was closed.
+            PoolExhausted: `max_bytes` does not hold a page of every layer; it names how much does.
         """
         self._require_open()
         self._try_out()
@@ -375,10 +378,21 @@ class PagedCacheFactory:
         """The trial of the model; it runs once."""
         if self._trial is None:
             install_attention_hook()
-            self._trial = try_out(self._model, partial(self._library.layers, self._model))
+            trial = try_out(self._model, partial(self._library.layers, self._model))
+            self._require_a_page(trial)
+            self._trial = trial
             for pool in self._pools.values():
                 self._tell(pool, self._trial)
         return self._trial
+
+    def _require_a_page(self, trial: Trial) -> None:
+        """Raise PoolExhausted if the budget does not hold a page of every layer, as it is while it
+        is written."""
+        layouts = [PageLayout(FP16, geometry) for geometry in trial.geometries.values()]
+        least = sum(layout.page_bytes for layout in layouts)
+        budget = self.pool.budget.max_bytes
+        if budget < least:
+            raise PoolExhausted(1, 0, 0, budget, least, sufficient_budget=least)
 
     def _tell(self, pool: PagePool, trial: Trial) -> None:
         if not self._always_gather:

@@ -21,11 +21,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
-from paged_kv.integrations.batching.shared_prefill import (
-    begin_together,
-    joined,
-    without_first,
-)
+from paged_kv.integrations.batching.shared_prefill import joined, without_first
 from paged_kv.integrations.rebinding import rebind
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
@@ -113,23 +109,29 @@ def insert_segments(
     """BatchGenerator's method of this name. Prompts without a cache start from their longest cached
     prefix, or from one that they share with another of the prompts."""
     factory = installed_factory(generator.model)
-    if factory is None or generator.max_kv_size is not None:
+    preemption = attach(generator, factory) if factory and generator.max_kv_size is None else None
+    if preemption is None:
         return _stock_insert_segments(
             generator, segments, max_tokens, caches, all_tokens, *others, **named
         )
-    attach(generator, factory)
-    caches, segments = list(caches or [None] * len(segments)), list(segments)
+    # The caller may hold its caches, and give several sequences the same one: memory for their next
+    # tokens is reserved in forks.
+    caches = [copy.deepcopy(cache) for cache in caches or [None] * len(segments)]
+    segments = list(segments)
     all_tokens = list(all_tokens or [[] for _ in segments])
     new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]
     prompts = [joined(segments[at]) for at in new]
     with mx.stream(generator.stream):
-        begun = begin_together(factory, generator.model, prompts, generator.prefill_step_size)
-    for at, prompt, (cache, cached) in zip(new, prompts, begun, strict=True):
-        caches[at], all_tokens[at] = cache, prompt[:cached]
-        segments[at] = without_first(segments[at], cached)
-    return _stock_insert_segments(
+        starts = preemption.starts(prompts)
+    for at, prompt, start in zip(new, prompts, starts, strict=True):
+        caches[at], all_tokens[at] = start.cache, prompt[: start.cached]
+        segments[at] = without_first(segments[at], start.cached)
+    uids = _stock_insert_segments(
         generator, segments, max_tokens, caches, all_tokens, *others, **named
     )
+    if not all(start.is_complete for start in starts):
+        preemption.share_later([uids[at] for at in new])
+    return uids
 
 
 def installed_factory(model: Module) -> PagedFactory | None:

@@ -1,4 +1,4 @@
-"""Replaces a function of mlx-lm in every module that imported it."""
+"""Replaces a function of MLX or mlx-lm in every module that imported it."""
 
 import sys
 from collections.abc import Callable
@@ -8,8 +8,9 @@ from typing import Any
 def rebind(function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Bind `replacement` to every name that `function` has in modules outside this package.
 
-    Modules imported later get the replacement from the module that defines it. This package's own
-    modules keep the original, so that the replacement can call it.
+    Modules imported later get the replacement from the module that defines it. Names in this
+    package's own modules keep the original, so that the replacement can call it. An attribute of
+    another module, such as `mx.where`, is the replacement here too.
 
     Searching all modules takes 10 ms, so a call returns early if the module that defines `function`
     has the replacement already.

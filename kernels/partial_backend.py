@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory
@@ -46,11 +47,15 @@ class PartialBackend:
         self._plain = PlainBackend()
         self._own_fallbacks = 0
         self.name = backend.name
-        self.writes_in_place = backend.writes_in_place
+        self.writes_in_place, self.slab_padding = backend.writes_in_place, backend.slab_padding
         self.supports, self.new_slab = backend.supports, backend.new_slab
         self.begin, self.settle = backend.begin, backend.settle
         self.write, self.load = backend.write, backend.load
         self.copy, self.gather_tokens = backend.copy, backend.gather_tokens
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._backend.kept_bytes
 
     @property
     def fallbacks(self) -> int:
@@ -71,29 +76,16 @@ class PartialBackend:
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        new_tokens: NewTokens | None,
-        softcap: float | None = None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         is_decode = queries.shape[2] == 1 and new_tokens is None
-        operation = (WINDOW_DECODE if window else DECODE) if is_decode else PREFILL
+        operation = (WINDOW_DECODE if attention.window else DECODE) if is_decode else PREFILL
         is_left_out = self._leaves_out(pages, operation)
         if is_left_out:
             self._begin_fallback(pages)
         output = (self._plain if is_left_out else self._backend).attend(
-            pages,
-            queries,
-            metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
-            sinks=sinks,
-            new_tokens=new_tokens,
-            softcap=softcap,
+            pages, queries, metadata, attention, new_tokens
         )
         if is_left_out:
             mx.eval(output)  # before a kernel writes the pages
@@ -105,40 +97,15 @@ class PartialBackend:
         step: NewTokens,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        attention: Attention,
     ) -> mx.array:
-        operations = [STEP_DECODE, *([WINDOW_DECODE] if window else [])]
+        operations = [STEP_DECODE, *([WINDOW_DECODE] if attention.window else [])]
         if queries.shape[2] > 1:
             operations = [PREFILL]
         if not any(self._leaves_out(pages, each) for each in operations):
-            return self._backend.write_and_attend(
-                pages,
-                step,
-                queries,
-                metadata,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sinks=sinks,
-                softcap=softcap,
-            )
+            return self._backend.write_and_attend(pages, step, queries, metadata, attention)
         self.write(pages, *step, metadata)
-        return self.attend(
-            pages,
-            queries,
-            metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
-            sinks=sinks,
-            new_tokens=None,
-            softcap=softcap,
-        )
+        return self.attend(pages, queries, metadata, attention)
 
     def attend_latent(
         self,
@@ -146,24 +113,14 @@ class PartialBackend:
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        new_tokens: NewTokens | None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         is_left_out = self._leaves_out(pages, LATENT_DECODE)
         if is_left_out:
             self._begin_fallback(pages)
         output = (self._plain if is_left_out else self._backend).attend_latent(
-            pages,
-            queries,
-            position_queries,
-            metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
-            new_tokens=new_tokens,
+            pages, queries, position_queries, metadata, attention, new_tokens
         )
         if is_left_out:
             mx.eval(output)  # before a kernel writes the pages

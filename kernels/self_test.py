@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.backends import backend_for
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -118,7 +119,7 @@ class _Test:
         pages, scale = self._written(self.backend), DIM**-0.5
         queries = self._normal((len(LENGTHS), KV_HEADS * RATIO, count, DIM), seed=3)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, self.metadata, scale=scale, window=window, sinks=sinks)
+        found = pages.attend(queries, self.metadata, Attention(scale, window=window, sinks=sinks))
         return self._error(pages, self.metadata, queries, found, window)
 
     def write_and_decode(self) -> float:
@@ -133,7 +134,7 @@ class _Test:
         expected.write(step[0], step[1], metadata)
         pages.defer(step[0], step[1], metadata)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, metadata, scale=DIM**-0.5, sinks=sinks)
+        found = pages.attend(queries, metadata, Attention(DIM**-0.5, sinks=sinks))
         return self._error(expected, metadata, queries, found, None)
 
     def _error(
@@ -165,7 +166,7 @@ class _Test:
         pages, scale, heads = self._written(self.backend), DIM**-0.5, KV_HEADS * RATIO
         queries = self._normal((len(LENGTHS), heads, 1, DIM), seed=3)
         position_queries = self._normal((len(LENGTHS), heads, 1, POSITIONS), seed=5) * scale
-        found = pages.attend_latent(queries, position_queries, self.metadata, scale=scale)
+        found = pages.attend_latent(queries, position_queries, self.metadata, Attention(scale))
         latents, position_keys = map(_numbers, self._plain(pages).gather(self.metadata))
         worst = 0.0
         for row, length in enumerate(LENGTHS):

@@ -10,13 +10,15 @@ needs only the allocator does not load mlx. Before mlx-lm loads a saved prompt c
 must have used one of these names, so that mlx-lm knows the cache's class.
 """
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from paged_kv.listeners import new_item_listeners
 
-from paged_kv.extras import backend_named
+# Type checkers know this name. typing itself takes most of the time of this import, in which
+# nothing ends a command that is interrupted.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from paged_kv.allocator.errors import (
         BlockStateError,
         NotPinned,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     )
     from paged_kv.allocator.requantisation import OldestFirst, RequantisationPolicy
     from paged_kv.cache.paged_kv_cache import PagedKVCache
+    from paged_kv.embedded import embedded_model
+    from paged_kv.integrations.batching.last_responses import PromptCacheTaken
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
     from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
@@ -63,6 +67,7 @@ __all__ = [
     "PagesNotRead",
     "PoolExhausted",
     "PoolStats",
+    "PromptCacheTaken",
     "RequantisationPolicy",
     "RollbackError",
     "Sequence",
@@ -70,6 +75,7 @@ __all__ = [
     "StoreError",
     "ThreadConflict",
     "__version__",
+    "embedded_model",
     "generate_samples",
     "speculative_batch_generate",
 ]
@@ -90,10 +96,12 @@ _HOMES = {
     "PagePool": "pool.page_pool",
     "PagedKVCache": "cache.paged_kv_cache",
     "PoolStats": "pool.stats",
+    "PromptCacheTaken": "integrations.batching.last_responses",
     "Sequence": "sequences.sequence",
     "StoreError": "store.errors",
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",
+    "embedded_model": "embedded",
     "generate_samples": "integrations.samples",
     "ModelDraft": "integrations.speculation.model_draft",
     "NGramDraft": "integrations.speculation.ngram_draft",
@@ -102,12 +110,27 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")
+    from importlib import import_module
+
+    from paged_kv.extras import backend_named
+
     with backend_named():
-        home = import_module(f"paged_kv.{_HOMES[name]}")
-        if "paged_kv.pool.page_pool" in sys.modules:
-            # A process with pools publishes them to `paged-kv stats`.
-            import_module("paged_kv.monitor.publishing")
-    return getattr(home, name)
+        return getattr(import_module(f"paged_kv.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+def _publish() -> None:
+    """Show the pools of this process to `paged-kv stats`, from its first one on."""
+    from paged_kv.monitor.publishing import publisher
+
+    publisher.start()
+
+
+# Here, because no module of the package can make a pool before this file has run.
+new_item_listeners.append(_publish)

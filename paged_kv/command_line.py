@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
+from paged_kv.commands.arguments import Parser
 from paged_kv.commands.completion_command import add_completion_parser
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.commands.trace_command import add_trace_parser
 from paged_kv.extras import MissingBackend, backend_named
+from paged_kv.openblas import load_openblas
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = _arguments(argv)
             command = f"paged-kv {arguments.command}"
             logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")
+            if "mlx.core" not in sys.modules:
+                load_openblas()
             status: int = arguments.run(arguments)
         # Flush here: at interpreter exit a closed pipe would look like any other failure.
         sys.stdout.flush()
@@ -66,7 +70,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="paged-kv", description="Paged key/value caches for MLX and mlx-lm."
     )
     parser.add_argument("--version", action="version", version=f"paged-kv {__version__}")
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _know_themselves(parser: argparse.ArgumentParser) -> None:
-    """Let the parser of the innermost command be `arguments.parser`: errors show its usage."""
+    """Let the parser of the innermost command be `arguments.parser`: errors name its help."""
     parser.set_defaults(parser=parser)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

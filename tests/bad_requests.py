@@ -27,7 +27,7 @@ class Bad(NamedTuple):
 
 
 INTEGERS: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (0, -1, 2**31, 10**30),
+    "max_tokens": (-1, 2**31, 10**30),
     "max_completion_tokens": (0, -5, 2**63),
     "n": (0, -1, 129, 10**9),
     "seed": (-(2**63) - 1, 2**64, 2**70, -(2**70)),
@@ -47,6 +47,35 @@ FLOATS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (-0.1, 1e300),
     "presence_penalty": (1e300, -1e300),
     "frequency_penalty": (1e5, -(10**30)),
+}
+# Fields of OpenAI's API and of vLLM's that would change the answer.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {}},
+        "text",
+    ),
+    "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
+    "parallel_tool_calls": (False,),
+    "functions": ([],),
+    "function_call": ("auto",),
+    "echo": (True,),
+    "best_of": (2,),
+    "suffix": ("\n",),
+    "modalities": (["text", "audio"],),
+    "audio": ({},),
+    "reasoning_effort": ("high",),
+    "verbosity": ("low",),
+    "web_search_options": ({},),
+    "stop_token_ids": ([1],),
+    "min_tokens": (5,),
+    "ignore_eos": (True,),
+    "guided_json": ({},),
+    "structured_outputs": ({"regex": "a"},),
+    "prompt_logprobs": (1,),
+    "truncate_prompt_tokens": (5,),
+    "max_output_tokens": (5,),
+    "temprature": (0.5,),
 }
 NO_INTEGERS: tuple[Any, ...] = ("5", 1.5, True, [], {})
 NO_FLOATS: tuple[Any, ...] = ("0.5", False, [0.5], {})
@@ -94,8 +123,14 @@ def raw(name: str, value: str, path: str = TEXT, *, named: bool = True) -> Bad:
 
 def _fields() -> Iterator[Bad]:
     yield from wrong("stream", "yes", 1, [])
-    yield from wrong("stream_options", 5, "usage", [], {"include_usage": "yes"})
-    yield from wrong("stop", 5, [5], {}, ["a", 5], [["a"]], ["x"] * 65)
+    yield from wrong("stream_options", 5, "usage", [], {"include_usage": "yes"}, {"usage": True})
+    yield from wrong("max_tokens", 0, path=CHAT)
+    for name, values in UNSUPPORTED.items():
+        yield from wrong(name, *values)
+        yield from wrong(name, *values, path=CHAT)
+    yield from wrong(
+        "stop", 5, [5], {}, ["a", 5], [["a"]], ["x"] * 17, "x" * 4097, ["x" * 4090] * 2
+    )
     yield from wrong("logprobs", -1, 21, "yes", 1.5, [])
     yield from wrong("logprobs", 5, "yes", path=CHAT)
     yield from wrong("logit_bias", 5, "a", [], {"a": 1}, {"1": "2"}, {"1": None}, {"-1": 1.0})

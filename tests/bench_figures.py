@@ -120,6 +120,20 @@ FIGURES: dict[str, dict[str, Any]] = {
         "mlx_lm": SERVED,
         "paged": {**SERVED, "tokens_per_second": 123.4},
     },
+    "server_soak": {
+        "requests": 2000,
+        "truth": {"kinds": {"greedy": 900, "tools": 103}, "wrong": [], "behaviours": {"reads": 9}},
+        "differences": [],
+        "first": {"resident_bytes": 2e8, "files": 16, "threads": 19},
+        "last": {"resident_bytes": 2.1e8, "files": 16, "threads": 20},
+        "counted": {
+            "kv_active_bytes": 0,
+            "num_preemptions_total": 300,
+            "store_written_bytes_total": 2e9,
+        },
+        "stored_bytes": 28e6,
+        "store_limit_bytes": 30_000_000,
+    },
     "cpu_kernels": {
         "backend": "native",
         "read_bytes_per_second": 40e9,
@@ -134,15 +148,29 @@ FIGURES: dict[str, dict[str, Any]] = {
             "shuffled_pages": {"shuffled_over_in_order": 1.01, "spread_of_in_order": 1.02},
         },
     },
-    "quantised_bytes": {
-        model: {
-            name: [
-                {"rows": rows, "tokens": 4096, "bits": bits, "over_codes": 0.16, "peak_bits": 9.5}
-                for rows in (1, 8)
-            ]
-            for name, bits in (("fp16", 16.0), ("q8", 9.0), ("q4", 5.2))
-        }
-        for model in ("llama", "gemma3")
+    "held_bytes": {
+        "shortest": 1 << 10,
+        "headline": 1 << 15,
+        "by_length": {
+            model: {
+                name: [
+                    {
+                        "rows": rows,
+                        "tokens": 4097,
+                        "bits": bits,
+                        "over_codes": 0.16,
+                        "peak_bits": 9.5,
+                    }
+                    for rows in (1, 8)
+                ]
+                for name, bits in (("fp16", 16.0), ("q8", 9.0), ("q4", 5.2))
+            }
+            for model in ("llama", "gemma3")
+        },
+        "one_row": {
+            name: {"mean_bits_to_32k": bits, "worst_bits_to_32k": bits + 4}
+            for name, bits in (("mlx-lm", 16.2), ("fp16", 16.5), ("q8", 9.0), ("q4", 5.0))
+        },
     },
     "distributed": {
         "1": {
@@ -199,8 +227,8 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         **{
             name: {
-                each: {"prefill": 2.5, "decode": 0.02, "recoding": 0.025}
-                for each in ("fp16", "q8", "q4")
+                each: {"prefill": prefill, "decode": 0.02, "recoding": 0.025}
+                for each, prefill in (("fp16", 2.5), ("q8", 2.6), ("q4", 2.75))
             }
             for name in ("model_of_1", "model_of_8")
         },
@@ -300,10 +328,23 @@ FIGURES: dict[str, dict[str, Any]] = {
         "tokens": 20480,
         "bytes": {
             "fp16": {"token_bytes": 3072.0, "bits_per_value": 16.0, "times_smaller": 1.0},
+            "q8": {"token_bytes": 1632.0, "bits_per_value": 8.5, "times_smaller": 1.8824},
             "q4": {"token_bytes": 864.0, "bits_per_value": 4.5, "times_smaller": 3.5556},
         },
-        "text": {"stdlib-llama": {"rows": {"fp16": LOST, "auto": LOST, "q4": LOST}}},
-        "greedy": {"generated": 128, "rows": {"stdlib-llama": {"q4": {"median": 17.5}}}},
+        "text": {
+            "stdlib-llama": {
+                "rows": {
+                    "fp16": LOST,
+                    "auto": LOST,
+                    "q8": {**LOST, "loss_percent": 0.0449},
+                    "q4": LOST,
+                }
+            }
+        },
+        "greedy": {
+            "generated": 128,
+            "rows": {"stdlib-llama": {"q8": {"median": 128}, "q4": {"median": 17.5}}},
+        },
         "outliers": {"times_larger": 16, "rows": {"fp16": LOST, "q4": LOST}},
         "long": {
             "tokens": 16384,
@@ -352,6 +393,29 @@ FIGURES: dict[str, dict[str, Any]] = {
             name: {
                 "fp16": {"first": 0.47, "repeat": 0.36, "same": 1.0},
                 "q4": {"first": 0.47, "repeat": 0.35, "same": 0.943},
+            }
+            for name in ("stdlib-llama", "stdlib-gemma3")
+        },
+    },
+    "step_lengths": {
+        "tokens": 1100,
+        "contexts": 4,
+        "rows": {
+            name: {
+                "fp16": {"7": {"logits": 9.4e-6, "given": 8e-6, "likeliest": 0, "numbers": 1e-5}},
+                "q8": {
+                    "7": {
+                        "logits": 3e-3,
+                        "given": 8.1e-6,
+                        "likeliest": 1,
+                        "numbers": 2.7e-3,
+                        "codes": 642,
+                        "of_codes": 6_291_456,
+                        "scales": 20,
+                        "of_scales": 196_608,
+                        "off_tie": 0.06,
+                    }
+                },
             }
             for name in ("stdlib-llama", "stdlib-gemma3")
         },

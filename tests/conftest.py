@@ -1,23 +1,18 @@
 """Fixtures that tests share: the two trained models, and text to prompt them with."""
 
-import ctypes
-import ctypes.util
 import gc
 import inspect
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# MLX's Linux wheel links a reference BLAS. Symbols of OpenBLAS, if loaded before, take precedence,
-# and the float32 models of these tests run ten times faster. Without it they give the same tokens.
-# Two workers run on two cores: more threads would only wait for each other.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if _openblas := ctypes.util.find_library("openblas"):
-    ctypes.CDLL(_openblas, mode=ctypes.RTLD_GLOBAL)
+# Before mlx. The float32 models of these tests run ten times faster with it, and give the same
+# tokens without it.
+from benches.openblas import LIBRARY as LIBRARY
 
-import mlx.core as mx  # after the library above
+# isort: split
+import mlx.core as mx
 import pytest
 from mlx_lm import load
 

@@ -100,5 +100,5 @@ def assert_nothing_is_used(*factories: PagedCacheFactory) -> None:
 
 def assert_written_and_free(*factories: PagedCacheFactory) -> None:
     """Check that pages were written, and that all blocks are free again."""
-    assert all(factory.stats().slabs for factory in factories)
+    assert all(factory.pool.is_open for factory in factories)
     assert_nothing_is_used(*factories)

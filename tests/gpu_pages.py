@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -86,10 +87,10 @@ class Separately:
         step: NewTokens,
         queries: mx.array,
         metadata: AttentionMetadata,
-        **options: Any,
+        attention: Attention,
     ) -> mx.array:
         self.backend.write(pages, *step, metadata)
-        return self.backend.attend(pages, queries, metadata, new_tokens=None, **options)
+        return self.backend.attend(pages, queries, metadata, attention)
 
 
 @dataclass
@@ -118,7 +119,9 @@ class Batch:
         )
         sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
-        found = self.pages.attend(asked, metadata, sinks=sinks, new_tokens=step, **options)
+        found = self.pages.attend(
+            asked, metadata, Attention(sinks=sinks, **options), new_tokens=step
+        )
         return self._error(found, asked, metadata, step, options | {"sinks": sinks})
 
     def write_and_attend(
@@ -144,7 +147,7 @@ class Batch:
         step = keys, normal((batch, kv, 1, geometry.v_dim), dtype, seed=4)
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
         found = backend.write_and_attend(
-            self.pages, step, asked, self.metadata, sinks=sinks, **options
+            self.pages, step, asked, self.metadata, Attention(sinks=sinks, **options)
         )
         return self._error(found, asked, self.metadata, None, options | {"sinks": sinks})
 
@@ -156,7 +159,7 @@ class Batch:
         rows, dtype = len(metadata.context_lens), geometry.k_dtype
         asked = normal((rows, heads, queries, geometry.k_dim), dtype, seed=1)
         positions = normal((rows, heads, queries, geometry.v_dim), dtype, seed=2) * 0.1
-        found = self.pages.attend_latent(asked, positions, metadata, **options)
+        found = self.pages.attend_latent(asked, positions, metadata, Attention(**options))
         assert np.isfinite(numbers(found)).all()
         worst, scale = 0.0, options.pop("scale")
         for row, own in enumerate(metadata.valid_tokens(queries)):

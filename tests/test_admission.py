@@ -154,7 +154,7 @@ def test_who_waits_too_long_is_late() -> None:
     clock.now = 5.0
     assert requests.late() == [first]
     assert len(requests) == 1
-    for part in ("could not begin in 5 s", "1 others run", "100%", "--max-kv-bytes"):
+    for part in ("could not begin in 5 s", "requests that run (1)", "100%", "--max-kv-bytes"):
         assert part in requests.why_late()
 
 

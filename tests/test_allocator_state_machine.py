@@ -5,6 +5,7 @@ without its tables, or a page used after its slab was unmapped shows as wrong co
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
@@ -16,11 +17,12 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.rewriting import Rewrite, joining
 from paged_kv.allocator.slabs import block_range, slab_of
 from tests.examples import examples
 from tests.invariants import assert_invariants, live_rows, used_rows
 
-PAGE_SIZE, BUDGET_BYTES, MAX_TABLES = 4, 320, 6
+PAGE_SIZE, BUDGET_BYTES, MAX_TABLES, MAX_SLABS = 4, 320, 6, 5
 BLOCK_BYTES = {"large": 8, "medium": 5, "small": 3}
 NEVER_WRITTEN, FREED = -1, -2
 
@@ -36,12 +38,19 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.contents: dict[BlockTable, list[int]] = {}
         self.values = count()
         self.collected_by_map: list[BlockTable] = []
-        self.next_slab_fails = False
+        self.next_slab_fails = self.pages_stay = False
         self.block_bytes = dict(BLOCK_BYTES)
         self.slab_format: dict[int, str] = {}
         budget = ByteBudget(BUDGET_BYTES)
         self.allocator = BlockAllocator(
-            budget, BLOCK_BYTES["large"], PAGE_SIZE, self.map_slab, self.unmap_slab, "large"
+            budget,
+            BLOCK_BYTES["large"],
+            PAGE_SIZE,
+            self.map_slab,
+            self.unmap_slab,
+            self.rewrite_slabs,
+            MAX_SLABS,
+            "large",
         )
         for name, size in BLOCK_BYTES.items():
             self.allocator.add_format(name, size)
@@ -65,13 +74,30 @@ class AllocatorMachine(RuleBasedStateMachine):
             del self.pages[block]
         self.slab_format.pop(slab, None)
 
+    def rewrite_slabs(self, rewrite: Rewrite, slab: int, moves: Mapping[int, int]) -> bool:
+        if self.pages_stay:
+            return False
+        emptied = rewrite.emptied
+        used = self.used_blocks()
+        assert moves.keys() == {block for block in used if slab_of(block) in emptied}
+        if rewrite.new_pages:
+            self.map_slab(slab, rewrite.new_pages, rewrite.slabs.name)
+        assert self.bytes_of(self.block_bytes) <= self.allocator.budget.mapped <= BUDGET_BYTES
+        assert used.isdisjoint(moves.values())
+        assert set(emptied).isdisjoint(map(slab_of, moves.values()))
+        assert all(self.format_of(a) == self.format_of(b) for a, b in moves.items())
+        self.copy_pages(moves)
+        for each in emptied:
+            self.unmap_slab(each)
+        return True
+
     def table(self, pick: int) -> BlockTable:
         return list(self.contents)[pick % len(self.contents)]
 
     def used_blocks(self) -> set[int]:
         return {block for table in self.allocator.tables for block in table.blocks}
 
-    def copy_pages(self, copies: dict[int, int]) -> None:
+    def copy_pages(self, copies: Mapping[int, int]) -> None:
         for source, target in copies.items():
             self.pages[target] = list(self.pages[source])
 
@@ -141,19 +167,24 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.move(sources, table.page_format)
 
     def move(self, sources: list[int], page_format: str) -> None:
-        """Move as many of these blocks as one slab has room for."""
-        sources = sources[: self.allocator.room_in_one_slab(page_format)]
-        slabs = set(self.allocator.slabs)
+        """Move as many of these blocks as there is room for."""
+        sources = sources[: self.allocator.available(page_format)]
+        holders = [(self.holder(block), block) for block in sources]
+        places = [(table, table.blocks.index(block)) for table, block in holders]
         self.allocator.ensure_free({page_format: len(sources)})
-        assert len(self.allocator.slabs.keys() - slabs) <= 1
+        # Mapping a slab may have moved some.
+        sources = [table.blocks[entry] for table, entry in places]
         moves = dict(zip(sources, self.free_blocks(page_format), strict=False))
         assert len(moves) == len(sources)
-        holders = {block: self.allocator.ref_count(block) for block in sources}
+        counts = {block: self.allocator.ref_count(block) for block in sources}
         self.copy_pages(moves)
         self.allocator.apply_moves(moves)
         assert all(
-            self.allocator.ref_count(moves[block]) == count for block, count in holders.items()
+            self.allocator.ref_count(moves[block]) == count for block, count in counts.items()
         )
+
+    def holder(self, block: int) -> BlockTable:
+        return next(table for table in self.allocator.tables if block in table.blocks)
 
     @rule(page_format=formats, size=st.integers(1, 10))
     def blocks_turn_out_to_be_of_another_size(self, page_format: str, size: int) -> None:
@@ -166,6 +197,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.budget.mapped == before
             return
         self.block_bytes = grown
+        self.allocator.format_named(page_format).page_bytes = size
 
     def bytes_of(self, block_bytes: dict[str, int]) -> int:
         return sum(block_bytes[self.format_of(block)] for block in self.pages)
@@ -246,19 +278,38 @@ class AllocatorMachine(RuleBasedStateMachine):
         else:
             self.collected_by_map.append(table)
 
+    @rule(pages_stay=rarely)
+    def compact(self, pages_stay: bool) -> None:
+        self.allocator.drain()
+        announced = self.allocator.stats().bytes_compactable
+        before, self.pages_stay = self.allocator.budget.mapped, pages_stay
+        self.allocator.compact()
+        freed, self.pages_stay = before - self.allocator.budget.mapped, False
+        assert freed == 0 if pages_stay else freed >= announced
+        free = sum(len(each.free) * each.block_bytes for each in self.allocator.formats)
+        left = self.allocator.budget.left
+        assert pages_stay or free == 0 or left < BUDGET_BYTES // 8
+
     @rule()
-    def compact(self) -> None:
-        moves = self.allocator.compaction_plan()
-        emptied = {slab_of(source) for source in moves}
-        assert all(self.format_of(a) == self.format_of(b) for a, b in moves.items())
-        used = self.used_blocks()
-        assert moves.keys() <= used
-        assert used.isdisjoint(moves.values())
-        assert emptied.isdisjoint(map(slab_of, moves.values()))
-        self.copy_pages(moves)
-        self.allocator.apply_moves(moves)
-        self.allocator.unmap_empty_slabs()
-        assert emptied.isdisjoint(self.allocator.slabs)
+    def tidy(self) -> None:
+        before = self.allocator.budget.mapped
+        is_due = any(len(each.free) > each.reserve for each in self.allocator.formats)
+        if self.allocator.tidy() and is_due:
+            assert self.allocator.budget.mapped < before
+
+    @rule(page_format=formats, number=st.integers(1, 12), pages_stay=rarely)
+    def slabs_are_joined_when_there_are_too_many(
+        self, page_format: str, number: int, pages_stay: bool
+    ) -> None:
+        number = min(number, self.allocator.available(page_format))
+        self.pages_stay = pages_stay
+        slabs, left = len(self.allocator.slabs), self.allocator.budget.left
+        self.allocator.ensure_free({page_format: number})
+        self.pages_stay = False
+        assert len(self.free_blocks(page_format)) >= number
+        if len(self.allocator.slabs) > max(slabs, MAX_SLABS):
+            rewrite = joining(self.allocator.formats, self.allocator.budget)
+            assert pages_stay or rewrite is None or left < BUDGET_BYTES // 2
 
     @rule()
     def unmap_empty(self) -> None:

@@ -52,12 +52,12 @@ ARROWS: dict[str, set[str]] = {
         *("kernels.pages", "sequences"),
     },
     "integrations.speculation": {
-        *("allocator", "allocator.prefixes", "cache", "integrations", "integrations.batching"),
-        "kernels.pages",
+        *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
+        *("integrations.batching", "kernels.pages"),
     },
     "integrations.generation": {
-        *("allocator", "commands", "integrations", "integrations.distributed"),
-        *("integrations.speculation", "pool", "store"),
+        *("allocator", "commands", "integrations", "integrations.batching"),
+        *("integrations.distributed", "integrations.speculation", "pool", "store"),
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "integrations.batching"),
@@ -77,14 +77,17 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.server.generation", "integrations.server.http"),
     },
     "integrations.server": {
-        *("commands", "integrations.distributed", "integrations.server.completions"),
-        *("integrations.server.generation", "integrations.server.http", "monitor", "pool"),
+        *("allocator", "commands", "integrations.distributed"),
+        *("integrations.server.completions", "integrations.server.generation"),
+        *("integrations.server.http", "monitor", "pool"),
     },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.
 SMALL = {
-    *("paged_kv.checks", "paged_kv.extras", "paged_kv.ranks", "paged_kv.sizes"),
+    *("paged_kv.checks", "paged_kv.embedded", "paged_kv.extras"),
+    *("paged_kv.listeners", "paged_kv.ranks", "paged_kv.sizes"),
     "paged_kv.__version__",
+    "paged_kv.openblas",
 }
 KNOWS_NOTHING = ("allocator", "store", "kernels")
 # Files of paged_kv that name the rooms above them.

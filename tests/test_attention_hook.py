@@ -251,6 +251,7 @@ def test_a_cache_is_made_without_a_look_through_all_modules(
         assert "__dict__" in looked_at
 
 
+@pytest.mark.slow
 def test_a_gather_is_counted_each_time_and_reported_once_per_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

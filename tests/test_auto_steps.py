@@ -34,9 +34,8 @@ def write(pool: PagePool, sequence: Sequence, count: int) -> None:
         PagedKVCache(pool, layer, [sequence]).update_and_fetch(numbers, numbers)
 
 
-@pytest.mark.parametrize(
-    "step", [2048, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 256))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2048, 512, 256])
 def test_a_prompt_fits_whatever_the_step(trained: Any, source_text: str, step: int) -> None:
     model, tokenizer = trained("stdlib-llama")
     prompt = tokenizer.encode(source_text)[:3000]
@@ -174,13 +173,13 @@ def test_rows_of_a_batch_go_on_in_such_pages(backend: str) -> None:
     pool.check()
 
 
-@pytest.mark.parametrize("page_format", ["q4", OldestFirst(recent=1)])
+@pytest.mark.parametrize(("page_format", "blocks"), [("q4", 4), (OldestFirst(recent=1), 3)])
 @pytest.mark.parametrize("steps", [(300, 400, 300), (256, 1, 743), (1000,)])
 def test_a_layer_takes_other_steps_than_the_one_before_it(
-    page_format: Any, steps: tuple[int, ...]
+    page_format: Any, blocks: int, steps: tuple[int, ...]
 ) -> None:
     """The first layer's step has reserved pages of few bits where the next one's ends."""
-    pool = PagePool(2, max_bytes=4 * 2 * ONE_LAYER_BLOCK, page_format=page_format)
+    pool = PagePool(2, max_bytes=blocks * 2 * ONE_LAYER_BLOCK, page_format=page_format)
     caches = [PagedKVCache(pool, layer, [sequence := Sequence(pool)]) for layer in range(1)]
     caches.append(PagedKVCache(pool, 1, [sequence]))
     given = numbers(1000, seed=1)

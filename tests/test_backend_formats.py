@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -98,7 +99,10 @@ def assert_attends(
         )
     ends = tuple(length + num_new for length in metadata.context_lens)
     found = pages.attend(
-        asked, unpadded(metadata.block_tables, ends), sinks=sinks, new_tokens=new_tokens, **options
+        asked,
+        unpadded(metadata.block_tables, ends),
+        Attention(sinks=sinks, **options),
+        new_tokens=new_tokens,
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, (table, length) in enumerate(
@@ -165,7 +169,7 @@ def test_infinite_scores_are_capped_too(backend: str) -> None:
     pages.write(keys, keys, unpadded(((0,),), (3,)))
     for sign in (-1, 1):
         queries = mx.full((1, 2, 1, 32), sign * 1e20)
-        found = pages.attend(queries, unpadded(((0,),), (3,)), scale=1e20, softcap=4.0)
+        found = pages.attend(queries, unpadded(((0,),), (3,)), Attention(1e20, softcap=4.0))
         weights = mx.softmax(4.0 * sign * signs, axis=0)
         assert mx.abs(found - (weights * keys).sum(2, keepdims=True)).max() < 1e-5
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -111,7 +112,7 @@ def assert_attends(
     asked = normal(shape, geometry.k_dtype, seed=1)
     sinks = 2 * normal((q_heads,), geometry.k_dtype, seed=2) if with_sinks else None
     options: Any = {"scale": geometry.k_dim**-0.5, "causal": causal, "window": window}
-    found = batch.pages.attend(asked, batch.metadata, sinks=sinks, **options)
+    found = batch.pages.attend(asked, batch.metadata, Attention(sinks=sinks, **options))
     assert (found.dtype, found.shape) == (geometry.k_dtype, (*shape[:3], geometry.v_dim))
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
@@ -368,6 +369,6 @@ def test_writes_stay_in_place_while_attention_is_in_flight(backend: str, own_str
             mx.eval([slab.memory for slab in pages.slabs.values()])
             spikes.append(mx.get_peak_memory() - before)
             queries = step + 0 * (slow @ slow).sum()
-            start(pages.attend(queries, metadata, scale=0.1))
+            start(pages.attend(queries, metadata, Attention(0.1)))
     assert addresses(pages) == at
     assert max(spikes) < SLAB_PAGES[0] * pages.page_bytes(FP16)

@@ -325,7 +325,7 @@ def test_uniform_counts_equal_trim(pool: PagePool) -> None:
 
 @pytest.mark.parametrize(
     ("counts", "message"),
-    [([1], "one count for each of 2 sequences, got 1"), ([1, -2], "not negative, got -2")],
+    [([1], r"one count per sequence \(2\), got 1"), ([1, -2], "not negative, got -2")],
 )
 def test_bad_counts_change_nothing(pool: PagePool, counts: list[int], message: str) -> None:
     batch = merged([sequence_of(pool, 5), sequence_of(pool, 6)])
@@ -354,7 +354,7 @@ def test_caches_of_other_pools_layers_or_classes_are_not_batched(pool: PagePool)
 @pytest.mark.parametrize("name", ["left_padding", "lengths", "right_padding"])
 def test_padding_of_another_batch_is_refused(pool: PagePool, name: str) -> None:
     batch = merged([sequence_of(pool, 5), sequence_of(pool, 6)])
-    with pytest.raises(ValueError, match=f"{name} needs 2 numbers, one per sequence"):
+    with pytest.raises(ValueError, match=f"{name} needs one number per sequence"):
         batch[0].prepare(**{name: [1, 2, 3]})
 
 

@@ -76,8 +76,20 @@ def test_both_kinds_hold_the_same_numbers(name: str) -> None:
         assert compared
 
 
+def test_to_fill_pages_counts_as_no_gather() -> None:
+    """The first gather is warned of, as if the model did not read pages."""
+    model = small_model("llama")
+    factory = PagedCacheFactory(model)
+    CachePairs(model, factory).filled(300, 2)
+    assert factory.stats().gather_fallbacks == 0
+
+
+@pytest.mark.slow
 def test_the_command_prints_writes_and_plots(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(measurements, "QUICK", TINY)
     report, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
@@ -85,7 +97,7 @@ def test_the_command_prints_writes_and_plots(
     output = capsys.readouterr()
     for part in ("decode at 256, 8 rows", "prefill of 16", "fork of 300", "300 are cached"):
         assert part in output.out
-    assert "does not read pages" not in output.err
+    assert "does not read pages" not in caplog.text
     content = json.loads(report.read_text())
     assert content["backend"] in ("native", "plain", "metal", "cuda")
     assert {"chip", "memory_bytes"} <= content["machine"].keys()

@@ -58,18 +58,19 @@ def test_a_block_is_free_until_allocated_and_again_after_its_last_release() -> N
         step([block])
         counts.append(allocator.ref_count(block))
     assert counts == [1, 2, 1, 0]
-    assert (allocator.capacity, len(free_blocks(allocator))) == (4, 4)
+    assert (allocator.capacity, len(free_blocks(allocator))) == (1, 1)
     allocator.check()
 
 
 def test_the_lowest_free_ids_are_handed_out_first() -> None:
     allocator = new_allocator()
-    assert allocator.allocate(6) == [0, 1, 2, 3, S1, S1 + 1]
+    assert allocator.allocate(4) + allocator.allocate(2) == [0, 1, 2, 3, S1, S1 + 1]
+    allocator.ensure_free({"fp16": 2})
     allocator.release([S1, 1])
     assert allocator.allocate(1) == [1]
-    assert allocator.allocate(2) == [S1, S1 + 2]
+    assert allocator.allocate(2) == [S1, S2]
     allocator.release([3, 0, 2])
-    assert allocator.allocate(4) == [0, 2, 3, S1 + 3]
+    assert allocator.allocate(4) == [0, 2, 3, S2 + 1]
 
 
 def test_allocation_is_all_or_nothing() -> None:
@@ -82,8 +83,8 @@ def test_allocation_is_all_or_nothing() -> None:
     found = error.value
     assert (found.needed, found.free, found.evictable, found.budget) == (8, 7, 0, 100)
     assert str(found).startswith(
-        "8 blocks (80 bytes) were needed, 7 (70 bytes) are free and 0 evictable within a budget of "
-        "100 bytes: raise max_bytes, drop caches"
+        "blocks needed: 8 (80 bytes), free: 7 (70 bytes), evictable: 0, within a budget of 100 "
+        "bytes: raise max_bytes, drop caches"
     )
     assert state(allocator) == before
     assert log.mapped == [0, 1, 2]
@@ -107,7 +108,7 @@ def test_a_block_that_is_not_used_is_refused_and_nothing_changes(
     call: str, blocks: list[int], block: int, found: str
 ) -> None:
     allocator = new_allocator()
-    allocator.allocate(2)
+    allocator.release(allocator.allocate(4)[2:])
     allocator.retain([1])
     before = state(allocator)
     with pytest.raises(BlockStateError) as error:
@@ -135,20 +136,54 @@ def test_a_second_release_is_refused_also_after_the_slab_was_given_back() -> Non
         allocator.release(blocks)
 
 
-def test_slabs_double_up_to_an_eighth_of_the_budget_and_end_with_what_it_leaves() -> None:
+def test_the_first_slabs_are_as_large_as_the_step_that_needs_them() -> None:
     log = SlabLog()
-    allocator = log.new_allocator(blocks=1000)
-    allocator.allocate(1000)
-    assert log.sizes == [4, 8, 16, 32, 64, 125, 125, 125, 125, 125, 125, 125, 1]
-    assert log.mapped == list(range(13))
-    assert allocator.budget.left == 0
+    assert len(log.new_allocator().allocate(5)) == 5
+    assert log.sizes == [5]
 
 
-def test_slabs_are_mapped_only_as_they_are_needed() -> None:
+@pytest.mark.parametrize(
+    ("needed", "sizes"), [(8, [8]), (9, [4, 5]), (32, [8] * 4), (100, [12] * 4 + [13] * 4)]
+)
+def test_a_long_step_maps_slabs_of_an_eighth_each(needed: int, sizes: list[int]) -> None:
+    log = SlabLog()
+    log.new_allocator().allocate(needed)
+    assert log.sizes == sizes
+
+
+def test_no_slab_is_larger_than_an_eighth_of_the_budget() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator(blocks=30)
+    allocator.allocate(30)
+    assert (log.sizes, allocator.budget.left) == ([3] * 10, 0)
+
+
+def test_slabs_grow_by_a_sixteenth_of_what_is_held() -> None:
     log = SlabLog()
     allocator = log.new_allocator()
-    sizes = [(allocator.allocate(1), list(log.sizes))[1] for _ in range(13)]
-    assert sizes == [[4]] * 4 + [[4, 8]] * 8 + [[4, 8, 16]]
+    allocator.allocate(15)
+    held = [(allocator.allocate(1), allocator.capacity)[1] for _ in range(60)]
+    idle = [capacity - used for used, capacity in enumerate(held, 16)]
+    assert all(each < used / 16 for used, each in enumerate(idle, 16))
+    assert len(log.sizes) == 36
+
+
+def test_growth_ahead_ends_where_the_caller_says() -> None:
+    allocator = new_allocator()
+    allocator.allocate(160)
+    allocator.ensure_free({"fp16": 1}, 2 * BLOCK_BYTES)
+    assert len(free_blocks(allocator)) == 3
+    allocator.ensure_free({"fp16": 5}, 0)
+    assert len(free_blocks(allocator)) == 5
+
+
+def test_growth_ahead_leaves_the_budget_to_other_needs() -> None:
+    allocator = new_allocator(blocks=102)
+    allocator.add_format("q8", BLOCK_BYTES // 2)
+    allocator.allocate(96)
+    allocator.ensure_free({"fp16": 1, "q8": 6})
+    assert [len(each.free) for each in allocator.formats] == [3, 6]
+    assert allocator.budget.left == 0
 
 
 def test_a_budget_below_eight_blocks_is_mapped_block_by_block() -> None:
@@ -164,26 +199,20 @@ def test_ensure_free_counts_what_is_free_already() -> None:
     assert (allocator.allocate(0), log.sizes) == ([], [])
     for count in (3, 4, 1, 0):
         allocator.ensure_free({"fp16": count})
-    assert log.sizes == [4]
+    assert log.sizes == [3, 1]
     allocator.ensure_free({"fp16": 5})
-    assert log.sizes == [4, 8]
+    assert log.sizes == [3, 1, 1]
     allocator.check()
 
 
-@pytest.mark.parametrize(("free_elsewhere", "given_back"), [(0, []), (7, []), (8, [2])])
-def test_an_empty_slab_is_kept_until_half_of_it_is_free_elsewhere(
-    free_elsewhere: int, given_back: list[int]
-) -> None:
+@pytest.mark.parametrize(("released", "left"), [(1, 20), (2, 20), (3, 19), (7, 14), (20, 1)])
+def test_blocks_beyond_an_eighth_of_the_used_ones_are_given_back(released: int, left: int) -> None:
     log = SlabLog()
     allocator = log.new_allocator()
-    blocks = allocator.allocate(4 + 8 + 16)
-    allocator.release(blocks[4 : 4 + free_elsewhere])
-    allocator.release(blocks[12:])
-    assert log.unmapped == given_back
-    assert (2 in allocator.slabs) == (not given_back)
-    pages = 28 - 16 * len(given_back)
-    assert allocator.capacity == pages
-    assert allocator.budget.mapped == pages * BLOCK_BYTES
+    blocks = [allocator.allocate(1)[0] for _ in range(20)]
+    allocator.release(blocks[-released:])
+    assert (allocator.capacity, allocator.budget.mapped) == (left, left * BLOCK_BYTES)
+    assert len(log.unmapped) == len(log.mapped) - len(allocator.slabs)
 
 
 def test_coming_and_going_at_the_edge_of_a_slab_maps_it_once() -> None:
@@ -198,11 +227,10 @@ def test_coming_and_going_at_the_edge_of_a_slab_maps_it_once() -> None:
 def test_the_slot_of_a_slab_that_was_given_back_is_used_again() -> None:
     log = SlabLog()
     allocator = log.new_allocator()
-    blocks = allocator.allocate(12)
-    allocator.release(blocks[4:])
+    blocks = allocator.allocate(4) + allocator.allocate(8)
     allocator.release(blocks[:4])
     assert log.unmapped == [0]
-    assert allocator.allocate(9) == [0, 1, 2, 3, *range(S1, S1 + 5)]
+    assert allocator.allocate(5) == [0, 1, 2, 3, 4]
     assert log.mapped == [0, 1, 0]
 
 
@@ -210,7 +238,7 @@ def test_the_slot_of_a_slab_that_was_given_back_is_used_again() -> None:
 def test_a_slab_that_cannot_be_mapped_leaves_all_as_it_was(fail_at: int) -> None:
     log = SlabLog(fail_at)
     allocator = log.new_allocator()
-    allocator.allocate(3)
+    allocator.release(allocator.allocate(3)[2:])
     before = state(allocator)
     with pytest.raises(MemoryError, match="planted"):
         allocator.allocate(200)
@@ -218,7 +246,7 @@ def test_a_slab_that_cannot_be_mapped_leaves_all_as_it_was(fail_at: int) -> None
     assert log.unmapped == log.mapped[1:]
     assert len(log.unmapped) == fail_at - 1
     log.fail_at = -1
-    assert allocator.allocate(2) == [3, S1]
+    assert allocator.allocate(2) == [2, S1]
     assert len(allocator.allocate(200)) == 200
 
 
@@ -229,59 +257,32 @@ def test_the_first_slab_may_fail_too() -> None:
     assert (allocator.slabs, allocator.budget.mapped, allocator.capacity) == ({}, 0, 0)
 
 
-def test_compaction_empties_the_emptiest_slab_and_tables_follow() -> None:
-    log = SlabLog()
-    allocator = log.new_allocator(blocks=100)
-    tables = [allocator.new_table() for _ in range(3)]
-    for table, blocks in zip(tables, (4, 8, 12), strict=True):
-        table.reserve(0, blocks * 256)
-    tables[1].truncate(6 * 256)
-    tables[2].truncate(2 * 256)
-    fork = allocator.fork(tables[2])
-    moves = allocator.compaction_plan()
-    assert moves == {S2: S1 + 6, S2 + 1: S1 + 7}
-    allocator.apply_moves(moves)
-    assert tables[2].blocks == fork.blocks == (S1 + 6, S1 + 7)
-    assert [allocator.ref_count(block) for block in (S2, S1 + 6, S1 + 7)] == [0, 2, 2]
-    assert tables[0].blocks + tables[1].blocks == (0, 1, 2, 3, *range(S1, S1 + 6))
-    allocator.check()
-    assert (allocator.unmap_empty_slabs(), log.unmapped) == (1, [2])
-    assert (allocator.slabs, allocator.compaction_plan()) == ({0: 4, 1: 8}, {})
-
-
-def test_compaction_moves_nothing_where_no_slab_can_be_emptied() -> None:
-    allocator = new_allocator()
-    table = allocator.new_table()
-    table.reserve(0, 9 * 256)
-    assert len(free_blocks(allocator)) == 3
-    assert allocator.compaction_plan() == {}
-
-
 def test_only_empty_slabs_are_given_back_on_request() -> None:
     log = SlabLog()
     allocator = log.new_allocator()
     allocator.allocate(5)
-    allocator.ensure_free({"fp16": 20})
-    assert log.sizes == [4, 8, 16]
+    allocator.ensure_free({"fp16": 1})
+    allocator.ensure_free({"fp16": 2})
+    assert log.sizes == [5, 1, 1]
+    allocator.allocate(1)
     assert (allocator.unmap_empty_slabs(), log.unmapped) == (1, [2])
     assert allocator.unmap_empty_slabs() == 0
-    assert allocator.allocate(8) == [*range(S1 + 1, S1 + 8), S2]
+    assert allocator.allocate(1) == [S2]
 
 
 def test_the_size_of_a_block_can_grow_and_shrink_within_the_budget() -> None:
     allocator = new_allocator(blocks=32)
-    allocator.allocate(2)
+    allocator.release(allocator.allocate(4)[2:3])
     for block_bytes, mapped in ((80, 320), (10, 40), (15, 60)):
         allocator.set_block_bytes({"fp16": block_bytes})
         assert (allocator.formats[0].block_bytes, allocator.budget.mapped) == (block_bytes, mapped)
-        assert allocator.stats().bytes_active == 2 * block_bytes
-    # 260 bytes are left, for slabs of two blocks: an eighth of the budget is 40 bytes.
-    assert allocator.available() == 2 + 17
+        assert allocator.stats().bytes_active == 3 * block_bytes
+    assert allocator.available() == 1 + 260 // 15
 
 
 def test_a_size_that_no_longer_fits_is_refused() -> None:
     allocator = new_allocator(blocks=32)
-    allocator.allocate(2)
+    allocator.allocate(4)
     before = state(allocator)
     with pytest.raises(PoolExhausted) as error:
         allocator.set_block_bytes({"fp16": 81})
@@ -318,6 +319,7 @@ def test_stats_add_up() -> None:
     allocator = new_allocator()
     table = allocator.new_table()
     table.reserve(0, 5 * 256)
+    allocator.ensure_free({"fp16": 7})
     fork = allocator.fork(table)
     fork.reserve(0, 1)
     stats = allocator.stats()
@@ -354,9 +356,9 @@ def overspend(allocator: BlockAllocator) -> None:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda allocator: allocator.formats[0].free.add(2), "a block is free twice"),
+        (lambda allocator: allocator.formats[0].free.add(S1), "a block is free twice"),
         (lambda allocator: allocator.formats[0].free.add(0), "a block is free and used"),
-        (lambda allocator: allocator.formats[0].free.remove(3), "a block is lost"),
+        (lambda allocator: allocator.formats[0].free.remove(S1), "a block is lost"),
         (lambda allocator: allocator.formats[0].free.add(99), "lies outside every slab"),
         (lambda allocator: allocator.formats[0].slabs.pop(0), "lies outside every slab"),
         (add_reference, "references and table entries differ"),
@@ -372,6 +374,7 @@ def test_check_finds_planted_corruption(
 ) -> None:
     allocator = new_allocator()
     allocator.new_table().reserve(0, 300)
+    allocator.ensure_free({"fp16": 2})
     allocator.check()
     corrupt(allocator)
     with pytest.raises(AssertionError, match=message):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlx_lm.generate import make_text_state_machine
 
-from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta, stop_machine
 from paged_kv.integrations.server.generation.jobs import Token
 
 WORDS = [
@@ -64,7 +64,7 @@ def loaded() -> Any:
 
 def read(words: list[str], end: str, *stop: str, state: str = "normal") -> list[Delta]:
     """The text that each word adds; the last word ends the text."""
-    text = ChoiceText(loaded(), state, stop, None, is_streamed=True)
+    text = ChoiceText(loaded(), state, stop_machine(stop), None, is_streamed=True)
     reasons: list[str | None] = [None] * len(words)
     reasons[-1] = end
     deltas = []
@@ -120,3 +120,31 @@ def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:
     assert [each.text for each in deltas] == ["", "", "", "", "ababc"]
     # Text before the end token is not a stop word.
     assert joined(read(["a", "b", "c"], "stop", "abd")) == ("ab", "", 0, "stop")
+
+
+def test_bytes_that_are_no_character_are_not_decoded_again_with_every_token() -> None:
+    """A client can make a model write them with a logit bias."""
+    model = loaded()
+    waiting, most = 0, 0
+
+    class Unfinished(Detokenizer):
+        """Holds everything until it is told to finish."""
+
+        _held = ""
+
+        def add_token(self, token: int) -> None:
+            nonlocal waiting, most
+            self._held += WORDS[token]
+            waiting += 1
+            most = max(most, waiting)
+
+        def finalize(self) -> None:
+            nonlocal waiting
+            self._new, self._held, waiting = self._held, "", 0
+
+    model.tokenizer.detokenizer = Unfinished()
+    text = ChoiceText(model, "normal", stop_machine([]), None, is_streamed=True)
+    deltas = [text.take(Token(0, 0)) for _ in range(999)]
+    deltas.append(text.take(Token(0, 0, finish_reason="length")))
+    assert joined(deltas) == ("a" * 1000, "", 0, "length")
+    assert most <= 66

@@ -10,6 +10,7 @@ import pytest
 from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import MetadataStruct, NativeLibrary
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -66,7 +67,7 @@ def one_token(pages: LayerPages, seed: int, position: int = 300) -> AttentionMet
 
 def attended(pages: LayerPages, metadata: AttentionMetadata) -> mx.array:
     queries = normal((len(metadata.context_lens), 4, 1, 32), mx.float32, 9)
-    return pages.attend(queries, metadata, scale=0.2)
+    return pages.attend(queries, metadata, Attention(0.2))
 
 
 def test_a_step_of_one_token_is_written_when_something_else_is_asked_for(
@@ -95,7 +96,7 @@ def test_a_step_with_padding_is_owed_too(written: list[AttentionMetadata]) -> No
         pages.defer(keys, keys - 1, metadata)
         assert len(written) == before
         queries = normal((2, 4, 3, 32), mx.float32, 9)
-        found.append([pages.attend(queries, metadata, scale=0.2), *pages.gather(metadata)])
+        found.append([pages.attend(queries, metadata, Attention(0.2)), *pages.gather(metadata)])
     for ours, expected in zip(*found, strict=True):
         assert mx.allclose(ours, expected, atol=1e-5)
 

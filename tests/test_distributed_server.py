@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.generation.generate_command import embedded_model
+from paged_kv.embedded import embedded_model
 from tests.launched_ranks import LAUNCH_S, free_ports, launched, output_of
 from tests.patience import wait_until
 from tests.running_server import FEW_LIKELY, in_float32, paged_server

@@ -19,6 +19,7 @@ from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.left_out import forget_left_out, leave_out, left_out, left_out_file
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -152,16 +153,18 @@ def reads_of(backend: Backend) -> list[mx.array]:
     shape = (1, 2, 300, 64)
     pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), metadata)
     one, many = normal((1, 4, 1, 64), mx.float16, 3), normal((1, 4, 9, 64), mx.float16, 4)
-    results = [pages.attend(one, metadata, scale=0.125, window=window) for window in (None, 99)]
+    results = [
+        pages.attend(one, metadata, Attention(0.125, window=window)) for window in (None, 99)
+    ]
     step = normal((1, 2, 1, 64), mx.float16, 5)
     pages.defer(step, step, metadata)
-    results += [pages.attend(each, metadata, scale=0.125) for each in (one, many)]
+    results += [pages.attend(each, metadata, Attention(0.125)) for each in (one, many)]
     latent = LayerPages(LayerGeometry(1, 64, mx.float16, 1, 32, mx.float16), backend, 8)
     latent.map_slab(0, 8, FP16)
     latents, position_keys = (normal((1, 1, 300, dim), mx.float16, 6) for dim in (64, 32))
     latent.write(latents, position_keys, metadata)
     results += [pages.gather(metadata)[0]]
-    return [*results, latent.attend_latent(one, one[..., :32], metadata, scale=0.125)]
+    return [*results, latent.attend_latent(one, one[..., :32], metadata, Attention(0.125))]
 
 
 @pytest.mark.parametrize("operation", READS)
@@ -275,5 +278,5 @@ def test_a_report_that_cannot_be_written_is_refused_first(
 ) -> None:
     assert main(["doctor", "--report", str(tmp_path / "none" / "report.md")]) == 1
     printed = capsys.readouterr()
-    assert "No such file or directory" in printed.err
+    assert "there is no folder" in printed.err
     assert not printed.out

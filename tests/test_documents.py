@@ -12,14 +12,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx.nn.layers.base import Module
 
 import paged_kv
-from paged_kv import command_line
+from paged_kv import command_line, embedded_model
 from paged_kv.integrations.generation.generate_command import add_generate_parser
 from paged_kv.integrations.server.options import server_parser
+from paged_kv.pool.columns import COLUMNS, Unit
 from tests.vision_zoo import IMAGE, whole_model
 from tests.zoo import small_model
 
@@ -28,6 +30,7 @@ SITE = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", *SITE]
 LINKED = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|cu|metal|html|json|toml|md))(?:::(\w+))?`")
 FOLDER = re.compile(r"`((?:paged_kv|allocator|kernels|integrations|tests|benches|docs)/[a-z_/]*)`")
@@ -39,12 +42,13 @@ FOR_DEVELOPERS = {"docs", "lint", "nvrtc", "test"}
 
 
 class Block(NamedTuple):
-    """A code block of a document."""
+    """A code block of a document; the text block right behind a Python block is its output."""
 
     document: Path
     line: int
     language: str
     text: str
+    output: str | None
 
 
 def blocks(*languages: str) -> list[Block]:
@@ -55,7 +59,8 @@ def blocks(*languages: str) -> list[Block]:
         for match in FENCE.finditer(text):
             if not languages or match[1] in languages:
                 line = text.count("\n", 0, match.start()) + 2
-                found.append(Block(document, line, match[1], match[2]))
+                output = OUTPUT.match(text, match.end()) if match[1] == "python" else None
+                found.append(Block(document, line, match[1], match[2], output and output[1]))
     return found
 
 
@@ -77,10 +82,13 @@ def written_in(language: str) -> list[Path]:
 
 @pytest.fixture
 def small_load(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `mlx_lm.load` return a small random model, with the tokenizer of the trained one."""
+    """Let `mlx_lm.load` return a small random model, with the tokenizer of the trained one, where
+    another than that is asked for."""
     tokenizer = trained("stdlib-llama")[1]
 
     def load(name: str) -> tuple[Module, Any]:
+        if name == embedded_model():
+            return trained("stdlib-llama", mx.bfloat16)  # type: ignore[no-any-return]
         changes = {"vocab_size": tokenizer.vocab_size, "sliding_window": 256}
         return small_model("gemma3_text" if "gemma" in name else "llama", **changes), tokenizer
 
@@ -94,8 +102,12 @@ def small_load(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("document", written_in("python"), ids=lambda path: path.name)
-def test_python_of_a_document_runs_from_its_beginning_to_its_end(
-    document: Path, small_load: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_python_of_a_document_runs_and_prints_what_stands_behind_it(
+    document: Path,
+    small_load: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -106,9 +118,17 @@ def test_python_of_a_document_runs_from_its_beginning_to_its_end(
             # Keep line numbers, so that an error names the line of the document.
             code = compile("\n" * (block.line - 1) + block.text, str(document), "exec")
             exec(code, names)
+            printed = capsys.readouterr().out
+            if block.output is not None:
+                assert without_backend(printed) == without_backend(block.output)
     for factory in names.values():
         if isinstance(factory, paged_kv.PagedCacheFactory):
             factory.close()
+
+
+def without_backend(printed: str) -> str:
+    """Statistics name the backend, which depends on the machine."""
+    return re.sub(r"^(\w+ pages), \w+,", r"\1,", printed, flags=re.MULTILINE)
 
 
 def vision_names(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -152,6 +172,12 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             asked = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
             assert asked, what
             assert asked[1] is None or asked[1] in EXTRAS
+        case ["mkdocs", "serve"]:
+            assert (ROOT / "mkdocs.yml").exists()
+        case ["git", "clone", "ADDRESS", folder]:
+            assert folder == "paged_kv"
+        case ["cd", "paged_kv"]:
+            pass
         case ["python", "-m", module, *_]:
             assert find_spec(module)
         case ["python", "my_program.py"]:
@@ -302,6 +328,21 @@ def test_the_api_page_has_every_public_name() -> None:
         assert name in vars(__import__(module, fromlist=[name])), full
 
 
+def test_the_api_page_tells_in_a_clone_what_each_public_name_is() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| `(.*)` \|$", text, re.MULTILINE)
+    names = set(paged_kv.__all__) - {"__version__"}
+    assert dict(rows) == {name: file_of(getattr(paged_kv, name).__module__) for name in names}
+
+
+def file_of(module: str) -> str:
+    """Where a module of the package is in a clone."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).resolve().relative_to(ROOT))
+
+
 def test_readme_can_be_skimmed() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 200
@@ -321,11 +362,11 @@ def test_the_quickstart_names_every_extra_of_users() -> None:
     assert all(f"`{extra}`" in text for extra in EXTRAS.keys() - FOR_DEVELOPERS)
 
 
-def test_readme_counts_the_models_that_get_pages() -> None:
-    (results,) = ROOT.glob("benches/results/model-families-*.json")
-    files = json.loads(results.read_text())["figures"]["files"].values()
-    count = sum(entry["gets"] in ("paged", "decode", "gather") for entry in files)
-    assert f"**{count} of mlx-lm's model files**" in (ROOT / "README.md").read_text()
+def test_the_table_of_held_bytes_has_the_rows_of_the_statistics() -> None:
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+?) \|.*\| `(bytes_\w+)` \|$", text, re.MULTILINE)
+    columns = [column for column in COLUMNS if column.unit is Unit.HELD_BYTES]
+    assert rows == [(column.label, column.name) for column in columns]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -189,11 +189,15 @@ def test_installed_factories_are_used_and_stay_installed(
         ({"prompts": [[1], []]}, ValueError, r"prompts\[1\] is empty"),
         ({"prompts": ["a", [1.5]]}, TypeError, r"prompts\[1\] must be integers"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be an integer from 1 on"),
-        ({"max_tokens": [1, 2]}, ValueError, "max_tokens must be one number, or one for each of 1"),
+        (
+            {"max_tokens": [1, 2]},
+            ValueError,
+            "one number, or one for each prompt",
+        ),
         ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens must be an integer from 1 on"),
         ({"draft": "small"}, TypeError, "draft must be a draft, such as"),
         ({"max_bytes": "many"}, ValueError, "max_bytes"),
-        ({"max_bytes": 100}, PoolExhausted, "were needed"),
+        ({"max_bytes": 100}, PoolExhausted, "blocks needed: "),
     ],
 )
 def test_wrong_arguments_are_refused(

@@ -182,6 +182,7 @@ def evaluated(model_and_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iter
     sys.modules.pop("mlx_lm.evaluate", None)
 
 
+@pytest.mark.slow
 def test_evaluation_gives_the_same_scores(
     evaluated: Any, prompts: list[list[int]], factory: PagedCacheFactory
 ) -> None:

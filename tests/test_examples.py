@@ -23,10 +23,32 @@ def test_every_example_is_run_here() -> None:
     assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.parametrize("name", ["chat", "page_store", "shared_system_prompt", "small_budget"])
+def test_without_arguments_it_says_how_it_is_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=f"\npython examples/{name}.py MODEL"):
+        run(name, monkeypatch)
+
+
+def test_without_a_server_the_client_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"no server answers at (.|\n)*--model MODEL"):
+        run("server_client", monkeypatch, "http://127.0.0.1:1/v1")
+
+
 @pytest.mark.slow
-def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    said = iter(["def f(x):", "class A:", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_chat(
+    end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["def f(x):", "class A:"])
+
+    def typed(_: str) -> str:
+        for text in said:
+            return text
+        raise end
+
+    monkeypatch.setattr("builtins.input", typed)
     run("chat", monkeypatch, MODEL)
     assert len(capsys.readouterr().out) > 100
 

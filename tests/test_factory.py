@@ -280,3 +280,17 @@ def test_a_cache_class_that_nobody_knows_is_named() -> None:
     model.make_cache = lambda: [own()]
     with pytest.raises(TypeError, match=r"mlx-lm keeps a tests\..*OwnCache for a layer"):
         PagedCacheFactory(model, max_bytes=1 << 20)
+
+
+def test_a_budget_that_holds_no_page_is_refused_before_anything_is_written(
+    model_and_tokenizer: Any,
+) -> None:
+    # 256 tokens of 6 layers with 2 x 2 heads of 64 float32 numbers.
+    least = 256 * 6 * 4 * 64 * 4
+    for use in ("make_cache", "fetch_cache", "can_admit"):
+        factory = PagedCacheFactory(model_and_tokenizer[0], max_bytes=least - 1)
+        arguments = {"make_cache": (), "fetch_cache": ([1, 2],), "can_admit": (0,)}[use]
+        for _ in range(2):
+            with pytest.raises(PoolExhausted, match=f"raise max_bytes to at least {least:,}"):
+                getattr(factory, use)(*arguments)
+    PagedCacheFactory(model_and_tokenizer[0], max_bytes=least).make_cache()

@@ -21,7 +21,11 @@ def test_ages_by_hand() -> None:
     grown(allocator, second, 2 * PAGE)
     # The first table has waited for two pages, and two blocks follow its first one.
     found = {each.block: (each.age, each.is_first) for each in full_blocks(allocator)}
-    assert found == {0: (4.0, True), 1: (3.0, False), 3: (1.0, True)}
+    assert found == {
+        first.blocks[0]: (4.0, True),
+        first.blocks[1]: (3.0, False),
+        second.blocks[0]: (1.0, True),
+    }
 
 
 def test_a_block_is_as_old_as_its_youngest_holder_says_and_no_last_one_is_full() -> None:

@@ -8,11 +8,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
+from benches.step_lengths import difference, read
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, PageLayout, page_format_named
 from paged_kv.pool.window import Window
+from paged_kv.prefix import prefix_cache
 from tests.attended_step import attended
 from tests.zoo import small_model
 
@@ -88,13 +90,16 @@ def expected(name: str, keys: mx.array) -> mx.array:
     return mx.concatenate(outputs, axis=2)
 
 
+@pytest.mark.parametrize("name", ["q4", "q8"])
 @pytest.mark.parametrize("size", [1, 7, 255, 256, 300, 2048])
-def test_a_token_sees_the_same_however_the_prompt_is_cut(size: int, backend: str) -> None:
+def test_a_token_sees_the_same_however_the_prompt_is_cut(
+    size: int, name: str, backend: str
+) -> None:
     keys = numbers(770 if size > 7 else 530, seed=1).astype(mx.float32)
-    cache, outputs = written_in_steps("q4", keys, size)
-    assert float(mx.abs(outputs - expected("q4", keys)).max()) < 1e-4
-    at_once, _ = written_in_steps("q4", keys, 4096)
-    assert formats(cache)[:2] == ["q4"] * 2
+    cache, outputs = written_in_steps(name, keys, size)
+    assert float(mx.abs(outputs - expected(name, keys)).max()) < 1e-4
+    at_once, _ = written_in_steps(name, keys, 4096)
+    assert formats(cache)[:2] == [name] * 2
     for found, page in zip(pages_of(cache), pages_of(at_once), strict=True):
         assert mx.array_equal(found, page)
 
@@ -231,6 +236,20 @@ def test_a_model_writes_the_same_text_however_its_prompt_is_cut(size: int) -> No
     assert text(size) == text(4096)
 
 
+@pytest.mark.parametrize("model_name", ["stdlib-llama", "stdlib-gemma3"])
+@pytest.mark.parametrize("page_format", ["q8", "q4"])
+@pytest.mark.parametrize("step", [7, 200, 300])
+def test_the_lengths_of_steps_show_only_by_rounding_of_the_models_own(
+    step: int, page_format: str, model_name: str, trained: Any, source_text: str
+) -> None:
+    """Given the keys and values that it computed in one step, bit for bit, a model says the same in
+    other steps: pages have the same codes, and attention sees them alike."""
+    model, tokenizer = trained(model_name)
+    text = tokenizer.encode(source_text[20000:22500])[:530]
+    whole = read(model, text, page_format, len(text))
+    assert difference(read(model, text, page_format, step, whole.written), whole) < 1e-4
+
+
 def test_a_page_waits_for_all_layers() -> None:
     pool = PagePool(2, page_format="q4", max_bytes=1 << 24)
     caches = caches_of(pool)
@@ -289,6 +308,36 @@ def test_what_is_found_is_what_the_sequence_itself_goes_on_with() -> None:
     assert cached == 600
     expected = model(mx.array([[1]]), cache=cache)
     assert mx.array_equal(model(mx.array([[1]]), cache=found), expected)
+
+
+@pytest.mark.parametrize("kept", [300, 200])
+def test_what_could_not_be_recoded_is_not_resumed_within_its_page(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is too short when a prompt is inserted. Its next step recodes a page that another
+    prompt would have begun within."""
+    model: Any = small_model("llama")
+    factory = PagedCacheFactory(model, page_format="q4", max_bytes=64 << 20)
+    prompt = [(7 * i * i + 3 * i + 1) % 97 for i in range(300)]
+    cache = factory.make_cache()
+    for part in (prompt[:200], prompt[200:]):
+        mx.eval(model(mx.array([part]), cache=cache))
+    layer = next(each for each in cache if factory.pool.windows.get(each.layer) is None)
+    assert formats(layer) == ["fp16", "fp16"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_cache, "recode_sequence", exhausted)
+        assert factory.insert_cache(prompt[:kept], cache) == (300 if kept == 300 else 0)
+    other = [*prompt[:190], 1, 2, 3]
+    found, cached = factory.fetch_cache(other)
+    mx.eval(model(mx.array([[1]]), cache=cache))
+    assert formats(layer) == ["q4", "fp16"]
+    outputs = model(mx.array([other[cached:]]), cache=found)[0, -1]
+    cold = PagedCacheFactory(model, page_format="q4", max_bytes=64 << 20).make_cache()
+    assert float(mx.abs(outputs - model(mx.array([other]), cache=cold)[0, -1]).max()) < 1e-4
+
+
+def exhausted(*_: Any) -> None:
+    raise PoolExhausted(needed=1, free=0, evictable=0, budget=1, block_bytes=1)
 
 
 def test_a_step_that_cannot_recode_changes_no_token() -> None:

@@ -11,9 +11,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
-from paged_kv.integrations.generation import text_generation
-from paged_kv.integrations.generation.generate_command import embedded_model
+from paged_kv.embedded import embedded_model
+from paged_kv.integrations.generation import generate_command, text_generation
 from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
+from paged_kv.sizes import format_size
 
 PROMPT = "def read_file(path):"
 
@@ -51,10 +52,21 @@ def test_drafts_change_no_text(
     assert run(*told, "--max-tokens", "20", "--draft-model", "ngram") == 0
     output = capsys.readouterr()
     text = expected(PROMPT, 20)
-    titled = [f"==> prompt {number} <==\n{text}\n\n" for number in (1, 2)]
+    titled = [f"==> prompt {number}: {PROMPT} <==\n{text}\n\n" for number in (1, 2)]
     assert output.out == (text + "\n" if prompts == 1 else "".join(titled))
     summary = [line.split()[0] for line in output.err.splitlines()]
     assert summary == ["prompt", "generation", "pages", "drafts", "peak"]
+
+
+def test_a_model_can_be_converted_to_another_number_format(
+    capsys: pytest.CaptureFixture[str], trained: Any
+) -> None:
+    assert run("--prompt", PROMPT, "--max-tokens", "20", "--dtype", "float32") == 0
+    output = capsys.readouterr()
+    model, tokenizer = trained("stdlib-llama")
+    assert output.out == generate(model, tokenizer, PROMPT, max_tokens=20) + "\n"
+    # A page of 256 tokens, in 6 layers with 2 x 2 heads of 64 float32 numbers.
+    assert f" {format_size(256 * 6 * 4 * 64 * 4)} of " in output.err
 
 
 def test_the_prompt_may_come_from_standard_input(
@@ -100,9 +112,29 @@ def test_several_prompts_are_a_batch(capsys: pytest.CaptureFixture[str], expecte
     other = "import os\nimport sys\n"
     assert run("--prompt", PROMPT, "--prompt", other, "--max-tokens", "8") == 0
     output = capsys.readouterr()
-    texts = [f"==> prompt {n} <==\n{expected(p, 8)}\n\n" for n, p in ((1, PROMPT), (2, other))]
-    assert output.out == "".join(texts)
+    assert output.out == (
+        f"==> prompt 1: {PROMPT} <==\n{expected(PROMPT, 8)}\n\n"
+        f"==> prompt 2: import os import sys <==\n{expected(other, 8)}\n\n"
+    )
     assert "2 blocks in use" in output.err
+
+
+def test_a_long_prompt_is_named_by_its_beginning() -> None:
+    line = "x" * 60
+    assert generate_command._name(1, line) == f"prompt 1: {line}"
+    assert generate_command._name(2, line + "y") == f"prompt 2: {line}..."
+
+
+def test_prompts_take_turns_in_a_small_budget(
+    capsys: pytest.CaptureFixture[str], expected: Any
+) -> None:
+    """One block is all that there is."""
+    prompts = [PROMPT, "import os\nimport sys\n"]
+    options = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert run(*options, "--max-tokens", "8", "--max-kv-bytes", "800000") == 0
+    output = capsys.readouterr()
+    assert all(f"{expected(prompt, 8)}\n\n" in output.out for prompt in prompts)
+    assert "1 block in use" in output.err
 
 
 def test_texts_come_in_turn(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +172,11 @@ def test_samples_of_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     titles = [line for line in outputs[0].splitlines() if line.startswith("==> ")]
-    assert titles == [f"==> prompt {p}, sample {s} <==" for p in (1, 2) for s in (1, 2)]
+    assert titles == [
+        f"==> sample {sample} of prompt {number}: {prompt} <=="
+        for number, prompt in ((1, PROMPT), (2, "class A:"))
+        for sample in (1, 2)
+    ]
     first, second = outputs[0].split("==> ")[1:3]
     assert first.partition("\n")[2] != second.partition("\n")[2]
 
@@ -224,5 +260,6 @@ def test_images_want_a_model_and_one_text(
 
 @pytest.mark.skipif(find_spec("mlx_vlm") is not None, reason="the extra vlm is installed")
 def test_images_name_the_extra_that_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--prompt", "a", "--image", "cat.png", "--model", "m") == 1
+    model = embedded_model()
+    assert run("--prompt", "a", "--image", "cat.png", "--model", model) == 1
     assert "needs the package mlx_vlm: pip install 'paged-kv[vlm]'" in capsys.readouterr().err

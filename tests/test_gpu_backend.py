@@ -16,11 +16,12 @@ from paged_kv.kernels.gpu import arrays as gpu_arrays
 from paged_kv.kernels.gpu import tuning as gpu_tuning
 from paged_kv.kernels.gpu.arrays import PARAMETERS
 from paged_kv.kernels.gpu.backend import GpuBackend
-from paged_kv.kernels.gpu.kernels import SLABS
 from paged_kv.kernels.gpu.text import header_path
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
@@ -93,7 +94,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
     def constants(name: str) -> list[int]:
         return [int(number) for number in re.findall(rf"CONSTANT uint {name} = (\d+)", text)]
 
-    assert set(constants("SLABS")) == {SLABS}
+    assert set(constants("SLABS")) == {MAX_SLABS}
     assert set(constants("ROW_FIELDS")) == {gpu_arrays.ROW_FIELDS}
     assert set(constants("PAGE_SIZE")) == {PAGE_SIZE}
     assert set(constants("TILE")) == {gpu_tuning.TILE}
@@ -120,7 +121,7 @@ class TestOnThisCpu:
             entries = tuple(slab * 8 for slab in range(slabs))
             metadata = AttentionMetadata((entries,), (slabs * 256 - 3,), (0,))
             pages.write(queries[:, :2], queries[:, :2], metadata)
-            pages.attend(queries, metadata, scale=1.0)
+            pages.attend(queries, metadata, Attention(1.0))
             made.append(set(device.texts))
         assert made[0] == made[1]
         assert made[2] == made[3]
@@ -128,8 +129,8 @@ class TestOnThisCpu:
 
     def test_pages_in_more_slabs_than_a_kernel_takes(self, dialect: str) -> None:
         backend = backend_on(device_of(dialect, checked=False), dialect)
-        pages = new_pages(backend, same(64), ["fp16"] * (SLABS + 1))
-        table = tuple(slab * 8 for slab in range(SLABS + 1))
+        pages = new_pages(backend, same(64), ["fp16"] * (MAX_SLABS + 1))
+        table = tuple(slab * 8 for slab in range(MAX_SLABS + 1))
         metadata = AttentionMetadata((table,), (len(table) * 256,), (0,))
         shape = (1, 2, len(table) * 256, 64)
         pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), metadata)
@@ -145,8 +146,8 @@ class TestOnThisCpu:
         backend = backend_on(device_of(dialect), dialect)
         batch = written(backend, same(64), ["fp16"], [20])
         queries = normal((1, 2, 6, 64), mx.bfloat16, 1).transpose(0, 2, 1, 3)
-        found = batch.pages.attend(queries, batch.metadata, scale=0.125)
-        other = batch.pages.attend(mx.contiguous(queries), batch.metadata, scale=0.125)
+        found = batch.pages.attend(queries, batch.metadata, Attention(0.125))
+        other = batch.pages.attend(mx.contiguous(queries), batch.metadata, Attention(0.125))
         assert found.dtype == mx.bfloat16
         assert mx.array_equal(found, other)
 
@@ -159,7 +160,7 @@ class TestOnThisCpu:
             pages.write(step, step, metadata)
         pages.defer(step[:, :, :1], step[:, :, :1], metadata)
         with pytest.raises(QuantisedPage):
-            pages.attend(step[:, :, :1], metadata, scale=1.0)
+            pages.attend(step[:, :, :1], metadata, Attention(1.0))
 
     def test_a_slab_that_is_not_one_piece_is_refused(self, dialect: str) -> None:
         backend = backend_on(device_of(dialect), dialect)
@@ -169,7 +170,7 @@ class TestOnThisCpu:
             pages.attend(
                 normal((1, 2, 1, 64), mx.float16, 1),
                 AttentionMetadata(((0,),), (9,), (0,)),
-                scale=1.0,
+                Attention(1.0),
             )
 
     @pytest.mark.slow

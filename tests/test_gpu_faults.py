@@ -11,6 +11,7 @@ from paged_kv.kernels.gpu import arrays as gpu_arrays
 from paged_kv.kernels.gpu import kernels as gpu_kernels
 from paged_kv.kernels.gpu import text as gpu_text
 from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from tests.gpu_on_cpu.toolchain import KernelError
 from tests.gpu_pages import (
     TOLERANCES,
@@ -51,7 +52,7 @@ def _plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault.least_tokens:
         monkeypatch.setattr(gpu_tuning, "LEAST_TOKENS", fault.least_tokens)
     if not fault.sound:
-        more = tuple(f"slab{number}" for number in range(gpu_kernels.SLABS, 28))
+        more = tuple(f"slab{number}" for number in range(MAX_SLABS, 28))
         _bind_more(more, monkeypatch)
         return
     real, changed = gpu_text.source, set()

@@ -59,8 +59,9 @@ def test_rows_that_end_at_the_edges_of_pages(
         assert batch.attend(queries) <= TOLERANCES[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("dim", plain_only([64, 80, 256], sorted(HEAD_SIZES)))
+@pytest.mark.parametrize("dim", sorted(HEAD_SIZES))
 def test_head_sizes(dialect: str, dim: int, dtype: mx.Dtype) -> None:
     backend = backend_on(device_of(dialect), dialect)
     batch = written(backend, same(dim, dtype), ["fp16"], [270])
@@ -138,6 +139,7 @@ def test_queries_that_see_later_tokens(dialect: str) -> None:
 _random_formats: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("fp16", "q4")]
 
 
+@pytest.mark.slow
 @examples(12)
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=3),
@@ -168,6 +170,7 @@ def test_pages_of_several_formats_in_one_table(
     assert error <= TOLERANCES[mx.float16]
 
 
+@pytest.mark.slow
 def test_a_long_context_is_read_in_parts(dialect: str) -> None:
     """Larger shapes, without checks of every access."""
     device = device_of(dialect, "shuffled", checked=False)
@@ -179,6 +182,7 @@ def test_a_long_context_is_read_in_parts(dialect: str) -> None:
     assert parts == 2 * bases * rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_page_has_the_plain_backends_bytes_and_the_others_stay(
@@ -204,7 +208,8 @@ def test_a_page_has_the_plain_backends_bytes_and_the_others_stay(
     assert differing <= (0 if name in ("fp16", "q4-unrotated") else OTHER_BYTES)
 
 
-@pytest.mark.parametrize("name", plain_only(["fp16", "q8", "q4"], FORMATS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
 def test_gather(dialect: str, name: FormatName) -> None:
     """With sink tokens, tokens that a window has passed, padding and new tokens."""
     backend = backend_on(device_of(dialect, *ORDERS), dialect)
@@ -229,6 +234,7 @@ def test_gather(dialect: str, name: FormatName) -> None:
             assert np.allclose(numbers(one), numbers(other), rtol=2e-3, atol=2e-3, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", FORMATS[:4])
 @pytest.mark.parametrize("source", FORMATS[:4])
 def test_copies_and_conversions(dialect: str, source: FormatName, target: FormatName) -> None:

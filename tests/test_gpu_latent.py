@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.kernels.gpu import tuning
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
@@ -104,19 +105,19 @@ def test_latents_of_512_have_no_kernel_for_heads(dialect: str) -> None:
     step = [normal((2, 1, 1, dim), mx.float16, 3) for dim in (512, 64)]
     batch.pages.defer(step[0], step[1], longer)
     asked = normal((2, 3, 1, 512), mx.float16, 4)
-    found = batch.pages.attend(asked, longer, scale=0.1)
+    found = batch.pages.attend(asked, longer, Attention(0.1))
     batch.metadata = longer
-    assert mx.array_equal(found, batch.pages.attend(asked, longer, scale=0.1))
+    assert mx.array_equal(found, batch.pages.attend(asked, longer, Attention(0.1)))
     assert batch.attend(1) <= TOLERANCES[mx.float16]
 
 
 def test_queries_of_another_dtype(dialect: str) -> None:
     batch = batch_of(dialect, latents(64, 64), ["fp16"], [40])
     asked, positions = (normal((1, 4, 1, 64), mx.float32, seed) for seed in (1, 2))
-    found = batch.pages.attend_latent(asked, positions, batch.metadata, scale=0.1)
+    found = batch.pages.attend_latent(asked, positions, batch.metadata, Attention(0.1))
     assert found.dtype == mx.float32
     halves = asked.astype(mx.float16), positions.astype(mx.float16)
-    other = batch.pages.attend_latent(*halves, metadata=batch.metadata, scale=0.1)
+    other = batch.pages.attend_latent(*halves, metadata=batch.metadata, attention=Attention(0.1))
     assert mx.allclose(found, other.astype(mx.float32))
 
 

@@ -1,11 +1,10 @@
 """NVIDIA's own compiler accepts the CUDA text, where its wheels are installed."""
 
-from typing import Any
-
 import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
 from tests.gpu_on_cpu.emulated import Device
@@ -26,21 +25,23 @@ def test_all_kernels_compile(formats: list[FormatName]) -> None:
     backend = backend_on(device, "cuda")
     batch = written(backend, same(dim, dtype, heads=1), formats, [300], more=True)
     step = (mx.zeros((1, 1, 1, dim), dtype),) * 2
-    options: Any = {"scale": 1.0, "causal": True, "window": None}
+    attention = Attention(1.0)
     for sinks in (None, mx.zeros((8,))):
         for queries in (1, 2):
             asked = mx.zeros((1, 8, queries, dim), dtype)
-            batch.pages.attend(asked, batch.metadata, sinks=sinks, **options)
+            batch.pages.attend(asked, batch.metadata, Attention(1.0, sinks=sinks))
         asked = mx.zeros((1, 8, 1, dim), dtype)
-        backend.write_and_attend(batch.pages, step, asked, batch.metadata, sinks=sinks, **options)
-    batch.pages.attend(asked, batch.metadata, new_tokens=step, **options)
+        backend.write_and_attend(
+            batch.pages, step, asked, batch.metadata, Attention(1.0, sinks=sinks)
+        )
+    batch.pages.attend(asked, batch.metadata, attention, new_tokens=step)
     batch.pages.gather(batch.metadata)
     batch.pages.gather(batch.metadata, step)
     batch.pages.write(*step, batch.metadata)
     batch.pages.copy({0: 1})
     latents = written(backend, LayerGeometry(1, 512, dtype, 1, 64, dtype), formats, [300])
     asked, positions = (mx.zeros((1, 128, 1, each), dtype) for each in (512, 64))
-    latents.pages.attend_latent(asked, positions, latents.metadata, scale=1.0)
+    latents.pages.attend_latent(asked, positions, latents.metadata, Attention(1.0))
     operations = {name.split("_")[4] for name in device.texts}
     assert operations >= {"write", "decode", "prefill", "gather", "copy", "latent"}
     for name, text in device.texts.items():

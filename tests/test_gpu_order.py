@@ -9,6 +9,7 @@ import pytest
 
 from paged_kv.kernels.gpu import backend as gpu_backend
 from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.arrays import normal
@@ -46,18 +47,18 @@ def _use(dialect: str) -> list[str]:
     pages = new_pages(backend, same(64), ["fp16", "fp16"])
     step = normal((2, 2, 20, 64), mx.float16, 1)
     queries = normal((2, 4, 1, 64), mx.float16, 2)
-    options: Any = {"scale": 0.125, "causal": True, "window": None}
+    attention = Attention(0.125)
     metadata = AttentionMetadata(((0,), (8,)), (20, 20), (0, 0))
     for _ in range(2):
         pages.write(step, step, metadata)
-        pages.attend(queries, metadata, **options)
-        pages.attend(queries, metadata, **options)
-    pages.attend(normal((2, 4, 3, 64), mx.float16, 2), metadata, **options)
+        pages.attend(queries, metadata, attention)
+        pages.attend(queries, metadata, attention)
+    pages.attend(normal((2, 4, 3, 64), mx.float16, 2), metadata, attention)
     pages.copy({0: 8})
     pages.gather(metadata)
     for _ in range(2):
         token = (step[:, :, :1], step[:, :, :1])
-        backend.write_and_attend(pages, token, queries, metadata, sinks=None, **options)
+        backend.write_and_attend(pages, token, queries, metadata, attention)
     return unordered(device.launches)
 
 

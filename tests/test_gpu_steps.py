@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
@@ -135,6 +136,7 @@ def test_contexts_of_several_parts(
 _random_formats: list[list[FormatName]] = [["fp16"], ["q8", "q4"], ["q4", "fp16", ("q8", "fp16")]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
 @examples(12)
 @given(
@@ -168,8 +170,8 @@ def test_padding_is_not_written_and_sees_nothing(dialect: str) -> None:
         metadata = AttentionMetadata(batch.metadata.block_tables, (31, 20, 0), (0, 2, 0))
         step = normal((3, 2, 1, 64), mx.float16, 1), normal((3, 2, 1, 64), mx.float16, 2)
         queries = normal((3, 4, 1, 64), mx.float16, 3)
-        options: Any = {"scale": 0.125, "causal": True, "window": None, "sinks": None}
-        outputs.append(asked.write_and_attend(batch.pages, step, queries, metadata, **options))
+        attention = Attention(0.125)
+        outputs.append(asked.write_and_attend(batch.pages, step, queries, metadata, attention))
         held.append(batch.bytes())
     assert held[0] == held[1]
     assert mx.allclose(outputs[0], outputs[1], atol=1e-3)
@@ -187,8 +189,8 @@ def test_a_ring_whose_oldest_page_is_also_its_newest(dialect: str) -> None:
         tokens = normal((1, 2, 256, 64), mx.float16, 4)
         backend.write(pages, tokens, tokens, AttentionMetadata(((3,),), (256,), (0,)))
         metadata = AttentionMetadata(((3, 3),), (300,), (0,), (60,))
-        options: Any = {"scale": 0.125, "causal": True, "window": 240, "sinks": None}
-        outputs.append(numbers(asked.write_and_attend(pages, step, queries, metadata, **options)))
+        attention = Attention(0.125, window=240)
+        outputs.append(numbers(asked.write_and_attend(pages, step, queries, metadata, attention)))
     assert abs(outputs[0] - outputs[1]).max() <= 1e-3
 
 
@@ -198,12 +200,18 @@ def test_layers_that_differ_share_the_metadata_of_a_step(dialect: str) -> None:
     backend = backend_on(device_of(dialect, checked=False), dialect)
     batch = written(backend, same(64), ["fp16"], [100])
     queries, sinks = normal((1, 8, 1, 64), mx.float16, 1), mx.ones((8,))
-    usual: dict[str, Any] = {"scale": 0.5, "window": None, "sinks": None}
-    layers = [usual, usual | {"scale": 0.25}, usual | {"window": 9}, usual | {"sinks": sinks}]
+    layers = [
+        Attention(0.5),
+        Attention(0.25),
+        Attention(0.5, window=9),
+        Attention(0.5, sinks=sinks),
+        Attention(0.5, softcap=2.0),
+    ]
     found = []
-    for options in layers:
-        shared = batch.pages.attend(queries, batch.metadata, **options)
-        alone = batch.pages.attend(queries, AttentionMetadata(((0,),), (100,), (0,)), **options)
+    for attention in layers:
+        shared = batch.pages.attend(queries, batch.metadata, attention)
+        own = AttentionMetadata(((0,),), (100,), (0,))
+        alone = batch.pages.attend(queries, own, attention)
         assert mx.array_equal(shared, alone)
         found.append(numbers(shared).tobytes())
     assert len(set(found)) == len(layers)
@@ -219,11 +227,11 @@ def test_how_many_launches_a_step_takes(dialect: str, monkeypatch: pytest.Monkey
         step = (normal((1, 2, tokens, 64), mx.float16, 1),) * 2
         queries, before = normal((1, 4, tokens, 64), mx.float16, 2), len(device.launches)
         metadata = AttentionMetadata(batch.metadata.block_tables, (300 + tokens,), (0,))
-        options: Any = {"scale": 0.125, "causal": True, "window": None, "sinks": None}
+        attention = Attention(0.125)
         if written:
-            backend.attend(batch.pages, queries, metadata, new_tokens=None, **options)
+            backend.attend(batch.pages, queries, metadata, attention)
         else:
-            backend.write_and_attend(batch.pages, step, queries, metadata, **options)
+            backend.write_and_attend(batch.pages, step, queries, metadata, attention)
         return [launch.name.split("_")[2] for launch in device.launches[before:]]
 
     assert launches(1) == ["decode"]

@@ -1,11 +1,24 @@
 """Which parts of messages the server takes, and which library reads their images."""
 
+from contextlib import suppress
+from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlx_lm.server import process_message_content
 
-from paged_kv.integrations.server.completions.message_parts import image_files, require_parts
+from paged_kv.integrations.server.completions import message_parts
+from paged_kv.integrations.server.completions.message_parts import (
+    MOST_IMAGES,
+    copied,
+    image_files,
+    inline_image_urls,
+    require_no_marks,
+    require_parts,
+)
 from paged_kv.integrations.server.generation import image_support
 from paged_kv.integrations.server.generation.image_support import refusal_of_mlx_vlm
 from paged_kv.integrations.server.http.api_errors import APIError
@@ -65,6 +78,69 @@ def test_the_files_of_images_are_decoded() -> None:
 def test_what_is_not_base64_is_refused(url: str, message: str) -> None:
     with pytest.raises(APIError, match=message):
         image_files(user(image(url)))
+
+
+def test_messages_are_copied_as_far_as_mlx_lm_changes_them() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}, "x": [1]}
+    messages = [*user(TEXT, image(HELLO)), {"role": "assistant", "tool_calls": [call, {}]}]
+    before = deepcopy(messages)
+    changed = copied(messages)
+    process_message_content(changed, keep_images=True)
+    changed[1]["content"][1].clear()
+    process_message_content([*changed[:1], {**user(TEXT)[1]}])
+    assert messages == before
+    assert changed[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    # What nothing changes is shared.
+    assert changed[2]["tool_calls"][0]["x"] is call["x"]
+
+
+def test_images_have_a_limit() -> None:
+    check(*[image(HELLO)] * MOST_IMAGES)
+    with pytest.raises(APIError, match="at most 64 images"):
+        check(*[image(HELLO)] * (MOST_IMAGES + 1))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        user({"type": "text", "text": "a <pad> b"}, image(HELLO)),
+        user({"type": "text", "text": "<pa"}, {"type": "text", "text": "d>"}, image(HELLO)),
+        [{"role": "user", "content": "<pad>"}],
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "<pad>"}}]}],
+    ],
+)
+def test_marks_of_images_in_texts_are_refused(messages: list[Any]) -> None:
+    require_no_marks(messages, ["<other>"])
+    with pytest.raises(APIError, match="a text holds '<pad>', which stands for images") as refused:
+        require_no_marks(messages, ["<other>", "<pad>"])
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Answers without an end."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b"a" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("most", "seconds", "reason"), [(10_000, 240, "more bytes"), (10**12, 0.2, "have 0.2 s")]
+)
+def test_images_are_fetched_up_to_a_size_and_a_time(
+    most: int, seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_parts, "FETCH_S", seconds)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as files:
+        Thread(target=files.serve_forever).start()
+        try:
+            with pytest.raises(APIError, match=reason):
+                inline_image_urls(user(image(f"http://127.0.0.1:{files.server_port}/")), most)
+        finally:
+            files.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from paged_kv import PagePool, Sequence
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -24,15 +25,18 @@ class State:
 class Hybrid:
     """Prefixes of a model with one layer of pages, and one with a state."""
 
-    def __init__(self) -> None:
-        self.pool = PagePool(1, max_bytes=1 << 20)
+    def __init__(self, page_format: Any = "fp16") -> None:
+        self.pool = PagePool(1, max_bytes=1 << 22, page_format=page_format)
         self.prefixes = PrefixCache(self.pool, has_states=True)
 
     def sequence(self, tokens: list[int]) -> Sequence:
         sequence = Sequence(self.pool)
-        numbers = mx.array(tokens, mx.float32)[None, None, :, None]
-        append(self.pool, 0, [sequence], numbers, numbers)
+        self.write(sequence, tokens)
         return sequence
+
+    def write(self, sequence: Sequence, tokens: list[int]) -> None:
+        numbers = mx.repeat(mx.array(tokens, mx.float32)[None, None, :, None], 32, axis=-1)
+        append(self.pool, 0, [sequence], numbers, numbers)
 
     def insert(self, tokens: list[int], sequence: Sequence) -> None:
         """Insert with the present state, which is that after all tokens of the sequence."""
@@ -65,6 +69,22 @@ def test_the_longest_state_that_a_prompt_goes_along_with_is_taken() -> None:
         hybrid.insert(TEXT[:end], hybrid.sequence(TEXT[:end]))
     for length in (9, 10, 39, 40, 255, 256, 257, 300, 510, 511, 900):
         assert hybrid.found(TEXT[:length]) == max([0, *(end for end in ends if end <= length)])
+
+
+@pytest.mark.parametrize("page_format", ["fp16", "q8", "q4", ("fp16", "q8"), ("q4", "fp16")])
+def test_no_state_within_a_quantised_page_is_taken(page_format: Any) -> None:
+    """A sequence is inserted again and again as it grows, and its full pages are quantised."""
+    hybrid = Hybrid(page_format)
+    sequence = Sequence(hybrid.pool)
+    ends = (45, 256, 300, 511, 590, 600)
+    for end in ends:
+        hybrid.write(sequence, TEXT[sequence.length : end])
+        hybrid.insert(TEXT[:end], sequence)
+        assert hybrid.found(TEXT[:end]) == end
+    resumed = ends if page_format == "fp16" else (256, 590, 600)
+    for length in (44, 45, 255, 256, 299, 300, 510, 511, 589, 590, 700):
+        known = max([0, *(end for end in resumed if end <= length)])
+        assert hybrid.found(TEXT[:length]) == known
 
 
 def test_a_state_that_is_found_stays_longer_than_one_that_is_not() -> None:

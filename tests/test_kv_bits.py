@@ -264,8 +264,11 @@ def test_what_is_converted_in_part_is_not_found_as_what_it_was() -> None:
     factory.insert_cache(PROMPT[:300] * 2, [cache])
     assert factory.fetch_cache(PROMPT[:300] * 2)[1] == 0
     # A second request continues the conversion, and so does a fork's request.
-    copy.deepcopy(cache).to_quantized(group_size=32, bits=4)
-    cache.to_quantized(group_size=32, bits=4)
+    fork = copy.deepcopy(cache)
+    for each in (fork, cache):
+        each.to_quantized(group_size=32, bits=4)
+        assert page_formats(factory.pool, 0, each.sequences[0]) == ["q4", "q4", "fp16"]
+    del fork, each
     factory.clear()
     assert factory.stats().blocks_by_format == {"fp16": 1, "q4": 2}
     del cache

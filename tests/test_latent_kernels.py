@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -80,8 +81,8 @@ def assert_attends(
         asked,
         positions,
         unpadded(metadata.block_tables, ends),
+        Attention(**options),
         new_tokens=unwritten if num_new else None,
-        **options,
     )
     assert (found.dtype, found.shape) == (geometry.k_dtype, asked.shape)
     scale = options.pop("scale")
@@ -152,9 +153,9 @@ def test_padding_gets_finite_outputs_and_the_rest_is_right(backend: str) -> None
     pages, metadata = written(backend, geometry, [300, 7])
     asked, positions = (normal((2, 4, 3, dim), mx.float32, 8) for dim in (64, 32))
     padded = AttentionMetadata(metadata.block_tables, metadata.context_lens, (0, 2))
-    found = pages.attend_latent(asked, positions, padded, scale=0.1)
+    found = pages.attend_latent(asked, positions, padded, Attention(0.1))
     row = unpadded(metadata.block_tables[1:], (7,))
-    alone = pages.attend_latent(asked[1:, :, :1], positions[1:, :, :1], row, scale=0.1)
+    alone = pages.attend_latent(asked[1:, :, :1], positions[1:, :, :1], row, Attention(0.1))
     assert np.isfinite(numbers(found)).all()
     assert mx.allclose(found[1:, :, :1], alone, rtol=0, atol=1e-6)
 
@@ -164,9 +165,9 @@ def test_queries_in_any_order_of_memory(backend: str) -> None:
     pages, metadata = written(backend, latents_of(64, 32), [300])
     asked, positions = (normal((1, 1, dim, 6), mx.float32, 8) for dim in (64, 32))
     asked, positions = _by_head(asked), _by_head(positions)
-    found = pages.attend_latent(asked, positions, metadata, scale=0.1)
+    found = pages.attend_latent(asked, positions, metadata, Attention(0.1))
     asked, positions = mx.contiguous(asked), mx.contiguous(positions)
-    assert mx.array_equal(found, pages.attend_latent(asked, positions, metadata, scale=0.1))
+    assert mx.array_equal(found, pages.attend_latent(asked, positions, metadata, Attention(0.1)))
 
 
 def _by_head(array: mx.array) -> mx.array:
@@ -183,8 +184,8 @@ def test_a_deferred_step_is_attended_to(backend: str) -> None:
     longer = unpadded(metadata.block_tables, (301, 9))
     pages.defer(keys, values, longer)
     expected.write(keys, values, longer)
-    found = pages.attend_latent(asked, positions, longer, scale=0.1)
-    assert mx.array_equal(found, expected.attend_latent(asked, positions, longer, scale=0.1))
+    found = pages.attend_latent(asked, positions, longer, Attention(0.1))
+    assert mx.array_equal(found, expected.attend_latent(asked, positions, longer, Attention(0.1)))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_position_queries_that_do_not_fit_are_refused(
     pages, metadata = written(BACKENDS[-1], latents_of(64, 32), [300])
     asked = normal((1, 4, 1, 64), mx.float32, 1)
     with pytest.raises(ValueError, match="do not fit the pages"):
-        pages.attend_latent(asked, normal(shape, dtype, 2), metadata, scale=0.1)
+        pages.attend_latent(asked, normal(shape, dtype, 2), metadata, Attention(0.1))
 
 
 def test_keys_of_several_heads_are_no_latents() -> None:
@@ -213,7 +214,7 @@ def test_keys_of_several_heads_are_no_latents() -> None:
     pages.map_slab(0, 1, page_format_named("fp16"))
     asked, positions = (normal((1, 4, 1, dim), mx.float32, 1) for dim in (64, 32))
     with pytest.raises(ValueError, match="do not fit the pages"):
-        pages.attend_latent(asked, positions, unpadded(((0,),), (9,)), scale=0.1)
+        pages.attend_latent(asked, positions, unpadded(((0,),), (9,)), Attention(0.1))
 
 
 @backends

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
@@ -64,8 +64,12 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
             best = max(best, end)
         if end % PAGE == 0 and end >= wanted.held and not wanted.needs_checkpoint:
             for place in files.behind((links or [ROOT])[-1].digest):
+                common = common_prefix(place.link.tokens, wanted.tokens[end:])
+                is_split = common < len(place.link.tokens) == PAGE
+                if is_split and not wanted.splits_full_blocks:
+                    continue
                 if all(has_all([place.link], part) for part in wanted.parts):
-                    best = max(best, end + common_prefix(place.link.tokens, wanted.tokens[end:]))
+                    best = max(best, end + common)
     return best if best > wanted.beyond else 0
 
 
@@ -85,7 +89,30 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
     beyond=st.sampled_from([0, 0, 0, 1, 3, 5]),
     needs_checkpoint=st.booleans(),
     has_parts=st.booleans(),
+    splits_full_blocks=st.booleans(),
     lost=st.integers(0, 20),
+)
+@example(
+    # A stored block of two tokens, of which the prompt has one.
+    tokens=[0, 0, 0, 0],
+    stored=[(4, [0], False, 0)],
+    held=0,
+    beyond=0,
+    needs_checkpoint=False,
+    has_parts=True,
+    splits_full_blocks=False,
+    lost=2,
+)
+@example(
+    # As much is stored as is in memory.
+    tokens=[0, 0],
+    stored=[(1, [], False, 0)],
+    held=0,
+    beyond=1,
+    needs_checkpoint=False,
+    has_parts=True,
+    splits_full_blocks=True,
+    lost=2,
 )
 def test_the_longest_stored_beginning_is_found(
     tokens: list[int],
@@ -94,6 +121,7 @@ def test_the_longest_stored_beginning_is_found(
     beyond: int,
     needs_checkpoint: bool,
     has_parts: bool,
+    splits_full_blocks: bool,
     lost: int,
 ) -> None:
     """Prompts that begin like this one, or nearly."""
@@ -108,7 +136,16 @@ def test_the_longest_stored_beginning_is_found(
     parts = (PART,) if has_parts or not needs_checkpoint else ()
     held = min(held, len(tokens) // PAGE) * PAGE
     beyond = max(beyond, 0 if needs_checkpoint else held)
-    wanted = Wanted(ROOT, tokens, held, beyond, parts, needs_checkpoint, PAGE)
+    wanted = Wanted(
+        ROOT,
+        tokens,
+        held,
+        beyond,
+        parts,
+        needs_checkpoint,
+        PAGE,
+        splits_full_blocks=splits_full_blocks,
+    )
     found = find(wanted, files, without)
     expected = longest(files, wanted, without)
     if found is None:

@@ -74,7 +74,7 @@ def test_sounds_are_no_images() -> None:
     [
         (PROMPT, {}, "5 image tokens (id 97), and no image was given"),
         ([1, 2], {"images": [RED]}, "the prompt has no image token (id 97)"),
-        ([1, AUDIO], {}, "1 audio tokens (id 98)"),
+        ([1, AUDIO], {}, "1 audio token (id 98)"),
         ([1], {"videos": [RED]}, "names no video token"),
     ],
 )

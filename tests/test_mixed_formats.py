@@ -13,6 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.cache.page_transfer import page_formats
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.followed_caches import FollowedCache, farthest, followed_caches
 from tests.quantised_oracle import QuantisedOracle
@@ -105,7 +106,7 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
         hides = hides | (at[None] <= at[-queries:, None] - window)
     pages = both.paged.pool.groups[0].pages[0]
     metadata = both.paged.keys_and_values()[0].read.view.attention_metadata
-    found = pages.attend(step, metadata, scale=0.2, causal=True, window=window)
+    found = pages.attend(step, metadata, Attention(0.2, causal=True, window=window))
     keys, values = both.oracle.keys_and_values()
     expected = scaled_dot_product_attention(step, keys, values, cache=None, scale=0.2, mask=~hides)
     assert float(mx.abs(found - expected).max()) < 1e-5

@@ -23,6 +23,7 @@ from PIL import Image
 
 from paged_kv.integrations.mlx_vlm.media_prompt import PromptSteps
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
+from paged_kv.integrations.server.completions import conversation
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,
@@ -50,14 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def large_picture() -> str:
+def large_picture(width: int, height: int) -> str:
     """A file of kilobytes that would take hundreds of megabytes of memory."""
     file = BytesIO()
-    Image.new("1", (12_000, 12_000)).save(file, "PNG")
+    Image.new("1", (width, height)).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
-LARGE = large_picture()
+LARGE = large_picture(12_000, 12_000)
+# Beside another picture it has too many pixels.
+WIDE = large_picture(10_000, 10_000)
 
 
 def options(folder: Path, *others: str) -> list[str]:
@@ -212,6 +215,7 @@ def test_a_client_that_leaves_while_its_image_is_read_leaves_no_pages(
 
     running.wait_until_idle()
     before = running.pools[0].stats()
+    monkeypatch.setattr(conversation, "KEEPALIVE_S", 0.1)
     monkeypatch.setattr(PromptSteps, "__call__", slow)
     messages = user(picture(folder, "red"), LONG[::-1])
     stream = running.client().chat.completions.create(
@@ -252,7 +256,8 @@ def test_images_are_found_on_disk_by_the_same_model_only(
         (image("file:///etc/hosts"), "as a data URL"),
         ({"type": "input_audio", "input_audio": {"data": ""}}, "type 'input_audio'"),
         (image(f"data:image/png;base64,{LARGE}"), "12,000 x 12,000 pixels"),
-        (IMAGE, "do not fit the chat template"),
+        (image(f"data:image/png;base64,{WIDE}"), "10,000 x 10,000 pixels, .* of all images"),
+        (IMAGE, "a text holds '.*', which stands for images"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Image size")
@@ -263,6 +268,23 @@ def test_what_is_no_image_is_refused(
     with pytest.raises(BadRequestError, match=reason):
         ask(client, user(picture(folder, "red"), part))
     assert ask(client, user(TEXT))[0]
+
+
+def test_marks_of_images_that_a_user_typed_are_refused(
+    client: OpenAI, running: PagedRunningServer
+) -> None:
+    """Without images too, in any part of a request."""
+    tokenizer: Any = running.provider.tokenizer
+    for typed in (IMAGE, "<|image_pad|>", "<|video_pad|>", "a <|vision_start|> b"):
+        with pytest.raises(BadRequestError, match=r"a text holds '<.*', which stands for images"):
+            ask(client, user(typed))
+        for prompt in (typed, tokenizer.encode(typed)):
+            with pytest.raises(BadRequestError, match="which stands for images") as refused:
+                client.completions.create(model="default_model", prompt=prompt)
+            assert refused.value.param == "prompt"
+    with pytest.raises(BadRequestError, match=r"a text holds '<.image_pad.>'"):
+        ask(client, user("<|image_", "pad|>"))
+    assert ask(client, user("image_pad, vision_start and <video>"))[0]
 
 
 def test_addresses_are_fetched_where_that_is_allowed(

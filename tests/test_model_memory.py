@@ -59,6 +59,7 @@ def test_a_fork_that_is_written_copies_one_page_of_a_layer() -> None:
     mx.reset_peak_memory()
     for _ in range(3):
         mx.eval(model(mx.array([[1]]), cache=fork))
-    assert factory.stats().bytes_mapped == mapped
-    assert mx.get_peak_memory() - active < 2 * page_bytes * len(cache)
+    grown = factory.stats().bytes_mapped - mapped
+    assert 0 < grown <= mapped // 16
+    assert mx.get_peak_memory() - active - grown < 2 * page_bytes * len(cache)
     assert factory.stats().cow_copies == len(factory.stats().groups)

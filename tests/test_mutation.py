@@ -46,7 +46,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     source = tmp_path_factory.mktemp("source")
     (source / "sums.py").write_text("def add(a, b):\n    return a + b\n")
     (source / "test_sums.py").write_text(
-        "from sums import add\n\n\ndef test_add():\n    assert add(2, 2) == 4\n"
+        "import pytest\nfrom sums import add\n\n\n"
+        "def test_add():\n    assert add(2, 2) == 4\n\n\n"
+        "@pytest.mark.slow\ndef test_more():\n    assert add(3, 2) == 5\n"
     )
     (source / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     return Checkout(source, tmp_path_factory.mktemp("copy"))
@@ -59,6 +61,10 @@ def test_a_mutant_is_tried_on_a_copy_that_is_sound_again_afterwards(checkout: Ch
     verdict = judge.judge(mutant_of("a + b", "a - b"))
     assert (verdict.outcome, verdict.note) == (Outcome.KILLED, "test_sums.py::test_add")
     assert (checkout.root / "sums.py").read_text() == sound
+    verdict = judge.judge(mutant_of("a + b", "a * b"))
+    assert (verdict.outcome, verdict.note) == (Outcome.KILLED, "test_sums.py::test_more")
+    verdict = judge.judge(mutant_of("a + b", "b + a"))
+    assert verdict.outcome is Outcome.SURVIVED
     verdict = judge.judge(mutant_of("a / b", "a - b"))
     assert verdict.outcome is Outcome.BROKEN
     assert "occurs 0 times" in verdict.note

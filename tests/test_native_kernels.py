@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.cpu.native_backend import ALIGNMENT, NativeBackend
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -53,6 +54,7 @@ def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(free.pop() for _ in range(-(-length // 256))) for length in lengths)
 
 
+@pytest.mark.slow
 @examples(30)
 @given(
     name=st.sampled_from(instruction_sets()),
@@ -103,7 +105,7 @@ def test_new_tokens_stand_for_tokens_that_no_page_holds(
     sinks = normal((heads * gqa_group_size,), dtypes[2], 4) if with_sinks else None
     options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
     found, log_sum_exp = backend.attend_with_log_sum_exp(
-        pages, asked, metadata, sinks=sinks, new_tokens=new_tokens, **options
+        pages, asked, metadata, Attention(sinks=sinks, **options), new_tokens=new_tokens
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, own in enumerate(metadata.valid_tokens(queries)):
@@ -129,13 +131,13 @@ def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
     query = normal((1, 8, 1, 64), mx.float32, 3)
     metadata = unpadded((table,), (700,))
     pages.write(keys, values, metadata)
-    whole = pages.attend(query, metadata, scale=0.125)
+    whole = pages.attend(query, metadata, Attention(0.125))
     first = unpadded((table,), (400,))
     rest = unpadded(((),), (300,))
     new_tokens = keys[:, :, 400:], values[:, :, 400:]
-    options: Any = {"scale": 0.125, "causal": False}
-    a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, **options)
-    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, new_tokens=new_tokens, **options)
+    attention = Attention(0.125, causal=False)
+    a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, attention)
+    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, attention, new_tokens=new_tokens)
     share = mx.sigmoid(lse_a - lse_b)[..., None]
     assert mx.allclose(share * a + (1 - share) * b, whole, atol=1e-6)
 
@@ -147,7 +149,7 @@ def test_queries_of_another_dtype_than_the_pages(backend: NativeBackend, dtype: 
     keys, values = normal((1, 2, 300, 64), mx.bfloat16, 1), normal((1, 2, 300, 64), mx.float16, 2)
     pages.write(keys, values, metadata)
     asked = normal((1, 6, 5, 64), dtype, 3)
-    found = pages.attend(asked, metadata, scale=0.125)
+    found = pages.attend(asked, metadata, Attention(0.125))
     assert found.dtype == dtype
     expected, _ = dense_attention(
         *(numbers(array[0]) for array in (asked, keys, values)),
@@ -172,8 +174,8 @@ def test_arrays_with_any_strides(backend: NativeBackend) -> None:
     others.write(mx.contiguous(keys), mx.contiguous(values), metadata)
     for entry in (0, 1):
         assert mx.array_equal(pages.page(entry), others.page(entry))
-    found = pages.attend(queries, metadata, scale=0.2)
-    assert mx.array_equal(found, pages.attend(mx.contiguous(queries), metadata, scale=0.2))
+    found = pages.attend(queries, metadata, Attention(0.2))
+    assert mx.array_equal(found, pages.attend(mx.contiguous(queries), metadata, Attention(0.2)))
 
 
 def test_pages_begin_at_a_cache_line(backend: NativeBackend) -> None:
@@ -197,7 +199,7 @@ def test_arrays_that_do_not_fit_the_pages_are_refused(backend: NativeBackend) ->
             pages.write(bad, good, metadata)
     for query in (mx.zeros((1, 3, 1, 32)), mx.zeros((2, 2, 1, 32)), mx.zeros((1, 2, 1, 24))):
         with pytest.raises(ValueError, match="shapes or dtypes"):
-            pages.attend(query, metadata, scale=1.0)
+            pages.attend(query, metadata, Attention(1.0))
 
 
 @pytest.mark.parametrize(
@@ -224,13 +226,13 @@ def test_the_number_of_threads_does_not_matter(backend: NativeBackend, threads: 
     backend.library.use_threads(1)
     pages.write(step, step, metadata)
     alone = (
-        pages.attend(asked, metadata, scale=0.1),
-        pages.attend(asked[:, :, :1], metadata, scale=0.1),
+        pages.attend(asked, metadata, Attention(0.1)),
+        pages.attend(asked[:, :, :1], metadata, Attention(0.1)),
     )
     backend.library.use_threads(threads)
     pages.write(step, step, metadata)
     for expected, count in zip(alone, (40, 1), strict=True):
-        found = pages.attend(asked[:, :, :count], metadata, scale=0.1)
+        found = pages.attend(asked[:, :, :count], metadata, Attention(0.1))
         assert mx.allclose(found, expected, atol=2e-3)
     backend.library.use_threads(2)
 
@@ -247,9 +249,9 @@ def test_threads_of_python_may_call_at_once(backend: NativeBackend) -> None:
         step = normal((1, 4, 1200, 128), mx.float16, seed)
         asked = normal((1, 16, 1, 128), mx.float16, seed + 100)
         pages.write(step, step, metadata)
-        first = pages.attend(asked, metadata, scale=0.1)
+        first = pages.attend(asked, metadata, Attention(0.1))
         return all(
-            bool(mx.allclose(pages.attend(asked, metadata, scale=0.1), first, atol=1e-3))
+            bool(mx.allclose(pages.attend(asked, metadata, Attention(0.1)), first, atol=1e-3))
             for _ in range(30)
         )
 
@@ -270,7 +272,7 @@ step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
 asked = mx.ones((1, 16, 1, 128), dtype=mx.float16)
 mx.eval(step, asked)
 pages.write(step, step, metadata)
-pages.attend(asked, metadata, scale=0.1)
+pages.attend(asked, metadata, kernels.Attention(0.1))
 child = os.fork()
 # MLX's own threads are gone in the child: nothing here may need them.
 output = kernels.gives_ones(backend, pages, asked, metadata)
@@ -284,9 +286,7 @@ def gives_ones(
     backend: NativeBackend, pages: LayerPages, asked: mx.array, metadata: AttentionMetadata
 ) -> bool:
     """Whether attention to values that are all ones gives ones."""
-    output = backend.attend(
-        pages, asked, metadata, scale=0.1, causal=True, window=None, sinks=None, new_tokens=None
-    )
+    output = backend.attend(pages, asked, metadata, Attention(0.1))
     return bool((np.asarray(output) == 1).all())
 
 
@@ -308,7 +308,7 @@ def test_nothing_spins_between_calls(backend: NativeBackend) -> None:
     metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
     step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
     pages.write(step, step, metadata)
-    pages.attend(step[:, :, :1], metadata, scale=0.1)
+    pages.attend(step[:, :, :1], metadata, Attention(0.1))
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(0.3)

@@ -11,6 +11,7 @@ import pytest
 
 from paged_kv.kernels.cpu.native_backend import COPIED_BYTES, NativeBackend
 from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -45,7 +46,7 @@ def test_an_output_stays_what_it_is_when_others_are_made(queries: int) -> None:
     """Outputs of the same shape, small and large."""
     pages = written(instruction_sets()[0], step(LENGTH, 1), step(LENGTH, 2))
     asked = [step(queries, seed) for seed in (3, 4)]
-    outputs = [pages.attend(each, ROWS, scale=0.2) for each in asked * 2]
+    outputs = [pages.attend(each, ROWS, Attention(0.2)) for each in asked * 2]
     for one, again in zip(outputs[:2], outputs[2:], strict=True):
         assert mx.array_equal(one, again)
     assert not mx.array_equal(outputs[0], outputs[1])
@@ -69,7 +70,7 @@ def test_sums_follow_the_largest_logit(isa: str) -> None:
     ):
         asked = mx.ones((1, HEADS, queries, DIM))
         pages = written(isa, mx.ones((1, HEADS, LENGTH, DIM)) * growth, step(LENGTH, 2), name)
-        found = numbers(pages.attend(asked, ROWS, scale=1.0))[0]
+        found = numbers(pages.attend(asked, ROWS, Attention(1.0)))[0]
         keys, values = (numbers(part)[0] for part in pages.gather(ROWS))
         options: dict[str, Any] = {"scale": 1.0, "causal": True, "window": None, "sinks": None}
         expected, _ = dense_attention(numbers(asked)[0], keys, values, **options)

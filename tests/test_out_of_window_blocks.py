@@ -16,6 +16,7 @@ class Retired:
 
     def __init__(self, count: int) -> None:
         self.allocator = BlockAllocator(ByteBudget(1000), 1, 4)
+        self.allocator.ensure_free({"fp16": count})
         self.blocks = OutOfWindowBlocks()
         self.tables: list[BlockTable] = []
         self.known: list[OutOfWindowBlock] = []

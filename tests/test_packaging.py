@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+import paged_kv
+
 ROOT = Path(__file__).resolve().parents[1]
 # The folders that install as sub-packages of paged_kv.
 ROOMS = ("allocator", "kernels", "integrations")
@@ -74,7 +76,7 @@ def test_wheel_adds_only_paged_kv(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel_file) as wheel:
         names = set(wheel.namelist())
         (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "paged-kv = paged_kv.command_line:main" in wheel.read(scripts).decode()
+        assert "paged-kv = paged_kv.__main__:run" in wheel.read(scripts).decode()
 
     tops = {PurePosixPath(name).parts[0] for name in names}
     (info,) = tops - {"paged_kv"}
@@ -201,3 +203,8 @@ def run_python(code: str, cwd: Path, environment: dict[str, str] | None = None) 
         command, cwd=cwd, capture_output=True, text=True, check=True, env=environment
     )
     return done.stdout.strip()
+
+
+def test_the_package_shows_its_public_names() -> None:
+    assert dir(paged_kv) == sorted(paged_kv.__all__)
+    assert all(getattr(paged_kv, name) is not None for name in dir(paged_kv))

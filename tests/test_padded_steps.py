@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -41,7 +42,7 @@ def pages(request: pytest.FixtureRequest) -> LayerPages:
 def test_a_step_writes_and_attends_as_its_rows_alone(pages: LayerPages) -> None:
     keys, values, queries = normal(2, STEP, 16, 7), normal(2, STEP, 8, 8), normal(4, STEP, 16, 9)
     pages.write(keys, values, ROWS)
-    together = pages.attend(queries, ROWS, scale=0.25)
+    together = pages.attend(queries, ROWS, Attention(0.25))
     gathered_keys, gathered_values = pages.gather(ROWS)
     assert gathered_keys.shape[2] == max(ROWS.ends) == 300
     for row, own in enumerate(ROWS.valid_tokens(STEP)):
@@ -49,7 +50,7 @@ def test_a_step_writes_and_attends_as_its_rows_alone(pages: LayerPages) -> None:
         one = slice(row, row + 1)
         if own:
             part = queries[one, :, own.start : own.stop]
-            expected = pages.attend(part, alone, scale=0.25)
+            expected = pages.attend(part, alone, Attention(0.25))
             assert mx.allclose(together[one, :, own.start : own.stop], expected, atol=1e-6)
         begin, end = 300 - ROWS.ends[row], 300 - ROWS.right_padding[row]
         for all_rows, single in zip(
@@ -66,7 +67,7 @@ def test_outputs_for_padding_are_finite(pages: LayerPages) -> None:
     keys, values = normal(2, STEP, 16, 7), normal(2, STEP, 8, 8)
     pages.write(keys, values, ROWS)
     for window in (None, 4):
-        output = pages.attend(normal(4, STEP, 16, 9), ROWS, scale=0.25, window=window)
+        output = pages.attend(normal(4, STEP, 16, 9), ROWS, Attention(0.25, window=window))
         assert output.shape == (4, 4, STEP, 8)
         assert mx.isfinite(output).all()
 

@@ -290,9 +290,10 @@ def test_exhaustion_in_the_first_step_undoes_it_in_every_layer() -> None:
 def test_pages_follow_when_slabs_are_compacted() -> None:
     pool = PagePool(2, max_bytes=32 << 20)
     sequences = [new_caches(pool) for _ in range(6)]
-    for number, caches in enumerate(sequences):
-        for cache in caches:
-            cache.update_and_fetch(*random_step(1000, seed=number))
+    for at in range(4):
+        for number, caches in enumerate(sequences):
+            for cache in caches:
+                cache.update_and_fetch(*random_step(250, seed=10 * number + at))
     expected = [[contents(cache) for cache in caches] for caches in sequences]
     del sequences[1:4], expected[1:4], caches, cache
     gc.collect()

@@ -10,7 +10,6 @@ from mlx_lm import server
 from openai import APIStatusError, OpenAI
 
 from tests.conftest import MODEL_FOLDERS
-from tests.grids import plain_only
 from tests.running_server import (
     PagedRunningServer,
     RunningServer,
@@ -87,7 +86,8 @@ def conversations(running: RunningServer, system: str) -> list[Any]:
         return [talk.result() for talk in talks]
 
 
-@pytest.mark.parametrize("model", plain_only([GEMMA], [LLAMA, GEMMA]))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [LLAMA, GEMMA])
 def test_conversations_read_the_same_and_share_what_they_begin_with(
     model: str, system: str
 ) -> None:
@@ -106,6 +106,7 @@ def test_conversations_read_the_same_and_share_what_they_begin_with(
         assert_idle_pools_hold_nothing(running)
 
 
+@pytest.mark.slow
 def test_a_draft_model_reads_the_same_and_shares_too(system: str) -> None:
     """The draft model has windows, and reuses what it has cached itself."""
     draft = ["--draft-model", str(MODEL_FOLDERS[GEMMA])]
@@ -240,6 +241,7 @@ def test_another_model_gets_pages_of_its_own(system: str) -> None:
         assert_idle_pools_hold_nothing(running)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [[], ["--draft-model", str(MODEL_FOLDERS[LLAMA])]])
 def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> None:
     """The test checks what the cache finds, not the time."""
@@ -278,11 +280,9 @@ ALONE = ["--kv-bits", "8", "--quantized-kv-start", "100000"]
 """Requests run one at a time; so short ones are not quantised."""
 
 
-@pytest.mark.parametrize("alone", [[], pytest.param(ALONE, marks=pytest.mark.slow)])
-def test_recurrent_layers_go_on_inside_of_prompts(
-    alone: list[str], system: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A random hybrid reads the tokens of the llama's tokenizer."""
+@pytest.fixture
+def loads_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers load a random hybrid, which reads the tokens of the llama's tokenizer."""
     load: Any = vars(server)["load"]
 
     def load_hybrid(path: str, **kwargs: Any) -> Any:
@@ -290,6 +290,32 @@ def test_recurrent_layers_go_on_inside_of_prompts(
         return (small_model("falcon_h1", vocab_size=loaded[1].vocab_size), *loaded[1:])
 
     monkeypatch.setattr(server, "load", load_hybrid)
+
+
+@pytest.mark.usefixtures("loads_hybrid")
+def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantised(
+    system: str,
+) -> None:
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", "--page-format", "q8")) as running:
+        tokens = len(tokens_of(running, system))
+        last_page = (tokens - 2) // 256 * 256
+        assert 256 <= last_page < 2048
+
+        def cached_of_answer() -> int:
+            answer = running.client().completions.create(
+                model="default_model", prompt=system, max_tokens=300, temperature=0
+            )
+            running.wait_until_idle()
+            assert answer.usage
+            assert answer.usage.prompt_tokens_details
+            return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        assert [cached_of_answer() for _ in range(2)] == [0, last_page]
+
+
+@pytest.mark.usefixtures("loads_hybrid")
+@pytest.mark.parametrize("alone", [[], pytest.param(ALONE, marks=pytest.mark.slow)])
+def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str) -> None:
     prompt = system * 9
     with paged_server(*options(LLAMA, "--max-kv-bytes", "256MB", *alone)) as running:
         tokens = len(tokens_of(running, prompt))

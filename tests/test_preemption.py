@@ -94,6 +94,7 @@ def test_greedy_texts_are_equal(name: str) -> None:
     assert_equal_under_pressure(small_model(name), blocks=5.75 if name == "gemma3_text" else 5)
 
 
+@pytest.mark.slow
 def test_what_is_evicted_is_computed_again() -> None:
     small = assert_equal_under_pressure(small_model("qwen3"), blocks=4)
     assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 535
@@ -124,7 +125,8 @@ def test_a_tenth_of_the_memory_that_all_need_is_enough() -> None:
     assert_nothing_is_used(large, small)
 
 
-@pytest.mark.parametrize("is_quick", plain_only([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_quick", [True, False])
 def test_what_is_evicted_is_read_again_if_that_is_quicker(
     is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,12 +148,14 @@ def test_what_is_evicted_is_read_again_if_that_is_quicker(
     factory.close()
 
 
-@pytest.mark.parametrize("make_options", plain_only([seeded], [seeded, penalised]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make_options", [seeded, penalised])
 def test_random_and_penalised_texts_are_equal(make_options: Callable[[], dict[str, Any]]) -> None:
     assert_equal_under_pressure(small_model("qwen3"), make_options, blocks=4)
 
 
-@pytest.mark.parametrize("page_format", plain_only(["q4"], ["q8", "q4"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("page_format", ["q8", "q4"])
 def test_texts_from_quantised_pages_are_equal(
     page_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +217,20 @@ def test_a_stop_word_matches_across_a_preemption() -> None:
 def _preempted(generator: Any) -> dict[int, Any]:
     preempted: dict[int, Any] = generator.paged_kv_preemption._generating
     return preempted
+
+
+def test_a_preempted_sequences_pages_keep_its_salt() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 5)
+    with factory:
+        generator: Any = generator_of(model)
+        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
+        generator.paged_kv_preemption.salts.update(dict.fromkeys(uids, "a user's"))
+        until_preempted(generator, factory)
+        prompt = PROMPTS[uids.index(next(iter(_preempted(generator))))]
+        assert factory.fetch_cache(prompt)[1] == 0
+        assert factory.fetch_cache(prompt, salt="a user's")[1] > 0
+        generator.remove(uids)
 
 
 def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from itertools import pairwise
 from threading import Thread
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.batching.shared_prefill import begin_together
+from paged_kv.integrations.batching.shared_prefill import SharedPrefill
 from paged_kv.integrations.model_version import ModelVersion
 from tests.generation import Run, assert_same_run, assert_same_runs, greedy, runs_of
 from tests.grids import plain_only
@@ -178,6 +179,32 @@ def test_a_prompt_that_parts_within_a_quantised_page_goes_on_before_it(
     assert_same_run(run, greedy(qwen3, prompt, other, 4), TOLERANCE)
 
 
+@pytest.mark.parametrize("page_format", ["q4", "q8", "fp16"])
+@pytest.mark.parametrize(
+    "name", plain_only(["falcon_h1"], ["falcon_h1", "lfm2", "qwen3_next", "granitemoehybrid"])
+)
+def test_a_hybrid_goes_on_where_a_state_was_kept_but_not_within_a_quantised_page(
+    name: str, page_format: str
+) -> None:
+    model = small_model(name)
+    factory = PagedCacheFactory(model, page_format=page_format)
+    cache = factory.make_cache()
+    ends = (45, 256, 301)
+    for start, end in pairwise((0, *ends)):
+        model(mx.array([TEXT[start:end]]), cache=cache)
+        assert factory.insert_cache(TEXT[:end], cache) == end
+    for parts, known in ((200, 45), (290, 256), (310, 301)):
+        prompt = [*TEXT[:parts], TEXT[parts] + 1, 2, 3]
+        found, cached = factory.fetch_cache(prompt)
+        assert cached == (0 if page_format != "fp16" and known == 45 else known)
+        run = greedy(model, prompt[cached:], found, 4)
+        # In steps of the same lengths: others round differently, and a code at a tie flips.
+        other = PagedCacheFactory(model, page_format=page_format).make_cache()
+        for start, end in pairwise((0, *(end for end in ends if end <= cached))):
+            model(mx.array([prompt[start:end]]), cache=other)
+        assert_same_run(run, greedy(model, prompt[cached:], other, 4), 1e-3)
+
+
 @pytest.mark.parametrize(
     "name", ["gemma3_text", "gemma3n", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
 )
@@ -263,7 +290,7 @@ def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
     model = small_model(name)
     factory = PagedCacheFactory(model)
     text = [(7 * i * i + 3 * i) % 97 for i in range(2300)]
-    begin_together(factory, model, [[*text, 1], [*text, 2]], 700)
+    SharedPrefill(factory, model, 700, lambda *_: True).starts([[*text, 1], [*text, 2]])
     for length, expected in ((2300, 2300), (2250, 2048), (2049, 2048), (2048, 0)):
         prompt = [*text[:length], 3, 4] if length > 2048 else text[:length]
         cache, cached = factory.fetch_cache(prompt)

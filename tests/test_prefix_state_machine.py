@@ -3,6 +3,8 @@ matches are what the pages hold, its counts are right, and without pins everythi
 evicted."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,6 +18,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import NotPinned
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range, slab_of
 from tests.examples import examples
 
@@ -28,11 +31,20 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 picks = st.integers(0, MAX_TABLES - 1)
 
 
+@dataclass(eq=False)
+class State:
+    """A checkpoint: the state after these tokens."""
+
+    tokens: tuple[int, ...]
+    pins: int = 0
+
+
 class PrefixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pages: dict[int, list[int]] = {}
-        self.allocator = BlockAllocator(ByteBudget(BLOCKS), 1, PAGE, self.map_slab, self.unmap_slab)
+        callbacks = self.map_slab, self.unmap_slab, self.rewrite_slabs
+        self.allocator = BlockAllocator(ByteBudget(BLOCKS), 1, PAGE, *callbacks)
         self.index = PrefixIndex(PAGE)
         self.pins = Pins(self.index)
         self.pinned: list[tuple[str, tuple[int, ...], int]] = []
@@ -44,6 +56,13 @@ class PrefixMachine(RuleBasedStateMachine):
     def unmap_slab(self, slab: int) -> None:
         for block in [block for block in self.pages if slab_of(block) == slab]:
             del self.pages[block]
+
+    def rewrite_slabs(self, rewrite: Rewrite, slab: int, moves: Mapping[int, int]) -> bool:
+        self.map_slab(slab, rewrite.new_pages, "")
+        self.pages.update({to: list(self.pages[block]) for block, to in moves.items()})
+        for each in rewrite.emptied:
+            self.unmap_slab(each)
+        return True
 
     def table(self, pick: int) -> BlockTable | None:
         return list(self.tables)[pick % len(self.tables)] if self.tables else None
@@ -81,16 +100,20 @@ class PrefixMachine(RuleBasedStateMachine):
         if table is not None and self.make_room(len(more)):
             self.write(table, more)
 
-    @rule(pick=picks, namespace=namespaces, left_out=st.integers(0, 3))
-    def insert(self, pick: int, namespace: str, left_out: int) -> None:
-        """Insert under any salt, also another one, all tokens of a sequence or its first ones."""
+    @rule(pick=picks, namespace=namespaces, left_out=st.integers(0, 3), has_state=st.booleans())
+    def insert(self, pick: int, namespace: str, left_out: int, has_state: bool) -> None:
+        """Insert under any salt, also another one, all tokens of a sequence or its first ones, with
+        a state after them or without."""
         table = self.table(pick)
         if table is None:
             return
         tokens = self.tables[table][: len(self.tables[table]) - left_out]
         blocks = [{self.allocator: block} for block in table.blocks[: -(-len(tokens) // PAGE)]]
-        self.index.insert(namespace, tokens, blocks)
+        state = State(tuple(tokens)) if has_state else None
+        nodes = self.index.insert(namespace, tokens, blocks, (), state)
         assert self.index.match(namespace, [*tokens, -1]).num_tokens == len(tokens)
+        if nodes and has_state:
+            assert nodes[-1].checkpoints[(len(tokens) - 1) % PAGE + 1] is state
 
     @rule(pick=picks)
     def drop(self, pick: int) -> None:
@@ -141,11 +164,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule()
     def move_pages(self) -> None:
-        moves = self.allocator.compaction_plan()
-        for source, target in moves.items():
-            self.pages[target] = list(self.pages[source])
-        self.allocator.apply_moves(moves)
-        self.allocator.unmap_empty_slabs()
+        self.allocator.compact()
 
     @invariant()
     def every_node_holds_its_tokens(self) -> None:
@@ -155,6 +174,17 @@ class PrefixMachine(RuleBasedStateMachine):
         for table, tokens in self.tables.items():
             held = [token for block in table.blocks for token in self.pages[block]]
             assert held[: len(tokens)] == tokens
+
+    @invariant()
+    def every_state_is_that_after_its_tokens(self) -> None:
+        tokens_of: dict[Any, tuple[int, ...]] = {}
+        for node in self.index.nodes():
+            before = tokens_of.get(node.parent, ())
+            tokens_of[node] = (*before, *node.tokens)
+            for end, state in node.checkpoints.items():
+                assert isinstance(state, State)
+                assert state.tokens == (*before, *node.tokens[:end])
+                assert state.pins == node.pins
 
     @invariant()
     def what_is_pinned_is_there(self) -> None:

@@ -1,6 +1,7 @@
 """The memory that an `Admission` promises is available, whatever is cached, forked or mapped."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,19 @@ def opened(windows: dict[int, Window], budget_blocks: int, page_format: Any) -> 
     write(pool, Sequence(pool), 1)
     pool.clear()
     return pool
+
+
+@pytest.mark.parametrize("page_format", ["q8", "q4"])
+def test_what_a_sequence_needs_is_what_it_comes_to_hold(page_format: str) -> None:
+    pool = opened({}, 40, page_format)
+    (group,) = pool.groups
+    sequence, most = Sequence(pool), Counter[str]()
+    for tokens in range(128, 1537, 128):
+        write(pool, sequence, 128)
+        most |= Counter({each.name: each.num_used for each in group.allocator.formats})
+        assert most[page_format] == (tokens - 1) // 256
+        assert not most - group.needs_of(tokens), "it holds more than it needs"
+        assert group.needs_of(tokens)[page_format] == most[page_format]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
+from mlx_lm.generate import BatchGenerator
 
-from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Reserve, Unanimous
 from paged_kv.admission.pool_size import GroupSize, PoolSize
+from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
 from paged_kv.integrations.distributed.connections import Meeting, NotConnected, accept, connect
 from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
@@ -258,6 +260,55 @@ def test_a_policy_needs_every_rank() -> None:
     ):
         assert policy.is_possible(demand, pool) is is_yes
         assert policy.has_room(demand, [], [pool]) is is_yes
+
+
+class AnsweringRanks(Ranks):
+    """A rank beside another one, which gives these answers by question, and otherwise the same."""
+
+    size = 2
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        return [answer, self._answers.get(question, answer)]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_sequence_begins_where_every_rank_has_room(has_room: bool) -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    factory.ranks = AnsweringRanks(room=has_room, ended=False)
+    with factory:
+        generator = BatchGenerator(model)
+        generator.insert([[1, 2, 3], [4, 5, 6]], max_tokens=[2, 2])
+        together = [len(generator.next_generated()) for _ in range(2)]
+        generator.close()
+    assert together == ([2, 2] if has_room else [1, 1])
+
+
+def test_a_batch_is_short_of_memory_where_one_rank_is() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    its_error = PoolExhausted(1, 0, 0, 100, 10)
+    factory.ranks = AnsweringRanks(blocks=its_error, ended=False)
+    with factory:
+        generator = BatchGenerator(model)
+        generator.insert([[1, 2, 3]], max_tokens=[2])
+        with pytest.raises(PoolExhausted) as raised:
+            generator.next_generated()
+        generator.close()
+    assert raised.value is its_error
+
+
+def test_a_rank_tries_again_where_another_has_taken_pages_back() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    generator = BatchGenerator(model)
+    for has_taken in (True, False):
+        factory.ranks = AnsweringRanks(ended=has_taken)
+        assert Preemption(generator, factory)._take_back() is has_taken
+    generator.close()
 
 
 def test_what_other_ranks_get_of_a_job_has_no_client() -> None:

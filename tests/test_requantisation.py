@@ -135,6 +135,7 @@ class RequantisedCache(FollowedCache):
         return held
 
 
+@pytest.mark.slow
 def test_a_model_reads_what_a_requantised_oracle_holds() -> None:
     """Write until a sequence has pages of three formats at once."""
     model: Any = small_model("qwen3")

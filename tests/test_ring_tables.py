@@ -1,6 +1,7 @@
 """Block tables that reuse their entries, the arithmetic of windows, and the promises of rings."""
 
 import gc
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -28,11 +29,13 @@ from tests.ring_batches import (
 
 PAGE = 4
 # The id of the first block of slab 1; slab 0 has four.
-S1 = 65536
+S1, S2 = 65536, 131072
 
 
 def new_allocator(blocks: int = 100) -> BlockAllocator:
-    return BlockAllocator(ByteBudget(blocks), 1, PAGE)
+    allocator = BlockAllocator(ByteBudget(blocks), 1, PAGE)
+    allocator.ensure_free({"fp16": 4})
+    return allocator
 
 
 def ring_table(allocator: BlockAllocator, ring: Ring, tokens: int) -> BlockTable:
@@ -102,9 +105,9 @@ def test_a_shared_block_of_a_full_ring_is_copied_when_its_turn_comes() -> None:
     assert fork.reserve(25, 28) == {}
     # Both still hold only block 1; the original alone holds the others again.
     assert table.reserve(22, 28) == {}
-    assert table.reserve(28, 29) == {1: S1 + 1}
+    assert table.reserve(28, 29) == {1: S2}
     assert fork.reserve(28, 29) == {}
-    assert (table.blocks, fork.blocks, allocator.cow_copies) == ((0, S1 + 1, 2), (3, 1, S1), 3)
+    assert (table.blocks, fork.blocks, allocator.cow_copies) == ((0, S2, 2), (3, 1, S1), 3)
     allocator.check()
 
 
@@ -310,7 +313,7 @@ def test_too_much_rollback_says_how_much_is_possible_and_changes_nothing() -> No
     # The second ring holds 256 tokens, and the next token must see 19 of them.
     for counts in ([0, 238], [7, 238], [600, 0]):
         for cache in batch.layers:
-            with pytest.raises(RollbackError, match=f"cannot trim {max(counts)} tokens, only 237"):
+            with pytest.raises(RollbackError, match=f"tokens asked: {max(counts)}, possible: 237"):
                 cache.trim_per_sequence(counts)
             assert_holds(cache, batch.rows)
     assert [cache.trim_per_sequence([7, 237]) for cache in batch.layers] == [[7, 237]] * 3
@@ -350,7 +353,11 @@ def test_a_thousand_tokens_in_full_rings_allocate_nothing() -> None:
             cache.make_mask(1)
             found, _ = steps.append(cache.pool, cache.layer, cache.sequences, keys, keys)
             found.read.attend(keys, None, scale=1.0)
-    assert pool.stats() == before
+    # What the latest step holds beside slabs is not of pages.
+    now = pool.stats()
+    assert replace(now, bytes_steps=0, bytes_scratch=0) == replace(
+        before, bytes_steps=0, bytes_scratch=0
+    )
     for row in batch.rows:
         assert row.rollback([Window(20, 20)]) == 600 - (600 - 256 + 19)
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import GROUP
@@ -37,7 +38,7 @@ def pages_of(keys: mx.array, values: mx.array, name: FormatName, backend: str) -
 
 def attend(pages: LayerPages, asked: mx.array) -> mx.array:
     scale = pages.geometry.k_dim**-0.5
-    return pages.attend(asked, unpadded((TABLE,), (LENGTH,)), scale=scale)[0]
+    return pages.attend(asked, unpadded((TABLE,), (LENGTH,)), Attention(scale))[0]
 
 
 def expected(asked: mx.array, keys: Numbers, values: Numbers) -> Numbers:

@@ -87,7 +87,7 @@ def test_a_pinned_prompt_stays(qwen3: Any) -> None:
     factory.clear()
     assert factory.fetch_cache(TEXT[:310])[1] == 0
     assert factory.stats().bytes_mapped == 0
-    with pytest.raises(NotPinned, match="prompt of 300 tokens is not pinned under this salt"):
+    with pytest.raises(NotPinned, match=r"prompt \(tokens: 300\) is not pinned under this salt"):
         factory.unpin(TEXT[:300])
 
 

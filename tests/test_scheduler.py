@@ -67,6 +67,7 @@ rows = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), rows), min_size=1, max_size=12),
@@ -139,15 +140,23 @@ def test_the_latest_is_preempted_and_returns_before_later_ones() -> None:
     assert machine.scheduler.preemptions == len(machine.preempted)
 
 
+def test_what_cannot_be_preempted_is_spared() -> None:
+    scheduler = machine_of(6, *[Row(4, 12, 12) for _ in range(3)]).scheduler
+    assert scheduler._victim([0, 1, 2], {2}) == 1
+    assert scheduler._victim([0, 1, 2], {1, 2}) == 0
+    assert scheduler._victim([0, 1], {0, 1}) is None
+    assert scheduler._victim([0], set()) is None
+
+
 def test_who_has_returned_is_spared_until_it_has_generated() -> None:
     machine = machine_of(6, *[Row(4, 12, 12) for _ in range(3)])
     scheduler = machine.scheduler
     scheduler._returned = {2}
-    assert scheduler._victim([0, 1, 2]) == 1
+    assert scheduler._victim([0, 1, 2], set()) == 1
     scheduler.note_token(2)
-    assert scheduler._victim([0, 1, 2]) == 2
+    assert scheduler._victim([0, 1, 2], set()) == 2
     scheduler._returned = {1, 2}
-    assert scheduler._victim([0, 1, 2]) == 2
+    assert scheduler._victim([0, 1, 2], set()) == 2
 
 
 def test_a_step_that_the_earliest_alone_exhausts_is_told() -> None:

@@ -144,6 +144,7 @@ def conversation(serve: Serve, prompts: list[str]) -> list[Any]:
         return [*answers, running.complete(prompt=further)]
 
 
+@pytest.mark.slow
 def test_concurrent_clients_read_the_same_text(
     serve: Serve, prompts: list[str], factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_concurrent_clients_read_the_same_text(
     assert_written_and_free(factory)
 
 
+@pytest.mark.slow
 def test_requests_that_cannot_be_batched_read_the_same_text(
     serve: Serve, prompts: list[str], factory: PagedCacheFactory
 ) -> None:

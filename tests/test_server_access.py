@@ -1,10 +1,15 @@
 """API keys, and the host names under which browsers may open pages."""
 
+import base64
+import hmac
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
 
+from paged_kv.integrations.server.http import access
 from paged_kv.integrations.server.http.access import APIKeys, KnownHosts, read_api_keys, salt_of
 from paged_kv.integrations.server.http.api_errors import APIError
 
@@ -48,6 +53,58 @@ def test_a_key_is_required_whole_and_as_a_bearer() -> None:
     assert APIKeys([]).require(request()) is None
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "Bearer one",
+        "Basic " + base64.b64encode(b"anybody:one").decode(),
+        "basic " + base64.b64encode(b":two-\xc3\xa9").decode(),
+    ],
+)
+def test_readers_have_a_key_as_a_bearer_or_as_a_password(given: str) -> None:
+    keys = APIKeys(["one", "two-\u00e9"])
+    keys.require_of_reader(request(authorization=given))
+    if given.lower().startswith("basic"):
+        with pytest.raises(APIError):
+            keys.require(request(authorization=given))
+
+
+def test_readers_without_a_key_are_asked_for_a_password() -> None:
+    encoded = [base64.b64encode(each).decode() for each in (b"one:", b":on", b"one", b":one:")]
+    for wrong in (
+        "",
+        "Bearer on",
+        "Basic one",
+        "Basic \u00e9",
+        "one",
+        *map("Basic ".__add__, encoded),
+    ):
+        with pytest.raises(APIError, match="as a password") as refused:
+            APIKeys(["one"]).require_of_reader(request(authorization=wrong))
+        assert refused.value.status == 401
+        assert refused.value.headers["WWW-Authenticate"].startswith("Basic realm=")
+    APIKeys([]).require_of_reader(request())
+
+
+def test_right_and_wrong_keys_take_the_same_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all keys, of digests of one length, each in constant time: how long an answer takes
+    tells nothing of what a key begins with, how long it is, or which one it is."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def noted(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(access, "hmac", SimpleNamespace(compare_digest=noted))
+    keys = APIKeys(["first", "second", "x" * 1000])
+    for given in ("first", "x" * 1000, "firsT", "f", "", "y" * 100_000):
+        for require in (keys.require, keys.require_of_reader):
+            compared.clear()
+            with nullcontext() if given in ("first", "x" * 1000) else pytest.raises(APIError):
+                require(request(authorization=f"Bearer {given}"))
+            assert [len(each) for pair in compared for each in pair] == [32] * 6
+
+
 def test_a_salt_is_of_the_key_and_of_the_request() -> None:
     salts = [salt_of(None, None), salt_of(None, "s"), salt_of("k", None), salt_of("k", "s")]
     assert salts[:2] == [None, "s"]
@@ -59,6 +116,11 @@ def test_a_salt_is_of_the_key_and_of_the_request() -> None:
 )
 def test_addresses_and_own_names_are_known(host: str) -> None:
     KnownHosts("mac.lan").require(request(host=host))
+
+
+def test_further_names_are_known_if_the_server_is_told_so() -> None:
+    for others in (["A.example", "evil.example"], ["*"]):
+        KnownHosts("127.0.0.1", others).require(request(host="evil.example:80"))
 
 
 @pytest.mark.parametrize(

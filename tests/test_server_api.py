@@ -91,6 +91,7 @@ def test_choices_share_the_pages_of_their_prompt(
     assert 4 < most <= 4 + 6 + 1
 
 
+@pytest.mark.slow
 def test_seeds_draw_the_same_in_any_company(client: OpenAI, running: PagedRunningServer) -> None:
     def drawn(**more: Any) -> list[str]:
         answer = client.completions.create(
@@ -131,6 +132,69 @@ def test_log_probabilities_of_completions(client: OpenAI) -> None:
     none = client.completions.create(model=NAME, prompt=PROMPT, logprobs=0).choices[0].logprobs
     assert none
     assert none.top_logprobs == [{}] * 8
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_log_probabilities_are_of_the_tokens_of_the_text(client: OpenAI, is_chat: bool) -> None:
+    """Those of a stop text are not in it, whether they come at once or in a stream."""
+
+    def asked(**more: Any) -> tuple[str, list[str]]:
+        sent: Any = {"model": NAME, "max_tokens": 40, "logit_bias": GO_ON, "stream": True, **more}
+        text, tokens = "", []
+        if is_chat:
+            sent["messages"] = [{"role": "user", "content": PROMPT}]
+            for chunk in client.chat.completions.create(logprobs=True, **sent):
+                (choice,) = chunk.choices
+                text += choice.delta.content or ""
+                tokens += [
+                    each.token for each in (choice.logprobs and choice.logprobs.content) or []
+                ]
+        else:
+            for chunk in client.completions.create(prompt=PROMPT, logprobs=1, **sent):
+                (choice,) = chunk.choices
+                text += choice.text
+                tokens += (choice.logprobs and choice.logprobs.tokens) or []
+        return text, tokens
+
+    text, tokens = asked()
+    assert "".join(tokens) == text
+    # Some tokens that stand nowhere before.
+    at = next(at for at in range(3, 40) if "".join(tokens[at : at + 3]) not in "".join(tokens[:at]))
+    stop = "".join(tokens[at : at + 3])
+    assert asked(stop=stop) == (text[: text.index(stop)], tokens[:at])
+    # One that begins within a token.
+    assert asked(stop=stop[1:])[1] in (tokens[:at], tokens[: at + 1])
+    if not is_chat:
+        answer = client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=40, logit_bias=GO_ON, logprobs=0, stop=stop
+        )
+        listed = answer.choices[0].logprobs
+        assert listed
+        assert listed.tokens == tokens[:at]
+        # The end token is not in the text.
+        ends: Any = {"0": 1000}
+        ended = client.completions.create(model=NAME, prompt=PROMPT, logit_bias=ends, logprobs=0)
+        assert (ended.choices[0].text, ended.choices[0].logprobs) == ("", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_may_be_asked_for(
+    client: OpenAI, running: PagedRunningServer, stream: bool
+) -> None:
+    """As at OpenAI, whose conversations have at least one."""
+    sent: Any = {"model": NAME, "prompt": [PROMPT, "class A"], "n": 2, "max_tokens": 0}
+    generated = running.service.metrics.generation_tokens
+    if stream:
+        chunks = list(client.completions.create(**sent, stream=True))
+        ends = [(chunk.choices[0].index, chunk.choices[0].finish_reason) for chunk in chunks]
+        assert sorted(ends) == [(index, "length") for index in range(4)]
+        return
+    answer = client.completions.create(**sent)
+    assert [(each.text, each.finish_reason) for each in answer.choices] == [("", "length")] * 4
+    assert answer.usage
+    assert answer.usage.completion_tokens == 0
+    assert answer.usage.prompt_tokens > 2
+    assert running.service.metrics.generation_tokens == generated
 
 
 def test_log_probabilities_of_conversations(client: OpenAI) -> None:
@@ -213,17 +277,6 @@ def test_an_unknown_name_lets_go_of_nothing(client: OpenAI, running: PagedRunnin
         client.completions.create(model="/no/such/model", prompt=PROMPT)
     assert running.pools == [pool]
     assert pool.stats().blocks_cached == held > 0
-
-
-def test_a_model_that_cannot_be_loaded_leaves_the_one_that_is() -> None:
-    """Also if requests may name other models."""
-    with paged_server("--model", MODEL, "--allow-model-switch", "--max-kv-bytes", "32MB") as other:
-        (pool,) = other.pools
-        with pytest.raises(NotFoundError, match="cannot be loaded"):
-            other.client().completions.create(model=str(MODEL_FOLDERS["stdlib-llama"].parent),
-                                              prompt=PROMPT)  # fmt: skip
-        assert other.pools == [pool]
-        assert other.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=1).choices
 
 
 def test_every_answer_has_the_name_of_its_request(

@@ -91,7 +91,11 @@ def test_the_table_is_of_different_requests() -> None:
         {"logit_bias": {"0": 1e4, "4095": -1e4}, "repetition_penalty": 1e4},
         {"repetition_penalty": 1.1, "repetition_context_size": 2**31 - 1},
         {"presence_penalty": -2, "frequency_penalty": 2, "presence_context_size": 0},
-        {"stop": "", "cache_salt": "s", "user": "somebody", "best_of": 1},
+        {"stop": "", "cache_salt": "s", "user": "somebody", "best_of": 1, "store": True},
+        {"metadata": {"a": "b"}, "service_tier": "flex", "prompt_cache_key": "a"},
+        {"echo": False, "suffix": "", "response_format": {"type": "text"}, "tool_choice": "auto"},
+        {"tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
+        {"functions": None, "guided_json": None, "of_no_interface": None},
         {"stop": ["\n\n", "", "\u00e9\U0001f600"]},
         {"stream_options": {"include_obfuscation": False}, "stream": False},
         {"draft_model": "default_model", "num_draft_tokens": 0},
@@ -101,6 +105,16 @@ def test_legal_requests_are_served(more: dict[str, Any], client: HTTPConnection)
     for path in (TEXT, CHAT):
         status, answer = post(client, path, json.dumps(GOOD[path] | more).encode())
         assert status == 200, answer
+
+
+def test_tools_that_must_not_be_called_are_refused(client: HTTPConnection) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for choice, expected in (("auto", 200), ("none", 400)):
+        body = GOOD[CHAT] | {"tools": tools, "tool_choice": choice}
+        status, answer = post(client, CHAT, json.dumps(body).encode())
+        assert status == expected
+        if status == 400:
+            assert_refused(answer, 400, "tool_choice")
 
 
 def test_a_long_body_is_refused_and_a_shorter_one_is_not(
@@ -126,11 +140,13 @@ def test_a_long_prompt_is_refused_and_a_shorter_one_is_not(client: HTTPConnectio
 
     assert asked(TEXT, prompt=[5] * MOST_TOKENS)[0] == 200
     long = {"prompt": [5] * (MOST_TOKENS + 1)}
-    wordy = {"messages": [{"role": "user", "content": "a b c " * MOST_TOKENS}]}
-    for path, body in ((TEXT, long), (CHAT, wordy)):
+    # Longer than what is made tokens of at once.
+    text = "a b c " * 20_000
+    wordy = {"messages": [{"role": "user", "content": text}]}
+    for path, body in ((TEXT, long), (TEXT, {"prompt": text}), (CHAT, wordy)):
         status, answer = asked(path, **body)
         assert status == 400
-        assert_refused(answer, 400)
+        assert_refused(answer, 400, "prompt" if path == TEXT else "messages")
         assert answer["error"]["code"] == "context_length_exceeded"
         assert "--max-prompt-tokens" in answer["error"]["message"]
         assert_serves(client, path)
@@ -193,7 +209,7 @@ def test_more_connections_than_are_allowed_are_told_so(running: PagedRunningServ
 
     held = [opened() for _ in range(20)]
     try:
-        refused, content = said_to(running.port, b"")
+        refused, content = said_to(running.port, b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
         assert refused.status == 503
         assert refused.headers["Retry-After"]
         assert b"--max-connections" in content

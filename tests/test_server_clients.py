@@ -1,17 +1,18 @@
 """Clients that leave, wait, hurry or have a key."""
 
-import asyncio
 import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from openai import APIStatusError, AuthenticationError
 
-from paged_kv.integrations.server.app import make_app
+from paged_kv.integrations.server.completions import conversation
 from paged_kv.integrations.server.generation.jobs import Stage
 from paged_kv.integrations.server.generation.rows import Rows
 from tests.conftest import MODEL_FOLDERS
@@ -110,6 +111,28 @@ def test_no_part_of_an_answer_waits_for_the_client_to_acknowledge_another(
     running.wait_until_idle()
 
 
+def test_a_stream_whose_client_leaves_during_a_long_step_ends(
+    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "KEEPALIVE_S", 0.1)
+    goes_on = Event()
+
+    def hold(_: Any) -> None:
+        assert goes_on.wait(PATIENCE_S)
+
+    stream = running.client().completions.create(
+        model=NAME, prompt="a", max_tokens=1900, stream=True, logit_bias=GO_ON
+    )
+    next(stream)
+    running.service.thread._mailbox.put(hold)
+    try:
+        stream.close()
+        wait_until(lambda: not running.service.gate.inside)
+    finally:
+        goes_on.set()
+    running.wait_until_idle()
+
+
 def test_a_stream_that_is_cut_gives_its_blocks_back_at_once(running: PagedRunningServer) -> None:
     """As the status page counts them, without asking the pool."""
     (pool,) = running.pools
@@ -121,32 +144,6 @@ def test_a_stream_that_is_cut_gives_its_blocks_back_at_once(running: PagedRunnin
     stream.close()
     wait_until(lambda: pool.snapshot().blocks_used == 0)
     running.wait_until_idle()
-
-
-@pytest.mark.parametrize("body", [{"stream": True, "max_tokens": 1900}, {"max_tokens": 2}])
-def test_a_client_that_reads_nothing_is_let_go(
-    running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
-) -> None:
-    """The client is connected, but never receives anything."""
-    monkeypatch.setattr(running.service.options, "write_timeout", 0.1)
-    content = json.dumps({"prompt": "a", **body}).encode()
-    messages = [{"type": "http.request", "body": content, "more_body": False}]
-
-    async def receive() -> Any:
-        while not messages:
-            await asyncio.sleep(3600)
-        return messages.pop()
-
-    async def send(message: Any) -> None:
-        if message.get("body"):
-            await asyncio.sleep(3600)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    before = running.service.metrics.finished["abort"]
-    answered = make_app(running.service)(scope, receive, send)
-    asyncio.run_coroutine_threadsafe(answered, running.loop).result(PATIENCE_S)
-    assert running.service.metrics.finished["abort"] == before + 1
-    assert_idle_pools_hold_nothing(running)
 
 
 def test_without_patience_an_idle_server_serves_and_a_full_one_refuses() -> None:
@@ -239,3 +236,29 @@ def test_keys_are_needed_and_keep_prompts_apart(tmp_path: Path) -> None:
         with pytest.raises(AuthenticationError):
             running.client(api_key="none").models.list()
         assert [each.id for each in running.client(api_key="alice-key").models.list()]
+
+
+def status_of(running: PagedRunningServer, path: str, **headers: str) -> int:
+    client = HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
+    client.request("GET", path, headers=headers)
+    return client.getresponse().status
+
+
+def test_with_keys_what_tells_of_clients_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setenv("KEY", "alice-key")
+    key = {"Authorization": "Bearer alice-key"}
+    with paged_server(*LLAMA, "--api-key", "env:KEY", "--allowed-hosts", "a.example") as running:
+        for path in ("/kv", "/kv/data", "/metrics"):
+            assert status_of(running, path) == 401
+            assert status_of(running, path, Authorization="Bearer bob-key") == 401
+            assert status_of(running, path, **key) == 200
+            assert status_of(running, path, **key, Host="a.example:80") == 200
+            assert status_of(running, path, **key, Host="evil.example") == 403
+        for path in ("/health", "/ready"):
+            assert status_of(running, path, Host="evil.example") == 200
+        monkeypatch.setattr(running.service.options, "open_status", True)
+        for path in ("/kv", "/kv/data", "/metrics"):
+            assert status_of(running, path) == 200
+            assert status_of(running, path, Host="evil.example") == 403
+        assert status_of(running, "/v1/models") == 401

@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from paged_kv.command_line import main
+from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.options import server_parser
 from tests.patience import PATIENCE_S
 
@@ -26,6 +30,17 @@ def test_all_options_of_mlx_lm_are_taken_beside_ours() -> None:
     assert (parsed.max_kv_bytes, parsed.page_format) == (1_500_000_000, "fp16")
     assert (parsed.prompt_cache_size, parsed.prompt_cache_bytes) == (None, None)
     assert parsed.admission_timeout == 60
+
+
+def test_the_model_and_its_draft_are_converted_to_another_number_format() -> None:
+    told = ["--model", str(MODEL), "--draft-model", str(MODEL), "--dtype", "float32"]
+    provider = PagedModelProvider(server_parser().parse_args([*told, "--max-kv-bytes", "64MB"]))
+    provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
+    loaded: list[Any] = [provider.model, provider.draft_model]
+    for model in loaded:
+        parameters: Any = tree_flatten(model.parameters())
+        assert {each.dtype for _, each in parameters} == {mx.float32}
+    provider.reset()
 
 
 def test_help_names_both(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,8 +92,10 @@ def test_other_commands_still_refuse_what_they_do_not_know(
     with pytest.raises(SystemExit):
         main(["generate", "--prompt", "a", "--port", "8080"])
     error = capsys.readouterr().err
-    assert error.startswith("usage: paged-kv generate ")
-    assert "paged-kv generate: error: unrecognized arguments: --port 8080" in error
+    assert error == (
+        "paged-kv generate: unrecognized arguments: --port 8080\n"
+        "`paged-kv generate --help` lists the options\n"
+    )
 
 
 def options(port: int) -> list[str]:

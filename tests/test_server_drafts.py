@@ -171,7 +171,7 @@ def test_drafts_that_cannot_work_are_refused_when_the_model_is_loaded(
         vocab_size = 7
 
     monkeypatch.setattr(
-        "paged_kv.integrations.speculation.draft_models.load", lambda name: (None, Other())
+        "paged_kv.integrations.speculation.draft_models.load", lambda name, **_: (None, Other())
     )
     provider = PagedModelProvider(server_parser().parse_args([*LLAMA, *LARGE, *options]))
     with pytest.raises(ValueError, match=message):

@@ -5,9 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,32 +18,12 @@ from paged_kv.integrations.server.generation.batched_rows import BatchedRows
 from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PATIENCE_S, PagedRunningServer, wait_until
+from tests.server_process import ended, metrics, post, server_process
 
 MODEL = str(MODEL_FOLDERS["stdlib-llama"])
 OPTIONS = ["--model", MODEL, "--max-tokens", "4", "--max-kv-bytes", "64MB"]
 NAME = "default_model"
 GO_ON = {"0": -1000}
-
-
-@contextmanager
-def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`paged-kv server` in a process of its own, and its port."""
-    command = [sys.executable, "-m", "paged_kv", "server", *OPTIONS, "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if "listening at" in line:
-                    break
-            yield process, int(line.rpartition(" ")[2])
-        finally:
-            process.kill()
-
-
-def post(port: int, **body: Any) -> http.client.HTTPResponse:
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    client.request("POST", "/v1/completions", json.dumps({"prompt": "import os\n", **body}))
-    return client.getresponse()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +33,7 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    with server_process("--store", str(store)) as (process, port):
+    with server_process("--max-tokens", "4", "--store", str(store)) as (process, port):
         said = json.loads(post(port, prompt=[5] * 300, max_tokens=1, logprobs=True).read())
         known = [5] * 300 + [said["choices"][0]["logprobs"]["content"][0]["id"]]
         stream = post(port, stream=True, max_tokens=150, logit_bias=GO_ON)
@@ -69,7 +47,7 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
         assert b"shutting down" in refused.read()
         # The answer reaches its end, which comes after the signal.
         text = stream.read().decode()
-        assert text.count('"finish_reason": "length"') == 1
+        assert text.count('"finish_reason":"length"') == 1
         assert text.endswith("data: [DONE]\n\n")
         assert process.stderr is not None
         log = process.stderr.read()
@@ -82,6 +60,41 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 301
     running.end()
     assert running.join() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_tokens", "seconds"), [(60, PATIENCE_S), (4000, 1)])
+def test_a_signal_finishes_or_cuts_fifty_streams(max_tokens: int, seconds: int) -> None:
+    options = ["--shutdown-timeout", str(seconds), "--dtype", "float32"]
+
+    def streamed(port: int) -> tuple[int, str]:
+        answer = post(port, stream=True, max_tokens=max_tokens, logit_bias=GO_ON)
+        return answer.status, answer.read().decode()
+
+    def have_begun(port: int) -> bool:
+        """As many as --decode-concurrency, and the others have come too."""
+        told = metrics(port)
+        ended = told.get("request_success_total.length", 0)
+        running, waiting = told["num_requests_running"], told["num_requests_waiting"]
+        return running + ended >= 32 and running + ended + waiting == 50
+
+    with server_process(*options) as (process, port), ThreadPoolExecutor(50) as clients:
+        streams = [clients.submit(streamed, port) for _ in range(50)]
+        wait_until(lambda: have_begun(port))
+        process.terminate()
+        answers = [stream.result(PATIENCE_S) for stream in streams]
+        status, log = ended(process)
+    assert status == 0, log
+    assert "Traceback" not in log
+    refused = [text for status, text in answers if status == 503]
+    begun = [text for status, text in answers if status == 200]
+    assert len(begun) >= 32
+    assert len(begun) + len(refused) == 50
+    assert all("shutting down" in text for text in refused)
+    for text in begun:
+        assert text.endswith("data: [DONE]\n\n") == (max_tokens == 60)
+        assert ('"finish_reason":"length"' in text) == (max_tokens == 60)
+        assert ("shutting down" in text) == (max_tokens != 60)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 
@@ -128,14 +128,21 @@ def test_steps_end_where_states_are_kept(start: int, length: int, step: int) -> 
 
 
 @settings(deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 5000), max_size=4))
-def test_segments_are_cut_where_states_are_kept(lengths: list[int]) -> None:
+@example(lengths=[512, 256], at_pages=True)
+@given(lengths=st.lists(st.integers(1, 5000), max_size=4), at_pages=st.booleans())
+def test_segments_are_cut_where_states_are_kept(lengths: list[int], at_pages: bool) -> None:
+    """With `at_pages` also before the last token of each, so that a prompt may have another."""
     numbers = iter(range(sum(lengths)))
     segments = [list(islice(numbers, length)) for length in lengths]
-    cut = cut_for_snapshots(segments)
+    cut = cut_for_snapshots(segments, at_pages=at_pages)
     assert joined(cut) == joined(segments)
-    ends = {part[-1] + 1 for part in cut}
-    assert ends == {*range(2048, sum(lengths), 2048), *(segment[-1] + 1 for segment in segments)}
+    assert all(cut)
+    expected = {*range(2048, sum(lengths), 2048), *(segment[-1] + 1 for segment in segments)}
+    for segment in segments if at_pages else []:
+        # Where the page of the segment's last token begins, unless the segment begins within it.
+        page = segment[-1] // 256 * 256
+        expected |= {page} if page > segment[0] else set()
+    assert {part[-1] + 1 for part in cut} == expected
 
 
 @pytest.mark.parametrize("count", range(8))

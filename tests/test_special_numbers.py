@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -83,7 +84,7 @@ def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
             asked = normal((1, 2 * HEADS, queries, DIM), mx.float16, 3)
             # Infinity times numbers of both signs.
             asked[0, 1, queries // 2, :2] = mx.array([number, -number])
-            is_nan = np.isnan(numbers(pages.attend(asked, ROWS, scale=0.1))[0])
+            is_nan = np.isnan(numbers(pages.attend(asked, ROWS, Attention(0.1)))[0])
             assert is_nan[1, queries // 2].all(), (name, queries, number)
             assert is_nan.sum() == DIM, (name, queries, number)
 

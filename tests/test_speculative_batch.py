@@ -70,6 +70,15 @@ def test_ragged_drafts_change_nothing(name: str) -> None:
     assert_nothing_is_used(factory)
 
 
+def test_no_more_is_drafted_than_a_ring_can_roll_back() -> None:
+    model = small_model("gemma3_text")
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, write_chunk=3)
+    stock = undrafted(model, factory)
+    ours, generator = drafted(model, factory, PlannedDraft(texts_of(stock), (4,), wrong_every=2))
+    assert_same_runs(ours, stock, TOLERANCE)
+    assert 0 < generator.counts.draft_tokens <= 2 * generator.counts.drafts
+
+
 @pytest.mark.parametrize("page_format", ["q8", "q4"])
 def test_quantised_pages_give_rejected_tokens_back(page_format: Any, trained: Any) -> None:
     model, _ = trained("stdlib-llama")

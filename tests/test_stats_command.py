@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from itertools import cycle
@@ -17,6 +18,7 @@ from paged_kv.monitor import stats_watch
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start, runtime_folder
 from paged_kv.monitor.shared_file import SharedFile, read_shared
+from paged_kv.pool.page_pool import PagePool
 from tests.patience import wait_until
 from tests.shown_process import SCRIPT, shown_process
 
@@ -64,7 +66,7 @@ def test_the_only_process_is_shown_to_the_byte(
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["allocated"][1:3] == ["20.48", "kB"]
     assert rows["+ last block"][3:5] == ["28.67", "kB"]
-    assert rows["= active"][2:4] == ["49.15", "kB"]
+    assert rows["= used"][2:4] == ["49.15", "kB"]
     assert "sharing factor 1.67" in text
     assert "\x1b" not in text
 
@@ -78,7 +80,7 @@ def test_json_is_a_snapshot_that_can_be_shown_later(
     (pool,) = content["pools"]
     assert (content["pid"], pool["name"]) == (pid, "shown")
     assert (pool["stats"]["blocks_used"], pool["stats"]["blocks_shared"]) == (3, 2)
-    assert pool["slabs"] == [[0, 0, "fp16", "s2u."]]
+    assert pool["slabs"] == [[0, 0, "fp16", "s2"], [0, 1, "fp16", "u"]]
     assert [each[1:4] for each in pool["sequences"]] == [[300, 2, 2], [300, 2, 2], [20, 1, 0]]
     assert ProcessView.from_dict(content).as_dict() == content
     saved = tmp_path / "saved.json"
@@ -87,6 +89,24 @@ def test_json_is_a_snapshot_that_can_be_shown_later(
     live = capsys.readouterr().out
     assert stats(str(saved)) == 0
     assert capsys.readouterr().out == live
+
+
+def test_making_a_pool_starts_the_thread_that_publishes() -> None:
+    PagePool(1, max_bytes=1 << 20)
+    assert "paged-kv" in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(tmp_path: Path) -> None:
+    """As the commands do."""
+    modules = (
+        "from paged_kv.cache.paged_kv_cache import PagedKVCache\n"
+        "from paged_kv.pool.page_pool import PagePool\n"
+        "from paged_kv.sequences.sequence import Sequence"
+    )
+    script = SCRIPT.replace("from paged_kv import PagedKVCache, PagePool, Sequence", modules)
+    assert script != SCRIPT
+    with shown_process(tmp_path, script) as number:
+        wait_until_published(tmp_path, number)
 
 
 def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +120,7 @@ def test_prometheus_text(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert used in lines
 
 
+@pytest.mark.slow
 def test_watch_draws_a_map_until_the_process_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +142,8 @@ def test_watch_draws_a_map_until_the_process_ends(
         assert stats("--watch", "--interval", "0.1") == 1
     captured = capsys.readouterr()
     assert captured.out.count(f"process {number}") > 3
-    assert "▣▣■·" in captured.out
+    assert "▣▣" in captured.out
+    assert "■" in captured.out
     assert "largest" in captured.out
     assert f"process {number} has ended" in captured.err
 
@@ -362,6 +384,7 @@ def test_a_file_that_is_written_while_it_is_read_is_seen_whole(tmp_path: Path) -
     assert not (tmp_path / "shared").exists()
 
 
+@pytest.mark.slow
 def test_what_somebody_deletes_is_published_again(tmp_path: Path) -> None:
     with shown_process(tmp_path) as number:
         published = tmp_path / "paged-kv" / f"{number}.json"

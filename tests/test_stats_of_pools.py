@@ -41,6 +41,7 @@ def stats(first: int) -> PoolStats:
         "q8", "plain", 10**6, (group,), {"room": first + 14, "limit": first + 15},
         {"q4": first + 16}, first + 17, first + 18, first + 19, first + 20, first + 21,
         first + 22, first + 23, first + 24, first + 25, first + 26,
+        first + 27, first + 28, first + 29,
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_numbers_of_pools_under_one_budget_are_added() -> None:
         "prefix_queries", "prefix_hits", "kernel_fallbacks", "gather_fallbacks", "cow_copies",
         "allocation_failures", "blocks_used", "blocks_cached", "blocks_free", "blocks_shared",
         "bytes_mapped", "bytes_allocated", "bytes_last_block", "bytes_out_of_window",
-        "bytes_compactable",
+        "bytes_compactable", "bytes_steps", "bytes_states", "bytes_scratch", "bytes_held",
         "table_entries", "tables", "tables_dropped", "preemptions", "tokens_recomputed",
         "tokens_reread", "tokens_read", "drafts", "draft_tokens", "accepted_tokens",
     ):  # fmt: skip
@@ -157,7 +158,7 @@ def test_the_view_of_a_process_has_the_memory_of_every_rank() -> None:
 
 
 def test_a_new_column_of_slab_bytes_is_a_row_of_their_table(made_up: Column) -> None:
-    COLUMNS.append(replace(made_up, unit=Unit.SLAB_BYTES))
+    COLUMNS.append(replace(made_up, unit=Unit.HELD_BYTES))
     try:
         rows = bytes_table(stats(100))
     finally:
@@ -170,7 +171,7 @@ def test_printed_statistics_are_the_table_of_bytes() -> None:
     head, *rows = str(stats(100)).splitlines()
     assert head.endswith(f"{format_size(stats(100).bytes_budget)} allowed")
     assert [row.split("  ")[0] for row in rows] == [row[0] for row in byte_rows(stats(100))]
-    assert rows[-1].split() == ["=", "mapped", *rows[-1].split()[2:]]
+    assert rows[-1].split() == ["=", "held", *rows[-1].split()[2:]]
     assert "100.0%" in rows[-1]
 
 

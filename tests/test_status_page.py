@@ -1,8 +1,8 @@
 """The metrics of `paged-kv server` and its status page, in a real browser."""
 
 import json
-import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -12,11 +12,15 @@ import pytest
 
 from paged_kv import extras
 from paged_kv.integrations.server import status_page
+from paged_kv.monitor.stats_table import WORDS
 from paged_kv.pool.columns import COLUMNS, Unit
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
+# The rows of the page's table, and those of them that are no sums.
+LABELS = [str(column.label) for column in COLUMNS if column.unit is Unit.HELD_BYTES]
+PARTS = [label.removeprefix("+ ") for label in LABELS if not label.startswith("=")]
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +114,17 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert "import" not in page
 
 
+def test_every_part_and_state_has_a_colour_of_its_name() -> None:
+    page = bytes(status_page.page().body).decode()
+    for name in [*PARTS, "not mapped", *WORDS.values()]:
+        assert f"--{name.replace(' ', '-')}: " in page
+
+
 def test_the_page_is_served_to_addresses_and_names_of_this_machine_only(
     running: PagedRunningServer,
 ) -> None:
     """Another name may belong to another site, whose pages could read the answers."""
-    for path in ("/kv", "/kv/data"):
+    for path in ("/kv", "/kv/data", "/metrics"):
         address = f"http://127.0.0.1:{running.port}{path}"
         with pytest.raises(HTTPError, match="403"):
             urlopen(Request(address, headers={"Host": "evil.example"}), timeout=30)
@@ -147,18 +157,15 @@ def test_requests_are_counted_and_listed(running: PagedRunningServer) -> None:
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    """A headless Chromium of the system, or playwright's own."""
+    """The one that takes the picture of the documents."""
     playwright = pytest.importorskip("playwright.sync_api")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    with playwright.sync_playwright() as driver:
+    from benches.status_picture import browser
+
+    with ExitStack() as stack:
         try:
-            # Chromium's sandbox does not start for root.
-            opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+            yield stack.enter_context(browser())
         except playwright.Error as error:
             pytest.skip(f"no browser: install chromium, or run `playwright install`: {error}")
-        yield opened
-        opened.close()
 
 
 @pytest.mark.slow
@@ -180,9 +187,10 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
         return int(page.locator(f"{pool} .map i").count())
 
     assert cells() == stats.blocks_used + stats.blocks_cached + stats.blocks_free
-    text = page.locator(f"{pool} table.bytes").inner_text()
-    for column in COLUMNS:
-        assert column.unit is not Unit.SLAB_BYTES or str(column.label) in text
+    rows = page.locator(f"{pool} table.bytes td:first-child").all_inner_texts()
+    assert rows == LABELS
+    legend = page.locator(f"{pool} .legend").first.locator("span").all_inner_texts()
+    assert legend == [*PARTS, "not mapped"]
     assert f" cached {stats.blocks_cached} " in page.locator(f"{pool} .numbers").inner_text()
     assert page.locator("#state").inner_text().startswith("process ")
     colours = page.evaluate(
@@ -207,3 +215,17 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
     assert {url.removeprefix(address) for url in asked} <= {"/kv", "/kv/data"}
     page.route("**/kv/data", lambda route: route.abort())
     page.wait_for_selector("#state.lost")
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_documents_can_be_taken(browser: Any, tmp_path: Path) -> None:
+    from PIL import Image
+
+    from benches import status_picture
+
+    path = tmp_path / "kv.png"
+    status_picture.take(browser, path)
+    taken, shown = (Image.open(each) for each in (path, status_picture.PICTURE))
+    assert taken.width == shown.width
+    # The number of lines depends on how far the requests are.
+    assert abs(taken.height - shown.height) < 100

@@ -258,6 +258,8 @@ def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
 ) -> None:
     """A window has passed the prompt, or a state has already seen the answer."""
     _, tokenizer = trained("stdlib-llama")
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).touch()
     monkeypatch.setattr(text_generation, "load", lambda _: (small_model(name), tokenizer))
     outputs = []
     for _ in range(2):

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from paged_kv import PagedCacheFactory
 from paged_kv.store.entry_file import decode
 from paged_kv.store.lookup import CHECKPOINT
+from paged_kv.store.maintenance import clear
 from tests.generation import assert_same_run, greedy
 from tests.store_entries import open_store
 from tests.stored_prompts import TEXT, computed, found, store_of, stored_factory, warm
@@ -93,6 +94,42 @@ def test_prompts_that_part_share_what_is_stored(folder: Path) -> None:
     assert found(model, folder, [*TEXT[:512], *TEXT[600:1000]]) == 512 + 300
     # To the token, as in memory.
     assert found(model, folder, [*TEXT[:300], 1, *TEXT[301:900]]) == 300
+
+
+def test_nothing_is_stored_that_ends_within_a_quantised_page(folder: Path) -> None:
+    """A state is kept after 45 tokens, whose page is quantised before it could be stored again."""
+    model = small_model("falcon_h1")
+    factory = stored_factory(model, folder, page_format="q8")
+    cache = factory.make_cache()
+    model(mx.array([TEXT[:45]]), cache=cache)
+    assert factory.insert_cache(TEXT[:45], cache) == 45
+    store_of(factory).flush()
+    with open_store(folder) as store:
+        assert {row.num_tokens for row in store.rows()} == {45}
+        clear(store)
+    model(mx.array([TEXT[45:300]]), cache=cache)
+    factory.insert_cache(TEXT[:300], cache)
+    del cache
+    factory.close()
+    with open_store(folder) as store:
+        assert {row.num_tokens for row in store.rows()} == {256, 44}
+    assert found(model, folder, [*TEXT[:250], 1, 2], page_format="q8") == 0
+    assert found(model, folder, TEXT[:400], page_format="q8") == 300
+
+
+@pytest.mark.parametrize(("page_format", "known"), [("fp16", 270), ("q8", 256)])
+def test_a_quantised_block_that_goes_on_differently_is_not_read(
+    folder: Path, page_format: str, known: int
+) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder, page_format=page_format)
+    computed(model, factory, TEXT[:600])
+    factory.close()
+    factory = stored_factory(model, folder, page_format=page_format)
+    _, cached = factory.fetch_cache([*TEXT[:270], 1, 2])
+    assert cached == store_of(factory).stats().tokens_found == known
+    assert factory.stats().blocks_cached + factory.stats().blocks_used == -(-known // 256)
+    factory.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt_oss"])

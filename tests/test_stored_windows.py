@@ -15,7 +15,7 @@ import pytest
 from paged_kv import PagedCacheFactory, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
-from paged_kv.integrations.batching.shared_prefill import begin_together
+from paged_kv.integrations.batching.shared_prefill import SharedPrefill
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
@@ -139,7 +139,7 @@ def test_a_restart_goes_on_where_states_were_kept(folder: Path, name: str) -> No
     model = small_model(name)
     text = [(7 * i * i + 3 * i) % 97 for i in range(2300)]
     with stored_factory(model, folder) as factory:
-        begin_together(factory, model, [[*text, 1], [*text, 2]], 700)
+        SharedPrefill(factory, model, 700, lambda *_: True).starts([[*text, 1], [*text, 2]])
     for length, expected in ((2300, 2300), (2250, 2048), (2049, 2048), (2048, 0)):
         prompt = [*text[:length], 3, 4] if length > 2048 else text[:length]
         with stored_factory(model, folder) as factory:
@@ -198,6 +198,7 @@ class StoredTold(Told):
         self.store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", plain_only([45], [45, 200]))
 def test_random_histories_begin_with_no_wrong_page_from_disk(folder: Path, blocks: int) -> None:
     """With full pools, ending processes and damaged files, everything that is found is right."""

@@ -62,8 +62,10 @@ def test_attention_follows_pages_that_moved_since_they_were_read() -> None:
     """As if `compact()` of another thread moved them between a layer's write and its attention."""
     pool = PagePool(1, max_bytes=1 << 24)
     first, second, cache = new_cache(pool), new_cache(pool), new_cache(pool)
-    for filling in (first, second):
-        filling.update_and_fetch(*step(512, 1))
+    second.update_and_fetch(*step(512, 1))
+    # The next two share a slab.
+    pool.groups[0].allocator.ensure_free({"fp16": 4})
+    first.update_and_fetch(*step(512, 1))
     cache.update_and_fetch(*step(300, 2))
     keys, values = cache.update_and_fetch(*step(1, 3))
     expected_keys, expected_values = (

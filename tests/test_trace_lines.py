@@ -55,6 +55,7 @@ def test_each_block_of_a_prefix_that_goes_is_told(tmp_path: Path, is_moved: bool
     assert pool.stats().blocks_cached == 2
     if is_moved:
         allocator = pool.groups[0].allocator
+        allocator.ensure_free({"fp16": 1})
         allocator.apply_moves({0: allocator.formats[0].free[0]})
     pool.clear()
     assert lines(pool, path)[-2:] == ["e 0 1", "e 0 1"]

@@ -54,6 +54,7 @@ def assert_rows_are_held(batch: Batch) -> None:
         assert_holds(cache, batch.rows)
 
 
+@pytest.mark.slow
 @examples(25)
 @given(
     steps=st.lists(COUNTS, min_size=1, max_size=4),

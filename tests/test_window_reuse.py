@@ -165,6 +165,7 @@ class Told:
             assert (held[len(held) - seen :] == expected).all(), f"layer {layer}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", plain_only([60], [60, 200]))
 @pytest.mark.parametrize("windows", [WINDOWS, LOOSE])
 def test_random_histories_never_begin_with_a_wrong_page(

@@ -3,6 +3,7 @@ the remedy, and an exit status; no file is made or overwritten."""
 
 import io
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
+from paged_kv.embedded import embedded_model
 from paged_kv.monitor.publisher import Publisher
+from paged_kv.sizes import counted
 from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.store_entries import open_store
 
@@ -37,8 +40,45 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*GENERATE, "--page-format", ""], "no page format"),
     ([*GENERATE, "--model", ""], "argument --model: it is empty"),
     ([*GENERATE, "--model", "text"], "there is no folder 'text': give --model the folder of"),
-    ([*GENERATE, "--model", "folder"], "folder"),
+    ([*GENERATE, "--model", "folder"], "the folder 'folder' holds no configuration (config.json)"),
+    ([*GENERATE, "--model", "bare"], "the folder 'bare' holds no weights (*.safetensors): give"),
     ([*GENERATE, "--model", "broken"], "--model broken cannot be loaded: JSONDecodeError"),
+    (
+        [*GENERATE, "--model", "unknown"],
+        "Model type unheard_of not supported: a newer mlx-lm may know",
+    ),
+    ([*GENERATE, "--draft-model", "missing"], "there is no folder 'missing': give --draft-model"),
+    ([*GENERATE, "--draft-model", "bare"], "the folder 'bare' holds no weights"),
+    ([*GENERATE, "--draft-model", "broken"], "--draft-model broken cannot be loaded: JSONDecode"),
+    (["bench", "--model", "missing"], "there is no folder 'missing': give --model the folder"),
+    (["bench", "--model", "bare"], "the folder 'bare' holds no weights"),
+    *[
+        (["bench", option, file], message)
+        for option in ("--json", "--plot")
+        for file, message in (
+            ("folder", "folder is a folder: name a file to write"),
+            ("no/out.svg", "there is no folder no for out.svg: make it"),
+        )
+    ],
+    (["bench", "--plot", "out.jpeg"], "out.jpeg must end in one of .svg, .png, .pdf"),
+    (["doctor", "--report", "folder"], "folder is a folder: name a file to write"),
+    (["doctor", "--report", "no/out.md"], "there is no folder no for out.md: make it"),
+    *[
+        (["server", "--port", "0", option, value], message)
+        for option, value, message in (
+            ("--model", "missing", "there is no folder 'missing': give --model the folder"),
+            ("--model", "bare", "the folder 'bare' holds no weights"),
+        )
+    ],
+    *[
+        (["server", "--model", "broken", *options], message)
+        for options, message in (
+            (["--draft-model", "missing"], "there is no folder 'missing': give --draft-model"),
+            (["--adapter-path", "missing"], "there is no folder 'missing': give --adapter-path"),
+            (["--store", "text"], "text is a file: name a folder for the pages"),
+            (["--port", "65536"], "--port 65536 is no port: give one up to 65535"),
+        )
+    ],
     ([*GENERATE, "--store", ""], "argument --store: it is empty"),
     ([*GENERATE, "--store", "text"], "text is a file: name a folder for the pages"),
     ([*GENERATE, "--store-bytes", "1kB"], "argument --store-bytes: '1kB' is too small"),
@@ -95,7 +135,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["store", "gc", "--store", "store", "--store-bytes", "1"], "argument --store-bytes: '1' is"),
     (["store", "export", "text", "--store", "store"], "text exists, and export overwrites"),
     (["store", "export", "folder", "--store", "store"], "folder exists, and export"),
-    (["store", "export", "no/tar", "--store", "store"], "no/tar: No such file or directory"),
+    (
+        ["store", "export", "no/tar", "--store", "store"],
+        "there is no folder no for tar: make it first",
+    ),
     (["store", "import", "missing", "--store", "made"], "missing: No such file or directory"),
     (["store", "import", "folder", "--store", "made"], "folder: Is a directory"),
     (["store", "import", "text", "--store", "made"], "text is not an export of a page store"),
@@ -116,6 +159,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "folder").mkdir()
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
+    (folder / "broken" / "model.safetensors").touch()
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_text("{}")
+    shutil.copytree(embedded_model(), folder / "unknown")
+    config = (folder / "unknown" / "config.json").read_text()
+    (folder / "unknown" / "config.json").write_text(config.replace('"llama"', '"unheard_of"'))
     synthesize(Load(2, 100, 300), 1000, 10**9, folder / "trace")
     with open_store(folder / "store"):
         pass
@@ -153,6 +202,8 @@ def test_it_is_refused_in_words(
     assert status in (1, 2)
     assert message in captured.err
     assert "Errno" not in captured.err
+    # What is wrong, and for an option where to look.
+    assert len(captured.err.splitlines()) <= 2
     assert captured.out == ""
     assert tree(files) == before
 
@@ -183,3 +234,11 @@ def test_a_reader_that_goes_away_is_no_failure(
         output.close()
         assert capsys.readouterr().err == ""
     os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "said"),
+    [(0, "block", "0 blocks"), (1, "block", "1 block"), (2048, "entry", "2,048 entries")],
+)
+def test_one_thing_is_not_told_as_several(count: int, noun: str, said: str) -> None:
+    assert counted(count, noun) == said

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -29,17 +28,31 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.admission.scheduler import Scheduler
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.events import Events
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.rows import (
+    Line,
     Waiting,
     chunk_length,
     first_paged,
+    free_places,
     generating_row,
     growths,
     is_at_last_token,
     merged_cache,
+    prompt_chunks,
+    row_as_waiting,
+    running_uids,
 )
-from paged_kv.integrations.batching.shared_prefill import Reuses, Tokens, without_first
+from paged_kv.integrations.batching.shared_prefill import (
+    WORTH_SHARING,
+    Reuses,
+    SharedPrefill,
+    Start,
+    Tokens,
+)
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
@@ -47,6 +60,7 @@ from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_row import StepRow
 
 Responses = tuple[list[Any], list[Any]]
+Work = Callable[[], None]
 
 logger = logging.getLogger("paged_kv")
 
@@ -79,6 +93,7 @@ class Preemption:
 
     Attributes:
         salts: of sequences that share prompts with their like only, by uid.
+        requests: what a trace calls sequences that are known to it before they come here, by uid.
     """
 
     def __init__(self, generator: BatchGenerator, factory: PagedFactory) -> None:
@@ -88,14 +103,19 @@ class Preemption:
         self._factory = factory
         self._pool = factory.pool
         self._ranks = factory.ranks
+        self._line = Line(self._generator)
+        self._last_responses = LastResponses(self._pool)
         self._scheduler = Scheduler(self)
         self._known: set[int] = set()
         self._generating: dict[int, GenerationBatch] = {}
         # The tokens that a sequence held when it was preempted, and where its prompt ends.
         self._held: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}
+        # Sequences that wait and may share more than they hold.
+        self._unshared: set[int] = set()
         self._error: PoolExhausted | None = None
         self.salts: dict[int, Hashable] = {}
+        self.requests: dict[int, Hashable] = {}
 
     def step(self) -> Responses:
         """BatchGenerator's step, with the sequences that have room.
@@ -106,21 +126,40 @@ class Preemption:
         """
         self._learn()
         self._rejoin()
-        running = sorted(self._known.intersection(self._running_uids()))
-        waiting = [each.uid for each in self._line()]
-        if not self._scheduler.schedule(running, waiting, self._places()):
+        running = sorted(running_uids(self._generator))
+        waiting = [each.uid for each in self._line]
+        places, fixed = free_places(self._generator), set(running) - self._known
+        if not self._scheduler.schedule(running, waiting, places, fixed):
             error, self._error = self._error, None
             assert error is not None, "schedule stops only after a failed reservation"
             raise error
         prompts, generated = self._timed_step(set(waiting))
+        self._last_responses.note(generated)
         for response in generated:
-            self._scheduler.note_token(response.uid)
+            self._note_token(response)
         return [self._told(each) for each in prompts], generated
 
+    def starts(self, prompts: Sequence[Tokens]) -> list[Start]:
+        """What prompts start with that are about to be inserted. Sequences that run or wait keep
+        their memory, so starts may be incomplete: see `share_later`."""
+        return self._prefill(self._succeeds).starts(prompts)
+
+    def share_later(self, uids: Iterable[int]) -> None:
+        """Note sequences that were inserted together, some with an incomplete `Start`. When one of
+        them begins, what it shares with the others is computed."""
+        self._unshared.update(uids)
+
     def has_room(self, number: int, running: list[int]) -> bool:
-        begun = [each.growth for each in self._line() if each.uid in running]
-        nbytes = self._waiting(number).growth.bytes_to_begin(pool_size(self._pool))
-        return self._ranks.agree("room", self._fits(nbytes, begun))
+        while not self._ranks.agree("room", self._has_room(number, running)):
+            if not self._take_back():
+                return False
+        return True
+
+    def _has_room(self, number: int, running: list[int]) -> bool:
+        begun = [(each.uid, each.growth) for each in self._line if each.uid in running]
+        growth = self._promised(number, self._line[number].growth)
+        nbytes = growth.bytes_to_begin(pool_size(self._pool))
+        return self._fits(nbytes, begun)
 
     def can_begin(self, nbytes: int) -> bool:
         """Whether a new sequence that takes so many bytes could begin at once."""
@@ -130,17 +169,19 @@ class Preemption:
         return self._try(self._reserve_step, behind=-1)
 
     def begin(self, number: int) -> bool:
-        each = self._waiting(number)
+        if number in self._unshared:
+            self._share(number)
+        each = self._line[number]
         if number in self._held:
             each = self._fetched(each)
-            self._replace(each)
+            self._line.put(each)
         count = chunk_length(each.segments, self._generator.prefill_step_size)
         if not self._try(lambda: self._reserve(each.cache, [count]), behind=number):
             self._give_back(each)
             return False
         self._note_begun(each)
         if number in self._generating and each.is_at_last_token:
-            self._remove_waiting(number)
+            self._line.remove(number)
             cache = merged_cache(self._generator.model, number, each.cache)
             self._resume(number, cache, each.tokens)
         return True
@@ -150,41 +191,25 @@ class Preemption:
         stage, at = self._generator._find_uids([number])[number]
         each = self._interrupted(at) if stage == 1 else self._paused(at)
         self._generator.remove([number])
-        line = self._generator._unprocessed_sequences
-        line.append(self._without_pages(each))
-        self._generator._unprocessed_sequences = deque(sorted(line, key=lambda other: other[0]))
+        self._line.put(self._without_pages(each))
         self._pool.counts.preemptions += 1
+        self._events.preempted(self._request(number))
         logger.info("sequence %d is preempted, after %d tokens", number, len(each.tokens))
 
     def _paused(self, at: int) -> Waiting:
         """A generating sequence as one that waits. Its kept token stands for the last of its
         prompt."""
         batch = self._generator._generation_batch
-        uid, row = batch.uids[at], generating_row(batch, at)
-        self._generating[uid] = row
-        return Waiting(
-            uid,
-            [[int(batch._next_tokens[at])]],
-            batch.max_tokens[at] - batch._num_tokens[at],
-            batch.extract_cache(at),
-            batch.tokens[at],
-            *(batch.samplers[at], batch.logits_processors[at], batch.stop_sequences[at]),
-        )
+        self._generating[batch.uids[at]] = generating_row(batch, at)
+        most = batch.max_tokens[at] - batch._num_tokens[at]
+        return row_as_waiting(batch, at, [[int(batch._next_tokens[at])]], most)
 
     def _interrupted(self, at: int) -> Waiting:
         """A sequence whose prompt is being computed as one that waits."""
         batch = self._generator._prompt_batch
         segments, _, total = self._generator._currently_processing[at]
-        uid = batch.uids[at]
-        self._prompt_tokens.setdefault(uid, total)
-        return Waiting(
-            uid,
-            segments,
-            batch.max_tokens[at],
-            batch.extract_cache(at),
-            batch.tokens[at],
-            *(batch.samplers[at], batch.logits_processors[at], batch.stop_sequences[at]),
-        )
+        self._prompt_tokens.setdefault(batch.uids[at], total)
+        return row_as_waiting(batch, at, segments, batch.max_tokens[at])
 
     def _without_pages(self, each: Waiting) -> Waiting:
         """A waiting sequence whose pages only the prefix cache holds."""
@@ -205,22 +230,49 @@ class Preemption:
         read_before = counts.tokens_read
         cache, cached = self._factory.fetch_cache(tokens, salt=self.salts.get(each.uid))
         counts.tokens_reread += counts.tokens_read - read_before
-        segments = without_first(each.segments, cached)
-        return each._replace(segments=segments, cache=cache, tokens=tokens[:cached])
+        return each.starting_with(cache, cached)
+
+    def _share(self, number: int) -> None:
+        """Compute what a waiting sequence shares with others that wait, and let all hold it."""
+        tokens = self._line[number].all_tokens
+        # Not the sequences: what is held here could not be taken from them.
+        sharers = {
+            each.uid: each.all_tokens
+            for each in self._line
+            if each.uid in self._unshared - {number}
+            and common_prefix(each.all_tokens, tokens) >= WORTH_SHARING
+        }
+        prefill = self._prefill(lambda work: self._try(work, behind=number))
+        start = prefill.start(tokens, sharers.values())
+        self._line.put(self._line[number].starting_with(start.cache, start.cached))
+        for uid in sharers:
+            self._line.put(self._fetched(self._line[uid]))
+
+    def _prefill(self, succeeds: Callable[[Work], bool]) -> SharedPrefill:
+        generator = self._generator
+        return SharedPrefill(
+            self._factory,
+            generator.model,
+            generator.prefill_step_size,
+            lambda cache, count: succeeds(lambda: self._reserve(cache, [count])),
+        )
 
     def _give_back(self, each: Waiting) -> None:
         """Undo what was fetched or reserved for a sequence that could not begin on every rank."""
         if each.uid in self._held:
             held = self._held[each.uid]
-            self._replace(self._without_pages(each))
+            self._line.put(self._without_pages(each))
             self._held[each.uid] = held
         elif cache := first_paged(each.cache):
             for sequence in cache.sequences:
                 sequence.shrink()
 
     def _note_begun(self, each: Waiting) -> None:
+        self._unshared.discard(each.uid)
         held = self._held.pop(each.uid, 0)
         self._pool.counts.tokens_recomputed += max(0, held - len(each.tokens))
+        if each.uid in self._known:
+            self._events.begun(self._request(each.uid))
 
     def _rejoin(self) -> None:
         """Let preempted sequences generate again whose tokens are computed."""
@@ -243,13 +295,7 @@ class Preemption:
         batch = generator._generation_batch
         if batch.uids:
             self._reserve(batch.prompt_cache, [1] * len(batch.uids))
-        self._reserve(generator._prompt_batch.prompt_cache, self._chunks())
-
-    def _chunks(self) -> list[int]:
-        """The number of tokens that the next step computes of each running prompt."""
-        generator = self._generator
-        size = generator.prefill_step_size
-        return [chunk_length(each[0], size) for each in generator._currently_processing]
+        self._reserve(generator._prompt_batch.prompt_cache, prompt_chunks(generator))
 
     def _reserve(self, prompt_cache: list[Any], counts: list[int]) -> None:
         cache = first_paged(prompt_cache)
@@ -258,50 +304,83 @@ class Preemption:
         counted = zip(cache.sequences, counts, strict=True)
         reserve(self._pool, [StepRow.next(each, cache.layer, count) for each, count in counted])
 
-    def _fits(self, nbytes: int, begun: list[Growth]) -> bool:
+    def _fits(self, nbytes: int, begun: list[tuple[int, Growth]]) -> bool:
         in_use = self._pool.stats().bytes_active
-        running = [*growths(self._generator), *begun]
+        running = [self._promised(*each) for each in (*growths(self._generator), *begun)]
         return has_room(nbytes, running, pool_size(self._pool), in_use)
 
-    def _try(self, work: Callable[[], None], behind: int) -> bool:
-        """Whether the work succeeds on every rank, if need be without the pages of the sequences
-        that wait behind this one."""
-        while True:
-            errors = self._ranks.gather("blocks", _shortage(work))
-            self._error = next((error for error in errors if error is not None), None)
-            if self._error is None:
-                return True
-            if not self._take_pages(behind):
+    def _promised(self, uid: int, growth: Growth) -> Growth:
+        """The tokens of a sequence that others must leave room for."""
+        return growth if uid in self._known else growth.to_the_end
+
+    def _try(self, work: Work, behind: int) -> bool:
+        """Whether the work succeeds on every rank, if need be with the pages of ended sequences
+        that nobody has asked for, and then with those of sequences that wait behind this one."""
+        while not self._succeeds(work):
+            if not self._take_back() and not self._take_pages(behind):
                 return False
+        return True
+
+    def _succeeds(self, work: Work) -> bool:
+        """Whether the work succeeds on every rank with the memory that there is."""
+        errors = self._ranks.gather("blocks", _shortage(work))
+        self._error = next((error for error in errors if error is not None), None)
+        return self._error is None
+
+    def _take_back(self) -> bool:
+        """Take the pages of ended sequences that nobody has asked for; false if there are none."""
+        # Callers drop responses at different times if a garbage collector does it.
+        return any(self._ranks.gather("ended", self._last_responses.take_back()))
 
     def _take_pages(self, behind: int) -> bool:
         """Let sequences wait without their pages; false if none has any."""
         holders = [
             each
-            for each in self._line()
+            for each in self._line
             if each.uid > behind and each.tokens and each.uid in self._known
         ]
         for each in holders:
-            self._replace(self._without_pages(each))
+            self._line.put(self._without_pages(each))
         return bool(holders)
 
     def _learn(self) -> None:
         """Note which new sequences can be preempted, and forget those that have ended."""
-        line = self._line()
-        for each in line:
+        line = self._line
+        for each in [each for each in line if each.uid not in self._known]:
             cache = first_paged(each.cache)
             if cache is not None and cache.pool is self._pool and cache.size() == len(each.tokens):
                 self._known.add(each.uid)
-        if len(self._known) > len(line) + len(self._running_uids()):
-            uids = {each.uid for each in line}.union(self._running_uids())
+                self._events.arrived(self._request(each.uid), len(each.all_tokens), each.max_tokens)
+        if len(self._known) > len(line) + len(running_uids(self._generator)):
+            uids = {each.uid for each in line}.union(running_uids(self._generator))
+            for uid in self._known - uids:
+                self._events.ended(self._request(uid))
             self._known &= uids
-            for gone in (self._generating, self._held, self._prompt_tokens, self.salts):
+            self._unshared &= uids
+            by_uid = self._generating, self._held, self._prompt_tokens, self.salts, self.requests
+            for gone in by_uid:
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
 
+    def _note_token(self, response: Any) -> None:
+        self._scheduler.note_token(response.uid)
+        if response.uid in self._known:
+            request = self._request(response.uid)
+            self._events.generated(request)
+            if response.finish_reason is not None:
+                self._events.ended(request)
+
+    def _request(self, uid: int) -> Hashable:
+        """What a trace calls a sequence."""
+        return self.requests.get(uid, (id(self), uid))
+
+    @property
+    def _events(self) -> Events:
+        return self._pool.counts.events
+
     def _timed_step(self, held_back: set[int]) -> Responses:
         """As `_step_without`; notes how long prompts take."""
-        tokens = sum(self._chunks())
+        tokens = sum(prompt_chunks(self._generator))
         began = perf_counter()
         responses = self._step_without(held_back)
         if tokens > _FEW_TOKENS:
@@ -332,33 +411,8 @@ class Preemption:
             response.progress = (max(0, whole - (total - done)), whole)
         return response
 
-    def _places(self) -> int:
-        generator = self._generator
-        prompts = generator.prefill_batch_size - len(generator._prompt_batch)
-        rows = generator.completion_batch_size - len(generator._generation_batch)
-        return int(min(prompts, rows))
 
-    def _running_uids(self) -> list[int]:
-        return [*self._generator._generation_batch.uids, *self._generator._prompt_batch.uids]
-
-    def _line(self) -> list[Waiting]:
-        return [Waiting(*each) for each in self._generator._unprocessed_sequences]
-
-    def _waiting(self, number: int) -> Waiting:
-        return next(each for each in self._line() if each.uid == number)
-
-    def _replace(self, each: Waiting) -> None:
-        line = self._generator._unprocessed_sequences
-        at = next(index for index, other in enumerate(line) if other[0] == each.uid)
-        line[at] = each
-
-    def _remove_waiting(self, number: int) -> None:
-        self._generator._unprocessed_sequences = deque(
-            [each for each in self._generator._unprocessed_sequences if each[0] != number]
-        )
-
-
-def _shortage(work: Callable[[], None]) -> PoolExhausted | None:
+def _shortage(work: Work) -> PoolExhausted | None:
     """Do some work; returns the error if the pool does not hold what it needs."""
     try:
         work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 
 from paged_kv.admission.growth import Growth
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.shared_prefill import Tokens
+from paged_kv.integrations.batching.shared_prefill import Tokens, without_first
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
 
 
@@ -43,14 +44,48 @@ class Waiting(NamedTuple):
     @property
     def growth(self) -> Growth:
         """Its tokens."""
-        prompt = len(self.tokens) + sum(map(len, self.segments))
-        (held,) = held_tokens(self.cache) or [len(self.tokens)]
+        known = len(self.tokens)
+        ((held, length),) = token_counts(self.cache) or [(known, known)]
+        prompt = length + sum(map(len, self.segments))
         return Growth(held, prompt, prompt + self.max_tokens)
 
     @property
     def is_at_last_token(self) -> bool:
         """Whether only the last token is left to compute."""
         return is_at_last_token(self.segments)
+
+    def starting_with(self, cache: list[Any], cached: int) -> Waiting:
+        """The same sequence with a prompt cache that holds its first `cached` tokens."""
+        segments = without_first([self.tokens, *self.segments], cached)
+        return self._replace(segments=segments, cache=cache, tokens=self.all_tokens[:cached])
+
+
+class Line:
+    """The sequences of a BatchGenerator that wait, in the order of their uids."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def __len__(self) -> int:
+        return len(self._generator._unprocessed_sequences)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        # Over a copy, so that sequences may be replaced meanwhile.
+        return iter([Waiting(*each) for each in self._generator._unprocessed_sequences])
+
+    def __getitem__(self, uid: int) -> Waiting:
+        return next(each for each in self if each.uid == uid)
+
+    def put(self, waiting: Waiting) -> None:
+        """Add a sequence, or replace the one with this uid."""
+        self.remove(waiting.uid)
+        line = [*self._generator._unprocessed_sequences, waiting]
+        self._generator._unprocessed_sequences = deque(sorted(line, key=lambda each: each[0]))
+
+    def remove(self, uid: int) -> None:
+        """Remove a sequence if it is there."""
+        line = self._generator._unprocessed_sequences
+        self._generator._unprocessed_sequences = deque([each for each in line if each[0] != uid])
 
 
 def is_at_last_token(segments: list[Tokens]) -> bool:
@@ -68,30 +103,64 @@ def chunk_length(segments: list[Tokens], step_size: int) -> int:
     return min(len(segments[0]), step_size)
 
 
-def held_tokens(prompt_cache: list[Any]) -> list[int]:
-    """The tokens of each sequence that blocks are reserved for, written or not."""
+def prompt_chunks(generator: BatchGenerator) -> list[int]:
+    """The number of tokens that the next step computes of each running prompt."""
+    size = generator.prefill_step_size
+    return [chunk_length(each[0], size) for each in generator._currently_processing]
+
+
+def free_places(generator: BatchGenerator) -> int:
+    """The number of sequences that may begin."""
+    prompts = generator.prefill_batch_size - len(generator._prompt_batch)
+    rows = generator.completion_batch_size - len(generator._generation_batch)
+    return min(prompts, rows)
+
+
+def running_uids(generator: BatchGenerator) -> list[int]:
+    """The uids of the running sequences."""
+    return [*generator._generation_batch.uids, *generator._prompt_batch.uids]
+
+
+def token_counts(prompt_cache: list[Any]) -> list[tuple[int, int]]:
+    """Of each sequence the tokens that blocks are reserved for, written or not, and those that are
+    written, which may be more than BatchGenerator knows."""
     cache = first_paged(prompt_cache)
     if cache is None:
         return []
     groups = [group for group in cache.pool.groups if group.is_open]
     return [
-        max([each.table(group).tokens for group in groups], default=0) for each in cache.sequences
+        (max([each.table(group).tokens for group in groups], default=0), each.length)
+        for each in cache.sequences
     ]
 
 
-def growths(generator: BatchGenerator) -> Iterator[Growth]:
-    """The tokens of the running sequences."""
+def growths(generator: BatchGenerator) -> Iterator[tuple[int, Growth]]:
+    """The uids of the running sequences, and their tokens."""
     batch = generator._generation_batch
-    rows = zip(batch.tokens, batch.max_tokens, batch._num_tokens, strict=True)
-    for held, (tokens, most, count) in zip(held_tokens(batch.prompt_cache), rows, strict=False):
-        yield Growth(held, len(tokens), len(tokens) + most - count)
-    prompts = generator._prompt_batch
-    rest = zip(prompts.tokens, prompts.max_tokens, generator._currently_processing, strict=True)
-    for held, (tokens, most, (segments, *_)) in zip(
-        held_tokens(prompts.prompt_cache), rest, strict=False
+    rows = zip(batch.uids, batch.max_tokens, batch._num_tokens, strict=True)
+    for (held, length), (uid, most, count) in zip(
+        token_counts(batch.prompt_cache), rows, strict=False
     ):
-        prompt = len(tokens) + sum(map(len, segments))
-        yield Growth(held, prompt, prompt + most)
+        yield uid, Growth(held, length, length + most - count)
+    prompts = generator._prompt_batch
+    rest = zip(prompts.uids, prompts.max_tokens, generator._currently_processing, strict=True)
+    for (held, length), (uid, most, (segments, *_)) in zip(
+        token_counts(prompts.prompt_cache), rest, strict=False
+    ):
+        prompt = length + sum(map(len, segments))
+        yield uid, Growth(held, prompt, prompt + most)
+
+
+def row_as_waiting(batch: Any, at: int, segments: list[Tokens], max_tokens: int) -> Waiting:
+    """Row `at` of a batch as a sequence that waits."""
+    return Waiting(
+        batch.uids[at],
+        segments,
+        max_tokens,
+        batch.extract_cache(at),
+        batch.tokens[at],
+        *(batch.samplers[at], batch.logits_processors[at], batch.stop_sequences[at]),
+    )
 
 
 def generating_row(batch: Any, at: int) -> GenerationBatch:

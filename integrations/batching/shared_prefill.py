@@ -2,13 +2,15 @@
 
 mlx-lm's batch generator computes each prompt of a batch separately. Before it gets the prompts,
 this computes their shared prefix for one of them; the others fork it and compute only the rest.
+If memory is too short for that, it is done when the first of them begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -20,9 +22,10 @@ Tokens = list[int]
 # A shared prefix of at least a page is worth a step of its own.
 WORTH_SHARING = PAGE_SIZE
 
-# Recurrent layers resume only where a snapshot was taken: where prompts end, and after each
-# SNAPSHOT_TOKENS tokens. That is mlx-lm's prefill step, so no step gets shorter. A state can be as
-# large as the pages of a thousand tokens or more, so snapshots must be fewer than pages.
+# Recurrent layers resume only where a snapshot was taken: where prompts end, or where their last
+# page begins if it may be quantised, and after each SNAPSHOT_TOKENS tokens. That is mlx-lm's
+# prefill step, so no step gets shorter. A state can be as large as the pages of a thousand tokens
+# or more, so snapshots must be fewer than pages.
 SNAPSHOT_TOKENS = 8 * PAGE_SIZE
 
 
@@ -36,27 +39,70 @@ class Reuses(Protocol):
     ) -> int: ...
 
 
-def begin_together(
-    factory: Reuses, model: Any, prompts: Sequence[Tokens], step_size: int
-) -> list[tuple[list[Any], int]]:
-    """For each prompt a cache with its longest prefix that is cached or shared with another of the
-    prompts, and the prefix's length in tokens."""
-    order = sorted(range(len(prompts)), key=lambda index: prompts[index])
-    found: list[tuple[list[Any], int]] = [([], 0)] * len(prompts)
-    for index, following in zip_longest(order, order[1:]):
-        prompt = prompts[index]
-        cache, cached = factory.fetch_cache(prompt)
-        # In sorted order each prompt shares its longest prefix with a neighbour.
-        shared = 0 if following is None else common_prefix(prompt, prompts[following])
+class Start(NamedTuple):
+    """What a prompt starts with.
+
+    Attributes:
+        cache: a prompt cache that holds its first tokens.
+        cached: how many.
+        is_complete: whether these are all that it shares with another prompt, as far as that is
+            worth sharing. Otherwise memory was too short to compute more.
+    """
+
+    cache: list[Any]
+    cached: int
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class SharedPrefill:
+    """Computes prefixes that several prompts share.
+
+    Attributes:
+        factory: makes, finds and keeps the prompt caches.
+        model: computes them.
+        step_size: the most tokens to compute at once.
+        reserve: reserves memory for so many next tokens of a prompt cache; false if there is none.
+    """
+
+    factory: Reuses
+    model: Any
+    step_size: int
+    reserve: Callable[[list[Any], int], bool]
+
+    def starts(self, prompts: Sequence[Tokens]) -> list[Start]:
+        """For each prompt its longest prefix that is cached or shared with another of them."""
+        order = sorted(range(len(prompts)), key=lambda index: prompts[index])
+        found: dict[int, Start] = {}
+        for index, following in zip_longest(order, order[1:]):
+            # In sorted order each prompt shares its longest prefix with a neighbour.
+            others = [] if following is None else [prompts[following]]
+            found[index] = self.start(prompts[index], others)
+        return [found[index] for index in range(len(prompts))]
+
+    def start(self, prompt: Tokens, others: Iterable[Tokens]) -> Start:
+        """The longest prefix of a prompt that is cached or shared with one of the others."""
+        cache, cached = self.factory.fetch_cache(prompt)
+        shared = max([common_prefix(prompt, other) for other in others], default=0)
         goal = min(shared, len(prompt) - 1)
         if goal - cached >= WORTH_SHARING:
-            for end in step_ends(cached, goal, step_size):
-                _step(model, prompt[cached:end], cache)
-                if end == goal or not end % SNAPSHOT_TOKENS:
-                    factory.insert_cache(prompt[:end], cache)
-                cached = end
-        found[index] = cache, cached
-    return found
+            cached = self._compute(prompt[:goal], cache, cached)
+        return Start(cache, cached, goal - cached < WORTH_SHARING)
+
+    def _compute(self, tokens: Tokens, cache: list[Any], cached: int) -> int:
+        """Compute and cache tokens of which a prompt cache holds the first ones, as far as memory
+        goes; returns how many it holds then."""
+        begin = cached
+        for end in step_ends(cached, len(tokens), self.step_size):
+            if not self.reserve(cache, end - cached):
+                break
+            _step(self.model, tokens[cached:end], cache)
+            cached = end
+            if not end % SNAPSHOT_TOKENS:
+                self.factory.insert_cache(tokens[:end], cache)
+        if cached > begin and cached % SNAPSHOT_TOKENS:
+            self.factory.insert_cache(tokens[:cached], cache)
+        return cached
 
 
 def without_first(segments: Sequence[Tokens], count: int) -> list[Tokens]:
@@ -84,16 +130,22 @@ def step_ends(start: int, end: int, step_size: int) -> list[int]:
     return ends
 
 
-def cut_for_snapshots(segments: Sequence[Tokens]) -> list[Tokens]:
-    """Segments of a prompt, also cut wherever a snapshot of recurrent layers is due."""
+def cut_for_snapshots(segments: Sequence[Tokens], *, at_pages: bool = False) -> list[Tokens]:
+    """Segments of a prompt, also cut wherever a snapshot of recurrent layers is due.
+
+    With `at_pages`, each is also cut where its last page begins: once full pages are quantised, no
+    prompt can resume from a snapshot within one.
+    """
     cut: list[Tokens] = []
     start = 0
     for segment in segments:
-        first = start
-        for end in step_ends(start, start + len(segment), SNAPSHOT_TOKENS):
-            cut.append(segment[first - start : end - start])
-            first = end
-        start += len(segment)
+        first, end = start, start + len(segment)
+        last_page = (end - 1) // PAGE_SIZE * PAGE_SIZE
+        at = {last_page} if at_pages and last_page > start else set()
+        for border in sorted({*step_ends(start, end, SNAPSHOT_TOKENS), *at}):
+            cut.append(segment[first - start : border - start])
+            first = border
+        start = end
     return cut
 
 

@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from paged_kv.commands.arguments import name, path
 from paged_kv.commands.cache_options import examples
-from paged_kv.integrations.generation.generate_command import embedded_model
+from paged_kv.commands.output_files import require_writable
+from paged_kv.embedded import embedded_model
 
 if TYPE_CHECKING:
     from paged_kv.integrations.bench.cache_pairs import CachePairs
@@ -53,6 +54,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from paged_kv.integrations.bench import report
     from paged_kv.integrations.bench.measurements import QUICK, WHOLE
 
+    for file in filter(None, (arguments.json, arguments.plot)):
+        require_writable(file)
+    if arguments.plot:
+        report.require_drawable(arguments.plot)
     content, outcomes = measured(arguments.model, QUICK if arguments.quick else WHOLE)
     report.print_table(content, outcomes)
     if arguments.json:

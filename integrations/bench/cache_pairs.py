@@ -76,8 +76,8 @@ class CachePairs:
             cache = flat[number]
             for keys, values in self._random(number, shapes, tokens):
                 if isinstance(cache, PagedKVCache):
-                    # Not update_and_fetch: outside of a model, that gathers what it returns.
-                    append(cache.pool, cache.layer, cache.sequences, keys, values)
+                    written, _ = append(cache.pool, cache.layer, cache.sequences, keys, values)
+                    written.read.leave_unread()  # else it counts as gathered outside of a model
                 else:
                     mx.eval(cache.update_and_fetch(keys, values))
 

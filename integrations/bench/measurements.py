@@ -77,7 +77,7 @@ def decode(pairs: CachePairs, plan: Plan, name: str, context: int, rows: int) ->
         yield Skipped(name, f"it needs {needed / 1e9:.1f} GB for keys and values")
         return
     gc.collect()
-    before = pairs.factory.stats().bytes_active
+    before = pairs.factory.stats().bytes_held
     try:
         stock, paged = pairs.filled(context, rows)
     except ValueError as error:
@@ -87,8 +87,8 @@ def decode(pairs: CachePairs, plan: Plan, name: str, context: int, rows: int) ->
         name, lambda: pairs.step(stock, rows), lambda: pairs.step(paged, rows), plan.part_s
     )
     held = sum(cache.nbytes for cache in stock)
-    ours = pairs.factory.stats().bytes_active - before
-    yield Measurement(f"{name}: keys and values", "bytes", held, ours, held / max(1, ours))
+    ours = pairs.factory.stats().bytes_held - before
+    yield Measurement(f"{name}: keys and values held", "bytes", held, ours, held / max(1, ours))
 
 
 def prefill(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:

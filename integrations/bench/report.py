@@ -18,6 +18,8 @@ from paged_kv.integrations.bench.measurements import Outcome
 from paged_kv.integrations.bench.turns import Measurement, Skipped
 from paged_kv.sizes import format_size
 
+_PLOTS = (".svg", ".png", ".pdf")
+
 
 def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """Everything, ready for JSON. It names the machine's chip and no person."""
@@ -67,12 +69,24 @@ def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
     console.print(table)
 
 
+def require_drawable(file: Path) -> None:
+    """Check that a plot can be written, before there is one.
+
+    Raises:
+        ValueError: matplotlib is not installed, or `draw` cannot write such a file.
+    """
+    extra_module("matplotlib", "plot")
+    if file.suffix not in _PLOTS:
+        raise ValueError(f"{file} must end in one of {', '.join(_PLOTS)}")
+
+
 def draw(content: dict[str, Any], outcomes: Iterable[Outcome], file: Path) -> None:
     """Plot how many times better pages are, to a .svg, .png or .pdf.
 
     Raises:
-        ValueError: matplotlib is not installed, or cannot write such a file.
+        ValueError: as `require_drawable`.
     """
+    require_drawable(file)
     figures = extra_module("matplotlib.figure", "plot")
     told = [each for each in outcomes if isinstance(each, Measurement) and not each.is_noisy]
     figure = figures.Figure(figsize=(8, 1 + 0.3 * len(told)), layout="constrained")

@@ -7,6 +7,7 @@ from hashlib import sha256
 from paged_kv.integrations.distributed.connected_ranks import RanksDiffer
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.ranks import Ranks
+from paged_kv.sizes import counted
 
 
 def require_same_prefixes(ranks: Ranks, pool: PagePool) -> None:
@@ -21,7 +22,8 @@ def require_same_prefixes(ranks: Ranks, pool: PagePool) -> None:
     held = ranks.gather("cached prefixes", (sizes, len(pool.index), digest(pool)))
     if len({text for its_sizes, _, text in held if its_sizes == held[0][0]}) > 1:
         each = [
-            f"rank {rank} {count} blocks ({text})" for rank, (_, count, text) in enumerate(held)
+            f"rank {rank} {counted(count, 'block')} ({text})"
+            for rank, (_, count, text) in enumerate(held)
         ]
         raise RanksDiffer(f"the ranks cache different prefixes, {', '.join(each)}: start all again")
 

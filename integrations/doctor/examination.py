@@ -7,6 +7,7 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from paged_kv.integrations.doctor.blas import blas_line
 from paged_kv.integrations.doctor.kernel_times import kernel_times
 from paged_kv.kernels.backends import variant, whole_backend
 from paged_kv.kernels.cpu.native_library import load_native_library
@@ -16,7 +17,7 @@ from paged_kv.kernels.self_test import Check, checks
 
 
 def examine() -> int:
-    """Print the backend, the device, and a line for each check and each time.
+    """Print the backend, the device, the BLAS, and a line for each check and each time.
 
     Kernels that are wrong or slow are left out from now on; those of an earlier examination are
     not, unless they are found again.
@@ -30,6 +31,8 @@ def examine() -> int:
     backend = whole_backend()
     print(f"backend: {variant(backend)}, because {_reason()}")
     print(f"device: {device_name()}; mlx {version('mlx')}; Python {sys.version.split()[0]}")
+    if blas := blas_line():
+        print(blas)
     wrong = _wrong(backend)
     slow = {} if backend.name == "plain" else _slow(backend, wrong)
     leave_out(variant(backend), wrong | slow)

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from paged_kv.integrations.bench.timing import in_turns, ratio
 from paged_kv.kernels.backends import backend_for
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -123,7 +124,7 @@ class _Reads:
             PREFILL: lambda: self._attend(many),
             GATHER: lambda: mx.eval(*self.pages.gather(self.metadata)),
             LATENT_DECODE: lambda: mx.eval(
-                self.latents.attend_latent(one, one, self.metadata, scale=DIM**-0.5)
+                self.latents.attend_latent(one, one, self.metadata, Attention(DIM**-0.5))
             ),
         }
 
@@ -154,7 +155,7 @@ class _Reads:
         return pages
 
     def _attend(self, queries: mx.array, window: int | None = None) -> None:
-        mx.eval(self.pages.attend(queries, self.metadata, scale=DIM**-0.5, window=window))
+        mx.eval(self.pages.attend(queries, self.metadata, Attention(DIM**-0.5, window=window)))
 
     def _write_and_attend(self, queries: mx.array) -> None:
         keys, values = self._normal(KV_HEADS, 1), self._normal(KV_HEADS, 1)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO
 
+from paged_kv.commands.output_files import require_writable
 from paged_kv.integrations.bench import report as bench_report
 from paged_kv.integrations.bench.bench_command import measured
 from paged_kv.integrations.bench.measurements import QUICK
@@ -29,7 +30,7 @@ def write_report(file: Path) -> int:
     Raises:
         OSError: the file cannot be written; raised before anything runs.
     """
-    file.touch()
+    require_writable(file)
     with _logged() as log:
         with _copied_stdout() as examined:
             status = examine()

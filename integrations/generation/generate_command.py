@@ -4,19 +4,27 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from importlib.resources import files
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from tqdm import tqdm
 
 from paged_kv.allocator.errors import PagedKVError, PoolExhausted
 from paged_kv.commands.arguments import name, positive, seed, temperature
-from paged_kv.commands.cache_options import add_cache_options, examples, require_complete
+from paged_kv.commands.cache_options import (
+    add_cache_options,
+    add_dtype_option,
+    examples,
+    require_complete,
+    require_folders,
+)
+from paged_kv.commands.interrupts import raised
+from paged_kv.embedded import embedded_model
 from paged_kv.extras import extra_module
 
 # Shorter prompts are read too quickly for a progress bar.
 _LONG_PROMPT = 512
+_NAME_LENGTH = 60
 
 
 def add_generate_parser(
@@ -91,6 +99,7 @@ def add_generate_parser(
         default=4,
         help="with --draft-model: the most tokens to draft for a prompt in a step (default: 4)",
     )
+    add_dtype_option(parser)
     add_cache_options(parser)
     parser.set_defaults(run=run)
 
@@ -101,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_complete(arguments)
         temp = _temperature(arguments.temp, arguments.num_samples)
         _require_one_text(arguments)
+        require_folders(arguments)
         prompts = [_prompt(text) for text in arguments.prompt or ["-"]]
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
@@ -116,12 +126,13 @@ def run(arguments: argparse.Namespace) -> int:
         store_bytes=arguments.store_bytes,
         draft=arguments.draft_model,
         num_draft_tokens=arguments.num_draft_tokens,
+        dtype=arguments.dtype,
     )
-    try:
-        with _output(is_told=generation.is_told), _remedy_named():
-            _generate(generation, prompts, arguments)
-    finally:
-        generation.close()
+    # `close` writes what the store still lacks, after an interrupt too.
+    interrupt = raised() if arguments.store else nullcontext()
+    output = _output(is_told=generation.is_told)
+    with interrupt, closing(generation), output, _remedy_named():
+        _generate(generation, prompts, arguments)
     return 0
 
 
@@ -135,7 +146,15 @@ def _generate(generation: Any, prompts: list[str], arguments: argparse.Namespace
     if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
         generation.stream(encoded[0], _Progress(len(encoded[0])))
     else:
-        generation.batch(encoded, arguments.num_samples)
+        names = [_name(number, prompt) for number, prompt in enumerate(prompts, 1)]
+        generation.batch(encoded, names, arguments.num_samples)
+
+
+def _name(number: int, prompt: str) -> str:
+    """A prompt's number and how it begins, on one line."""
+    line = " ".join(prompt.split())
+    beginning = line if len(line) <= _NAME_LENGTH else f"{line[:_NAME_LENGTH]}..."
+    return f"prompt {number}: {beginning}"
 
 
 def _generation_class(arguments: argparse.Namespace) -> Any:
@@ -218,11 +237,6 @@ def _prompt(text: str) -> str:
     if not prompt:
         raise ValueError("a prompt is empty: give --prompt some text")
     return prompt
-
-
-def embedded_model() -> str:
-    """The folder of the model in this package."""
-    return str(files("paged_kv") / "models" / "stdlib-llama")
 
 
 class _Progress:

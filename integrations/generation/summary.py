@@ -9,7 +9,8 @@ from paged_kv.sizes import counted, format_size
 def summary(prompt: str, figures: Any, stats: PoolStats, *, drafts: bool = False) -> str:
     """Speeds of a `GenerationResponse`, `GenerationResult` or `BatchStats`, and the statistics of
     pages."""
-    accepted = f"drafts      {stats.accepted_tokens} of {stats.draft_tokens} tokens accepted\n"
+    drafted = counted(stats.draft_tokens, "token")
+    accepted = f"drafts      {stats.accepted_tokens:,} of {drafted} accepted\n"
     return (
         f"prompt      {prompt}\n"
         f"generation  {counted(figures.generation_tokens, 'token')}, "
@@ -17,7 +18,7 @@ def summary(prompt: str, figures: Any, stats: PoolStats, *, drafts: bool = False
         f"pages       {counted(stats.blocks_used, 'block')} in use, "
         f"{stats.blocks_shared} of them shared, "
         f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
-        f"{format_size(stats.bytes_mapped)} mapped, {format_size(stats.bytes_budget)} allowed\n"
+        f"{format_size(stats.bytes_held)} held, {format_size(stats.bytes_budget)} allowed\n"
         f"{accepted if drafts else ''}"
         f"peak memory {format_size(int(figures.peak_memory * 1e9))}"
     )

@@ -6,9 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
-from re import fullmatch
+from contextlib import closing, suppress
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +17,8 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import sharded_load
 
+from paged_kv.commands.model_names import not_loaded, require_model
+from paged_kv.integrations.batching.last_responses import PromptCacheTaken
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.generation.summary import summary
 from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
@@ -53,6 +53,7 @@ class TextGeneration:
         store_bytes: int | str = DEFAULT_STORE_BYTES,
         draft: str | None = None,
         num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+        dtype: str | None = None,
     ) -> None:
         self._ranks = joined_ranks()
         if draft is not None and self._ranks.size > 1:
@@ -70,6 +71,7 @@ class TextGeneration:
         self._factories = divided_factories(
             [model for model in (self._model, draft_model) if model is not None],
             max_bytes,
+            dtype=dtype,
             page_format=page_format,
             store=store,
             store_bytes=store_bytes,
@@ -158,35 +160,34 @@ class TextGeneration:
             prompt_cache = self._factory.make_cache()
         return steps, prompt_cache, steps.start
 
-    def batch(self, prompts: list[list[int]], num_samples: int) -> None:
+    def batch(self, prompts: list[list[int]], names: list[str], num_samples: int) -> None:
         """Print `num_samples` texts for each of several prompts, one after the other as they come.
 
-        All prompts are one batch, or all samples of a prompt.
+        All prompts are one batch, or all samples of a prompt. `names` are what prompts are called
+        in the titles of several texts.
         """
-        titles = [f"prompt {number + 1}" for number in range(len(prompts))]
         figures = BatchStats()
         with self._factory:
             if num_samples == 1:
-                texts = TextsInTurn(self._tokenizer, titles)
+                texts = TextsInTurn(self._tokenizer, names)
                 held = self._print_batch(prompts, None, texts, figures)
-                for tokens, cache in zip(prompts, held, strict=True):
-                    self._factory.insert_cache(tokens, cache)
+                for tokens, response in zip(prompts, held, strict=True):
+                    with suppress(PromptCacheTaken):
+                        self._factory.insert_cache(tokens, response.prompt_cache)
             else:
                 # Held until the summary has counted their pages.
                 held = [
-                    cache
-                    for title, prompt in zip(titles, prompts, strict=True)
-                    for cache in self._samples(prompt, title, num_samples, figures)
+                    response
+                    for name, prompt in zip(names, prompts, strict=True)
+                    for response in self._samples(prompt, name, num_samples, figures)
                 ]
         self._summarise(counted(sum(map(len, prompts)), "token"), figures)
 
-    def _samples(
-        self, prompt: list[int], title: str, count: int, figures: BatchStats
-    ) -> list[list[Any]]:
+    def _samples(self, prompt: list[int], name: str, count: int, figures: BatchStats) -> list[Any]:
         """Print samples of one prompt, which share its pages."""
         prompt_cache, cached = self._factory.fetch_cache(prompt)
         read_shared(self._model, prompt[cached:], prompt_cache)
-        titles = [f"{title}, sample {number + 1}" for number in range(count)]
+        titles = [f"sample {number + 1} of {name}" for number in range(count)]
         # A batch forks its caches, so all samples can be given the same one.
         held = self._print_batch(
             [prompt[-1:]] * count,
@@ -203,16 +204,16 @@ class TextGeneration:
         caches: list[list[Any]] | None,
         texts: TextsInTurn,
         figures: BatchStats,
-    ) -> list[list[Any]]:
-        """Generate and print one text for each prompt, and add up figures. Returns the caches, of
-        prompts and texts."""
+    ) -> list[Any]:
+        """Generate and print one text for each prompt, and add up figures. Returns the last
+        responses, whose pages stay in use unless later texts need them."""
         generator = self._generator(
             stop_tokens=[[token] for token in self._tokenizer.eos_token_ids],
             max_tokens=self._max_tokens,
             sampler=self._sampler,
         )
         numbers = {uid: at for at, uid in enumerate(generator.insert(prompts, caches=caches))}
-        held: dict[int, list[Any]] = {}
+        last: dict[int, Any] = {}
         with closing(generator), generator.stats() as stats:
             while responses := generator.next_generated():
                 for each in responses:
@@ -221,9 +222,9 @@ class TextGeneration:
                         texts.add(number, each.token)
                     if each.finish_reason is not None:
                         texts.end(number)
-                        held[number] = each.prompt_cache
+                        last[number] = each
         figures += stats
-        return [held[number] for number in range(len(prompts))]
+        return [last[number] for number in range(len(prompts))]
 
     def _generator(self, **options: Any) -> BatchGenerator:
         if self._draft is None:
@@ -259,31 +260,13 @@ def loaded(path_or_repo: str, load_model: Callable[[str], Any] | None = None) ->
     Raises:
         ValueError: the model cannot be loaded; the message says why.
     """
+    require_model("--model", path_or_repo)
     try:
         if load_model is None:
             load_model = load if mx.distributed.init().size() == 1 else sharded_load
-        model, tokenizer = load_model(_existing(path_or_repo))[:2]
-    except FileNotFoundError:
-        raise
-    # Broken model files raise errors of many types, from anywhere in mlx-lm.
+        model, tokenizer = load_model(path_or_repo)[:2]
     except Exception as error:
-        raise ValueError(
-            f"--model {path_or_repo} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+        raise not_loaded("--model", path_or_repo, error) from error
     # transformers would warn of "indexing errors" in long texts; MLX's models have none.
     tokenizer.model_max_length = 1 << 60
     return model, tokenizer
-
-
-def _existing(path_or_repo: str) -> str:
-    """Check that a name may be a model: mlx-lm takes a missing folder for a repository.
-
-    Raises:
-        FileNotFoundError: the name is neither a folder nor of the form of a repository.
-    """
-    if Path(path_or_repo).is_dir() or fullmatch(r"[\w.-]+/[\w.-]+", path_or_repo):
-        return path_or_repo
-    raise FileNotFoundError(
-        f"there is no folder {path_or_repo!r}: give --model the folder of a model, or a Hugging "
-        "Face repository such as mlx-community/Llama-3.2-1B-Instruct-4bit"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from io import BytesIO
@@ -17,8 +18,12 @@ from paged_kv.integrations.media_keys import MediaKeys
 from paged_kv.integrations.mlx_vlm.media_prompt import MediaPrompt
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
 
-# Of a camera's largest images; every processor scales them down.
+# Of all images of a prompt. A camera's largest has so many; every processor scales them down.
 MOST_PIXELS = 100_000_000
+
+# What configs and processors of mlx-vlm call the tokens that stand for images, sounds and videos.
+_MARK_ID = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa)(_[a-z]+)?_token_(id|index)")
+_MARK_NAMES = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token")
 
 
 class PromptMaker:
@@ -28,6 +33,9 @@ class PromptMaker:
         model: the model.
         processor: mlx-vlm's.
         tokenizer: mlx-lm's, whose chat template is used.
+
+    Attributes:
+        marks: the texts of the tokens that stand for images, sounds and videos, by their ids.
     """
 
     def __init__(self, model: TextModel, processor: Any, tokenizer: Any) -> None:
@@ -35,6 +43,7 @@ class PromptMaker:
         self._processor = processor
         self._tokenizer = tokenizer
         self._keys = MediaKeys(model.whole, processor)
+        self.marks = _marks(self._config, processor, tokenizer)
         # A processor's tokenizer changes its settings at every use.
         self._lock = threading.Lock()
 
@@ -66,7 +75,7 @@ class PromptMaker:
         Raises:
             ValueError: the processor cannot take it; others may be raised too.
         """
-        images = [_opened(file) for file in files]
+        images = _opened_all(files)
         with self._lock:
             inputs: dict[str, Any] = dict(
                 prepare_inputs(
@@ -109,19 +118,47 @@ class PromptMaker:
         return str(rendered)
 
 
-def _opened(file: bytes | str) -> Any:
-    """The image of Pillow in a file, given as for `PromptMaker.chat`.
+def _marks(config: Any, processor: Any, tokenizer: Any) -> dict[int, str]:
+    named = {each for name, each in vars(config).items() if _MARK_ID.fullmatch(name)}
+    marks = {each: tokenizer.convert_ids_to_tokens(each) for each in named if _is_id(each)}
+    for name in _MARK_NAMES:
+        text = getattr(processor, name, None)
+        if isinstance(text, str) and _is_id(token := tokenizer.convert_tokens_to_ids(text)):
+            marks[token] = text
+    # A default of a config may be the id of a word.
+    added = tokenizer.added_tokens_decoder
+    return {token: text for token, text in marks.items() if token in added}
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _opened_all(files: Sequence[bytes | str]) -> list[Any]:
+    """The images of Pillow in files, given as for `PromptMaker.chat`.
 
     Raises:
-        ValueError: there is none that Pillow reads, or it has too many pixels. A small file can
+        ValueError: one is none that Pillow reads, or all have too many pixels. A small file can
             take gigabytes of memory.
     """
+    images, pixels = [], 0
+    for file in files:
+        image = _opened(file, MOST_PIXELS - pixels)
+        pixels += image.width * image.height
+        images.append(image)
+    return images
+
+
+def _opened(file: bytes | str, most_pixels: int) -> Any:
     if isinstance(file, str):
         return load_image(file)
     try:
         width, height = Image.open(BytesIO(file)).size
-        if width * height > MOST_PIXELS:
-            raise ValueError(f"it has {width:,} x {height:,} pixels, and {MOST_PIXELS:,} are read")
+        if width * height > most_pixels:
+            raise ValueError(
+                f"it has {width:,} x {height:,} pixels, and {MOST_PIXELS:,} are read of all images "
+                "of a prompt"
+            )
         return load_image(BytesIO(file))
     except Exception as error:  # Pillow's readers raise many types
         raise ValueError(f"an image of {len(file):,} bytes cannot be read: {error}") from error

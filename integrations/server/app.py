@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -17,6 +18,7 @@ from paged_kv.integrations.server import status_page
 from paged_kv.integrations.server.completions.completions import Completions
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.http.api_errors import APIError, error_response
+from paged_kv.integrations.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.integrations.server.http.request_log import HEADER, RequestLog
 from paged_kv.integrations.server.http.schema import ChatBody, TextBody
 
@@ -29,7 +31,7 @@ def make_app(service: Service) -> Starlette:
             *_status_routes(service),
             Mount("/", routes=_api_routes(service), middleware=[_cors(service.options)]),
         ],
-        middleware=[Middleware(RequestLog)],
+        middleware=[Middleware(RequestLog), Middleware(ExtraPlaces)],
         exception_handlers={**handlers, Exception: error_response},
     )
 
@@ -64,24 +66,23 @@ def _status_routes(service: Service) -> list[BaseRoute]:
     async def ready(_: Request) -> Response:
         return _state(service.is_ready, "ready", "not ready")
 
-    async def metrics(_: Request) -> Response:
-        # This takes the pools' locks, which may be held for a moment.
-        return await run_in_threadpool(status_page.metrics, service)
+    def readable(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """A route that answers those who may read what the server tells about its clients."""
 
-    async def page(request: Request) -> Response:
-        service.hosts.require(request)
-        return status_page.page()
+        async def checked(request: Request) -> Response:
+            service.hosts.require(request)
+            if not service.options.open_status:
+                service.keys.require_of_reader(request)
+            # This may take the pools' locks, which may be held for a moment.
+            return await run_in_threadpool(answer)
 
-    async def data(request: Request) -> Response:
-        service.hosts.require(request)
-        return await run_in_threadpool(status_page.data, service)
+        return checked
 
     paths: dict[str, Callable[[Request], object]] = {
-        "/health": health,
-        "/ready": ready,
-        "/metrics": metrics,
-        "/kv": page,
-        "/kv/data": data,
+        **dict(zip(PROBES, (health, ready), strict=True)),
+        "/metrics": readable(partial(status_page.metrics, service)),
+        "/kv": readable(status_page.page),
+        "/kv/data": readable(partial(status_page.data, service)),
     }
     return [Route(path, answer) for path, answer in paths.items()]
 

@@ -1,7 +1,8 @@
 """Starts the server, runs it and shuts it down.
 
 On a signal the server refuses new requests, finishes the running ones and stores cached prefixes.
-If the generation thread dies, /health reports it for a moment, and the server exits.
+While its model loads there are none: then it exits without waiting for the model. If the generation
+thread dies, /health reports it for a moment, and the server exits.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.concurrency import run_in_threadpool
 
+from paged_kv.allocator.errors import PagedKVError
+from paged_kv.commands.model_names import not_loaded
+from paged_kv.integrations.server import status_page
 from paged_kv.integrations.server.app import make_app
 from paged_kv.integrations.server.completions.model_names import ModelNames
-from paged_kv.integrations.server.completions.prompt_reader import ReaderThreads
 from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
 from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
@@ -28,13 +34,16 @@ from paged_kv.integrations.server.http.access import APIKeys, KnownHosts, read_a
 from paged_kv.integrations.server.http.api_errors import busy
 from paged_kv.integrations.server.http.connection import limited
 from paged_kv.integrations.server.http.gate import Gate
+from paged_kv.integrations.server.signals import ending_in_order, ignored
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 # How long /health reports a dead generation thread before the exit, so that a probe can see it.
 DEATH_NOTICE_S = 3.0
+
+# How long the server has after the time for running requests: to refuse those that are left, to end
+# its step, and to write what is queued for the store.
+LAST_S = 5.0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -65,8 +74,8 @@ class PagedServer:
             metrics=metrics,
             names=ModelNames(options),
             keys=keys,
-            hosts=KnownHosts(options.host),
-            readers=ReaderThreads(),
+            hosts=KnownHosts(options.host, options.allowed_hosts),
+            workers=WorkerThreads(),
             gate=Gate(),
         )
         self._socket = _listening(options.host, options.port)
@@ -80,9 +89,11 @@ class PagedServer:
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> int:
-        """Serve until `end` is called or the generation thread dies; return the exit status."""
+        """Serve until `end` is called or the generation thread dies; return the exit status. If it
+        is called while the model loads, the generation thread still runs."""
         thread = self.service.thread
         log.info("listening at %s, port %d", self.service.options.host, self.port)
+        await self._import_all()
         thread.start()
         serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
         ending = asyncio.ensure_future(self._ending.wait())
@@ -94,12 +105,13 @@ class PagedServer:
         else:
             await self._drain()
         thread.stop()
-        await died
+        if thread.loaded.done():
+            await died
         ending.cancel()
         self._uvicorn.should_exit = True
         await serving
-        self.service.readers.close()
-        return 0 if died.result() else 1
+        self.service.workers.close()
+        return 0 if not died.done() or died.result() else 1
 
     def end(self) -> None:
         """Let `run` finish the running requests and return; a second call ends the waiting."""
@@ -107,13 +119,22 @@ class PagedServer:
             self._hurry.set()
         self._ending.set()
 
+    async def _import_all(self) -> None:
+        """Import what the first requests would, before the generation thread does imports too."""
+        self._uvicorn.config.load()
+        with suppress(ValueError):
+            await run_in_threadpool(status_page.metrics_module)
+
     async def _drain(self) -> None:
         """Refuse new requests, and wait for the running ones."""
         refusal = busy("the server is shutting down: ask again later")
         self.service.gate.close(refusal)
         self.service.thread.refuse(refusal)
         seconds = self.service.options.shutdown_timeout
-        log.info("ending: %d requests have %g s to finish", self.service.gate.inside, seconds)
+        if self.service.thread.loaded.done():
+            log.info("ending: %d requests have %g s to finish", self.service.gate.inside, seconds)
+        else:
+            log.info("ending before the model has loaded")
         empty = asyncio.ensure_future(self.service.gate.wait_until_empty())
         hurry = asyncio.ensure_future(self._hurry.wait())
         await asyncio.wait({empty, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +145,7 @@ class PagedServer:
         options = self.service.options
         return uvicorn.Config(
             make_app(self.service),
-            http=limited(options.max_connections, options.header_timeout),
+            http=limited(options.max_connections, options.header_timeout, options.write_timeout),
             loop="asyncio",
             lifespan="off",
             ws="none",
@@ -136,40 +157,56 @@ class PagedServer:
 
 
 def run_server(options: argparse.Namespace, provider: PagedModelProvider) -> int:
-    """Serve until a signal comes; return the exit status.
+    """Serve until a signal comes; return the exit status. If it comes while the model loads, which
+    nothing can interrupt, end the process.
 
     Raises:
         Exception: as `PagedServer`, or the model could not be loaded.
     """
 
-    async def run() -> int:
+    async def run() -> tuple[int, GenerationThread]:
         server = PagedServer(options, provider)
         loop = asyncio.get_running_loop()
-        for each in SIGNALS:
-            loop.add_signal_handler(each, server.end)
-        status = await server.run()
-        not_loaded = server.service.thread.loaded.exception()
-        if not_loaded is not None:
-            raise not_loaded
-        return status
+        end = partial(loop.call_soon_threadsafe, server.end)
+        with ending_in_order(end, options.shutdown_timeout + LAST_S):
+            return await server.run(), server.service.thread
 
-    return asyncio.run(run())
+    status, thread = asyncio.run(run())
+    if not thread.loaded.done():
+        logging.shutdown()
+        os._exit(status)
+    _require_loaded(thread, provider)
+    return status
 
 
 def follow(provider: PagedModelProvider) -> int:
     """Compute what rank 0 decides, until it ends; returns the exit status. Signals are for rank 0:
     without this rank it could not finish its requests."""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    thread = GenerationThread(provider, ServerMetrics())
-    thread.start()
-    has_ended_well = thread.ended.result()
-    if (not_loaded := thread.loaded.exception()) is not None:
-        raise not_loaded
+    with ignored():
+        thread = GenerationThread(provider, ServerMetrics())
+        thread.start()
+        has_ended_well = thread.ended.result()
+    _require_loaded(thread, provider)
     return 0 if has_ended_well else 1
 
 
+def _require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> None:
+    """Raise why the model could not be loaded, if so."""
+    error = thread.loaded.exception()
+    if isinstance(error, PagedKVError | MemoryError | OSError | ValueError):
+        raise error
+    if error is not None:
+        # A broken file of a model raises errors of many types.
+        raise not_loaded("--model", str(provider.cli_args.model), error) from error
+
+
 def _listening(host: str, port: int) -> socket.socket:
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = infos[0]
-    return socket.create_server(address[:2], family=family, backlog=2048)
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at {host}, port {port} ({error.strerror}): choose another --host or "
+            "--port, or 0 for any free port"
+        ) from None

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from paged_kv.commands.arguments import MOST_SECONDS, positive
-from paged_kv.commands.cache_options import add_cache_options, examples
+from paged_kv.commands.arguments import MOST_SECONDS, Parser, positive
+from paged_kv.commands.cache_options import add_cache_options, add_dtype_option, examples
 from paged_kv.sizes import parse_size
 
 
 def server_parser() -> argparse.ArgumentParser:
     """The parser of all options."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         "paged-kv server",
         description="Serves OpenAI's API like mlx-lm's server, on paged caches.",
         parents=[_mlx_lm_parser()],
@@ -58,6 +58,7 @@ def server_parser() -> argparse.ArgumentParser:
 
 
 def _add_api_options(group: argparse._ArgumentGroup) -> None:
+    add_dtype_option(group)
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -76,6 +77,20 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="serve only requests with one of the keys in this file, one a line, or in an "
         "environment variable: env:NAME. Only requests with the same key share prompts",
+    )
+    group.add_argument(
+        "--open-status",
+        action="store_true",
+        help="with --api-key, answer /kv, /kv/data and /metrics without a key too. They tell of "
+        "all clients' requests",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        type=_names,
+        default=[],
+        metavar="NAME,...",
+        help="names under which /kv, /kv/data and /metrics are served, beside addresses and the "
+        "names of this machine, such as a service's name in a cluster; * for any name",
     )
     group.add_argument(
         "--allow-image-urls",
@@ -115,7 +130,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,
-        help="seconds that running requests have to finish after SIGTERM or SIGINT (default: 30)",
+        help="seconds that running requests have to finish after SIGTERM or SIGINT; 5 more, and "
+        "the process ends whatever it does (default: 30)",
     )
     group.add_argument(
         "--max-body-bytes",
@@ -126,7 +142,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-prompt-tokens",
         type=positive,
-        help="the longest prompt; longer ones get 400 (default: as long as --max-kv-bytes allows)",
+        help="the longest prompt; longer ones get 400 (default: the context length in the model's "
+        "config, if it names one)",
     )
     group.add_argument(
         "--max-connections",
@@ -178,6 +195,10 @@ def _mlx_lm_parser() -> argparse.ArgumentParser:
             parser: argparse.ArgumentParser = stopped.args[0]
             return parser
     raise AssertionError("mlx-lm's server has ended without parsing its options")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _seconds(text: str) -> float:

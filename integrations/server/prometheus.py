@@ -5,7 +5,8 @@ Needs the extra "metrics".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -38,16 +39,14 @@ class _Collector(Collector):
         waiting = choices_in(jobs, Stage.WAITING)
         yield _gauge("num_requests_running", "Choices that are computed", running)
         yield _gauge("num_requests_waiting", "Choices that wait for their turn", waiting)
-        yield _counter("num_requests_refused", "Requests answered with 503", counted.refused)
+        yield _counter("num_requests_refused", "Requests refused with 503", counted.refused)
+        yield _by_label("http_requests", "Requests for completions", "status", counted.answered)
         yield _counter("prompt_tokens", "Tokens of prompts", counted.prompt_tokens)
         yield _counter("prompt_tokens_cached", "Those not computed", counted.cached_tokens)
         yield _counter("generation_tokens", "Tokens generated", counted.generation_tokens)
-        finished = CounterMetricFamily(
-            "paged_kv:request_success", "Choices that ended", labels=["finished_reason"]
+        yield _by_label(
+            "request_success", "Choices that ended", "finished_reason", counted.finished
         )
-        for reason, count in counted.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
         yield _histogram("time_to_first_token_seconds", counted.first_token)
         yield _histogram("request_time_per_output_token_seconds", counted.output_token)
         yield _histogram("e2e_request_latency_seconds", counted.whole_request)
@@ -87,6 +86,13 @@ def _gauge(name: str, meaning: str, value: float) -> Metric:
 
 def _counter(name: str, meaning: str, value: float) -> Metric:
     return CounterMetricFamily(f"paged_kv:{name}", meaning, value)
+
+
+def _by_label(name: str, meaning: str, label: str, counts: Mapping[Any, int]) -> Metric:
+    metric = CounterMetricFamily(f"paged_kv:{name}", meaning, labels=[label])
+    for value, count in sorted(dict(counts).items()):
+        metric.add_metric([str(value)], count)
+    return metric
 
 
 def _histogram(name: str, counted: Histogram) -> Metric:

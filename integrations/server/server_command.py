@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
-from paged_kv.commands.cache_options import require_complete
+from paged_kv.commands.cache_options import require_complete, require_folders
+from paged_kv.integrations.server.signals import ending_at_once
 
 
 def add_server_parser(
@@ -36,28 +38,35 @@ def run(options: Sequence[str]) -> int:
             mlx-lm is too old.
         OSError: the port is in use, or the model is not there.
     """
-    arguments = _full_parser().parse_args(options)
-    _require_mlx_lm()
-    require_complete(arguments)
+    with ending_at_once():
+        arguments = _full_parser().parse_args(options)
+        _require_mlx_lm()
+        require_complete(arguments)
+        _require_usable(arguments)
+        require_folders(arguments)
+        if arguments.model is None and not arguments.allow_model_switch:
+            raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
+        return _serve(arguments)
 
+
+def _serve(arguments: argparse.Namespace) -> int:
+    # All imports come before the first thread.
     import logging
 
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from paged_kv.integrations.distributed.meeting import joined_ranks
     from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
-    from paged_kv.integrations.server.http.request_log import FORMAT, RequestIds
+    from paged_kv.integrations.server.http.request_log import OneLine
     from paged_kv.integrations.server.lifecycle import follow, run_server
 
     ranks = joined_ranks()
     if ranks.size > 1:
         _require_shareable(arguments)
-    if arguments.model is None and not arguments.allow_model_switch:
-        raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
     maybe_set_recommended_wired_limit()
-    logging.basicConfig(level=arguments.log_level, format=FORMAT, force=True)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(RequestIds())
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=arguments.log_level, handlers=[handler], force=True)
     provider = PagedModelProvider(arguments)
     try:
         status = run_server(arguments, provider) if ranks.rank == 0 else follow(provider)
@@ -67,6 +76,19 @@ def run(options: Sequence[str]) -> int:
     if status:
         ranks.abandon()
     return status
+
+
+def _require_usable(arguments: argparse.Namespace) -> None:
+    """Raise ValueError or FileNotFoundError for a value that mlx-lm's parser lets through."""
+    if not 0 <= arguments.port <= 65535:
+        raise ValueError(
+            f"--port {arguments.port} is no port: give one up to 65535, or 0 for any free one"
+        )
+    if arguments.adapter_path and not Path(arguments.adapter_path).is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {arguments.adapter_path!r}: give --adapter-path the folder of an "
+            "adapter, or leave it out"
+        )
 
 
 def _require_mlx_lm() -> None:

@@ -1,8 +1,9 @@
 """What a server tells about its pools and its requests: `/kv`, a page for people that follows them
 by itself, `/kv/data`, what that page shows, and `/metrics`, for Prometheus.
 
-No other site may read them: unlike answers to requests they allow no foreign origin, and the page
-loads nothing but its data.
+No other site may read them: unlike answers to requests they allow no foreign origin, they are not
+served under names of other machines, and the page loads nothing but its data. With API keys they
+need one, as they tell of all clients' requests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib.resources import files
 from time import monotonic
+from types import ModuleType
 from typing import Any
 
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -50,11 +52,20 @@ def data(service: Service) -> Response:
 def metrics(service: Service) -> Response:
     """The metrics for Prometheus, or the extra to install for them."""
     try:
-        module = extra_module("paged_kv.integrations.server.prometheus", "metrics")
+        module = metrics_module()
     except ValueError as error:
         return PlainTextResponse(f"{error}\n", 501, HEADERS)
     content: bytes = module.metrics_text(service, _view())
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8", headers=HEADERS)
+
+
+def metrics_module() -> ModuleType:
+    """The module that makes Prometheus's text.
+
+    Raises:
+        ValueError: its extra is not installed.
+    """
+    return extra_module("paged_kv.integrations.server.prometheus", "metrics")
 
 
 def columns() -> list[dict[str, str]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load
 
+from paged_kv.commands.model_names import not_loaded
 from paged_kv.integrations.batching.pool_memory import shares
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.speculation.drafts import Draft
@@ -19,20 +21,24 @@ from paged_kv.integrations.speculation.rollback import require_rollback
 NGRAM = "ngram"
 
 
-def load_draft_model(name: str | None, tokenizer: Any) -> Module | None:
+def load_draft_model(name: str | None, tokenizer: Any, *, lazy: bool = False) -> Module | None:
     """Load the draft model of this folder or repository; None for None and for `NGRAM`.
 
     Args:
         name: of the draft.
         tokenizer: of the model that verifies the drafts.
+        lazy: whether to leave the weights on disk until they are used.
 
     Raises:
-        ValueError: its vocabulary is another one.
+        ValueError: it cannot be loaded, or its vocabulary is another one.
     """
-    if name in (None, NGRAM):
+    if name is None or name == NGRAM:
         return None
     model: Module
-    model, its_tokenizer = load(name)[:2]
+    try:
+        model, its_tokenizer = load(name, lazy=lazy)[:2]
+    except Exception as error:
+        raise not_loaded("--draft-model", name, error) from error
     if its_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ValueError(
             f"the draft model {name} has a vocabulary of {its_tokenizer.vocab_size} tokens, and "
@@ -72,11 +78,19 @@ def divided_factories(
     models: Sequence[Module],
     max_bytes: float | str | None,
     *,
+    dtype: str | None = None,
     store: Any = None,
     **options: Any,
 ) -> list[PagedCacheFactory]:
     """A factory for each model. They hold the same tokens, so each gets memory in proportion to
-    its token's bytes. `store` and `options` are the factories'."""
+    its token's bytes. `store` and `options` are the factories'.
+
+    With a `dtype`, such as "float32", the models are converted to it first; weights that are
+    quantised keep their bits.
+    """
+    if dtype is not None:
+        for model in models:
+            model.set_dtype(getattr(mx, dtype))
     if len(models) == 1:
         return [PagedCacheFactory(models[0], max_bytes=max_bytes, store=store, **options)]
     tried = [PagedCacheFactory(model, max_bytes=max_bytes, **options) for model in models]

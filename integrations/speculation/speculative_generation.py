@@ -157,7 +157,7 @@ def _one_each(max_tokens: int | Sequence[int], count: int) -> list[int]:
         return [whole_number("max_tokens", max_tokens, least=1)] * count
     if len(max_tokens) != count:
         raise ValueError(
-            f"max_tokens must be one number, or one for each of {count} prompts, got "
+            f"max_tokens must be one number, or one for each prompt ({count}), got "
             f"{len(max_tokens)}"
         )
     return [whole_number("max_tokens", each, least=1) for each in max_tokens]

@@ -19,6 +19,7 @@ from paged_kv.kernels.cpu.native_library import (
     PagesStruct,
     Tensor,
 )
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
@@ -36,7 +37,8 @@ ALIGNMENT = 64
 STRUCT = "native"
 
 # Up to this many bytes, copying zeros is faster than computing them, which goes through MLX's
-# scheduler: 2 microseconds against 23 for 8 KiB, and equal at 64 KiB.
+# scheduler: 2 microseconds against 23 for 8 KiB, and equal at 64 KiB. Zeros are kept for steps of
+# one token only: prompts have too many lengths.
 COPIED_BYTES = 1 << 16
 
 
@@ -46,10 +48,16 @@ class NativeBackend:
     name = "native"
     fallbacks = 0
     writes_in_place = True
+    slab_padding = ALIGNMENT
 
     def __init__(self, library: NativeLibrary) -> None:
         self.library = library
         self._zeros: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        # Another thread may add one.
+        return sum(zeros.nbytes for zeros in list(self._zeros.values()))
 
     def supports(self, geometry: LayerGeometry) -> bool:
         return (
@@ -108,18 +116,10 @@ class NativeBackend:
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        new_tokens: NewTokens | None,
-        softcap: float | None = None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
-        options = OptionsStruct(
-            scale=scale, causal=causal, window=window or 0, softcap=softcap or 0
-        )
-        return self._attend(pages, queries, metadata, options, sinks, new_tokens)
+        return self._attend(pages, queries, metadata, attention, new_tokens)
 
     def write_and_attend(
         self,
@@ -127,17 +127,9 @@ class NativeBackend:
         step: NewTokens,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        attention: Attention,
     ) -> mx.array:
-        options = OptionsStruct(
-            scale=scale, causal=causal, window=window or 0, softcap=softcap or 0
-        )
-        return self._attend(pages, queries, metadata, options, sinks, None, step)
+        return self._attend(pages, queries, metadata, attention, None, step)
 
     def attend_latent(
         self,
@@ -145,13 +137,12 @@ class NativeBackend:
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        new_tokens: NewTokens | None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
-        options = OptionsStruct(scale=scale, causal=causal, window=window or 0)
+        options = OptionsStruct(
+            scale=attention.scale, causal=attention.causal, window=attention.window or 0
+        )
         output = self._new_array(queries.shape, queries.dtype)
         unwritten = [mx.contiguous(each) for each in new_tokens or ()]
         mx.eval(queries, position_queries, *unwritten)
@@ -174,26 +165,16 @@ class NativeBackend:
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        attention: Attention,
         new_tokens: NewTokens | None = None,
-        softcap: float | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The output of `attend`, and the log-sum-exp of each query, float32 [B, q_heads, S].
 
-        `new_tokens` are unwritten keys [B, heads, N, k_dim] and values [B, heads, N, v_dim], of any
-        of the pages' dtypes: the last tokens of each sequence, counted in its length.
         The log-sum-exp counts the sinks; it is -inf where a query is padding.
         """
-        options = OptionsStruct(
-            scale=scale, causal=causal, window=window or 0, softcap=softcap or 0
-        )
         log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
-        options.log_sum_exp = log_sum_exp.ctypes.data
-        output = self._attend(pages, queries, metadata, options, sinks, new_tokens)
+        address = log_sum_exp.ctypes.data
+        output = self._attend(pages, queries, metadata, attention, new_tokens, None, address)
         return output, mx.array(log_sum_exp)
 
     def _attend(
@@ -201,18 +182,19 @@ class NativeBackend:
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        options: OptionsStruct,
-        sinks: mx.array | None,
+        attention: Attention,
         new_tokens: NewTokens | None,
         step: NewTokens | None = None,
+        log_sum_exp: int | None = None,
     ) -> mx.array:
-        """Write a step, if given, then attend to pages and new tokens. Waits for MLX once."""
+        """Write a step, if given, then attend to pages and new tokens. Waits for MLX once.
+        `log_sum_exp` is the address of another output."""
         waited_for = (queries,) if step is None else (queries, *step)
         others: list[mx.array] = []
         if new_tokens is not None:
             others = [mx.contiguous(new_tokens[0]), mx.contiguous(new_tokens[1])]
-        if sinks is not None:
-            others.append(sinks)
+        if attention.sinks is not None:
+            others.append(attention.sinks)
         shape = (*queries.shape[:3], pages.geometry.v_dim)
         output = self._new_array(shape, queries.dtype)
         page_struct = pages.memo.get(STRUCT) or _pages_struct(pages)
@@ -222,18 +204,25 @@ class NativeBackend:
         mx.eval(*waited_for, *others)
         if step is not None:
             self.library.write(page_struct, metadata_struct, *step)
+        options = OptionsStruct(
+            scale=attention.scale,
+            causal=attention.causal,
+            window=attention.window or 0,
+            softcap=attention.softcap or 0,
+            log_sum_exp=log_sum_exp,
+        )
         # The struct holds addresses only: the tensors must live until the call is over.
         tensors = [Tensor(each) for each in others] if others else []
         if new_tokens is not None:
             options.new_k, options.new_v = tensors[0].address, tensors[1].address
-        if sinks is not None:
+        if attention.sinks is not None:
             options.sinks = tensors[-1].address
         self.library.attend(page_struct, metadata_struct, queries, output, options)
         return output
 
     def _new_array(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """An array of zeros with memory of its own, which the library may write."""
-        if math.prod(shape) * dtype.size > COPIED_BYTES:
+        if shape[2] > 1 or math.prod(shape) * dtype.size > COPIED_BYTES:
             array = mx.zeros(shape, dtype=dtype)
             mx.eval(array)
             return array

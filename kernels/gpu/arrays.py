@@ -3,19 +3,21 @@
 An entry of a table is slab * slab_stride + page, as everywhere, but numbers only the bound slabs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.kernels.gpu.kernels import SLABS
+from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory
 from paged_kv.kernels.pages.number_format import Encoding
 from paged_kv.kernels.pages.page_format import PageLayout
 
@@ -41,6 +43,7 @@ PARAMETERS = (
 PLACES = 16
 ROW_FIELDS = 4
 LAYOUT_FIELDS = 8
+LOG2_E = math.log2(math.e)
 # The width of tables is a multiple of this, so that few different widths occur.
 TABLE_WIDTH = 16
 
@@ -55,6 +58,55 @@ def parameters(**given: int | float) -> mx.array:
         bits = np.float32(number).view(np.int32) if isinstance(number, float) else number
         array[PARAMETERS.index(name)] = bits
     return mx.array(array)
+
+
+class Scores(NamedTuple):
+    """An `Attention` in the numbers that kernels take, which layers of one kind share.
+
+    Attributes:
+        scale: of logits in base 2.
+        softcap: of logits in base 2; 0 for none.
+        window: 0 for none.
+        hides_later: whether a query sees no token behind its own.
+        sinks: the dtype of the sinks; None for none.
+    """
+
+    scale: float
+    softcap: float
+    window: int
+    hides_later: bool
+    sinks: mx.Dtype | None
+
+    @property
+    def softcap_flag(self) -> list[str]:
+        """The flag of a kernel that caps scores."""
+        return ["HAS_SOFTCAP"] if self.softcap else []
+
+    @property
+    def sinks_flag(self) -> list[str]:
+        """The flag of a kernel that takes sinks: of parts of contexts, the one that merges them."""
+        return [] if self.sinks is None else ["SINKS"]
+
+
+@lru_cache(maxsize=1024)
+def scores_of(attention: Attention) -> Scores:
+    """Cached: a layer keeps its `Attention`."""
+    return Scores(
+        attention.scale * LOG2_E,
+        (attention.softcap or 0.0) * LOG2_E,
+        attention.window or 0,
+        attention.hides_later,
+        None if attention.sinks is None else attention.sinks.dtype,
+    )
+
+
+def inputs_of(attention: Attention) -> list[mx.array]:
+    """The sinks, if there are any, padded to the least size of an input; kernels read them in any
+    dtype."""
+    sinks = attention.sinks
+    if sinks is not None and sinks.size < LEAST_ELEMENTS:
+        sinks = mx.pad(sinks, (0, LEAST_ELEMENTS - sinks.size))
+    return [] if sinks is None else [sinks]
 
 
 @dataclass(frozen=True)
@@ -165,13 +217,13 @@ def bound_slabs(pages: LayerMemory, numbers: tuple[int, ...]) -> BoundSlabs:
 
 def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> BoundSlabs:
     """Bind slabs as inputs of a kernel, in the given order."""
-    assert 0 < len(slabs) <= SLABS
+    assert 0 < len(slabs) <= MAX_SLABS
     memory = [memory for memory, _ in slabs]
     for array in memory:
         # A kernel writes through the array, and MLX might copy one that is not contiguous.
         assert np.asarray(array).flags.c_contiguous
     layouts = [layout for _, layout in slabs]
-    spare = SLABS - len(slabs)
+    spare = MAX_SLABS - len(slabs)
     fields = [_fields(layout) for layout in [*layouts, *layouts[:1] * spare]]
     kind = page_kind(
         layouts[0].geometry,

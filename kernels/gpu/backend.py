@@ -3,21 +3,21 @@
 Everything here is lazy. kernels/gpu/order.py makes reads wait for writes and writes for reads.
 """
 
-import math
 from collections.abc import Mapping
 
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import TABLES, BoundSlabs, Tables, bind, bound_slabs, tables_of
 from paged_kv.kernels.gpu.decode import Decode
-from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS, SLABS, GpuKernels, Maker
+from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
 from paged_kv.kernels.gpu.latent import Latent
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.slots import SlotKernels
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_memory import WRITABLE, LayerMemory
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend
@@ -27,7 +27,6 @@ LARGEST_HEAD = max(HEAD_SIZES)
 # Of latents and their position keys, which only `attend_latent` reads.
 LATENT_SIZES = {(512, 64)}
 DTYPES = {mx.float16, mx.bfloat16}
-LOG2_E = math.log2(math.e)
 
 
 class GpuBackend:
@@ -43,6 +42,7 @@ class GpuBackend:
     """
 
     writes_in_place = True
+    slab_padding = kept_bytes = 0
 
     def __init__(self, dialect: str, maker: Maker) -> None:
         self.name = dialect
@@ -102,7 +102,7 @@ class GpuBackend:
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         stride = pages.slab_stride
         slabs = sorted({entry // stride for pair in copies.items() for entry in pair})
-        if len(slabs) > SLABS:
+        if len(slabs) > MAX_SLABS:
             self._fall_back(pages)
             self._plain.copy(pages, copies)
             return
@@ -145,28 +145,13 @@ class GpuBackend:
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        new_tokens: NewTokens | None,
-        softcap: float | None = None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
-            output = self._plain.attend(
-                pages,
-                queries,
-                metadata,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sinks=sinks,
-                new_tokens=new_tokens,
-                softcap=softcap,
-            )
+            output = self._plain.attend(pages, queries, metadata, attention, new_tokens)
             mx.eval(output)
             return output
         if pages.geometry.k_dim > LARGEST_HEAD:
@@ -175,26 +160,15 @@ class GpuBackend:
                 queries,
                 metadata,
                 pages.geometry.v_dim,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sinks=sinks,
-                softcap=softcap,
+                attention,
             )
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        base, cap = scale * LOG2_E, (softcap or 0.0) * LOG2_E
-        sinks = None if sinks is None else _padded(sinks)
         if queries.shape[2] == 1 and new_tokens is None:
-            output = self._decode(
-                pages, slabs, tables, queries, metadata, base, cap, window or 0, sinks, None
-            )
+            output = self._decode(pages, slabs, tables, queries, metadata, attention, None)
         else:
-            sees_back = causal or window is not None
             new_tokens = self._in_dtype(pages, new_tokens)
-            output = self._prefill(
-                pages, slabs, tables, queries, base, cap, sees_back, window or 0, sinks, new_tokens
-            )
+            output = self._prefill(pages, slabs, tables, queries, attention, new_tokens)
         return output if dtype == own else output.astype(dtype)
 
     def attend_latent(
@@ -203,11 +177,8 @@ class GpuBackend:
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        new_tokens: NewTokens | None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         """See `Backend.attend_latent`. For steps of more tokens, MLX attends to what a kernel
         gathers: one head."""
@@ -221,8 +192,7 @@ class GpuBackend:
                 queries.astype(own),
                 position_queries.astype(own),
                 metadata,
-                scale * LOG2_E,
-                window or 0,
+                attention,
             )
             return output.astype(dtype)
         return row_attention.attend_latent(
@@ -230,9 +200,7 @@ class GpuBackend:
             queries,
             position_queries,
             metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
+            attention,
         )
 
     def write_and_attend(
@@ -241,12 +209,7 @@ class GpuBackend:
         step: NewTokens,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        attention: Attention,
     ) -> mx.array:
         """See `Backend.write_and_attend`. A step of one token per sequence takes no more launches
         than `attend` alone."""
@@ -254,33 +217,12 @@ class GpuBackend:
         is_decode = queries.shape[2] == 1 and pages.geometry.k_dim <= LARGEST_HEAD
         if not is_decode or slabs is None or not tables.slabs:
             self.write(pages, *step, metadata)
-            return self.attend(
-                pages,
-                queries,
-                metadata,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sinks=sinks,
-                new_tokens=None,
-                softcap=softcap,
-            )
+            return self.attend(pages, queries, metadata, attention)
         if WRITABLE not in metadata.memo:  # Not a call in each layer.
             pages.require_writable(metadata, 1)
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        output = self._decode(
-            pages,
-            slabs,
-            tables,
-            queries,
-            metadata,
-            scale * LOG2_E,
-            (softcap or 0.0) * LOG2_E,
-            window or 0,
-            None if sinks is None else _padded(sinks),
-            step,
-        )
+        output = self._decode(pages, slabs, tables, queries, metadata, attention, step)
         return output if dtype == own else output.astype(dtype)
 
     def _bound(
@@ -288,7 +230,7 @@ class GpuBackend:
     ) -> tuple[Tables, BoundSlabs | None]:
         """The tables and bound slabs of a batch; None for the slabs if no kernel takes them."""
         tables: Tables = metadata.memo.get(TABLES) or tables_of(metadata, pages.slab_stride)
-        if len(tables.slabs) > SLABS or not pages.slabs:
+        if len(tables.slabs) > MAX_SLABS or not pages.slabs:
             return tables, None
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
@@ -315,18 +257,12 @@ class GpuBackend:
         """Count and log a fallback, and wait for the kernels before plain operations follow."""
         self.fallbacks += 1
         warn_once(
-            f"a batch has pages in more than {SLABS} slabs, so plain MLX operations serve it, "
-            "which are slower. Use a smaller max_bytes for fewer slabs, or call compact()"
+            f"a batch has pages in more than {MAX_SLABS} slabs, because max_bytes leaves no room "
+            "to join some, so plain MLX operations serve it, which are slower. Raise max_bytes, or "
+            "call compact()"
         )
         self.settle(pages)
 
 
 def _is_for_latents(geometry: LayerGeometry) -> bool:
     return geometry.k_heads == 1 and (geometry.k_dim, geometry.v_dim) in LATENT_SIZES
-
-
-def _padded(sinks: mx.array) -> mx.array:
-    """Sinks padded to the least size of an input; kernels read them in any dtype."""
-    if sinks.size >= LEAST_ELEMENTS:
-        return sinks
-    return mx.pad(sinks, (0, LEAST_ELEMENTS - sinks.size))

@@ -9,10 +9,19 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.arrays import (
+    BoundSlabs,
+    PageKind,
+    Scores,
+    Tables,
+    inputs_of,
+    parameters,
+    scores_of,
+)
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, TILE, DecodeShape, decode_shape
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
@@ -21,19 +30,12 @@ class Asked(NamedTuple):
     """The arguments that the launches of several layers share.
 
     Attributes:
-        scale: the scale of logits in base 2.
-        softcap: of logits in base 2; 0 for none.
-        window: 0 for none.
-        sinks: the dtype of the sinks; None for none.
         writes: whether the kernel also writes the step.
     """
 
     kind: PageKind
     heads: int
-    scale: float
-    softcap: float
-    window: int
-    sinks: mx.Dtype | None
+    scores: Scores
     writes: bool
 
 
@@ -60,20 +62,17 @@ class Decode:
         tables: Tables,
         queries: mx.array,
         metadata: AttentionMetadata,
-        scale: float,
-        softcap: float,
-        window: int,
-        sinks: mx.array | None,
+        attention: Attention,
         step: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
-        heads, dtype = queries.shape[1], None if sinks is None else sinks.dtype
-        key = (slabs.kind, heads, scale, softcap, window, dtype, step is not None)
+        # Not yet `Asked`, nor `inputs_of` without sinks: each is a call in every layer.
+        key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
             plan = tables.plans[key] = self._plan(Asked(*key), tables, metadata)
         inputs = [queries, *step] if step is not None else [queries]
-        of_sinks = [] if sinks is None else [sinks]
+        of_sinks = [] if attention.sinks is None else inputs_of(attention)
         if plan.merge is None:
             inputs += of_sinks
         outputs = self._order.run(
@@ -87,8 +86,8 @@ class Decode:
     def _plan(self, asked: Asked, tables: Tables, metadata: AttentionMetadata) -> _Plan:
         """Context lengths that split into the same parts share a plan."""
         longest = max(metadata.context_lens)
-        if asked.window:
-            longest = min(longest, asked.window) + TILE
+        if asked.scores.window:
+            longest = min(longest, asked.scores.window) + TILE
         batch, width = tables.array.shape
         geometry = asked.kind.geometry
         rotates = "HAS_CODES" in asked.kind.flags
@@ -106,9 +105,9 @@ class Decode:
             table_stride=width,
             kv_heads=geometry.k_heads,
             gqa_group_size=asked.heads // geometry.k_heads,
-            scale=asked.scale,
-            softcap=asked.softcap,
-            window=asked.window,
+            scale=asked.scores.scale,
+            softcap=asked.scores.softcap,
+            window=asked.scores.window,
             splits=shape.splits,
             split_tiles=shape.tiles,
             first_basis=kind.bases[0],
@@ -116,10 +115,9 @@ class Decode:
         )
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
-        sinks = ["SINKS"] if asked.sinks is not None else []
-        flags = [*kind.flags, "WHOLE", *sinks] if is_whole else [*kind.flags, "PARTIAL"]
-        if asked.softcap:
-            flags.append("HAS_SOFTCAP")
+        sinks = asked.scores.sinks_flag
+        flags = [*kind.flags, *asked.scores.softcap_flag]
+        flags += ["WHOLE", *sinks] if is_whole else ["PARTIAL"]
         if asked.writes:
             flags.append("STEP")
         output = Output((batch, asked.heads, 1, geometry.v_dim), geometry.k_dtype)

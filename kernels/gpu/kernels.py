@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from paged_kv.kernels.gpu.short_text import shortened
 from paged_kv.kernels.gpu.text import WITHOUT_PAGES, kernel_text, own_words
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 
-SLABS = 16
-OF_PAGES = (*(f"slab{i}" for i in range(SLABS)), "layouts", "tables", "params", "before")
+OF_PAGES = (*(f"slab{i}" for i in range(MAX_SLABS)), "layouts", "tables", "params", "before")
 
 # The inputs and outputs of each operation, with the flag of the variants that have them; "" means
 # all variants. An operation on pages has the output `done` too.

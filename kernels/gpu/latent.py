@@ -8,10 +8,18 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.arrays import (
+    BoundSlabs,
+    PageKind,
+    Scores,
+    Tables,
+    parameters,
+    scores_of,
+)
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, LATENT_ROWS, LATENT_SIMDGROUPS, latent_parts
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
@@ -40,12 +48,11 @@ class Latent:
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int,
+        attention: Attention,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, k_dim] of queries [B, q_heads, 1, k_dim] and position queries [B,
-        q_heads, 1, v_dim] in the pages' dtype. `scale` is of logits in base 2."""
-        key = (slabs.kind, queries.shape[1], scale, window)
+        q_heads, 1, v_dim] in the pages' dtype."""
+        key = (slabs.kind, queries.shape[1], scores_of(attention))
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
             plan = tables.plans[key] = self._plan(*key, tables, metadata)
@@ -57,26 +64,24 @@ class Latent:
         self,
         kind: PageKind,
         heads: int,
-        scale: float,
-        window: int,
+        scores: Scores,
         tables: Tables,
         metadata: AttentionMetadata,
     ) -> _Plan:
         """Context lengths that split into the same parts share a plan."""
         longest = max(metadata.context_lens)
-        if window:
-            longest = min(longest, window) + LATENT_SIMDGROUPS
+        if scores.window:
+            longest = min(longest, scores.window) + LATENT_SIMDGROUPS
         batch, width = tables.array.shape
         parts = latent_parts(batch, heads, longest)
-        return self._new_plan(kind, batch, heads, scale, window, parts, width)
+        return self._new_plan(kind, batch, heads, scores, parts, width)
 
     def _plan_of(
         self,
         kind: PageKind,
         batch: int,
         heads: int,
-        scale: float,
-        window: int,
+        scores: Scores,
         parts: tuple[int, int],
         width: int,
     ) -> _Plan:
@@ -86,8 +91,8 @@ class Latent:
             table_stride=width,
             kv_heads=1,
             gqa_group_size=heads,
-            scale=scale,
-            window=window,
+            scale=scores.scale,
+            window=scores.window,
             splits=splits,
             split_tiles=tiles,
             bases=1,

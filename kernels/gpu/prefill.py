@@ -5,10 +5,19 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.arrays import (
+    BoundSlabs,
+    PageKind,
+    Scores,
+    Tables,
+    inputs_of,
+    parameters,
+    scores_of,
+)
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
@@ -20,21 +29,13 @@ class Asked:
     Attributes:
         shape: the shape of the queries.
         table_stride: the width of the tables.
-        scale: the scale of logits in base 2.
-        softcap: of logits in base 2; 0 for none.
-        window: 0 for none.
-        sinks: the dtype of the sinks; None for none.
         new_tokens: number of unwritten tokens of the step.
     """
 
     kind: PageKind
     shape: tuple[int, ...]
     table_stride: int
-    scale: float
-    softcap: float
-    window: int
-    causal: bool
-    sinks: mx.Dtype | None
+    scores: Scores
     new_tokens: int
 
 
@@ -52,11 +53,7 @@ class Prefill:
         slabs: BoundSlabs,
         tables: Tables,
         queries: mx.array,
-        scale: float,
-        softcap: float,
-        causal: bool,
-        window: int,
-        sinks: mx.array | None,
+        attention: Attention,
         new_tokens: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
@@ -64,17 +61,11 @@ class Prefill:
             slabs.kind,
             queries.shape,
             tables.array.shape[1],
-            scale,
-            softcap,
-            window,
-            causal,
-            None if sinks is None else sinks.dtype,
+            scores_of(attention),
             0 if new_tokens is None else new_tokens[0].shape[2],
         )
         launch, params = self._launch(asked)
-        inputs = [queries, *(new_tokens or ())]
-        if sinks is not None:
-            inputs.append(sinks)
+        inputs = [queries, *(new_tokens or ()), *inputs_of(attention)]
         inputs += [*slabs.inputs, tables.array, params]
         return self._order.run(pages, launch, inputs)[0]
 
@@ -88,15 +79,13 @@ class Prefill:
             steps=steps,
             gqa_group_size=gqa_group_size,
             q_heads=heads,
-            scale=asked.scale,
-            softcap=asked.softcap,
-            window=asked.window,
-            causal=int(asked.causal),
+            scale=asked.scores.scale,
+            softcap=asked.scores.softcap,
+            window=asked.scores.window,
+            causal=int(asked.scores.hides_later),
             new_tokens=asked.new_tokens,
         )
-        flags = [*asked.kind.flags]
-        flags += ["SINKS"] if asked.sinks is not None else []
-        flags += ["HAS_SOFTCAP"] if asked.softcap else []
+        flags = [*asked.kind.flags, *asked.scores.sinks_flag, *asked.scores.softcap_flag]
         flags += ["HAS_NEW_TOKENS"] if asked.new_tokens else []
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         rows = PREFILL_ROWS[self._kernels.dialect]

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
@@ -23,6 +24,16 @@ class Backend(Protocol):
     @property
     def fallbacks(self) -> int:
         """How often plain MLX operations stood in for a kernel."""
+        ...
+
+    @property
+    def slab_padding(self) -> int:
+        """Bytes that `new_slab` allocates beyond those of the pages."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of arrays that the backend keeps for later calls."""
         ...
 
     @property
@@ -87,20 +98,14 @@ class Backend(Protocol):
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        new_tokens: NewTokens | None,
-        softcap: float | None = None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
 
-        `causal` hides later tokens. `window` hides them too, and tokens `window` or more positions
-        back. `sinks` [q_heads] are logits of one more key without a value. With `softcap`, scores
-        become softcap * tanh(score / softcap); sinks stay.
+        `new_tokens` are unwritten keys [B, k_heads, N, k_dim] and values [B, v_heads, N, v_dim]:
+        the last tokens of each sequence, counted in its length.
         """
         ...
 
@@ -110,12 +115,7 @@ class Backend(Protocol):
         step: NewTokens,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        attention: Attention,
     ) -> mx.array:
         """`write` a step and `attend` with its queries, at a lower cost than separate calls."""
         ...
@@ -126,11 +126,8 @@ class Backend(Protocol):
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        new_tokens: NewTokens | None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         """Latent attention (MLA): keys are latents [B, 1, T, k_dim], values are position keys [B,
         1, T, v_dim], and all heads share both.
@@ -138,6 +135,6 @@ class Backend(Protocol):
         Scores of queries [B, q_heads, S, k_dim] and position queries [B, q_heads, S, v_dim], of one
         dtype, are scale * queries @ latents + position_queries @ position_keys. The output, [B,
         q_heads, S, k_dim], is the sum of latents, weighted by their softmax, and finite where the
-        step is padding. `causal` and `window` as in `attend`.
+        step is padding. Without sinks and softcap.
         """
         ...

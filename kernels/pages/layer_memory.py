@@ -10,6 +10,8 @@ from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, PageFormat, PageLayout
 
+# Slabs that a kernel takes, each as an argument of its own. Metal allows 31 arguments in all.
+MAX_SLABS = 16
 # The key of a batch's `memo` once its pages are known to take a step.
 WRITABLE = "writable"
 

@@ -5,12 +5,13 @@ call of a step usually writes the step too. Any other call writes the deferred s
 `gather` of the same batch: it gets the step as `new_tokens`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
@@ -21,6 +22,8 @@ from paged_kv.kernels.pages.page_format import PageFormat, PageLayout
 
 # MLX counts the elements of a dimension in 32 bits, and devices limit the size of a buffer.
 MAX_SLAB_BYTES = 1 << 31
+# A layer has few: of prompts and of decode, and of some masks. Sinks may be new in every step.
+KEPT_ATTENTIONS = 8
 
 
 class _DeferredWrite(NamedTuple):
@@ -28,6 +31,14 @@ class _DeferredWrite(NamedTuple):
 
     step: NewTokens
     metadata: AttentionMetadata
+
+
+class NewSlab(NamedTuple):
+    """A slab to map; none if it has no pages."""
+
+    slab: int
+    pages: int
+    page_format: PageFormat
 
 
 class LayerPages(LayerMemory):
@@ -49,10 +60,21 @@ class LayerPages(LayerMemory):
         self._deferred: _DeferredWrite | None = None
         self._thread: int | None = None  # the thread that deferred the last step
         self._is_shared = False
+        self._attentions: dict[tuple[Any, ...], Attention] = {}
 
     @property
     def backend_name(self) -> str:
         return self._backend.name
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the slabs' memory beyond those of their pages."""
+        return len(self.slabs) * self._backend.slab_padding
+
+    @property
+    def deferred(self) -> NewTokens | tuple[()]:
+        """The keys and values of the deferred step."""
+        return () if self._deferred is None else self._deferred.step
 
     def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
         """Add a slab of `pages` pages with undefined contents."""
@@ -64,6 +86,9 @@ class LayerPages(LayerMemory):
     def unmap_slab(self, slab: int) -> None:
         """Free a slab's memory; ignores a slab that is not mapped."""
         self._settle_before_unmapping(slab)
+        if self.lazy_reads.noted:
+            stride = self.slab_stride
+            self.lazy_reads.compute_reads_of(lambda entry: entry // stride == slab)
         self.slabs.pop(slab, None)
         self.memo.clear()
 
@@ -154,44 +179,37 @@ class LayerPages(LayerMemory):
             self.settle()
         return self._backend.gather_tokens(self, metadata, indices)
 
+    def attention(
+        self,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> Attention:
+        """The layer's `Attention` with these arguments, made at its first step and kept."""
+        key = (scale, causal, window, id(sinks), softcap)  # The kept sinks keep their id.
+        kept = self._attentions.get(key)
+        if kept is None:
+            if len(self._attentions) >= KEPT_ATTENTIONS:
+                self._attentions.clear()
+            kept = Attention(scale, causal, window, sinks, softcap)
+            self._attentions[key] = kept
+        return kept
+
     def attend(
         self,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        attention: Attention,
         new_tokens: NewTokens | None = None,
-        softcap: float | None = None,
     ) -> mx.array:
         """See `Backend.attend`, or `Backend.write_and_attend` if the step is deferred."""
         deferred = self._deferred
         if deferred is None or deferred.metadata is not metadata:
             self.settle()
-            return self._backend.attend(
-                self,
-                queries,
-                metadata,
-                scale=scale,
-                causal=causal,
-                window=window,
-                sinks=sinks,
-                new_tokens=new_tokens,
-                softcap=softcap,
-            )
-        output = self._backend.write_and_attend(
-            self,
-            deferred.step,
-            queries,
-            metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-        )
+            return self._backend.attend(self, queries, metadata, attention, new_tokens)
+        output = self._backend.write_and_attend(self, deferred.step, queries, metadata, attention)
         self._deferred = None
         return output
 
@@ -200,10 +218,7 @@ class LayerPages(LayerMemory):
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
+        attention: Attention,
         new_tokens: NewTokens | None = None,
     ) -> mx.array:
         """See `Backend.attend_latent`. Writes a deferred step first."""
@@ -211,15 +226,39 @@ class LayerPages(LayerMemory):
             self._backend.begin(queries, position_queries)  # computed together with the step
             self.settle()
         return self._backend.attend_latent(
-            self,
-            queries,
-            position_queries,
-            metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
-            new_tokens=new_tokens,
+            self, queries, position_queries, metadata, attention, new_tokens
         )
+
+    def prepare_moves(self, moves: Mapping[int, int]) -> None:
+        """Wait for all that was to be done before page copies (from entry, to entry).
+
+        Raises:
+            ThreadConflict: another thread has not yet done its part.
+        """
+        self._before_change(lambda: set(moves.values()))
+        self._backend.settle(self)
+
+    def rewrite(self, new: NewSlab, moves: Mapping[int, int], emptied: Iterable[int]) -> None:
+        """Map a slab, copy pages (from entry, to entry), and free the memory of emptied slabs."""
+        if new.pages:
+            self.map_slab(*new)
+        self.copy(moves)
+        self._backend.settle(self)
+        for slab in emptied:
+            self.unmap_slab(slab)
+
+    def undo_rewrite(
+        self, new: NewSlab, moves: Mapping[int, int], emptied: Mapping[int, int]
+    ) -> None:
+        """Undo as much as `rewrite` has done; `emptied` gives the pages of each emptied slab."""
+        lost = {slab: pages for slab, pages in emptied.items() if slab not in self.slabs}
+        for slab, pages in lost.items():
+            self.map_slab(slab, pages, new.page_format)
+        stride = self.slab_stride
+        self.copy({to: entry for entry, to in moves.items() if entry // stride in lost})
+        self._backend.settle(self)
+        if new.pages:
+            self.unmap_slab(new.slab)
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
         """Write the deferred step, and compute lazy reads before these entries change."""

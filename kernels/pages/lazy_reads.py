@@ -60,6 +60,23 @@ class LazyReads:
         me = current_thread()
         return [array for read in self.noted if read.thread is me for array in read.waiting()]
 
+    def compute_reads_of(self, is_read: Callable[[int], bool]) -> None:
+        """Compute and forget this thread's arrays that read such table entries, before these lose
+        their memory: until then the arrays would hold it. Arrays that cannot be computed, because
+        they are part of a function that MLX traces, stay noted."""
+        me = current_thread()
+        reads, self.noted = self.noted, []
+        for read in reads:
+            tables = read.metadata.block_tables
+            is_mine = read.thread is me
+            if not (is_mine and any(is_read(entry) for table in tables for entry in table)):
+                self.noted.append(read)
+                continue
+            try:
+                mx.eval(read.waiting())
+            except RuntimeError:
+                self.noted.append(read)
+
     def compute(self, changing: Callable[[], set[int]]) -> None:
         """Compute and forget this thread's arrays, before a write to the table entries that
         `changing` returns.

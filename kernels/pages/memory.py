@@ -1,5 +1,6 @@
 """Finds how much memory this machine has for pages."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def require_memory(needed: int) -> None:
             f"a slab of {needed:,} bytes does not fit: this machine has {total:,}, of which MLX "
             f"holds {held:,}. Give the pool a smaller max_bytes"
         )
+
+
+def return_to_system() -> None:
+    """Give memory that MLX has freed to the system: MLX keeps freed arrays for later ones, and the
+    C library of Linux keeps what MLX frees."""
+    mx.clear_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _device_bytes() -> int:

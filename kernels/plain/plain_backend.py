@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
@@ -31,6 +32,7 @@ class PlainBackend:
 
     name = "plain"
     fallbacks = 0
+    slab_padding = kept_bytes = 0
     writes_in_place = False
 
     def supports(self, geometry: LayerGeometry) -> bool:
@@ -92,24 +94,15 @@ class PlainBackend:
         pages: LayerMemory,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        new_tokens: NewTokens | None,
-        softcap: float | None = None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         return row_attention.attend(
             lambda row: read_row(pages, metadata, row, new_tokens),
             queries,
             metadata,
             pages.geometry.v_dim,
-            scale=scale,
-            causal=causal,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
+            attention,
         )
 
     def attend_latent(
@@ -118,20 +111,15 @@ class PlainBackend:
         queries: mx.array,
         position_queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        new_tokens: NewTokens | None,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
     ) -> mx.array:
         return row_attention.attend_latent(
             lambda row: read_row(pages, metadata, row, new_tokens),
             queries,
             position_queries,
             metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
+            attention,
         )
 
     def write_and_attend(
@@ -140,25 +128,10 @@ class PlainBackend:
         step: NewTokens,
         queries: mx.array,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        attention: Attention,
     ) -> mx.array:
         self.write(pages, *step, metadata)
-        return self.attend(
-            pages,
-            queries,
-            metadata,
-            scale=scale,
-            causal=causal,
-            window=window,
-            sinks=sinks,
-            new_tokens=None,
-            softcap=softcap,
-        )
+        return self.attend(pages, queries, metadata, attention)
 
 
 def _write_slots(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.plain.attention_mask import causal_window_mask
 
@@ -18,23 +19,18 @@ def attend(
     queries: mx.array,
     metadata: AttentionMetadata,
     v_dim: int,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    sinks: mx.array | None,
-    softcap: float | None = None,
+    attention: Attention,
 ) -> mx.array:
     """See `Backend.attend`."""
 
     def attend_row(row: int, own: slice) -> mx.array:
         keys, values = read(row)
         asked = queries[row : row + 1, :, own]
-        if softcap is not None:
-            return _softcapped(asked, keys, values, scale, softcap, causal, window, sinks)
-        mask = _row_mask(keys.shape[2], asked.shape[2], causal=causal, window=window)
+        if attention.softcap is not None:
+            return _softcapped(asked, keys, values, attention, attention.softcap)
+        mask = _row_mask(keys.shape[2], asked.shape[2], attention)
         return mx.fast.scaled_dot_product_attention(
-            asked, keys, values, scale=scale, mask=mask, sinks=sinks
+            asked, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
         )
 
     return _by_row(queries, metadata, v_dim, attend_row)
@@ -45,10 +41,7 @@ def attend_latent(
     queries: mx.array,
     position_queries: mx.array,
     metadata: AttentionMetadata,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    attention: Attention,
 ) -> mx.array:
     """See `Backend.attend_latent`."""
 
@@ -56,11 +49,11 @@ def attend_latent(
         latents, position_keys = read(row)
         asked, length = queries[row : row + 1, :, own], latents.shape[2]
         scores = position_queries[row : row + 1, :, own] @ position_keys.swapaxes(-1, -2)
-        if causal or window is not None:
-            seen = causal_window_mask(length, asked.shape[2], window)
+        if attention.hides_later:
+            seen = causal_window_mask(length, asked.shape[2], attention.window)
             scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
         return mx.fast.scaled_dot_product_attention(
-            asked, latents, latents, scale=scale, mask=scores.astype(asked.dtype)
+            asked, latents, latents, scale=attention.scale, mask=scores.astype(asked.dtype)
         )
 
     return _by_row(queries, metadata, queries.shape[3], attend_row)
@@ -70,21 +63,18 @@ def _softcapped(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    scale: float,
+    attention: Attention,
     softcap: float,
-    causal: bool,
-    window: int | None,
-    sinks: mx.array | None,
 ) -> mx.array:
     """Attention [1, q_heads, S, v_dim] of one sequence, computed in float32."""
     wide_queries, wide_keys, wide_values = (
         each.astype(mx.float32) for each in (queries, keys, values)
     )
     by_kv_head = mx.unflatten(wide_queries, 1, (keys.shape[1], -1))
-    scores = mx.flatten(by_kv_head @ wide_keys[:, :, None].swapaxes(-1, -2), 1, 2) * scale
-    scores = softcap * mx.tanh(scores / softcap)
-    if causal or window is not None:
-        seen = causal_window_mask(keys.shape[2], queries.shape[2], window)
+    scores = mx.flatten(by_kv_head @ wide_keys[:, :, None].swapaxes(-1, -2), 1, 2)
+    scores = softcap * mx.tanh(scores * attention.scale / softcap)
+    if attention.hides_later:
+        seen = causal_window_mask(keys.shape[2], queries.shape[2], attention.window)
         scores = mx.where(seen, scores, mx.finfo(mx.float32).min)
     # MLX adds the mask to scores of its own: of no queries, it is all the scores.
     output = mx.fast.scaled_dot_product_attention(
@@ -93,7 +83,7 @@ def _softcapped(
         wide_values,
         scale=1.0,
         mask=scores,
-        sinks=None if sinks is None else sinks.astype(mx.float32),
+        sinks=None if attention.sinks is None else attention.sinks.astype(mx.float32),
     )
     return output.astype(queries.dtype)
 
@@ -116,14 +106,11 @@ def _by_row(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def _row_mask(
-    context_len: int, queries: int, *, causal: bool, window: int | None
-) -> mx.array | str | None:
+def _row_mask(context_len: int, queries: int, attention: Attention) -> mx.array | str | None:
     """The cheapest mask that suffices for the last `queries` tokens of a sequence."""
-    if window is not None and context_len > window:
-        return causal_window_mask(context_len, queries, window)
-    hides_later = causal or window is not None
-    return "causal" if hides_later and queries > 1 else None
+    if attention.window is not None and context_len > attention.window:
+        return causal_window_mask(context_len, queries, attention.window)
+    return "causal" if attention.hides_later and queries > 1 else None
 
 
 def _with_padding(output: mx.array, own: range, count: int) -> mx.array:

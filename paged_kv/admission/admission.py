@@ -107,8 +107,9 @@ class Admission(Generic[Request]):
             for pool in self.pools
         ]
         return (
-            f"the request could not begin in {self.patience_s:g} s: {len(begun)} others run, "
-            f"which may still grow to {max(shares, default=0):.0%} of what the cache can promise. "
+            f"the request could not begin in {self.patience_s:g} s: the requests that "
+            f"run ({len(begun)}) may still grow to {max(shares, default=0):.0%} of what the cache "
+            "can promise. "
             "Ask again later or with a smaller max_tokens, or start the server with a larger "
             "--max-kv-bytes, --decode-concurrency or --admission-timeout"
         )

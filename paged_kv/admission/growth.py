@@ -12,13 +12,14 @@ must fit beside what is in use:
 - of the new sequence: its prompt without the pages that it shares, and so many tokens more.
 
 Most of them end in blocks that are there already. No sequence counts for more than its prompt and
-`max_tokens`. A window takes at most its ring, so a ring that is complete counts nothing.
+`max_tokens`. A window takes at most its ring, so a ring that is complete counts nothing. A sequence
+that cannot be preempted counts with all tokens that it may hold: see `Growth.to_the_end`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paged_kv.admission.pool_size import PoolSize
 
@@ -36,6 +37,11 @@ class Growth:
     held: int
     prompt: int
     most: int
+
+    @property
+    def to_the_end(self) -> Growth:
+        """The growth of a sequence that cannot be preempted, so all its tokens must fit."""
+        return replace(self, prompt=self.most)
 
     def bytes_to_come(self, pool: PoolSize) -> int:
         """Bytes that it takes beside those that it holds, until it has generated

@@ -7,7 +7,8 @@ these numbers, so a preempted sequence, which came before those that have never 
     preempted   the latest of the running sequences, while the next step of all does not fit
 
 The earliest running sequence is never preempted, so it ends at some time, and the next one becomes
-the earliest: no sequence waits for ever. A sequence that has come back is spared until it has
+the earliest: no sequence waits for ever. It is preempted only for sequences that cannot be: these
+end, and it is the next to begin. A sequence that has come back is spared until it has
 generated a token, while there is another one to preempt.
 
 This knows no model and no arrays. What it asks and commands is a `Runner`, so several machines can
@@ -17,6 +18,7 @@ follow the decisions of one.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Set
 from typing import Protocol
 
 
@@ -58,18 +60,25 @@ class Scheduler:
         self._returned: set[int] = set()
         self.preemptions = 0
 
-    def schedule(self, running: list[int], waiting: list[int], places: int) -> bool:
+    def schedule(
+        self,
+        running: list[int],
+        waiting: list[int],
+        places: int,
+        fixed: Set[int] = frozenset(),
+    ) -> bool:
         """Choose the sequences of the next step: moves numbers between these two sorted lists.
-        `places` is the number of sequences that may begin. False if memory does not hold the next
-        step of the earliest sequence alone.
+        `places` is the number of sequences that may begin, and `fixed` those that cannot be
+        preempted. False if memory does not hold the next step of the earliest and of these.
 
         O(running sequences) if nothing is preempted and nothing waits.
         """
         self._forget_ended(running, waiting)
         while not self._runner.reserve(running):
-            if len(running) <= 1:
+            victim = self._victim(running, fixed)
+            if victim is None:
                 return False
-            self._preempt(self._victim(running), running, waiting)
+            self._preempt(victim, running, waiting)
         while waiting and places > 0 and self._begin(waiting[0], running):
             running.append(waiting.pop(0))
             running.sort()
@@ -80,9 +89,11 @@ class Scheduler:
         """Note that a sequence has generated a token: it may be preempted again."""
         self._returned.discard(number)
 
-    def _victim(self, running: list[int]) -> int:
-        others = running[1:]
-        return max(set(others) - self._returned, default=others[-1])
+    def _victim(self, running: list[int], fixed: Set[int]) -> int | None:
+        others = [number for number in running if number not in fixed]
+        if len(others) == len(running):
+            others = running[1:]
+        return max(set(others) - self._returned, default=others[-1] if others else None)
 
     def _preempt(self, number: int, running: list[int], waiting: list[int]) -> None:
         self._runner.preempt(number)

@@ -96,7 +96,7 @@ class SimulatedBatch:
 
     def reserve(self, running: list[int]) -> bool:
         after = [self.sequences[number].next_held(self.chunk) for number in running]
-        if self._bytes(after) > self.pool.promisable:
+        if self._bytes(after) > self.pool.budget:
             return False
         self._reserved = list(running)
         return True

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
+from paged_kv.sizes import counted
 
 if TYPE_CHECKING:
     from paged_kv.pool.page_pool import PagePool
@@ -56,8 +57,8 @@ def load_pages(
         found = [tuple(content.shape) for content in contents]
         if len(formats) != needed or found != shapes:
             raise ValueError(
-                f"layer {layer} needs {needed} pages for {context_len} tokens, of shapes {shapes} "
-                f"in words, got {found}"
+                f"layer {layer} needs {counted(needed, 'page')} for "
+                f"{counted(context_len, 'token')}, of shapes {shapes} in words, got {found}"
             )
         table = sequence.table(group)
         pool.append_blocks(group, table, formats[len(table.blocks) :])

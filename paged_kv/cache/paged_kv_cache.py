@@ -219,7 +219,7 @@ class PagedKVCache:
             ("right_padding", right_padding),
         ):
             if numbers is not None and len(numbers) != batch:
-                raise ValueError(f"{name} needs {batch} numbers, one per sequence, got {numbers}")
+                raise ValueError(f"{name} needs one number per sequence ({batch}), got {numbers}")
         self._require_empty(left_padding or [0] * batch)
         is_padded = right_padding is not None and any(right_padding)
         for row, sequence in enumerate(self.sequences):

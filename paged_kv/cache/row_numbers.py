@@ -22,7 +22,7 @@ def trim_counts(n: Iterable[int] | mx.array, batch: int) -> list[int]:
     """
     counts = integers(n)
     if len(counts) != batch:
-        raise ValueError(f"trim needs one count for each of {batch} sequences, got {len(counts)}")
+        raise ValueError(f"trim needs one count per sequence ({batch}), got {len(counts)}")
     if min(counts, default=0) < 0:
         raise ValueError(f"trim needs counts of tokens that are not negative, got {min(counts)}")
     return counts

@@ -6,11 +6,19 @@ argparse prints the message of each ArgumentTypeError after the name of the opti
 import argparse
 import math
 from pathlib import Path
+from typing import NoReturn
 
 from paged_kv.sizes import parse_size
 
 # About 11 days: longer than any use, and short enough for the system's sleep.
 MOST_SECONDS = 1e6
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an option, and in another one where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the options\n")
 
 
 def positive(text: str) -> int:

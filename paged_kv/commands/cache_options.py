@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from paged_kv.commands.arguments import page_format, path, store_size
+from paged_kv.commands.model_names import require_model
 from paged_kv.sizes import parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
 
@@ -48,6 +49,16 @@ def add_cache_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_dtype_option(parser: argparse._ActionsContainer) -> None:
+    """The number format of a model's weights."""
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        help="convert the model's numbers to this format, and compute in it. On a CPU float32 is "
+        "the quickest where OpenBLAS is installed (default: the model's own)",
+    )
+
+
 def require_complete(arguments: argparse.Namespace) -> None:
     """Check that no option lacks another one that it needs.
 
@@ -56,6 +67,19 @@ def require_complete(arguments: argparse.Namespace) -> None:
     """
     if arguments.store is None and arguments.store_bytes != parse_size(DEFAULT_STORE_BYTES):
         raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
+
+
+def require_folders(arguments: argparse.Namespace) -> None:
+    """Check the folders that options name, before models are loaded.
+
+    Raises:
+        OSError: a model is not there, or its folder is incomplete, or the store's is a file.
+    """
+    for option, name in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
+        if name not in (None, "ngram"):
+            require_model(option, name)
+    if arguments.store is not None and arguments.store.is_file():
+        raise NotADirectoryError(f"{arguments.store} is a file: name a folder for the pages")
 
 
 def examples(*commands: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from paged_kv.commands.arguments import path, positive, seconds
 from paged_kv.commands.cache_options import examples
+from paged_kv.commands.interrupts import raised
+from paged_kv.commands.output_files import require_writable
 from paged_kv.extras import extra_module
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.published import running_process, running_processes
@@ -91,6 +93,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot = extra_module("paged_kv.monitor.stats_plot", "plot")
         plot.require_drawable(arguments.plot)
+        require_writable(arguments.plot)
         plot.draw(_history(arguments), arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)
     elif arguments.watch:
@@ -145,7 +148,8 @@ def _watch(arguments: argparse.Namespace) -> int:
         except ProcessLookupError:
             raise ProcessLookupError(f"process {pid} has ended") from None
 
-    watch(look, Console(highlight=False), arguments.interval or _INTERVAL_S)
+    with raised():  # the terminal gets back what it showed before
+        watch(look, Console(highlight=False), arguments.interval or _INTERVAL_S)
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import path, store_size
 from paged_kv.commands.cache_options import examples
+from paged_kv.commands.output_files import removed_unless_complete, require_writable
 from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, TAG, default_folder
 
@@ -123,7 +124,8 @@ def run_export(arguments: argparse.Namespace) -> int:
             f"{arguments.file} exists, and export overwrites nothing: remove it, or name another "
             "file"
         )
-    with _opened(arguments) as store:
+    require_writable(arguments.file)
+    with _opened(arguments) as store, removed_unless_complete(arguments.file):
         done = export(store, arguments.file)
     return _print_transfer(arguments, "exported", done)
 
@@ -194,8 +196,11 @@ def _require_archive(file: Path) -> None:
     """
     try:
         tarfile.open(file).close()
-    except tarfile.TarError as error:
-        raise ValueError(f"{file} is not an export of a page store: {error}") from None
+    except tarfile.TarError:
+        raise ValueError(
+            f"{file} is not an export of a page store: name a file that `paged-kv store export` "
+            "wrote"
+        ) from None
 
 
 def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.commands.arguments import length_range, path, positive, share
 from paged_kv.commands.cache_options import examples
+from paged_kv.commands.output_files import removed_unless_complete
 from paged_kv.pool.trace import PAGE_SIZE
-from paged_kv.sizes import format_size, parse_size
+from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.trace.admission_replay import BATCHES, AdmissionOutcome, replay_admission
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.requests import TracedLoad
@@ -74,9 +75,8 @@ def _add_replay_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--max-tokens",
         type=positive,
-        default=512,
         metavar="N",
-        help="for --admission: the max_tokens of each request (default: 512)",
+        help="for --admission: the max_tokens of each request (default: as recorded)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
 
@@ -139,7 +139,9 @@ def run_synthesize(arguments: argparse.Namespace) -> int:
     shortest, longest = arguments.lengths
     load = Load(arguments.sequences, shortest, longest, arguments.churn, arguments.seed)
     numbers: int = 2 * arguments.layers * arguments.kv_heads * arguments.head_dim
-    synthesize(load, numbers * arguments.bytes_per_number, arguments.max_kv_bytes, arguments.file)
+    token_bytes = numbers * arguments.bytes_per_number
+    with removed_unless_complete(arguments.file):
+        synthesize(load, token_bytes, arguments.max_kv_bytes, arguments.file)
     return 0
 
 
@@ -148,8 +150,10 @@ def run_replay(arguments: argparse.Namespace) -> int:
     events = read_trace(arguments.file)
     other = Parameters(arguments.page_size, arguments.max_kv_bytes, arguments.eviction == "lru")
     recorded = Replay(events, Parameters()).run()
+    load = TracedLoad(events, PAGE_SIZE)
+    _require_a_page(arguments, load)
     changed = recorded if other == Parameters() else Replay(events, other).run()
-    admitted = _admitted(arguments, events)
+    admitted = _admitted(arguments, load)
     if arguments.json:
         content = {"recorded": as_dict(recorded), "replayed": as_dict(changed)}
         if admitted is not None:
@@ -158,14 +162,29 @@ def run_replay(arguments: argparse.Namespace) -> int:
         return 0
     _print_table(recorded, changed, _in_words(arguments))
     if admitted is not None:
-        _print_admission(admitted, f"{arguments.admission}, max_tokens {arguments.max_tokens:,}")
+        _print_admission(load, admitted, _admission_in_words(arguments))
     return 0
 
 
-def _admitted(arguments: argparse.Namespace, events: list[list[str]]) -> AdmissionOutcome | None:
+def _require_a_page(arguments: argparse.Namespace, load: TracedLoad) -> None:
+    """Raise ValueError if --max-kv-bytes does not hold a page of every layer."""
+    least = -(-load.page_bytes * arguments.page_size // PAGE_SIZE)
+    if arguments.max_kv_bytes is not None and arguments.max_kv_bytes < least:
+        raise ValueError(
+            f"--max-kv-bytes {arguments.max_kv_bytes:,} holds no page: {arguments.page_size} "
+            f"tokens take {least:,} bytes in all layers of this trace, so give at least these"
+        )
+
+
+def _admitted(arguments: argparse.Namespace, load: TracedLoad) -> AdmissionOutcome | None:
     if arguments.admission is None:
         return None
-    load = TracedLoad(events, PAGE_SIZE)
+    if not load.requests:
+        raise ValueError(
+            f"--admission replays requests, and {arguments.file} has none: record a trace of "
+            "`paged-kv server`, or of mlx-lm's batch_generate or BatchGenerator with a factory "
+            "that is installed"
+        )
     policy, most = arguments.admission, arguments.max_tokens
     return replay_admission(load, policy, most, arguments.max_kv_bytes)
 
@@ -182,28 +201,38 @@ def _in_words(arguments: argparse.Namespace) -> str:
     if arguments.max_kv_bytes:
         words.append(format_size(arguments.max_kv_bytes))
     if arguments.page_size != 256:
-        words.append(f"{arguments.page_size} tokens a page")
+        words.append(f"{counted(arguments.page_size, 'token')} a page")
     if arguments.eviction != "lru":
         words.append("no prefix reuse")
     return ", ".join(words)
 
 
-def _print_admission(outcome: AdmissionOutcome, title: str) -> None:
+def _admission_in_words(arguments: argparse.Namespace) -> str:
+    words = [arguments.admission]
+    if arguments.max_tokens:
+        words.append(f"max_tokens {arguments.max_tokens:,}")
+    if arguments.max_kv_bytes:
+        words.append(format_size(arguments.max_kv_bytes))
+    return ", ".join(words)
+
+
+def _print_admission(load: TracedLoad, outcome: AdmissionOutcome, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("\n", "\n" + title, box=None, pad_edge=False)
-    table.columns[1].justify = "right"
-    for name, cell in (
-        ("requests", f"{outcome.requests:,}"),
-        ("  of them too long for the pool", f"{outcome.impossible:,}"),
-        ("running at once, on average", f"{outcome.running_mean:.1f}"),
-        ("running at once, at most", f"{outcome.running_most:,}"),
-        ("steps", f"{outcome.steps:,}"),
-        ("preemptions", f"{outcome.preemptions:,}"),
-        ("tokens computed again", f"{outcome.tokens_recomputed:,}"),
+    table = Table("\n", "\nas recorded", "\n" + title, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, recorded, replayed in (
+        ("requests", f"{len(load.requests):,}", f"{outcome.requests:,}"),
+        ("  of them too long for the pool", "", f"{outcome.impossible:,}"),
+        ("running at once, on average", "", f"{outcome.running_mean:.1f}"),
+        ("running at once, at most", f"{load.running_most:,}", f"{outcome.running_most:,}"),
+        ("steps", "", f"{outcome.steps:,}"),
+        ("preemptions", f"{load.preemptions:,}", f"{outcome.preemptions:,}"),
+        ("tokens computed again", "", f"{outcome.tokens_recomputed:,}"),
     ):
-        table.add_row(name, cell)
+        table.add_row(name, recorded, replayed)
     Console(highlight=False).print(table)
 
 

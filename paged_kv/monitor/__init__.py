@@ -3,7 +3,7 @@
 process_view        all pools of a process at one moment: data, and its JSON
 pool_views          makes views of pools
 publisher           writes what has changed into a file that other processes of the user read
-publishing          starts the publisher with the first pool
+publishing          the publisher of this process's pools
 published           reads what other processes publish
 shared_file         a file that one process writes while others read
 runtime_folder      the private folder of those files

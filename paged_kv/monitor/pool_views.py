@@ -50,7 +50,7 @@ def _largest_sequences(pool: PagePool) -> tuple[SequenceView, ...]:
         tables = [table for table in tables if not table.is_scratch]
         for table in heapq.nlargest(LARGEST_SEQUENCES, tables, key=lambda each: len(each.blocks)):
             allocator = table.allocator
-            shared = sum(allocator.ref_count(block) > 1 for block in table.blocks)
+            shared = sum(allocator.refs.holders(block) > 1 for block in table.blocks)
             nbytes = sum(allocator.format_of(block).block_bytes for block in table.blocks)
             view = SequenceView(table.owner[:8], table.tokens, len(table.blocks), shared, nbytes)
             before = views.get(table.owner)

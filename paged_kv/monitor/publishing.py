@@ -1,4 +1,4 @@
-"""Publishes the pools of this process from the first one on. To import this is enough."""
+"""Publishes the pools of this process, from `publisher.start()` on."""
 
 from __future__ import annotations
 
@@ -6,5 +6,4 @@ from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.publisher import Publisher
 from paged_kv.pool.page_pool import open_pools
 
-_publisher = Publisher(lambda: view_process(open_pools.items()))
-open_pools.subscribe(_publisher.start)
+publisher = Publisher(lambda: view_process(open_pools.items()))

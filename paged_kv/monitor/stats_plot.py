@@ -45,12 +45,9 @@ def require_drawable(path: Path) -> None:
 
     Raises:
         ValueError: there is no such kind of file.
-        FileNotFoundError: its folder is not there.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}: make it first")
 
 
 def _figure(history: History) -> Figure:

@@ -56,9 +56,9 @@ def pool_tables(pool: PoolView) -> RenderableType:
 
 
 def bytes_table(stats: PoolStats) -> Table:
-    """Every mapped byte, in one row."""
+    """Every held byte, in one row."""
     table = Table("bytes", box=None, pad_edge=False)
-    for name in ("", "of mapped"):
+    for name in ("", "of held"):
         table.add_column(name, justify="right")
     table.add_column("")
     for label, *cells in byte_rows(stats):
@@ -92,7 +92,7 @@ def blocks_table(stats: PoolStats) -> Table:
 
 def numbers(stats: PoolStats) -> RenderableType:
     """The other columns, without those that are zero."""
-    others = [column for column in COLUMNS if column.unit is not Unit.SLAB_BYTES and column.label]
+    others = [column for column in COLUMNS if column.unit is not Unit.HELD_BYTES and column.label]
     known = [(column.label, _told(column, stats)) for column in others]
     told = [Text(f"{label} {number}") for label, number in known if number]
     return Group(Text(""), Columns(told, equal=True, padding=(0, 3)))
@@ -110,7 +110,7 @@ def _told(column: Column, stats: PoolStats) -> str:
 
 def _number(unit: Unit, number: float) -> str:
     match unit:
-        case Unit.SLAB_BYTES | Unit.BYTES:
+        case Unit.HELD_BYTES | Unit.BYTES:
             return format_size(int(number))
         case Unit.SHARE:
             return f"{number:.1%}"
@@ -123,15 +123,15 @@ def _number(unit: Unit, number: float) -> str:
 def process_list(views: list[ProcessView]) -> Table:
     """One row per process."""
     table = Table(box=None, pad_edge=False)
-    for name in ("pid", "pools", "active", "mapped"):
+    for name in ("pid", "pools", "used", "held"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("command", overflow="fold")
     for view in views:
-        active, mapped = (
+        used, held = (
             format_size(sum(getattr(pool.stats, name) for pool in view.pools))
-            for name in ("bytes_active", "bytes_mapped")
+            for name in ("bytes_active", "bytes_held")
         )
-        table.add_row(str(view.pid), str(len(view.pools)), active, mapped, view.command)
+        table.add_row(str(view.pid), str(len(view.pools)), used, held, view.command)
     return table
 
 

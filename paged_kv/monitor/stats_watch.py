@@ -36,7 +36,7 @@ def screen(view: ProcessView, console: Console) -> RenderableType:
         parts.append(Text("no pool of pages yet"))
     lines = max(6, console.height // max(1, len(view.pools)) - 24)
     for pool in view.pools:
-        name = f"\npool {pool.number}, {pool.name}: {pool.stats.usage:.1%} of the budget in use"
+        name = f"\npool {pool.number}, {pool.name}: {pool.stats.usage:.1%} of the budget used"
         parts += [Text(name), map_text(pool, console.width, lines), Text("")]
         parts += [bytes_table(pool.stats), numbers(pool.stats)]
         if pool.sequences:

@@ -9,7 +9,7 @@ from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Use
 from paged_kv.checks import described
 from paged_kv.kernels.pages.memory import recommended_bytes
 from paged_kv.pool.window import Window
-from paged_kv.sizes import size_in_bytes
+from paged_kv.sizes import counted, size_in_bytes
 
 
 def chosen_budget(max_bytes: float | str | None, beside: ByteBudget | None) -> ByteBudget:
@@ -39,7 +39,7 @@ def checked_windows(windows: Mapping[int, Window] | None, num_layers: int) -> di
         if not isinstance(window, Window):
             raise TypeError(f"windows must map layers to Windows, got {described(window)}")
         if layer not in range(num_layers):
-            known = f"a pool of {num_layers} layers, which count from 0"
+            known = f"a pool of {counted(num_layers, 'layer')}, which count from 0"
             raise ValueError(f"windows must be of the layers of {known}, got {described(layer)}")
     return dict(windows or {})
 

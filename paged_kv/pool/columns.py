@@ -21,11 +21,11 @@ Stats = Any
 class Unit(StrEnum):
     """The unit of a number.
 
-    Every mapped byte is in one of the columns in SLAB_BYTES, which have a table of their own; all
+    Every held byte is in one of the columns in HELD_BYTES, which have a table of their own; all
     other columns come after it. SHARE is from 0 to 1.
     """
 
-    SLAB_BYTES = "slab bytes"
+    HELD_BYTES = "held bytes"
     BYTES = "bytes"
     COUNT = "count"
     SHARE = "share"
@@ -78,42 +78,62 @@ class Column:
 COLUMNS = [
     Column(
         "bytes_allocated", "slots of live tokens",
-        "allocated", "kv_allocated_bytes", Unit.SLAB_BYTES,
+        "allocated", "kv_allocated_bytes", Unit.HELD_BYTES,
     ),
     Column(
         "bytes_last_block", "free slots after the last token of a sequence",
-        "+ last block", "kv_last_block_bytes", Unit.SLAB_BYTES,
+        "+ last block", "kv_last_block_bytes", Unit.HELD_BYTES,
     ),
     Column(
         "bytes_out_of_window", "slots that a window has left",
-        "+ out of window", "kv_out_of_window_bytes", Unit.SLAB_BYTES,
+        "+ out of window", "kv_out_of_window_bytes", Unit.HELD_BYTES,
     ),
     Column(
-        "bytes_active", "pages in use",
-        "= active", "kv_active_bytes", Unit.SLAB_BYTES,
+        "bytes_active", "pages that sequences hold",
+        "= used", "kv_active_bytes", Unit.HELD_BYTES,
     ),
     Column(
-        "bytes_retained", "cached pages, evicted when others need the memory",
-        "+ retained", "kv_retained_bytes", Unit.SLAB_BYTES,
+        "bytes_retained", "pages that only the prefix cache holds, evicted for others",
+        "+ cached", "kv_retained_bytes", Unit.HELD_BYTES,
     ),
     Column(
         "bytes_fragmented", "free pages of slabs that hold something",
-        "+ fragmented", "kv_fragmented_bytes", Unit.SLAB_BYTES,
+        "+ fragmented", "kv_fragmented_bytes", Unit.HELD_BYTES,
     ),
     Column(
         "bytes_spare", "slabs that hold nothing",
-        "+ spare", "kv_spare_bytes", Unit.SLAB_BYTES,
+        "+ spare", "kv_spare_bytes", Unit.HELD_BYTES,
     ),
     Column(
         "bytes_mapped", "all slabs",
-        "= mapped", "kv_mapped_bytes", Unit.SLAB_BYTES,
+        "= mapped", "kv_mapped_bytes", Unit.HELD_BYTES,
+    ),
+    Column(
+        "bytes_beside", "steps that no page holds yet, states of recurrent layers, alignment",
+        "+ beside slabs", "kv_beside_bytes", Unit.HELD_BYTES,
+    ),
+    Column(
+        "bytes_held", "what MLX holds for the pool",
+        "= held", "kv_held_bytes", Unit.HELD_BYTES,
+    ),
+    Column(
+        "bytes_steps", "keys and values of steps that no page holds yet",
+        "unwritten steps", "kv_step_bytes", Unit.BYTES,
+    ),
+    Column(
+        "bytes_states", "states of recurrent layers that the prefix cache keeps",
+        "states", "kv_state_bytes", Unit.BYTES,
+    ),
+    Column(
+        "bytes_scratch", "what alignment adds to slabs, and arrays that kernels keep",
+        "scratch", "kv_scratch_bytes", Unit.BYTES,
     ),
     Column(
         "bytes_budget", "the most bytes that may be mapped",
         "budget", "kv_budget_bytes", Unit.BYTES,
     ),
     Column(
-        "usage", "share of the budget that pages in use take, 0 to 1",
+        "usage", "share of the budget that used pages take, 0 to 1",
         "usage", "kv_cache_usage_perc", Unit.SHARE,
     ),
     Column(
@@ -216,15 +236,15 @@ COLUMNS = [
 
 
 def byte_rows(stats: Stats) -> list[tuple[str, str, str, str]]:
-    """Every mapped byte: label, size, share of all mapped bytes, and meaning."""
-    slab_bytes = [each for each in COLUMNS if each.unit is Unit.SLAB_BYTES and each.label]
+    """Every held byte: label, size, share of all held bytes, and meaning."""
+    held_bytes = [each for each in COLUMNS if each.unit is Unit.HELD_BYTES and each.label]
     return [
         (
             str(each.label),
             format_size(nbytes),
-            f"{nbytes / (stats.bytes_mapped or 1):.1%}",
+            f"{nbytes / (stats.bytes_held or 1):.1%}",
             each.meaning,
         )
-        for each in slab_bytes
+        for each in held_bytes
         for nbytes in [int(sum(each.parts(stats).values()))]
     ]

@@ -12,12 +12,15 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS, Events
-from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
+from paged_kv.allocator.requantisation import Requantisation, RequantisationPolicy, full_blocks
+from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
+from paged_kv.kernels.pages.layer_pages import MAX_SLAB_BYTES, LayerPages, NewSlab
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat, page_format_named
 from paged_kv.pool.stats import GroupStats
 from paged_kv.pool.window import Window
@@ -25,6 +28,8 @@ from paged_kv.pool.window import Window
 # The most blocks of a sequence that have 16 bits at a time: the page that is being written, and the
 # one that the latest step wrote before it.
 WRITTEN_BLOCKS = 2
+# The share of a group's pages that get smaller at a time, so that not many more do than must.
+REQUANTISED_SHARE = 16
 
 
 class LayerGroup:
@@ -102,11 +107,9 @@ class LayerGroup:
             return
         for layer, pages in self.pages.items():
             self._require_holds(page_format, layer, pages)
-        slabs = self.allocator.add_format(
-            page_format.name, self._block_bytes(self.pages, page_format)
-        )
-        slabs.max_slab_pages = self._max_slab_pages(page_format)
+        self.allocator.add_format(page_format.name, self._block_bytes(self.pages, page_format))
         self.formats[page_format.name] = page_format
+        self._note_page_sizes()
 
     def open_layer(self, layer: int, geometry: LayerGeometry) -> LayerPages:
         """The pages of a layer, made at its first write. Layers with equal geometry share one
@@ -229,27 +232,25 @@ class LayerGroup:
             self._recode(sources()[: len(found)], page_format)
 
     def requantise(self, policy: RequantisationPolicy, pressure: float) -> dict[str, int]:
-        """Requantise the policy's next pages, as many as one slab holds, then compact and unmap
-        slabs. Returns the number of requantised pages by their new format.
+        """Requantise the policy's next pages, a share of all, then give back what that frees.
+        Returns the number of requantised pages by their new format.
 
-        Does nothing if no page can be requantised, or no slab for the new pages fits the budget.
+        Does nothing if no page can be requantised, or the budget holds none of the new pages.
         """
-        allocator = self.allocator
-        plan = [
-            each
-            for each in policy.requantisations(full_blocks(allocator), pressure)
-            if allocator.format_of(each.block).name != each.page_format
-        ]
+        plan = self._next_requantisations(policy, pressure)
         if not plan:
             return {}
-        alike = takewhile(lambda each: each.page_format == plan[0].page_format, plan)
-        name, reclaimer = self._first_that_fits(policy, plan[0].page_format)
-        sources = [each.block for each in alike][:reclaimer]
-        if not sources:
+        name, most = self._first_that_fits(policy, plan[0].page_format)
+        few = max(1, self.allocator.num_used // REQUANTISED_SHARE)
+        count = min(most, few, len(plan))
+        if not count:
             return {}
-        self._recode(sources, name)
+        self.allocator.ensure_free({name: count}, 0)
+        # Mapping a slab may have moved some.
+        plan = self._next_requantisations(policy, pressure)
+        self._recode([each.block for each in plan[:count]], name)
         self.compact()
-        return {name: len(sources)}
+        return {name: count}
 
     def stats(self) -> GroupStats:
         """A snapshot, which keeps the blocks of collected sequences. O(slabs)."""
@@ -264,29 +265,32 @@ class LayerGroup:
         )
 
     def compact(self) -> int:
-        """Move pages out of the emptiest slabs and unmap those; returns the number of moves."""
-        if not self.is_open:
-            return 0
-        moves = self.allocator.compaction_plan()
-        if moves:
-            self.copy_pages(moves)
-            self.moves += 1
-            self.allocator.apply_moves(moves)
-        self.allocator.unmap_empty_slabs()
-        return len(moves)
+        """Give back free pages; returns the number of pages that moved for that."""
+        return self.allocator.compact() if self.is_open else 0
+
+    def _next_requantisations(
+        self, policy: RequantisationPolicy, pressure: float
+    ) -> list[Requantisation]:
+        """The policy's next pages, as long as it names the same format."""
+        format_of = self.allocator.format_of
+        plan = [
+            each
+            for each in policy.requantisations(full_blocks(self.allocator), pressure)
+            if format_of(each.block).name != each.page_format
+        ]
+        return list(takewhile(lambda each: each.page_format == plan[0].page_format, plan))
 
     def _first_that_fits(self, policy: RequantisationPolicy, page_format: str) -> tuple[str, int]:
         """The first of the policy's formats, from `page_format` on, of which the budget still holds
-        a slab, and the number of pages that fit; 0 if none does."""
+        a page, and the number of pages that fit; 0 if none does."""
         formats = policy.page_formats
         for name in formats[formats.index(page_format) :]:
-            if reclaimer := self.allocator.room_in_one_slab(name):
-                return name, reclaimer
+            if most := self.allocator.available(name):
+                return name, most
         return page_format, 0
 
     def _recode(self, blocks: list[int], page_format: str) -> None:
-        """Move these blocks into another format, for all that hold them."""
-        self.allocator.ensure_free({page_format: len(blocks)})
+        """Move these blocks into free ones of another format, for all that hold them."""
         moves = dict(zip(blocks, self.allocator.format_named(page_format).free, strict=False))
         self.copy_pages(moves)
         self.moves += 1
@@ -311,6 +315,8 @@ class LayerGroup:
                 PAGE_SIZE,
                 self._map_slab,
                 self._unmap_slab,
+                self._rewrite_slabs,
+                MAX_SLABS,
                 first,
                 self._events,
             )
@@ -322,8 +328,7 @@ class LayerGroup:
             for slab, count in slabs.slabs.items():
                 pages.map_slab(slab, count, self.formats[slabs.name])
         self.pages[layer] = pages
-        for slabs in self._allocator.formats:
-            slabs.max_slab_pages = self._max_slab_pages(self.formats[slabs.name])
+        self._note_page_sizes()
 
     def _require_holds(self, page_format: PageFormat, layer: int, pages: LayerPages) -> None:
         try:
@@ -331,9 +336,12 @@ class LayerGroup:
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from None
 
-    def _max_slab_pages(self, page_format: PageFormat) -> int:
-        largest = max(pages.page_bytes(page_format) for pages in self.pages.values())
-        return max(1, min(MAX_SLAB_PAGES, MAX_SLAB_BYTES // largest))
+    def _note_page_sizes(self) -> None:
+        for slabs in self.allocator.formats:
+            page_format = self.formats[slabs.name]
+            slabs.page_bytes = max(each.page_bytes(page_format) for each in self.pages.values())
+            most = min(MAX_SLAB_PAGES, MAX_SLAB_BYTES // slabs.page_bytes)
+            slabs.max_slab_pages = max(1, most)
 
     def _all_block_bytes(self, pages: Mapping[int, LayerPages]) -> dict[str, int]:
         """Bytes of a block of each format."""
@@ -355,6 +363,26 @@ class LayerGroup:
     def _unmap_slab(self, slab: int) -> None:
         for pages in self.pages.values():
             pages.unmap_slab(slab)
+
+    def _rewrite_slabs(self, rewrite: Rewrite, slab: int, moves: Mapping[int, int]) -> bool:
+        """See `RewriteSlabs`. Layer by layer, so that few pages exist twice at a time."""
+        new = NewSlab(slab, rewrite.new_pages, self.formats[rewrite.slabs.name])
+        layers = list(self.pages.values())
+        try:
+            for pages in layers:
+                pages.prepare_moves(moves)
+        except ThreadConflict:
+            return False
+        try:
+            for pages in layers:
+                pages.rewrite(new, moves, rewrite.emptied)
+        except BaseException:
+            sizes = {each: rewrite.slabs.slabs[each] for each in rewrite.emptied}
+            for pages in layers:
+                pages.undo_rewrite(new, moves, sizes)
+            raise
+        self.moves += 1
+        return True
 
 
 def new_groups(

@@ -7,6 +7,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
+from weakref import WeakSet
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
@@ -15,9 +17,11 @@ from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
+from paged_kv.kernels.pages.memory import return_to_system
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.pool.arguments import checked_eviction_policy, checked_windows, chosen_budget
 from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.formats import FormatChoice, chosen_formats
@@ -30,6 +34,7 @@ from paged_kv.pool.stats import Compaction, PoolStats
 from paged_kv.pool.trace import events_of
 from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
+from paged_kv.sizes import counted
 
 logger = logging.getLogger("paged_kv")
 
@@ -37,6 +42,20 @@ _serials = itertools.count()
 
 open_pools: Registry[PagePool] = Registry()
 """The pools in use, weakly referenced."""
+
+
+class Unwritten(Protocol):
+    """Keys and values of a step that no page holds yet."""
+
+    @property
+    def step(self) -> NewTokens: ...
+
+
+class Sized(Protocol):
+    """Arrays beside pages."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class PagePool:
@@ -63,6 +82,8 @@ class PagePool:
         attending_in_decode: the same for steps of one token.
         attends_in_order: whether each layer's attention runs before the next layer writes.
         ranks: the processes that compute the pool's model together.
+        pending: the steps that rings have not written yet.
+        snapshots: the states that prefix caches keep.
 
     Raises:
         TypeError, ValueError, OSError: an argument is wrong; the message names it.
@@ -115,13 +136,15 @@ class PagePool:
         self.attending_in_decode: frozenset[int] = frozenset()
         self.attends_in_order = False
         self.ranks: Ranks = ALONE
+        self.pending: WeakSet[Unwritten] = WeakSet()
+        self.snapshots: WeakSet[Sized] = WeakSet()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         open_pools.add(self)
         logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
 
     def __repr__(self) -> str:
         return (
-            f"PagePool {self.serial} ({self.name}, {self.num_layers} layers, "
+            f"PagePool {self.serial} ({self.name}, {counted(self.num_layers, 'layer')}, "
             f"{self.page_format.name} pages)"
         )
 
@@ -129,6 +152,11 @@ class PagePool:
     def is_open(self) -> bool:
         """Whether any layer has been written, so that block sizes are known."""
         return any(group.is_open for group in self.groups)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether full pages are quantised, or may be when memory runs short."""
+        return self.page_format != FP16 or self.requantisation_policy is not None
 
     @property
     def slack(self) -> int:
@@ -192,7 +220,18 @@ class PagePool:
 
         Call it between steps: it waits for pending work, and copies each moved page once.
         """
-        return self.reclaimer.compact()
+        compaction = self.reclaimer.compact()
+        return_to_system()
+        return compaction
+
+    @locked
+    def settle(self) -> None:
+        """Give back, while no step runs, what steps give back little by little: see
+        `FormatSlabs.reserve` for what stays free."""
+        self.reclaimer.drain()
+        while self.reclaimer.tidy():
+            pass
+        return_to_system()
 
     @locked
     def clear(self) -> int:
@@ -200,7 +239,9 @@ class PagePool:
         slabs."""
         evicted = self.index.clear()
         self.counts.evictions["clear"] += evicted + self.out_of_window.give_up(lambda: False)
-        return self.reclaimer.give_back()
+        slabs = self.reclaimer.give_back()
+        return_to_system()
+        return slabs
 
     @locked
     def check(self) -> None:
@@ -224,8 +265,18 @@ class PagePool:
             bytes_budget=self.budget.max_bytes,
             groups=tuple([group.stats() for group in self.groups if group.is_open]),
             kernel_fallbacks=self.backend.fallbacks,
+            bytes_steps=self._bytes_of_steps(),
+            bytes_states=sum(each.nbytes for each in list(self.snapshots)),
+            bytes_scratch=self.backend.kept_bytes
+            + sum(pages.padding_bytes for group in self.groups for pages in group.pages.values()),
             **self.counts.frozen(),
         )
+
+    def _bytes_of_steps(self) -> int:
+        """Bytes of keys and values that no page holds yet. Rows of a batch share arrays."""
+        pages = [pages for group in self.groups for pages in group.pages.values()]
+        steps = [*(each.deferred for each in pages), *(each.step for each in list(self.pending))]
+        return sum({id(array): array.nbytes for step in steps for array in step}.values())
 
     def note_gather(self, group: LayerGroup, pages: LayerPages) -> None:
         """Count a gather of a layer's keys and values; log the first one."""

@@ -72,7 +72,14 @@ class Reclaimer:
             needs = needed()
             self._require(needs)
         for group, counts in needs.items():
-            group.allocator.ensure_free(counts)
+            ahead = self._limit - self._mapped_after(needs)
+            group.allocator.ensure_free(counts, max(0, ahead))
+
+    def tidy(self) -> bool:
+        """Give back memory that is no longer needed, a little of each group. Call it between
+        steps. Returns whether there may be more."""
+        open_groups = [group for group in self._groups if group.is_open]
+        return sum(group.allocator.tidy() for group in open_groups) > 0
 
     def has(self, needs: Needs) -> bool:
         """Whether the needs fit now, without eviction or requantisation. O(slabs)."""
@@ -109,6 +116,7 @@ class Reclaimer:
             self._out_of_window.give_up(lambda: self._mapped_after(needs) <= self._limit)
             if self._mapped_after(needs) > self._limit:
                 return None
+        group.allocator.ensure_free(needs[group], 0)
         blocks = group.allocator.allocate(1)
         out_of_window = self._out_of_window.cache(group.allocator, blocks[0])
         group.allocator.release(blocks)
@@ -187,9 +195,11 @@ class Reclaimer:
 
     def _requantise(self, needed: Callable[[], Needs]) -> None:
         """Requantise pages until the needs stay below the policy's watermark, or no page is left to
-        requantise. Groups with a window are spared: they hold only the latest tokens."""
-        if self._policy is None:
+        requantise. Groups with a window are spared: they hold only the latest tokens. No page gets
+        smaller while others are free."""
+        if self._policy is None or self._mapped_after(needed()) <= self._limit:
             return
+        self.compact()
         groups = [group for group in self._groups if group.is_open and group.window is None]
         while (mapped := self._mapped_after(needed())) > self._limit:
             pressure = mapped / self._budget.max_bytes

@@ -6,9 +6,9 @@ formats fill the budget. No formula gives that exactly, so the rehearsal makes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
-from paged_kv.allocator.allocator_copy import copy_of
+from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import Write
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
@@ -39,7 +39,7 @@ def would_fit(
     mapped = sum(each.capacity * each.block_bytes for g in groups for each in g.allocator.formats)
     free = ByteBudget(budget.max_bytes, budget.mapped - mapped)
     copies = [
-        group.rehearsing(copy_of(group.allocator, free, evictable(group))) for group in groups
+        group.rehearsing(_copy_of(group.allocator, free, evictable(group))) for group in groups
     ]
     index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts(NO_EVENTS)
     reclaimer = Reclaimer(copies, free, index, OutOfWindowBlocks(), policy, counts)
@@ -49,3 +49,36 @@ def would_fit(
     except PoolExhausted:
         return False
     return True
+
+
+def _copy_of(
+    allocator: BlockAllocator, budget: ByteBudget, unwanted: Container[int]
+) -> BlockAllocator:
+    """A copy with the same slabs, tables and used blocks. `budget` counts the copy's slabs. The
+    `unwanted` blocks, which no table may hold, are free in it. O(slabs + table entries)."""
+    first, *others = allocator.formats
+    copy = BlockAllocator(
+        budget,
+        first.block_bytes,
+        allocator.page_size,
+        page_format=first.name,
+        max_slabs=allocator.max_slabs,
+    )
+    for theirs in (first, *others):
+        slabs = copy.add_format(theirs.name, theirs.block_bytes)
+        slabs.max_slab_pages, slabs.page_bytes = theirs.max_slab_pages, theirs.page_bytes
+        for slab, pages in theirs.slabs.items():
+            copy.map(slabs, slab, pages)
+    for block in allocator.refs.counts:
+        if block not in unwanted:
+            copy.format_of(block).take_block(block)
+    copy.refs.begin([block for block in allocator.refs.kept if block not in unwanted])
+    for table in allocator.tables:
+        twin = copy.new_table(table.ring, table.page_format)
+        first_held = [block for block in table.blocks if not copy.ref_count(block)]
+        copy.retain([block for block in table.blocks if copy.ref_count(block)])
+        copy.refs.begin(first_held)
+        twin.change(table.blocks, table.tokens)
+        twin.last_reserved = table.last_reserved
+    copy.tokens_reserved = allocator.tokens_reserved
+    return copy

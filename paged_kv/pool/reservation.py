@@ -18,7 +18,8 @@ def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
 
 
 def own(reclaimer: Reclaimer, writes: Writes) -> None:
-    """Reserve blocks for all writes, or none, and copy shared pages.
+    """Reserve blocks for all writes, or none, and copy shared pages. Then give back a little of
+    the memory that is no longer needed.
 
     Raises:
         PoolExhausted: the budget does not hold them; no table has changed.
@@ -35,6 +36,7 @@ def own(reclaimer: Reclaimer, writes: Writes) -> None:
             except ThreadConflict:
                 write.table.exchange({copy: source for source, copy in copies.items()})
                 raise
+    reclaimer.tidy()
 
 
 def own_by_page(reclaimer: Reclaimer, writes: Writes) -> None:

@@ -34,7 +34,9 @@ class GroupStats(AllocatorStats):
 @dataclass(frozen=True)
 class PoolStats(BlockTotals):
     """A snapshot of a pool. Every byte of `bytes_mapped` is explained in
-    `paged_kv.allocator.allocator_stats`; all sums over groups are properties.
+    `paged_kv.allocator.allocator_stats`; all sums over groups are properties. `bytes_held` is what
+    MLX holds for the pool (`mx.get_active_memory`), as long as MLX hands out no larger memory that
+    it has kept (`mx.set_cache_limit`), and kernels' arguments aside, some KB on a GPU.
 
     Attributes:
         page_format: the page format of full pages.
@@ -57,6 +59,9 @@ class PoolStats(BlockTotals):
         drafts: steps of sequences in which tokens were drafted for them.
         draft_tokens: drafted tokens.
         accepted_tokens: drafted tokens that the model accepted.
+        bytes_steps: keys and values of steps that no page holds yet.
+        bytes_states: states of recurrent layers that the prefix cache keeps.
+        bytes_scratch: what alignment adds to slabs, and arrays that the backend keeps.
     """
 
     page_format: str
@@ -75,6 +80,9 @@ class PoolStats(BlockTotals):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    bytes_steps: int = 0
+    bytes_states: int = 0
+    bytes_scratch: int = 0
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +90,7 @@ class PoolStats(BlockTotals):
         object.__setattr__(self, "formats", of_all_groups)
 
     def __str__(self) -> str:
-        """The table of mapped bytes, for `print`."""
+        """The table of held bytes, for `print`."""
         head = f"{self.page_format} pages, {self.backend}, {format_size(self.bytes_budget)} allowed"
         rows = [
             f"{label:<16}{size:>12}{share:>8}  {meaning}"
@@ -141,6 +149,16 @@ class PoolStats(BlockTotals):
         return sum(group.plain_layers for group in self.groups)
 
     @property
+    def bytes_beside(self) -> int:
+        """Bytes that are held beside slabs."""
+        return self.bytes_steps + self.bytes_states + self.bytes_scratch
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes that MLX holds for the pool."""
+        return self.bytes_mapped + self.bytes_beside
+
+    @property
     def usage(self) -> float:
         """The share of the budget that pages of used blocks take."""
         return self.bytes_active / self.bytes_budget
@@ -167,6 +185,9 @@ class PoolStats(BlockTotals):
             draft_tokens=self.draft_tokens + other.draft_tokens,
             accepted_tokens=self.accepted_tokens + other.accepted_tokens,
             kernel_fallbacks=self.kernel_fallbacks + other.kernel_fallbacks,
+            bytes_steps=self.bytes_steps + other.bytes_steps,
+            bytes_states=self.bytes_states + other.bytes_states,
+            bytes_scratch=self.bytes_scratch + other.bytes_scratch,
         )
 
     def as_dict(self) -> dict[str, Any]:

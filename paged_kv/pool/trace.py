@@ -2,8 +2,8 @@
 
 A trace is text, one event per line. The first line is JSON, {"paged_kv_trace": 1, "page_size": 256,
 "time": seconds since 1970}. Every other line is a letter, then integers, then possibly a name.
-Pools, groups, tables, prefixes and cached out-of-window pages ("retired") are numbered through the
-file, each kind separately.
+Pools, groups, tables, requests, prefixes and cached out-of-window pages ("retired") are numbered
+through the file, each kind separately.
 
     + ms                         `ms` milliseconds have passed since the last such line
     P pool budget bytes name     a pool and its budget of `bytes` bytes, possibly shared
@@ -26,6 +26,11 @@ file, each kind separately.
     b table tokens retired...    a ring takes over such pages, in the order of its entries
     l pool tokens found          a prompt was looked up: `found` of its tokens were cached
     e prefix blocks              `blocks` blocks of a prefix were evicted
+    q request pool prompt most   a request of a batch waits to begin: it has a prompt of `prompt`
+                                 tokens, and may generate `most` tokens
+    i request                    it runs, for the first time or after it was preempted
+    p request                    it was preempted, and waits again
+    o request tokens             it has ended after `tokens` generated tokens
 
 Consecutive small writes of one table are joined, up to 16 tokens, if they need no block. A trace
 holds no tokens, and nothing derived from them.
@@ -39,7 +44,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -60,6 +66,7 @@ VERSION = 1
 PAGE_SIZE = 256
 JOINED_TOKENS = 16
 FLUSH_S = 1.0
+_NUMBERED = ("pool", "group", "table", "request", "prefix", "retired")
 
 _files: dict[Path, TraceFile] = {}
 
@@ -85,6 +92,10 @@ class TraceEvent(StrEnum):
     BEGIN_RING = "b"
     LOOK_UP = "l"
     EVICT_PREFIX = "e"
+    ARRIVE = "q"
+    BEGIN = "i"
+    PREEMPT = "p"
+    END = "o"
 
 
 def events_of(budget: ByteBudget, name: str, path: str | os.PathLike[str] | None) -> Events:
@@ -118,7 +129,7 @@ class TraceFile:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = os.getpid()
-        self.numbers = {kind: count() for kind in ("pool", "group", "table", "prefix", "retired")}
+        self.numbers = {kind: count() for kind in _NUMBERED}
         self.pools: weakref.WeakSet[TracedPool] = weakref.WeakSet()
         self._budgets: list[ByteBudget] = []
         self._lock = threading.Lock()
@@ -199,6 +210,9 @@ class TracedPool(Events):
         self._fresh: dict[tuple[BlockAllocator, int], None] = {}
         self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
         self._out_of_window: dict[tuple[BlockAllocator, int], int] = {}
+        # The number of each request, and the tokens that it has generated.
+        self._requests: dict[Hashable, int] = {}
+        self._generated: Counter[Hashable] = Counter()
         file.line(TraceEvent.POOL, self._pool, file.number_of(budget), budget.max_bytes, name)
 
     def flush(self) -> None:
@@ -307,6 +321,30 @@ class TracedPool(Events):
     def looked_up(self, num_tokens: int, found: int) -> None:
         """See `Events`."""
         self._file.line(TraceEvent.LOOK_UP, self._pool, num_tokens, found)
+
+    def arrived(self, request: Hashable, prompt_tokens: int, max_tokens: int) -> None:
+        """See `Events`."""
+        if request not in self._requests:
+            number = self._requests[request] = next(self._file.numbers["request"])
+            self._file.line(TraceEvent.ARRIVE, number, self._pool, prompt_tokens, max_tokens)
+
+    def begun(self, request: Hashable) -> None:
+        """See `Events`."""
+        self._file.line(TraceEvent.BEGIN, self._requests[request])
+
+    def generated(self, request: Hashable) -> None:
+        """See `Events`."""
+        self._generated[request] += 1
+
+    def preempted(self, request: Hashable) -> None:
+        """See `Events`."""
+        self._file.line(TraceEvent.PREEMPT, self._requests[request])
+
+    def ended(self, request: Hashable) -> None:
+        """See `Events`."""
+        if request in self._requests:
+            generated = self._generated.pop(request, 0)
+            self._file.line(TraceEvent.END, self._requests.pop(request), generated)
 
     def let_go(self, allocator: BlockAllocator, block: int) -> None:
         """See `Events`."""

@@ -80,6 +80,7 @@ class PrefixCache:
         self.ranks = ranks
         self.lock = pool.lock
         self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE, pool.eviction_policy)
+        pool.snapshots.add(self.snapshots)
         self.has_states = has_states
         self.rates = Rates()
         self._lower: LowerTier | None = None
@@ -146,7 +147,7 @@ class PrefixCache:
         # them.
         with suppress(PoolExhausted):
             recode_sequence(self.pool, sequence)
-        num_tokens = min(len(tokens), sequence.length)
+        num_tokens = self._reusable(len(tokens), sequence.length)
         num_pages = -(-num_tokens // PAGE_SIZE)
         tables = [(group.allocator, sequence.blocks(group)) for group in self._shared_groups()]
         blocks = [
@@ -171,11 +172,25 @@ class PrefixCache:
         """How many tokens of a prompt all layers can reuse, without its last token. O(tokens)."""
         return self._start(self.pool.index.match(namespace, tokens)).num_tokens
 
+    def can_resume(self, node: Node, end: int) -> bool:
+        """Whether layers with pages can resume after the first `end` tokens of a node: not within a
+        quantised page."""
+        return end == PAGE_SIZE or not self._is_quantised(node)
+
     @locked
     def put_below(self, lower: LowerTier) -> None:
         """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
         self._lower = lower
         self.pool.index.leaving = lower.leaving
+
+    def _reusable(self, num_tokens: int, length: int) -> int:
+        """How many of the first `num_tokens` tokens of a sequence prompts can reuse: none within a
+        page that the sequence has filled, if that is quantised or will be."""
+        in_page = num_tokens % PAGE_SIZE
+        is_filled = num_tokens - in_page + PAGE_SIZE <= length
+        if is_filled and any(group.recodes for group in self._shared_groups()):
+            return num_tokens - in_page
+        return min(num_tokens, length)
 
     def _snapshot(self, states: Any) -> Snapshot | None:
         if not self.has_states:
@@ -223,27 +238,31 @@ class PrefixCache:
         return _Start(0, {})
 
     def _candidates(self, match: Match) -> Iterator[tuple[int, Snapshot | None]]:
-        """Positions to resume from, the longest first: where a snapshot was taken if the model
-        needs one, else the match's end and the ends of its blocks. None lies within a quantised
-        page."""
+        """Positions to resume from, the longest first."""
         for page in reversed(range(len(match.nodes))):
-            end = min(match.num_tokens, (page + 1) * PAGE_SIZE)
-            if end % PAGE_SIZE and self._is_quantised(match.nodes[page]):
-                continue
-            if not self.has_states:
-                yield end, None
-                continue
-            known = match.nodes[page].checkpoints
-            for in_page in sorted(known, reverse=True):
-                snapshot = known[in_page]
-                assert isinstance(snapshot, Snapshot)
-                if page * PAGE_SIZE + in_page <= end and snapshot.states is not None:
-                    yield page * PAGE_SIZE + in_page, snapshot
+            node, begin = match.nodes[page], page * PAGE_SIZE
+            for end, snapshot in self._ends(node, min(match.num_tokens - begin, PAGE_SIZE)):
+                if self.can_resume(node, end):
+                    yield begin + end, snapshot
+
+    def _ends(self, node: Node, tokens: int) -> Iterator[tuple[int, Snapshot | None]]:
+        """The numbers of a node's tokens, of its first `tokens`, after which all layers without
+        pages can resume, the longest first: where a snapshot was taken if the model needs one."""
+        if not self.has_states:
+            yield tokens, None
+            return
+        for end in sorted(node.checkpoints, reverse=True):
+            snapshot = node.checkpoints[end]
+            assert isinstance(snapshot, Snapshot)
+            if end <= tokens and snapshot.states is not None:
+                yield end, snapshot
 
     def _is_quantised(self, node: Node) -> bool:
-        """Whether any layer's page has not 16 bits."""
-        return not all(
-            group.allocator.format_of(node.blocks[group.allocator]).name == FP16.name
+        """Whether any layer's page has not 16 bits, or loses them with the next step of a sequence
+        that fills it: memory was too short when it was inserted."""
+        return any(
+            group.allocator.format_of(node.blocks[group.allocator]).name != FP16.name
+            or (group.recodes and len(node.tokens) == PAGE_SIZE)
             for group in self._shared_groups()
             if group.allocator in node.blocks
         )

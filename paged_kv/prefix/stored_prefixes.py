@@ -13,7 +13,8 @@ layers without pages are written at once too, with the block that they end.
 Stored blocks enter the index like computed ones, once all of them are read and verified. Where
 several ranks share a model, each has a store with its shard: blocks are loaded that all ranks have
 and can read. They are left on disk where `Rates` estimates that computing them is quicker. The last
-block may hold tokens that the prompt does not have; the index matches the part that it has.
+block may hold tokens that the prompt does not have; the index matches the part that it has, unless
+the page is quantised.
 """
 
 from __future__ import annotations
@@ -210,6 +211,7 @@ class StoredPrefixes:
             needs_checkpoint=has_states,
             page_size=PAGE_SIZE,
             rings=tuple([(self._part(group), window.ring) for group, window in windows if window]),
+            splits_full_blocks=not any(group.recodes for group in self._shared_groups),
         )
 
     def _ends(self, node: Node) -> set[int]:
@@ -243,8 +245,11 @@ class StoredPrefixes:
         return path
 
     def _parts(self, path: abc.Sequence[Node], at: int, end: int) -> Iterator[_Part]:
-        """The parts to store for the first `end` tokens of node `path[at]`."""
+        """The parts to store for the first `end` tokens of node `path[at]`; none where no prompt
+        can resume."""
         node = path[at]
+        if not self._prefixes.can_resume(node, end):
+            return
         link = self._links[node]
         if end < len(node.tokens):
             assert node.parent is not None

@@ -9,7 +9,6 @@ layers, MLX gathers the keys and values when it computes the arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from threading import RLock, current_thread
 from typing import Any, Protocol
 
@@ -80,24 +79,25 @@ class PagedRead:
             if view.moves != view.group.moves:
                 view.follow_moves()
             step.unread = None
-            attend: Callable[..., mx.array] = partial(
-                self.pages.attend, sinks=sinks, softcap=softcap
-            )
-            step_queries = [queries]
+            attend: Callable[..., mx.array] = self.pages.attend
+            step_queries, new_tokens = [queries], self.new_tokens
             if position_queries is not None:
                 attend, step_queries = self.pages.attend_latent, [queries, position_queries]
-            attend = partial(attend, scale=scale, causal=view.causal, new_tokens=self.new_tokens)
+            attention = self.pages.attention(scale, view.causal, view.window, sinks, softcap)
             if view.parts and self.step_tokens is not None:
                 outputs = [
-                    attend(*[each[:, :, at] for each in step_queries], metadata, window=view.window)
+                    attend(
+                        *[each[:, :, at] for each in step_queries], metadata, attention, new_tokens
+                    )
                     for at, metadata in self._rewrite(*self.step_tokens)
                 ]
                 return mx.concatenate(outputs, axis=2)
-            output = attend(*step_queries, view.attention_metadata, window=view.window)
+            output = attend(*step_queries, view.attention_metadata, attention, new_tokens)
             if view.wider_window is None:
                 return output
             # The token that only the first query's wider window reaches is not held any more.
-            wider = attend(*step_queries, view.attention_metadata, window=view.wider_window)
+            attention = self.pages.attention(scale, view.causal, view.wider_window, sinks, softcap)
+            wider = attend(*step_queries, view.attention_metadata, attention, new_tokens)
             return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:

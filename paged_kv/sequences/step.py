@@ -222,7 +222,8 @@ def keep_pending(
     tokens from padding."""
     owned = metadata.valid_tokens(step[0].shape[2])
     for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
-        sequence.pending[layer] = PendingStep(step, row, own)
+        pending = sequence.pending[layer] = PendingStep(step, row, own)
+        sequence.pool.pending.add(pending)
 
 
 def unwritten_step(layer: int, sequences: list[Sequence]) -> NewTokens | None:

@@ -48,8 +48,8 @@ class StepView:
         expected: the inputs of layers, by the id of their geometry object, which layers share.
         mask: the latest mask that kernels can express by lengths and a window.
         queries: the number of queries of that mask.
-        causal: the argument of `Backend.attend` for that mask.
-        window: the argument of `Backend.attend` for that mask, and for its first query if there is
+        causal: of the `Attention` for that mask.
+        window: of the `Attention` for that mask, and for its first query if there is
             a wider window.
         wider_window: that argument for its other queries; None if all have the same.
     """

@@ -16,6 +16,7 @@ from paged_kv.sequences.paged_array import PagedKeys, PagedValues, gathered_arra
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step import Step, unwritten_step
 from paged_kv.sequences.step_row import StepRow, layers_as_far
+from paged_kv.sizes import counted
 
 
 def append(
@@ -34,7 +35,8 @@ def append(
     """
     if keys.shape[0] != len(sequences):
         raise ValueError(
-            f"layer {layer} holds {len(sequences)} sequences, got a batch of {keys.shape[0]}"
+            f"layer {layer} holds {counted(len(sequences), 'sequence')}, got a batch of "
+            f"{keys.shape[0]}"
         )
     with pool.lock:
         if keys.shape[2] == 0:

@@ -4,8 +4,9 @@ The lookup finds full blocks by their digests, one after the other. A last block
 of tokens, so it asks the index for the token counts of the blocks after each block.
 
 As in memory, a prompt can also reuse the first tokens of a block that continues differently, for
-example with an answer. So the lookup also asks the index for the blocks with the longest common
-prefix. A stored state belongs after its block's last token; no prompt can resume from it earlier.
+example with an answer, unless that block is quantised. So the lookup also asks the index for the
+blocks with the longest common prefix. A stored state belongs after its block's last token; no
+prompt can resume from it earlier.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Wanted:
         page_size: tokens a block.
         rings: the part and ring of each group with a window: that part is needed of all blocks in
             the ring at the hit's end, held or not.
+        splits_full_blocks: whether it can resume within a full block: not if those are quantised.
     """
 
     root: Link
@@ -59,6 +61,7 @@ class Wanted:
     needs_checkpoint: bool
     page_size: int
     rings: tuple[tuple[str, Ring], ...] = ()
+    splits_full_blocks: bool = True
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,9 @@ def _ends(wanted: Wanted, stored: Behind, level: _Level) -> list[Link]:
     if not wanted.needs_checkpoint and before.end >= wanted.held:
         for tokens in stored.closest(before.digest, left):
             common, link = common_prefix(tokens, left), before.then(tokens)
+            is_split = common < len(tokens) == wanted.page_size
+            if is_split and not wanted.splits_full_blocks:
+                continue
             if common and _has_pages(wanted, link, level.there):
                 ends[link] = common
     useful = [link for link in ends if before.end + ends[link] > wanted.beyond]

@@ -262,7 +262,7 @@ class PageStore:
         with self._index.use() as index:
             index.remove(removed)
         if len(removed) < len(keys):
-            raise OSError(f"{len(keys) - len(removed)} files cannot be removed")
+            raise OSError(f"files that cannot be removed: {len(keys) - len(removed)}")
 
     def _contents(self) -> Contents:
         """The folder's content, after removing files of dead writers and updating the index."""

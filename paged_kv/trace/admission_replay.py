@@ -48,10 +48,10 @@ class AdmissionOutcome:
 
 
 def replay_admission(
-    load: TracedLoad, admission: str, max_tokens: int, max_bytes: int | None = None
+    load: TracedLoad, admission: str, max_tokens: int | None = None, max_bytes: int | None = None
 ) -> AdmissionOutcome:
-    """Replay a load. `max_tokens` is what each request allows, or its own answer if that is longer.
-    `max_bytes` is the budget of each pool; None means the recorded one.
+    """Replay a load. `max_tokens` is what each request allows, or its own answer if that is longer;
+    `max_bytes` is the budget of each pool. None means what was recorded.
 
     O(steps * running sequences).
     """
@@ -79,7 +79,7 @@ class _Run:
         load: TracedLoad,
         pool: int,
         admission: str,
-        max_tokens: int,
+        max_tokens: int | None,
         max_bytes: int | None,
     ) -> None:
         self.batch = BATCHES[admission](load.pool_size(pool, max_bytes), PLACES, CHUNK)
@@ -87,18 +87,19 @@ class _Run:
         self.running: list[int] = []
         self._max_tokens = max_tokens
         arriving = deque(each for each in load.requests if each.pool == pool)
-        step = 0
+        now, step_ms = 0.0, load.step_ms(CHUNK)
         while arriving or self.batch.running or self.batch.waiting:
-            while arriving and (arriving[0].arrives or 0) <= step * load.step_ms:
+            while arriving and arriving[0].arrives <= now:
                 self._arrive(arriving.popleft())
             if self.batch.running or self.batch.waiting:
                 self._step()
-                step += 1
+                now += step_ms
             elif arriving:
-                step = int((arriving[0].arrives or 0) / load.step_ms) + 1
+                # Requests that came together begin together.
+                now = arriving[0].arrives + step_ms
 
     def _arrive(self, request: TracedRequest) -> None:
-        most = max(self._max_tokens, request.answer)
+        most = max(self._max_tokens or request.most, request.answer)
         sequence = SimulatedSequence(request.prompt, request.answer, most)
         self.impossible += not self.batch.arrive(sequence)
 

@@ -101,7 +101,9 @@ def read_trace(path: Path) -> list[list[str]]:
                 f"{path} is no trace of version {VERSION}: PAGED_KV_TRACE=FILE records one, and "
                 "`paged-kv trace synthesize FILE` makes one up"
             )
-        return [line.strip().split(None, 4) for line in file if line.strip()]
+        # A process that was killed may have left its last line half-written.
+        lines = [line for line in file if line.endswith("\n")]
+        return [line.strip().split(None, 4) for line in lines if line.strip()]
 
 
 def _header(line: str) -> dict[str, object]:
@@ -191,10 +193,14 @@ class Replay:
             TraceEvent.BEGIN_RING: self._begin_ring,
             TraceEvent.LOOK_UP: self._look_up,
             TraceEvent.EVICT_PREFIX: self._ignore,
+            TraceEvent.ARRIVE: self._ignore,
+            TraceEvent.BEGIN: self._ignore,
+            TraceEvent.PREEMPT: self._ignore,
+            TraceEvent.END: self._ignore,
         }
 
     def _ignore(self, *_: str) -> None:
-        """Ignore an event that follows from others, and differs with other parameters."""
+        """Ignore an event that differs with other parameters, or of which `requests` reads."""
 
     def _pass(self, milliseconds: str) -> None:
         self._seconds += int(milliseconds) / 1000

@@ -1,9 +1,5 @@
-"""Finds in a trace the requests that were served: when they came, and how long they became.
-
-A request is a chain of tables, each a fork of the one before, that together write its tokens. If
-two forks write after the same tokens, the second one begins another request with these tokens as
-its prompt. Writes of more than 16 tokens are of prompts, as a trace joins shorter ones.
-"""
+"""Finds in a trace the requests that were served: when they came, how long they became, and how
+many ran at once."""
 
 from __future__ import annotations
 
@@ -13,33 +9,31 @@ from functools import partial
 from statistics import median
 
 from paged_kv.admission.pool_size import GroupSize, PoolSize
-from paged_kv.pool.trace import JOINED_TOKENS, TraceEvent
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.format_slabs import FormatSlabs
+from paged_kv.pool.trace import TraceEvent
 
 
 @dataclass
 class TracedRequest:
-    """A request.
+    """A request. Each choice of a request to the server counts as one.
 
     Attributes:
         pool: the number of its pool.
-        arrives: milliseconds since the trace began, at its first write; None before it.
+        arrives: milliseconds since the trace began.
         prompt: tokens of its prompt.
-        answer: tokens that it generated.
-        answers_from, answers_until: milliseconds since the trace began, at the first generated
-            token and at the last one.
+        most: the most tokens that it was allowed to generate.
+        answer: tokens that it generated; `most` while it has not ended.
+        begins, ends: milliseconds since the trace began; None if it does not.
     """
 
     pool: int
-    arrives: int | None = None
-    prompt: int = 0
-    answer: int = 0
-    answers_from: int = 0
-    answers_until: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Of the prompt and of the answer."""
-        return self.prompt + self.answer
+    arrives: int
+    prompt: int
+    most: int
+    answer: int
+    begins: int | None = None
+    ends: int | None = None
 
 
 @dataclass
@@ -59,58 +53,93 @@ class _Group:
         return min(blocks, self.entries) if self.entries else blocks
 
 
+def _slack(groups: list[_Group], budget: ByteBudget) -> int:
+    """As `Reclaimer.slack` of a pool."""
+    sizes = [
+        FormatSlabs(name, size).largest_slab(budget) * size
+        for group in groups
+        for name, size in group.sizes.items()
+    ]
+    return sum(sizes) - min(sizes, default=0)
+
+
 class TracedLoad:
     """The requests of a trace, and the memory of its pools.
 
     Args:
         events: of `read_trace`.
         page_size: tokens a block in the trace.
+
+    Attributes:
+        requests: in the order of their arrival.
+        preemptions: how often one was preempted.
+        running_most: the most that ran at once.
     """
 
     def __init__(self, events: list[list[str]], page_size: int) -> None:
-        self.requests: list[TracedRequest] = []
+        self.preemptions = 0
+        self.running_most = 0
         self._page_size = page_size
         self._now = 0
         self._budgets: dict[int, int] = {}
         self._groups: dict[int, _Group] = {}
-        self._tables: dict[int, TracedRequest] = {}
+        self._requests: dict[int, TracedRequest] = {}
+        self._running: set[int] = set()
         handlers: dict[str, Callable[..., None]] = {
             TraceEvent.TIME: self._pass,
             TraceEvent.POOL: self._add_pool,
             TraceEvent.GROUP: self._add_group,
             TraceEvent.BLOCK_BYTES: self._size,
             TraceEvent.NEW_TABLE: self._make,
-            TraceEvent.FORK: self._fork,
-            TraceEvent.WRITE: self._write,
-            TraceEvent.TRIM: self._trim,
-            TraceEvent.ADOPT_PREFIX: self._adopt,
+            TraceEvent.ARRIVE: self._arrive,
+            TraceEvent.BEGIN: self._begin,
+            TraceEvent.PREEMPT: self._preempt,
+            TraceEvent.END: self._end,
         }
         for letter, *words in events:
             if letter in handlers:
                 handlers[letter](*words)
 
     @property
-    def step_ms(self) -> float:
-        """Milliseconds from one token of a request to its next, as most requests had it."""
+    def requests(self) -> list[TracedRequest]:
+        return list(self._requests.values())
+
+    def step_ms(self, chunk: int) -> float:
+        """Milliseconds of a step, in which a request generates a token or computes `chunk` tokens
+        of its prompt, as most requests had it."""
         known = [
-            (each.answers_until - each.answers_from) / each.answer
+            (each.ends - each.begins) / (-(-each.prompt // chunk) + each.answer)
             for each in self.requests
-            if each.answer > 1
+            if each.begins is not None and each.ends is not None
         ]
         return max(median(known), 0.001) if known else 1.0
 
-    def pool_size(self, pool: int, max_bytes: int | None) -> PoolSize:
+    def pool_size(self, pool: int, max_bytes: int | None = None) -> PoolSize:
         """The memory of a pool, with the recorded budget or another one."""
-        groups = [
+        groups = [group for group in self._groups.values() if group.pool == pool]
+        sizes = [
             GroupSize(
                 group.block_bytes,
                 partial(group.blocks_for, self._page_size),
                 is_ring=bool(group.entries),
             )
-            for group in self._groups.values()
-            if group.pool == pool
+            for group in groups
         ]
-        return PoolSize(max_bytes or self._budgets[pool], 0, tuple(groups), self._page_size)
+        budget = ByteBudget(max_bytes or self._budgets[pool])
+        return PoolSize(budget.max_bytes, _slack(groups, budget), tuple(sizes), self._page_size)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block of every group, of the pool in which these are most."""
+        sizes = [
+            sum(
+                max(group.sizes.values(), default=0)
+                for group in self._groups.values()
+                if group.pool == pool
+            )
+            for pool in self._budgets
+        ]
+        return max(sizes, default=0)
 
     def _pass(self, milliseconds: str) -> None:
         self._now += int(milliseconds)
@@ -129,42 +158,24 @@ class TracedLoad:
 
     def _make(self, table: str, group: str, page_format: str) -> None:
         self._groups[int(group)].page_format = page_format
-        pool = self._groups[int(group)].pool
-        if min(n for n, each in self._groups.items() if each.pool == pool) == int(group):
-            self._tables[int(table)] = TracedRequest(pool)
 
-    def _fork(self, table: str, fork: str) -> None:
-        if int(table) in self._tables:
-            self._tables[int(fork)] = self._tables[int(table)]
+    def _arrive(self, number: str, pool: str, prompt: str, most: str) -> None:
+        self._requests[int(number)] = TracedRequest(
+            int(pool), self._now, int(prompt), int(most), answer=int(most)
+        )
 
-    def _write(self, table: str, start: str, end: str, _: str) -> None:
-        request = self._tables.get(int(table))
-        if request is None:
-            return
-        if int(start) < request.tokens:
-            # A fork has written after these tokens already.
-            request = TracedRequest(request.pool, prompt=int(start))
-            self._tables[int(table)] = request
-        if request.arrives is None:
-            request.arrives = self._now
-            self.requests.append(request)
-        self._grow(request, int(start), int(end))
+    def _begin(self, number: str) -> None:
+        request = self._requests[int(number)]
+        if request.begins is None:
+            request.begins = self._now
+        self._running.add(int(number))
+        self.running_most = max(self.running_most, len(self._running))
 
-    def _grow(self, request: TracedRequest, start: int, end: int) -> None:
-        if end - start > JOINED_TOKENS or not request.tokens:
-            request.prompt, request.answer = end, 0
-            return
-        if not request.answer:
-            request.answers_from = self._now
-        request.answer = end - request.prompt
-        request.answers_until = self._now
+    def _preempt(self, number: str) -> None:
+        self._running.discard(int(number))
+        self.preemptions += 1
 
-    def _trim(self, table: str, tokens: str) -> None:
-        request = self._tables.get(int(table))
-        if request is not None and int(tokens) < request.tokens:
-            request.prompt = min(request.prompt, int(tokens))
-            request.answer = int(tokens) - request.prompt
-
-    def _adopt(self, table: str, tokens: str, _: str) -> None:
-        if int(table) in self._tables:
-            self._tables[int(table)].prompt = int(tokens)
+    def _end(self, number: str, tokens: str) -> None:
+        request = self._requests[int(number)]
+        request.answer, request.ends = int(tokens), self._now
+        self._running.discard(int(number))

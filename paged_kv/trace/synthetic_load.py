@@ -15,6 +15,7 @@ from pathlib import Path
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.events import Events
 from paged_kv.pool.trace import PAGE_SIZE, TracedPool, TraceFile
 
 
@@ -50,7 +51,8 @@ def synthesize(load: Load, token_bytes: int, max_bytes: int, path: Path) -> None
     events = TracedPool(file, ByteBudget(max_bytes), "synthetic")
     everything = ByteBudget(2 * load.sequences * (load.longest + PAGE_SIZE) * token_bytes * 64)
     block_bytes = token_bytes * PAGE_SIZE
-    _Run(BlockAllocator(everything, block_bytes, PAGE_SIZE, events=events), load).finish()
+    allocator = BlockAllocator(everything, block_bytes, PAGE_SIZE, events=events)
+    _Run(allocator, load, events).finish()
     file.flush()
 
 
@@ -65,8 +67,9 @@ class _Sequence:
 class _Run:
     """One run of a load: the sequences that still grow."""
 
-    def __init__(self, allocator: BlockAllocator, load: Load) -> None:
+    def __init__(self, allocator: BlockAllocator, load: Load, events: Events) -> None:
         self._allocator = allocator
+        self._events = events
         self._lengths = _lengths(load)
         replaced = _chosen_to_end(load)
         self._growing = deque(self._start(i in replaced) for i in range(load.sequences))
@@ -80,12 +83,18 @@ class _Run:
             sequence.tokens = end
             if sequence.tokens < sequence.final_tokens:
                 self._growing.append(sequence)
-            elif sequence.is_replaced:
+                continue
+            self._events.ended(sequence.table)
+            if sequence.is_replaced:
                 self._allocator.drop(sequence.table)
                 self._growing.append(self._start(is_replaced=False))
 
     def _start(self, is_replaced: bool) -> _Sequence:
-        return _Sequence(self._allocator.new_table(), next(self._lengths), is_replaced)
+        """A new sequence, whose request is a prompt only."""
+        sequence = _Sequence(self._allocator.new_table(), next(self._lengths), is_replaced)
+        self._events.arrived(sequence.table, sequence.final_tokens, 0)
+        self._events.begun(sequence.table)
+        return sequence
 
 
 def _lengths(load: Load) -> Iterator[int]:

@@ -14,7 +14,7 @@ from paged_kv import PagedKVCache
 from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.page_format import FP16, page_format_named
 from paged_kv.pool.window import Window
-from tests.state_machine.rows import Chain, Row
+from tests.state_machine.rows import WRITTEN, Chain, Row
 from tests.state_machine.table_model import (
     DECAY,
     DIM,
@@ -83,7 +83,7 @@ class _StepPages:
     def __init__(self, row: Row, cache: PagedKVCache, start: int) -> None:
         self._row, self._cache, self._start = row, cache, start
         (sequence,) = cache.sequences
-        self._format = FP16 if row.full is None else sequence.page_format
+        self._format = sequence.page_format
         self._now = _formats_now(cache, len(row.tokens))
 
     def seen_from(self, at: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -271,6 +271,9 @@ class _Held:
 
     def _possible(self, at: int) -> frozenset[Chain]:
         chains, now = self._row.chains[at], self._now[at]
+        if self._cache.layer in self._cache.pool.windows:
+            # The pages of rings are not quantised.
+            chains = WRITTEN
         return chains if now is None else _ending_with(chains, now)
 
     def _numbers(self, chain: Chain) -> tuple[str, ...]:

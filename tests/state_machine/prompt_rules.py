@@ -8,19 +8,39 @@ from hypothesis import strategies as st
 from hypothesis.stateful import multiple, precondition, rule
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from tests.state_machine.batch_rules import BATCHES, INDEX, LONGEST, Batches, BatchRules
 from tests.state_machine.batches import TEXTS, Batch, Home, continued
 from tests.state_machine.rows import Row
 from tests.state_machine.worlds import World
 
 SALTS = st.sampled_from([None, None, None, "a"])
+# Around the borders of pages, or anywhere.
+ENDS = st.sampled_from(
+    [1, 40, 255, 256, 257, 300, 301, 511, 512, 513, 600, 700, 769]
+) | st.integers(1, 769)
 PROMPTS = st.builds(
     lambda text, length, tail: [*TEXTS[text][:length], *range(1, 1 + tail)],
     st.integers(0, 2),
-    st.sampled_from([1, 40, 255, 256, 257, 300, 301, 511, 512, 513, 600, 700, 769]),
+    ENDS,
     st.integers(0, 2),
 )
 STEP_SIZES = st.sampled_from([1024, 512, 256, 100])
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """A prompt that was inserted.
+
+    Attributes:
+        home: with its factory; None for that of another process.
+        rewritten: see `Row`.
+    """
+
+    home: Home | None
+    salt: Hashable
+    tokens: list[int]
+    rewritten: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +66,7 @@ class Pin:
 class PromptRules(BatchRules):
     def start(self, world: World) -> None:
         super().start(world)
-        # A prompt that was inserted, with its factory and salt; the factory is None for another
-        # process.
-        self.inserted: list[tuple[Home | None, Hashable, list[int]]] = []
+        self.inserted: list[Inserted] = []
         self.pins: list[Pin] = []
 
         self.computed(self.homes[0], TEXTS[0][:600], None, 256, keep=True)
@@ -94,22 +112,26 @@ class PromptRules(BatchRules):
     )
     def again(self, home: int, number: int, length: int, step_size: int) -> Batches:
         """Ask for a prompt that was inserted once, or its beginning, followed by other tokens."""
-        _, salt, tokens = self.inserted[number % len(self.inserted)]
-        prompt = [*tokens[: length or len(tokens)], 4, 5]
-        return self.computed(self.home(home), prompt, salt, step_size, keep=False)
+        known = self.inserted[number % len(self.inserted)]
+        prompt = [*known.tokens[: length or len(known.tokens)], 4, 5]
+        return self.computed(self.home(home), prompt, known.salt, step_size, keep=False)
 
     def fetched(self, home: Home, prompt: list[int], salt: Hashable) -> Batch:
         assert home.factory is not None
         layers, cached = home.factory.fetch_cache(prompt, salt=salt)
         shared = [
-            common_prefix(prompt, known)
-            for by, of, known in self.inserted
-            if of == salt and (self.world.store or by is home)
+            (common_prefix(prompt, each.tokens), each.rewritten)
+            for each in self.inserted
+            if each.salt == salt and (self.world.store or each.home is home)
         ]
-        assert cached <= min(len(prompt) - 1, max(shared, default=0)), "nobody inserted that"
+        longest = max([common for common, _ in shared], default=0)
+        assert cached <= min(len(prompt) - 1, longest), "nobody inserted that"
+        rewritten = frozenset(
+            page for common, pages in shared for page in pages if page * PAGE_SIZE < common
+        )
         batch = Batch(layers, [], home)
         (sequence,) = batch.paged[0].sequences
-        batch.rows = [Row.begun(home.formats, sequence.written_lens, prompt[:cached])]
+        batch.rows = [Row.begun(home.formats, sequence.written_lens, prompt[:cached], rewritten)]
         return batch
 
     @rule(batch=BATCHES, index=INDEX, salt=SALTS, length=st.sampled_from([0, 0, 0, -1, -300, 5]))
@@ -119,6 +141,29 @@ class PromptRules(BatchRules):
             return
         one = batch if len(batch.rows) == 1 else batch.extract(index % len(batch.rows))
         self.keep(one, salt, length)
+
+    @rule(
+        home=INDEX,
+        text=st.integers(0, 2),
+        ends=st.sets(ENDS, min_size=2, max_size=4),
+        partings=st.lists(st.integers(0, 700), max_size=2),
+        salt=SALTS,
+    )
+    def grow(
+        self, home: int, text: int, ends: set[int], partings: list[int], salt: Hashable
+    ) -> None:
+        """A prompt is inserted again and again as it grows, and others part from it before and
+        behind its ends."""
+        batch = self.fetched(self.home(home), [*TEXTS[text][: min(ends)], 2], salt)
+        row = batch.rows[0]
+        for end in sorted(ends):
+            # A prompt may have been found that is longer than the first end.
+            step = TEXTS[text][len(row.tokens) : end]
+            if step and self.steps.take(batch, [step]):
+                self.keep(batch, salt)
+        for parting in [*partings, *(end + 3 for end in ends)]:
+            found = self.fetched(batch.home, [*TEXTS[text][:parting], 2, 2, 2], salt)
+            self.steps.take(found, [[2]])
 
     @rule(batch=BATCHES, count=st.sampled_from([40, 300, 520]), salt=SALTS)
     def branch(self, batch: Batch, count: int, salt: Hashable) -> None:
@@ -141,7 +186,7 @@ class PromptRules(BatchRules):
         assert factory is not None
         tokens = row.tokens + [3] * change if change >= 0 else row.tokens[:change]
         known = min(len(tokens), len(row.tokens))
-        self.inserted.append((batch.home, salt, tokens[:known]))
+        self.inserted.append(Inserted(batch.home, salt, tokens[:known], row.rewritten))
         promised = factory.insert_cache(tokens, batch.layers, salt=salt)
         assert promised <= known
         # If two prompts end in the same slot of a page after the same blocks, the index keeps a
@@ -161,12 +206,13 @@ class PromptRules(BatchRules):
     def _may_end_quantised(self, row: Row, salt: Hashable) -> bool:
         """Whether the tokens of the prompt that was inserted last end within a page that its row,
         before a trim, or an earlier prompt may have filled."""
-        *earlier, (_, _, tokens) = self.inserted
+        *earlier, latest = self.inserted
+        tokens = latest.tokens
         page_end = -(-len(tokens) // 256) * 256
         filled = [
-            len(other)
-            for _, of, other in earlier
-            if of == salt and len(tokens) == common_prefix(other, tokens)
+            len(each.tokens)
+            for each in earlier
+            if each.salt == salt and len(tokens) == common_prefix(each.tokens, tokens)
         ]
         return row.full != "fp16" and max([*row.written, *filled]) >= page_end > len(tokens)
 

@@ -2,13 +2,17 @@
 
 from collections import abc
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 
 Chain = tuple[str, ...]
 """The page formats that held a token, one after the other."""
+
+WRITTEN: frozenset[Chain] = frozenset({("fp16",)})
+"""The chain of a token that was never in a quantised page."""
 
 # The formats that "auto" requantises pages to.
 SMALLER = {"fp16": ("q8", "q4"), "q8": ("q4",)}
@@ -28,10 +32,6 @@ class Formats:
 
     first: str
     is_auto: bool = False
-
-    @property
-    def of_new_tokens(self) -> frozenset[Chain]:
-        return self.since(frozenset({("fp16",)}), self.first)
 
     def since(self, chains: frozenset[Chain], full: str) -> frozenset[Chain]:
         """These chains, and those that they may have become since, where full pages get a format:
@@ -60,59 +60,96 @@ def _closure(chains: frozenset[Chain], full: str, is_auto: bool) -> frozenset[Ch
 class Row:
     """The tokens of a sequence, and the known facts about its pages.
 
+    The page that is written holds its tokens as they were given. If it was full before a trim, they
+    may have been quantised then.
+
     Attributes:
         formats: of the factory.
-        new: the chains that a token written now may get.
-        full: the format of full pages; None if it is not known, as with "auto".
+        full_formats: what full pages may get.
         tokens: all that the sequence holds.
         chains: for each of them, what its page may have been so far.
         written: in each layer, the most tokens that there ever were.
+        rewritten: the numbers of pages that were full, and trimmed and written again.
     """
 
     formats: Formats
-    new: frozenset[Chain]
-    full: str | None
+    full_formats: frozenset[str]
     tokens: list[int] = field(default_factory=list)
     chains: list[frozenset[Chain]] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    rewritten: frozenset[int] = frozenset()
 
     @classmethod
     def begun(
-        cls, formats: Formats, written: abc.Sequence[int], tokens: abc.Sequence[int] = ()
+        cls,
+        formats: Formats,
+        written: abc.Sequence[int],
+        tokens: abc.Sequence[int] = (),
+        rewritten: frozenset[int] = frozenset(),
     ) -> "Row":
-        full = None if formats.is_auto else formats.first
-        row = cls(formats, formats.of_new_tokens, full, written=list(written))
+        """A row that begins with tokens of other rows; of those, these pages were rewritten."""
+        row = cls(formats, frozenset({formats.first}), written=list(written), rewritten=rewritten)
         row.add(tokens)
+        if row.full_tokens // PAGE_SIZE in rewritten:
+            row._fill(slice(row.full_tokens, None))
         return row
 
+    @property
+    def full(self) -> str | None:
+        """The format of full pages; None if it is not known, as with "auto"."""
+        is_known = len(self.full_formats) == 1 and not self.formats.is_auto
+        return next(iter(self.full_formats)) if is_known else None
+
+    @property
+    def full_tokens(self) -> int:
+        """The number of its tokens that are in full pages."""
+        return len(self.tokens) // PAGE_SIZE * PAGE_SIZE
+
     def add(self, tokens: abc.Sequence[int]) -> None:
+        before = self.full_tokens
         self.tokens += tokens
-        self.chains += [self.new] * len(tokens)
+        self.chains += [WRITTEN] * len(tokens)
+        # With "auto" a page that a step has only reserved may be requantised too.
+        end = len(self.tokens) if self.formats.is_auto else self.full_tokens
+        self._fill(slice(before, end))
         self.written = [max(each, len(self.tokens)) for each in self.written]
 
     def trim(self, count: int) -> None:
-        length = max(0, len(self.tokens) - count)
+        was_full, length = self.full_tokens, max(0, len(self.tokens) - count)
         del self.tokens[length:], self.chains[length:]
         self.written = [each if self.tokens else 0 for each in self.written]
+        if self.full_tokens < length < was_full:
+            self.rewritten |= {length // PAGE_SIZE}
+        self.rewritten = frozenset(page for page in self.rewritten if page * PAGE_SIZE < length)
 
     def copy(self) -> "Row":
-        tokens, chains, written = list(self.tokens), list(self.chains), list(self.written)
-        return Row(self.formats, self.new, self.full, tokens, chains, written)
+        return replace(
+            self, tokens=list(self.tokens), chains=list(self.chains), written=list(self.written)
+        )
 
     def convert(self, name: str, *, is_whole: bool) -> None:
         """Note a conversion. If it ran out of memory, nobody knows which pages it converted."""
 
+        end = len(self.tokens) if self.formats.is_auto else self.full_tokens
         known = {chains: self.formats.converted(chains, name) for chains in set(self.chains)}
-        self.chains = [known[chains] for chains in self.chains]
-        new = self.formats.since(frozenset({("fp16",)}), name)
-        self.new = new if is_whole else self.new | new
-        self.full = name if is_whole and not self.formats.is_auto else None
+        self.chains[:end] = [known[chains] for chains in self.chains[:end]]
+        self.full_formats = frozenset({name}) | (frozenset() if is_whole else self.full_formats)
 
     @property
     def is_found(self) -> bool:
         """Whether a lookup may find it: the index keeps a sequence under its format only if it was
         never converted."""
-        return self.new == self.formats.of_new_tokens
+        return self.full_formats == {self.formats.first}
+
+    def _fill(self, tokens: slice) -> None:
+        """Note that the pages of these tokens are full."""
+        known = {
+            chains: frozenset[Chain]().union(
+                *(self.formats.since(chains, name) for name in self.full_formats)
+            )
+            for chains in set(self.chains[tokens])
+        }
+        self.chains[tokens] = [known[chains] for chains in self.chains[tokens]]
 
     def rollback(self, windows: Mapping[int, Window]) -> int:
         """The most tokens that can be trimmed in layers with these windows."""

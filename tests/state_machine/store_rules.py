@@ -9,7 +9,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from paged_kv.store.maintenance import clear, gc, verify
 from paged_kv.store.page_store import MIN_BYTES
 from tests.state_machine.batch_rules import INDEX
-from tests.state_machine.prompt_rules import PROMPTS, PromptRules
+from tests.state_machine.prompt_rules import PROMPTS, Inserted, PromptRules
 from tests.state_machine.writer import Work, Writer
 from tests.store_damage import damaged
 from tests.store_entries import bytes_in, open_store
@@ -37,8 +37,8 @@ class StoreRules(PromptRules):
         at.factory.close()
         at.is_open = False
         self.pins = [pin for pin in self.pins if pin.home is not at]
-        _, salt, tokens = self.inserted[number % len(self.inserted)]
-        self.computed(self.open_home(), [*tokens, 4], salt, 256, keep=False)
+        known = self.inserted[number % len(self.inserted)]
+        self.computed(self.open_home(), [*known.tokens, 4], known.salt, 256, keep=False)
 
     @rule()
     def open_another(self) -> None:
@@ -71,7 +71,7 @@ class StoreRules(PromptRules):
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), killed_at=st.integers(1, 400))
     def kill_a_writer(self, prompts: list[list[int]], killed_at: int) -> None:
         """Another process computes prompts, and is killed."""
-        self.inserted += [(None, None, prompt) for prompt in prompts]
+        self.inserted += [Inserted(None, None, prompt) for prompt in prompts]
         writer().do(Work(self.world, self.folder / "store", prompts, killed_at))
         self.computed(self.home(0), [*prompts[0], 4], None, 256, keep=False)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
@@ -92,7 +94,8 @@ class Answers:
             "model": model,
             "created": int(time.time()),
         }
-        self._tokenizer = tokenizer
+        # Texts of tokens: log probabilities name the same ones again and again.
+        self._text_of = functools.cache(partial(_text_of, tokenizer))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The response to a request without `stream`."""
@@ -134,10 +137,6 @@ class Answers:
         # The tokenizer does not give the bytes of a token that is a part of a character.
         octets = None if "\ufffd" in text else list(text.encode())
         return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
-
-    def _text_of(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
 
 
 class ChatAnswers(Answers):
@@ -194,6 +193,11 @@ class TextAnswers(Answers):
             ],
             "text_offset": offsets,
         }
+
+
+def _text_of(tokenizer: Any, token: int) -> str:
+    text: str = tokenizer.decode([token])
+    return text
 
 
 def bounded(logprob: float | None) -> float | None:

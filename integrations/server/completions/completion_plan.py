@@ -1,11 +1,16 @@
-"""Turns the body of a request into jobs for the generation thread."""
+"""Turns the body of a request into jobs for the generation thread, and what reads their tokens.
+
+A reader thread does this: the client chooses how long it takes.
+"""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import (
     GenerationArguments,
     LogitsProcessorArguments,
@@ -14,9 +19,10 @@ from mlx_lm.server import (
 )
 
 from paged_kv.integrations.server.completions.prompt_reader import read_chat, read_text
+from paged_kv.integrations.server.generation.choice_text import stop_machine
 from paged_kv.integrations.server.generation.jobs import Channel, Job, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
-from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
+from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.http.schema import (
     LEAST_TEMPERATURE,
     MOST_CHOICES,
@@ -28,18 +34,58 @@ from paged_kv.integrations.server.http.schema import (
 Number = TypeVar("Number", int, float)
 
 
-def jobs_of(
-    body: Body, model: ModelKey, salt: str | None, request_id: str, options: argparse.Namespace
-) -> list[Job]:
-    """One job for each prompt. No prompt is tokenized yet. Events go to the running event loop.
+@dataclass(frozen=True)
+class Plan:
+    """What a request asks for.
+
+    Attributes:
+        body: of the request.
+        jobs: one for each prompt, not submitted yet.
+        stops: finds the stop texts; all choices share it.
+        has_images: whether a message has a part that is not a text.
+    """
+
+    body: Body
+    jobs: list[Job]
+    stops: TextStateMachine
+    has_images: bool
+
+    @property
+    def choices(self) -> int:
+        """The number of choices of all jobs."""
+        return sum(job.choices for job in self.jobs)
+
+
+def make_plan(
+    body: Body,
+    model: ModelKey,
+    salt: str | None,
+    request_id: str,
+    options: argparse.Namespace,
+    channel: Channel,
+) -> Plan:
+    """The jobs of a body, whose events go to the channel. No prompt is tokenized yet.
 
     Raises:
         APIError: 400, the request asks for too many choices.
     """
-    arguments, channel = generation_arguments(body, options), Channel()
+    jobs = _jobs_of(body, model, salt, request_id, options, channel)
+    has_images = isinstance(body, ChatBody) and body.has_images
+    return Plan(body, jobs, stop_machine(body.stop_words), has_images)
+
+
+def _jobs_of(
+    body: Body,
+    model: ModelKey,
+    salt: str | None,
+    request_id: str,
+    options: argparse.Namespace,
+    channel: Channel,
+) -> list[Job]:
+    arguments = generation_arguments(body, options)
     choices = body.n or 1
     if isinstance(body, TextBody):
-        readers = [partial(read_text, prompt=prompt) for prompt in body.prompts]
+        readers = [partial(read_text, prompt=each, options=options) for each in body.prompts]
     else:
         assert isinstance(body, ChatBody)
         readers = [partial(read_chat, body=body, options=options)]
@@ -53,7 +99,7 @@ def jobs_of(
         Job(
             request_id=request_id,
             model=model,
-            read=partial(_read, arguments, options.max_prompt_tokens, reader),
+            read=partial(_read, arguments, reader),
             arguments=arguments,
             choices=choices,
             first_choice=number * choices,
@@ -89,7 +135,9 @@ def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationA
             frequency_context_size=_either(body.frequency_context_size, 20),
         ),
         stop_words=body.stop_words,
-        max_tokens=body.max_completion_tokens or body.max_tokens or options.max_tokens,
+        max_tokens=_either(
+            body.max_completion_tokens, _either(body.max_tokens, options.max_tokens)
+        ),
         num_draft_tokens=_either(body.num_draft_tokens, options.num_draft_tokens),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -113,22 +161,9 @@ def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
         raise wrong_value(f"top_logprobs={arguments.top_logprobs}, and {known}", "top_logprobs")
 
 
-def _read(
-    arguments: GenerationArguments,
-    most_tokens: int | None,
-    reader: partial[Prompt],
-    loaded: LoadedModel,
-) -> Prompt:
+def _read(arguments: GenerationArguments, reader: partial[Prompt], loaded: LoadedModel) -> Prompt:
     require_bounds(arguments, loaded.vocab_size)
-    prompt = reader(loaded)
-    if most_tokens is not None and len(prompt.tokens) > most_tokens:
-        raise APIError(
-            400,
-            f"the prompt has {len(prompt.tokens)} tokens, more than {most_tokens}: shorten it, or "
-            "start the server with a larger --max-prompt-tokens",
-            code="context_length_exceeded",
-        )
-    return prompt
+    return reader(loaded)
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:

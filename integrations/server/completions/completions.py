@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.integrations.server.completions.answer_bodies import Answers, ChatAnswers, TextAnswers
-from paged_kv.integrations.server.completions.completion_plan import jobs_of
+from paged_kv.integrations.server.completions.completion_plan import Plan, make_plan
 from paged_kv.integrations.server.completions.conversation import Conversation
 from paged_kv.integrations.server.completions.service import Service
-from paged_kv.integrations.server.generation.jobs import Job
+from paged_kv.integrations.server.generation.jobs import Channel, Job
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.access import salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
-from paged_kv.integrations.server.http.client_presence import while_connected, within
 from paged_kv.integrations.server.http.request_body import parse_body, read_body
 from paged_kv.integrations.server.http.request_log import request_id
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
 
 log = logging.getLogger(__name__)
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Completions:
@@ -43,42 +45,66 @@ class Completions:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request, metrics = Request(scope, receive), self._service.metrics
         try:
             with self._service.gate.entered():
                 await self._receive(request, send)
+            metrics.answered[200] += 1
         except ClientDisconnect:
-            self._service.metrics.finished["abort"] += 1
             log.info("the client has disconnected")
+        except APIError as error:
+            metrics.note_error(error)
+            metrics.answered[error.status] += 1
+            raise
+        except Exception:
+            metrics.answered[500] += 1
+            raise
 
     async def _receive(self, request: Request, send: Send) -> None:
         service, options = self._service, self._service.options
         key = service.keys.require(request)
         content = await read_body(request, options.max_body_bytes, options.body_timeout)
-        body = parse_body(content, self._kind)
-        model = service.names.key_of(body)
-        salt = salt_of(key, body.cache_salt)
-        jobs = jobs_of(body, model, salt, request_id(), options)
-        send = within(send, options.write_timeout)
-        await while_connected(request.receive, self._answer(body, jobs, len(content), send))
+        planned = partial(self._planned, content, key, request_id(), Channel())
+        plan = await service.workers.read(planned, len(content))
+        talk = Conversation(service, plan)
+        try:
+            await _while_connected(request.receive, self._answer(talk, plan, len(content), send))
+        except ClientDisconnect:
+            service.metrics.finished["abort"] += talk.num_open
+            raise
 
-    async def _answer(self, body: Body, jobs: list[Job], nbytes: int, send: Send) -> None:
+    def _planned(self, content: bytes, key: str | None, name: str, channel: Channel) -> Plan:
+        """Runs on a reader thread."""
         service = self._service
+        body = parse_body(content, self._kind)
+        model, salt = service.names.key_of(body), salt_of(key, body.cache_salt)
+        return make_plan(body, model, salt, name, service.options, channel)
+
+    async def _answer(self, talk: Conversation, plan: Plan, nbytes: int, send: Send) -> None:
+        service, jobs = self._service, plan.jobs
         loaded = await service.loaded()
         if loaded is not None and jobs[0].model == loaded.key:
-            await service.readers.run(partial(_read_all, jobs, loaded), nbytes)
+            await self._read(plan, partial(_read_all, jobs, loaded), nbytes)
         else:
             await self._require_model(jobs[0].model)
         with self._submitted(jobs):
-            talk = Conversation(service, jobs, body)
             await talk.begin()
-            answers = _answers(body, talk.tokenizer)
-            if body.stream:
-                await self._stream(talk, answers, body, send)
+            answers = _answers(plan.body, talk.tokenizer)
+            if plan.body.stream:
+                await self._stream(talk, answers, plan.body, send)
             else:
                 await talk.finish()
-                response = JSONResponse(answers.whole(talk.choices, talk.usage))
-                await response({"type": "http"}, _never, send)
+                await self._send_whole(talk, answers, send)
+
+    async def _read(self, plan: Plan, work: Callable[[], None], nbytes: int) -> None:
+        workers = self._service.workers
+        await (workers.read_images(work) if plan.has_images else workers.read(work, nbytes))
+
+    async def _send_whole(self, talk: Conversation, answers: Answers, send: Send) -> None:
+        written = partial(_written, partial(answers.whole, talk.choices, talk.usage))
+        content = await self._service.workers.write(written, talk.held_tokens)
+        response = Response(content, media_type="application/json")
+        await response({"type": "http"}, _never, send)
 
     async def _stream(self, talk: Conversation, answers: Answers, body: Body, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -94,27 +120,23 @@ class Completions:
             async for new in talk.news():
                 if isinstance(new, str):
                     yield f": {new}\n\n".encode()
+                elif new.tokens:
+                    written = partial(_written, partial(answers.chunk, new))
+                    yield _event(await self._service.workers.write(written, len(new.tokens)))
                 else:
-                    yield _event(answers.chunk(new))
+                    yield _event(_written(partial(answers.chunk, new)))
         except APIError as error:
-            yield _event(error.as_dict())
+            self._service.metrics.note_error(error)
+            yield _event(_written(error.as_dict))
             return
         if body.includes_usage:
-            yield _event(answers.usage_chunk(talk.usage))
+            yield _event(_written(partial(answers.usage_chunk, talk.usage)))
         yield b"data: [DONE]\n\n"
 
     async def _require_model(self, model: ModelKey) -> None:
         """Raise APIError unless a model can be loaded. The loaded model stays for now."""
         check = partial(self._service.thread.provider.check, model)
-        try:
-            await self._service.readers.run(check, sys.maxsize)
-        except Exception as error:
-            raise APIError(
-                404,
-                f"the model {model[0]!r} cannot be loaded: {error}",
-                param="model",
-                code="model_not_found",
-            ) from error
+        await self._service.workers.read(check, sys.maxsize)
 
     @contextmanager
     def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -125,6 +147,30 @@ class Completions:
             yield
         finally:
             thread.cancel(jobs)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run work for a client whose request was received completely.
+
+    Raises:
+        ClientDisconnect: the client has left, and the work was cancelled.
+    """
+    left = asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({left, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        left.cancel()
+        working.cancel()
+        await asyncio.gather(left, working, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
@@ -146,8 +192,14 @@ def _answers(body: Body, tokenizer: Any) -> Answers:
     return ChatAnswers(request_id(), model, tokenizer)
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+def _written(described: Callable[[], dict[str, Any]]) -> bytes:
+    """JSON. The encoder of `json.dumps` would hold Python's lock until the end, and with it the
+    event loop: log probabilities can have a million numbers."""
+    return "".join(_JSON.iterencode(described())).encode()
+
+
+def _event(content: bytes) -> bytes:
+    return b"data: %b\n\n" % content
 
 
 async def _never() -> Any:

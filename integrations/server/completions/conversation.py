@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
 from paged_kv.integrations.server.completions.answer_bodies import Choice, Usage
+from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
-from paged_kv.integrations.server.generation.jobs import Begun, Event, Failed, Job, Progress, Token
+from paged_kv.integrations.server.generation.jobs import (
+    Begun,
+    Empty,
+    Event,
+    Failed,
+    Job,
+    Progress,
+    Token,
+)
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
-from paged_kv.integrations.server.http.schema import Body, ChatBody
+from paged_kv.integrations.server.http.schema import ChatBody
+
+# A stream in which nothing happens says so, since only bytes that cannot be sent tell a client that
+# has left from one that has ended its side of the connection.
+KEEPALIVE_S = 5.0
 
 
 class Conversation:
@@ -19,19 +33,18 @@ class Conversation:
 
     Args:
         service: the server's shared parts.
-        jobs: of the request; the caller has submitted them.
-        body: of the request.
+        plan: of the request; the caller submits its jobs.
 
     Attributes:
         choices: all choices, in order.
     """
 
-    def __init__(self, service: Service, jobs: Sequence[Job], body: Body) -> None:
-        self.choices = [Choice(index) for job in jobs for index in _numbers(job)]
+    def __init__(self, service: Service, plan: Plan) -> None:
+        self.choices = [Choice(index) for index in range(plan.choices)]
         self._service = service
-        self._jobs = jobs
-        self._body = body
-        channel = jobs[0].channel
+        self._plan = plan
+        self._jobs, self._body = plan.jobs, plan.body
+        channel = plan.jobs[0].channel
         assert channel is not None, "a client waits for the events"
         self._events = channel.events
         self._began = monotonic()
@@ -58,6 +71,16 @@ class Conversation:
             sum(job.speculation.draft_tokens for job in self._jobs),
         )
 
+    @property
+    def num_open(self) -> int:
+        """The number of choices that have not ended."""
+        return len(self._open)
+
+    @property
+    def held_tokens(self) -> int:
+        """The number of tokens in `choices`, whose log probabilities were asked for."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
     async def begin(self) -> None:
         """Wait until one of the jobs runs.
 
@@ -83,20 +106,26 @@ class Conversation:
                 whole.finish_reason = new.finish_reason
 
     async def news(self) -> AsyncIterator[Choice | str]:
-        """New parts of choices as they come, and a text of the prompts' progress now and then.
+        """New parts of choices as they come, and a text now and then: of the prompts' progress,
+        or while nothing happens.
 
         Raises:
             APIError: something went wrong.
         """
         held: dict[int, list[Token]] = {}
         while self._open:
-            event = await self._events.get()
+            if not self._events.empty():
+                # Else the event loop would not get on before all waiting events are done.
+                await asyncio.sleep(0)
+            event = await self._next_event()
+            if event is None:
+                yield "keepalive"
+                continue
             delta = self._take(event)
             if isinstance(event, Progress):
                 yield f"keepalive {event.done}/{event.total}"
-            elif isinstance(event, Token) and delta is not None:
-                if event.logprob is not None:
-                    held.setdefault(event.choice, []).append(event)
+            elif isinstance(event, Token | Empty) and delta is not None:
+                held.setdefault(event.choice, []).extend(delta.tokens)
                 if delta or delta.finish_reason is not None:
                     yield Choice(
                         event.choice,
@@ -108,12 +137,22 @@ class Conversation:
                     )
         self._service.metrics.whole_request.note(monotonic() - self._began)
 
+    async def _next_event(self) -> Event | None:
+        """The next event; None if there is none for a while."""
+        try:
+            async with asyncio.timeout(KEEPALIVE_S):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
     def _take(self, event: Event) -> Delta | None:
         match event:
             case Failed(error):
                 raise error
             case Begun(job, loaded):
                 self._note_begun(job, loaded)
+            case Empty(choice):
+                return self._end(choice, Delta(finish_reason="length"))
             case Token() if event.choice in self._open:
                 return self._note_token(event)
         # A choice that ended at a stop word may still get a few tokens: ignore them.
@@ -123,11 +162,11 @@ class Conversation:
         self._tokenizer = loaded.tokenizer
         assert job.prompt is not None, "a job has begun"
         tools = self._body.tools if isinstance(self._body, ChatBody) else None
-        for number in _numbers(job):
+        for number in job.numbers:
             self._texts[number] = ChoiceText(
                 loaded,
                 job.prompt.initial_state,
-                self._body.stop_words,
+                self._plan.stops,
                 tools,
                 bool(self._body.stream),
             )
@@ -140,21 +179,21 @@ class Conversation:
         choice = self.choices[token.choice]
         choice.count += 1
         delta = self._texts[token.choice].take(token)
-        if delta.finish_reason is not None:
-            self._open.remove(token.choice)
-            metrics.finished[delta.finish_reason] += 1
-            if choice.count > 1:
-                took = now - self._first_token[token.choice]
-                metrics.output_token.note(took / (choice.count - 1))
-            if token.finish_reason is None:
-                self._service.thread.cancel_choice(self._job_of(token.choice), token.choice)
+        if delta.finish_reason is None:
+            return delta
+        if choice.count > 1:
+            took = now - self._first_token[token.choice]
+            metrics.output_token.note(took / (choice.count - 1))
+        if token.finish_reason is None:
+            self._service.thread.cancel_choice(self._job_of(token.choice), token.choice)
+        return self._end(token.choice, delta)
+
+    def _end(self, choice: int, delta: Delta) -> Delta:
+        assert delta.finish_reason is not None, "the last part of a choice says why"
+        self._open.remove(choice)
+        self._service.metrics.finished[delta.finish_reason] += 1
         return delta
 
     def _job_of(self, choice: int) -> Job:
-        (job,) = [job for job in self._jobs if choice in _numbers(job)]
+        (job,) = [job for job in self._jobs if choice in job.numbers]
         return job
-
-
-def _numbers(job: Job) -> range:
-    """The numbers of a job's choices in the request."""
-    return range(job.first_choice, job.first_choice + job.choices)

@@ -11,7 +11,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from paged_kv.integrations.server.generation.paged_model_provider import ModelKey
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body
 
 # mlx-lm's server lists a repository as a model if it has these files.
@@ -78,11 +78,10 @@ class ModelNames:
         return name
 
     def _refuse(self, name: str | None, param: str) -> None:
+        served = (self._listed or [DEFAULT_MODEL])[0]
+        other = "download it" if self._may_switch else "start the server with --allow-model-switch"
         raise _not_found(
-            f"{param}={name!r} is not served here: ask for "
-            f"{(self._listed or [DEFAULT_MODEL])[0]!r}, or start the server with "
-            "--allow-model-switch",
-            param,
+            f"{param}={shortened(name)} is not served here: ask for {served!r}, or {other}", param
         )
 
 

@@ -1,97 +1,86 @@
-"""Turns prompts from clients into tokens, with mlx-lm's chat templates and segments.
-
-This takes time, so two threads do it: one for short bodies and one for long bodies, so that short
-ones do not wait for long ones.
-"""
+"""Turns prompts from clients into tokens, with mlx-lm's chat templates and segments."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm import server
 
 from paged_kv.integrations.batching.shared_prefill import cut_for_snapshots
-from paged_kv.integrations.server.completions.message_parts import image_files, require_parts
+from paged_kv.integrations.server.completions.message_parts import (
+    copied,
+    image_files,
+    inline_image_urls,
+    require_no_marks,
+    require_parts,
+    typed_mark,
+)
+from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
 from paged_kv.integrations.server.generation.embedded_images import EmbeddedImages
 from paged_kv.integrations.server.generation.jobs import Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
 
-Made = TypeVar("Made")
 
-# stdlib-llama's tokenizer takes a fifth of a second for so many; most prompts are shorter.
-LONG_BODY_BYTES = 200_000
-
-
-class ReaderThreads:
-    """Runs slow work in the order of its arrival."""
-
-    def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(1, thread_name_prefix="paged-kv-read-short")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="paged-kv-read-long")
-
-    async def run(self, work: Callable[[], Made], body_bytes: int) -> Made:
-        """Run `work` on a thread and return its result."""
-        threads = self._long if body_bytes > LONG_BODY_BYTES else self._short
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
-
-    def close(self) -> None:
-        """Cancel work that has not begun."""
-        for threads in (self._short, self._long):
-            threads.shutdown(wait=False, cancel_futures=True)
-
-
-def read_text(loaded: LoadedModel, prompt: str | Sequence[int]) -> Prompt:
+def read_text(
+    loaded: LoadedModel, prompt: str | Sequence[int], options: argparse.Namespace
+) -> Prompt:
     """The prompt of a completion.
 
     Raises:
-        APIError: 400, it has no tokens, or tokens that the model does not know.
+        APIError: 400, it has no tokens, too many, or some that the model does not know.
     """
-    tokens = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    return _checked(loaded, Prompt(tokens, [tokens]), "prompt")
+    limit = PromptLimit(loaded, options, "prompt")
+    tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    return _checked(loaded, Prompt(tokens, [tokens]), limit)
 
 
 def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) -> Prompt:
     """The prompt of a conversation.
 
     Raises:
-        APIError: 400, the model's chat template refuses it, or its images cannot be read.
+        APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
+            too long.
     """
+    limit = PromptLimit(loaded, options, "messages")
     _require_template_kwargs(loaded, body.chat_template_kwargs or {})
-    messages = deepcopy(body.messages)
+    messages = copied(body.messages)
     require_parts(
         messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
     )
     try:
-        prompt = _read(loaded, body, messages, options)
+        prompt = _read(loaded, body, messages, options, limit)
     except APIError:
         raise
     except Exception as error:
         raise wrong_value(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
-    return _checked(loaded, prompt, "messages")
+    return _checked(loaded, prompt, limit)
 
 
 def _read(
-    loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
+    loaded: LoadedModel,
+    body: ChatBody,
+    messages: list[Any],
+    options: argparse.Namespace,
+    limit: PromptLimit,
 ) -> Prompt:
     has_images = any(server._image_parts(messages))
     if has_images:
-        server._inline_image_urls(messages)
+        require_no_marks(messages, loaded.media_marks.values())
+        inline_image_urls(messages, options.max_body_bytes)
     if has_images and loaded.prompts is not None:
         return _with_images(loaded, body, messages, options)
-    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options)
+    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options, limit)
     if vision is None:
         return Prompt(tokens, segments, state)
     # Evaluate here: the generation thread cannot. See `ThreadConflict`.
@@ -121,7 +110,11 @@ def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _tokenized(
-    loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
+    loaded: LoadedModel,
+    body: ChatBody,
+    messages: list[Any],
+    options: argparse.Namespace,
+    limit: PromptLimit,
 ) -> Any:
     request = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
     # mlx-lm's method uses only these attributes.
@@ -129,7 +122,7 @@ def _tokenized(
     generator: Any = SimpleNamespace(model_provider=provider)
     return server.ResponseGenerator._tokenize(
         generator,
-        loaded.tokenizer,
+        LimitedTokenizer(loaded.tokenizer, limit),
         request,
         SimpleNamespace(chat_template_kwargs=body.chat_template_kwargs),
     )
@@ -149,10 +142,13 @@ def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None
             )
 
 
-def _checked(loaded: LoadedModel, prompt: Prompt, param: str) -> Prompt:
-    tokens = prompt.tokens
+def _checked(loaded: LoadedModel, prompt: Prompt, limit: PromptLimit) -> Prompt:
+    tokens, param = prompt.tokens, limit.param
     if not isinstance(tokens, list) or not tokens:
         raise wrong_value("the prompt has no tokens: give at least one", param)
+    limit.require(len(tokens))
+    if prompt.media is None and (typed := loaded.media_marks.keys() & set(tokens)):
+        raise typed_mark(loaded.media_marks[min(typed)], param)
     if not 0 <= min(tokens) <= max(tokens) < loaded.vocab_size:
         raise wrong_value(
             f"token ids from {min(tokens)} to {max(tokens)} were given, and the model knows those "
@@ -162,5 +158,6 @@ def _checked(loaded: LoadedModel, prompt: Prompt, param: str) -> Prompt:
     if loaded.prompts is not None and not loaded.is_batchable and prompt.media is None:
         prompt = replace(prompt, media=loaded.prompts.tokens(tokens))
     if loaded.has_states:
-        prompt = replace(prompt, segments=cut_for_snapshots(prompt.segments))
+        segments = cut_for_snapshots(prompt.segments, at_pages=loaded.quantises)
+        prompt = replace(prompt, segments=segments)
     return prompt

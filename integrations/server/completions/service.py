@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass
 
 from paged_kv.integrations.server.completions.model_names import ModelNames
-from paged_kv.integrations.server.completions.prompt_reader import ReaderThreads
+from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
 from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
@@ -26,7 +26,7 @@ class Service:
     names: ModelNames
     keys: APIKeys
     hosts: KnownHosts
-    readers: ReaderThreads
+    workers: WorkerThreads
     gate: Gate
 
     @property
@@ -43,10 +43,13 @@ class Service:
         """Wait for the first model to load; returns the loaded model, if there is one.
 
         Raises:
-            APIError: 503, the model cannot be loaded, or the generation thread has died.
+            APIError: 503, the model cannot be loaded, the server is shutting down, or the
+                generation thread has died.
         """
         try:
-            await asyncio.shield(asyncio.wrap_future(self.thread.loaded))
+            await self.gate.while_open(asyncio.wrap_future(self.thread.loaded))
+        except APIError:
+            raise
         except Exception as error:
             raise APIError(503, f"no model could be loaded: {error}", code="dead") from error
         self.require_healthy()

@@ -91,6 +91,17 @@ class BatchedRows:
             return True
         return self._preemption.can_begin(demand.bytes_to_begin(pool_size(self._pool)))
 
+    def expect(self, job: Job, prompt: Prompt) -> None:
+        """Note in a trace that a job waits; each of its choices is a request there."""
+        for request in _requests(job):
+            tokens, most = len(prompt.tokens), job.arguments.max_tokens
+            self._pool.counts.events.arrived(request, tokens, most)
+
+    def forget(self, job: Job) -> None:
+        """Note in a trace that a job has ended."""
+        for request in _requests(job):
+            self._pool.counts.events.ended(request)
+
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
         """Add a job; the next steps compute it."""
         cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
@@ -160,6 +171,7 @@ class BatchedRows:
         )
         if self._preemption is not None:
             self._preemption.salts[uid] = row.job.salt
+            self._preemption.requests[uid] = _requests(row.job)[row.number - row.job.first_choice]
         self._rows[uid] = row
         self._reading.add(uid)
         return int(uid)
@@ -207,6 +219,11 @@ class BatchedRows:
 
     def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
         self._reuse.insert(tokens, cache, row.job.salt)
+
+
+def _requests(job: Job) -> list[tuple[str, int, int]]:
+    """What a trace calls the choices of a job."""
+    return [("job", job.number, choice) for choice in range(job.choices)]
 
 
 def as_token(job: Job, number: int, response: Any) -> Token:

@@ -7,7 +7,8 @@ the model writes with other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ from paged_kv.integrations.server.generation.paged_model_provider import LoadedM
 
 _TEXT = "text"
 
+# mlx-lm's detokenizers decode the bytes of an unfinished character again with every token. A
+# character has at most 4, so what is unfinished after so many tokens will never be one.
+MOST_UNFINISHED_TOKENS = 64
+
 
 @dataclass
 class Delta:
@@ -29,15 +34,25 @@ class Delta:
         reasoning: of a model that thinks before it answers.
         tool_calls: in OpenAI's form.
         finish_reason: why the choice ends here; None if it continues.
+        tokens: with log probabilities, if these were asked for: those of which any text is known to
+            be before a stop word. The end token has none.
     """
 
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    tokens: list[Token] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
+
+
+def stop_machine(stop_words: Sequence[str]) -> TextStateMachine:
+    """Finds stop words: a choice ends before any of them. All choices of a request share it, as it
+    takes memory and time for each character."""
+    # A stop word leads to the state None.
+    return TextStateMachine({_TEXT: [(word, None) for word in stop_words]})
 
 
 class ChoiceText:
@@ -46,7 +61,7 @@ class ChoiceText:
     Args:
         loaded: the model that generates them.
         initial_state: the kind of text that it writes first.
-        stop_words: the choice ends before any of these texts.
+        stops: of `stop_machine`.
         tools: the tools in the request.
         is_streamed: whether to number tool calls, as in streams.
     """
@@ -55,15 +70,18 @@ class ChoiceText:
         self,
         loaded: LoadedModel,
         initial_state: str,
-        stop_words: Sequence[str],
+        stops: TextStateMachine,
         tools: Any,
         is_streamed: bool,
     ) -> None:
         self._detokenizer = loaded.tokenizer.detokenizer
         self._state = loaded.text_machine.make_state(initial_state)
-        # A stop word leads to the state None.
-        ends = {_TEXT: [(word, None) for word in stop_words]} if stop_words else None
-        self._stop = TextStateMachine(ends).make_state(_TEXT)
+        self._unfinished = 0
+        # Characters of all tokens, and of those before any stop word. Between the two begin the
+        # tokens that are not listed yet.
+        self._decoded_length = self._safe_length = 0
+        self._unlisted: deque[tuple[int, Token]] = deque()
+        self._stop = stops.make_state(_TEXT)
         self._format = ToolCallFormatter(loaded.tokenizer.tool_parser, tools, is_streamed)
         self._was_tool = initial_state == "tool"
         self._tool_text = ""
@@ -71,14 +89,13 @@ class ChoiceText:
 
     def take(self, token: Token) -> Delta:
         """The part that the next token adds. The last one has a finish reason."""
-        # The end token is not part of the text.
-        if token.finish_reason != "stop":
-            self._detokenizer.add_token(token.token)
-        if token.finish_reason is not None:
-            self._detokenizer.finalize()
-        text, is_stopped = self._up_to_stop(self._detokenizer.last_segment, token.finish_reason)
+        if token.logprob is not None and token.finish_reason != "stop":
+            self._unlisted.append((self._decoded_length, token))
+        text, is_stopped = self._up_to_stop(self._decoded(token), token.finish_reason)
         reason = "stop" if is_stopped else token.finish_reason
-        delta = Delta(finish_reason=reason)
+        self._safe_length += len(text)
+        is_whole = token.finish_reason is not None and not is_stopped
+        delta = Delta(finish_reason=reason, tokens=list(self._listed(is_whole)))
         calls: list[str] = []
         for state, part in self._segments(text, reason):
             self._add(delta, calls, state, part)
@@ -89,6 +106,22 @@ class ChoiceText:
         if reason == "stop" and self._made_call:
             delta.finish_reason = "tool_calls"
         return delta
+
+    def _decoded(self, token: Token) -> str:
+        # The end token is not part of the text.
+        if token.finish_reason != "stop":
+            self._detokenizer.add_token(token.token)
+        if token.finish_reason is not None or self._unfinished == MOST_UNFINISHED_TOKENS:
+            self._detokenizer.finalize()
+        text: str = self._detokenizer.last_segment
+        self._unfinished = 0 if text else self._unfinished + 1
+        self._decoded_length += len(text)
+        return text
+
+    def _listed(self, is_whole: bool) -> Iterator[Token]:
+        """The tokens that begin in text which is certainly before any stop word."""
+        while self._unlisted and (is_whole or self._unlisted[0][0] < self._safe_length):
+            yield self._unlisted.popleft()[1]
 
     def _up_to_stop(self, text: str, finish_reason: str | None) -> tuple[str, bool]:
         """The part of a text that is certainly before any stop word, and whether one was found."""

@@ -25,7 +25,15 @@ from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
 from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.integrations.server.generation.jobs import Begun, Failed, Job, Outbox, Stage, Token
+from paged_kv.integrations.server.generation.jobs import (
+    Begun,
+    Empty,
+    Failed,
+    Job,
+    Outbox,
+    Stage,
+    Token,
+)
 from paged_kv.integrations.server.generation.mailbox import Mailbox
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.rows import Rows
@@ -158,7 +166,7 @@ class GenerationThread:
             self._begin()
             self._step()
             if self._has_left:
-                self.provider.settle()
+                self.provider.settle(is_idle=not self.jobs)
                 self._has_left = False
             self._outbox.flush()
 
@@ -220,6 +228,8 @@ class GenerationThread:
         try:
             self._admission.pools = self.provider.pool_sizes()
             self._admission.arrive(job)
+            if self._rows is not None and job.prompt is not None:
+                self._rows.expect(job, job.prompt)
         except Exception as error:
             self._require_common(error)
             self._fail(job, _told(error))
@@ -261,6 +271,10 @@ class GenerationThread:
         self.metrics.note_prompt(tokens, cached)
         log.info("%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, cached)
         self._outbox.put(job, Begun(job, rows.loaded))
+        if not rows.holds(job):
+            for choice in job.numbers:
+                self._outbox.put(job, Empty(choice))
+            self._leave(job)
 
     def _rows_for(self, job: Job) -> Rows:
         """The rows of a job's model, which replaces the loaded one if that is another."""
@@ -336,7 +350,6 @@ class GenerationThread:
         self._leave(job)
 
     def _fail(self, job: Job, error: APIError) -> None:
-        self.metrics.refused += error.status == 503
         log.warning("%s: refused with %d: %s", job.request_id, error.status, error)
         self._outbox.put(job, Failed(error))
         self._leave(job)
@@ -345,6 +358,8 @@ class GenerationThread:
         job.stage = Stage.ENDED
         self.jobs.pop(job.number, None)
         self._admission.leave(job)
+        if self._rows is not None:
+            self._rows.forget(job)
         self._has_left = True
 
     def _running(self) -> list[Job]:

@@ -96,6 +96,11 @@ class Job:
     since: float = field(default_factory=monotonic)
     number: int = field(default_factory=_numbers.__next__)
 
+    @property
+    def numbers(self) -> range:
+        """The numbers of the choices in the request."""
+        return range(self.first_choice, self.first_choice + self.choices)
+
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks get: they have no clients, and the prompt is read."""
         return vars(self) | {"channel": None, "read": None}
@@ -145,13 +150,20 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Empty:
+    """A choice of a job whose `max_tokens` is 0: it has ended, without a token."""
+
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The job has failed; no event follows."""
 
     error: APIError
 
 
-Event = Begun | Progress | Token | Failed
+Event = Begun | Progress | Token | Empty | Failed
 
 
 @dataclass

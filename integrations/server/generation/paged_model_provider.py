@@ -6,7 +6,10 @@ import argparse
 import gc
 import logging
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,13 +23,14 @@ from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.server.generation.context_length import context_length
 from paged_kv.integrations.server.generation.image_support import (
     loading_with_mlx_vlm,
     refusal_of_mlx_vlm,
 )
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
+from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.speculation.draft_models import (
-    NGRAM,
     divided_factories,
     load_draft_model,
     make_draft,
@@ -47,10 +51,14 @@ class LoadedModel:
         tokenizer: mlx-lm's.
         processor: of images that mlx-lm's model reads; None for others.
         prompts: makes the prompts of a model of mlx-vlm; None for others.
+        media_marks: the texts of the tokens that stand for images and sounds in prompts, by their
+            ids; empty for a model that reads none.
         why_no_images: what a client is told that sends an image; None if the model takes them.
         vocab_size: its token ids are less than this.
+        context_length: the most tokens that it was made for; None if its config does not say.
         is_batchable: whether several sequences can run as a batch.
         has_states: whether it has recurrent layers.
+        quantises: whether its full pages are quantised, or may be.
         text_machine: separates reasoning and tool calls from text.
     """
 
@@ -58,10 +66,13 @@ class LoadedModel:
     tokenizer: Any
     processor: Any
     prompts: Any
+    media_marks: dict[int, str]
     why_no_images: str | None
     vocab_size: int
+    context_length: int | None
     is_batchable: bool
     has_states: bool
+    quantises: bool
     text_machine: TextStateMachine
 
 
@@ -104,22 +115,31 @@ class PagedModelProvider(ModelProvider):
         super().reset()
 
     def check(self, key: ModelKey) -> None:
-        """Raise what loading a model would raise, without memory for weights. It downloads the
-        model if necessary. Any thread may call this."""
+        """Load a model, its adapter and its draft model without memory for weights. It downloads
+        them if necessary. Any thread may call this.
+
+        Raises:
+            APIError: 404, one of them cannot be loaded; `param` says which.
+        """
         model, adapter, draft = key
         assert model is not None, "there is a name to check"
-        if self._refusal_of_mlx_vlm(*key) is None:
-            self._loaded_by_mlx_vlm(model, lazy=True)
-            return
-        load(
+        lazily = partial(
+            load,
             model,
-            adapter_path=adapter,
             tokenizer_config=self._tokenizer_config,
             trust_remote_code=self.cli_args.trust_remote_code,
             lazy=True,
         )
-        if draft not in (None, NGRAM):
-            load(draft, lazy=True)
+        with _loading("model", model):
+            if self._refusal_of_mlx_vlm(*key) is None:
+                self._loaded_by_mlx_vlm(model, lazy=True)
+                return
+            tokenizer = lazily()[1]
+        if adapter is not None:
+            with _loading("adapters", adapter):
+                lazily(adapter_path=adapter)
+        with _loading("draft_model", draft):
+            load_draft_model(draft, tokenizer, lazy=True)
 
     def switch_to(self, key: ModelKey) -> None:
         """Replace the loaded model by another; if that fails, load the earlier one again."""
@@ -142,11 +162,14 @@ class PagedModelProvider(ModelProvider):
         for factory in self.factories:
             require_same_prefixes(self.ranks, factory.pool)
 
-    def settle(self) -> None:
-        """Release the blocks of dropped caches. Pools do that at their next call, which on an idle
-        server may be much later."""
+    def settle(self, is_idle: bool) -> None:
+        """Release the blocks of dropped caches, and if no request is left, the memory of those that
+        nobody needs. Pools do that at their next steps, which on an idle server may be much
+        later."""
         for factory in self.factories:
             factory.stats()
+            if is_idle:
+                factory.pool.settle()
 
     def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
         if draft is not None and self.cli_args.kv_bits is not None:
@@ -228,10 +251,13 @@ class PagedModelProvider(ModelProvider):
             tokenizer=tokenizer,
             processor=self.processor,
             prompts=self.prompts,
+            media_marks=_media_marks(self.prompts, self.processor, tokenizer),
             why_no_images=self.why_no_images,
             vocab_size=_vocab_size(self.model),
+            context_length=_context_length(key[0]),
             is_batchable=self.is_batchable and options.kv_bits is None,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
+            quantises=any(factory.pool.quantises for factory in self.factories),
             text_machine=make_text_state_machine(tokenizer),
         )
 
@@ -240,6 +266,7 @@ class PagedModelProvider(ModelProvider):
         self.factories = divided_factories(
             [each for each in (self.model, self.draft_model) if each is not None],
             options.max_kv_bytes,
+            dtype=options.dtype,
             store=options.store,
             page_format=options.page_format,
             store_bytes=options.store_bytes,
@@ -248,6 +275,30 @@ class PagedModelProvider(ModelProvider):
             # This makes it learn the size of a block, which promises are computed from.
             factory.can_admit(0)
             factory.install()
+
+
+@contextmanager
+def _loading(field: str, name: str | None) -> Iterator[None]:
+    """Blame errors on the field of a request that names what is loaded."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{field}={shortened(name)} cannot be loaded: {error}"
+        raise APIError(404, message, param=field, code="model_not_found") from error
+
+
+def _context_length(model: str) -> int | None:
+    # Nothing else: each of several ranks downloads its own part of the weights.
+    return context_length(load_config(_download(model, allow_patterns=["*.json"])))
+
+
+def _media_marks(prompts: Any, processor: Any, tokenizer: Any) -> dict[int, str]:
+    if prompts is not None:
+        marks: dict[int, str] = prompts.marks
+        return marks
+    if processor is None:
+        return {}
+    return {tokenizer.convert_tokens_to_ids(processor.image_token): processor.image_token}
 
 
 def _vocab_size(model: Any) -> int:

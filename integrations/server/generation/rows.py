@@ -57,13 +57,24 @@ class Rows:
         """Whether a job could begin at once, beside what is in use now."""
         return self._batch.fits(demand)
 
+    def expect(self, job: Job, prompt: Prompt) -> None:
+        """Note in a trace that a job waits, unless it will run alone."""
+        if not self._is_alone(prompt) and job.arguments.max_tokens:
+            self._batch.expect(job, prompt)
+
+    def forget(self, job: Job) -> None:
+        """Note in a trace that a job has ended."""
+        self._batch.forget(job)
+
     def begin(self, job: Job, prompt: Prompt) -> None:
-        """Add a job; the next steps compute it.
+        """Add a job; the next steps compute it, unless it is to generate nothing.
 
         Raises:
             APIError: 400, its sampling options do not work.
         """
         samplings = self._samplers.of(job.arguments, job.choices)
+        if not job.arguments.max_tokens:
+            return
         rows = self._single if self._is_alone(prompt) else self._batch
         rows.begin(job, prompt, samplings)
 

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from paged_kv.integrations.server.http.api_errors import APIError
+
 # The same buckets as vLLM's metrics of these names, so that its dashboards fit.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -49,7 +51,8 @@ class ServerMetrics:
         prompt_tokens: prompt tokens of jobs that began.
         cached_tokens: those of them that hit a cached prefix.
         generation_tokens: generated tokens.
-        refused: jobs answered with 503.
+        answered: requests by the status of the answer.
+        refused: requests answered with 503, or whose stream ended with such an error.
         finished: choices by finish reason; "abort" if the client left.
         first_token: time to a request's first token.
         output_token: mean time between the tokens of a choice.
@@ -59,11 +62,16 @@ class ServerMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
+    answered: Counter[int] = field(default_factory=Counter)
     refused: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_S))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
+
+    def note_error(self, error: APIError) -> None:
+        """Count an error that a client gets."""
+        self.refused += error.status == 503
 
     def note_prompt(self, tokens: int, cached: int) -> None:
         """Count the prompt of a job that began."""

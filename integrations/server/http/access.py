@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import ipaddress
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.server.http.api_errors import APIError, shortened
 
 ENVIRONMENT = "env:"
 
@@ -53,19 +55,28 @@ class APIKeys:
         """
         if not self._digests:
             return None
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Headers are latin-1 text; keys were read as UTF-8. Comparing all digests takes the same
-        # time for every request.
-        digest = _digest(given.strip().encode("latin-1"))
-        fits = [hmac.compare_digest(digest, each) for each in self._digests]
-        if scheme.lower() != "bearer" or not any(fits):
-            raise APIError(
-                401,
-                "this server needs an API key: send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        scheme, given = _credentials(request)
+        digest = _digest(given.encode("latin-1"))
+        if scheme != "bearer" or not self._know(digest):
+            raise _unauthorized("send the header Authorization: Bearer KEY", "Bearer")
         return digest.hex()
+
+    def require_of_reader(self, request: Request) -> None:
+        """Raise APIError 401 unless the request has one of the keys, as a bearer or as a password,
+        for which browsers ask. Only for requests that change nothing: browsers send a password that
+        they know with other sites' requests too."""
+        scheme, given = _credentials(request)
+        key = _password(given) if scheme == "basic" else given.encode("latin-1")
+        if self._digests and not (scheme in ("basic", "bearer") and self._know(_digest(key))):
+            raise _unauthorized(
+                "send the header Authorization: Bearer KEY, or the key as a password",
+                'Basic realm="paged-kv", charset="UTF-8"',
+            )
+
+    def _know(self, digest: bytes) -> bool:
+        # Comparing all digests takes the same time for every request.
+        fits = [hmac.compare_digest(digest, each) for each in self._digests]
+        return any(fits)
 
 
 def salt_of(key: str | None, cache_salt: str | None) -> str | None:
@@ -81,24 +92,50 @@ class KnownHosts:
 
     Args:
         host: the name or address that the server listens at.
+        others: further names; "*" stands for any.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, others: Iterable[str] = ()) -> None:
         own = socket.gethostname().lower()
         self._names = {"localhost", host.lower(), own, f"{own.partition('.')[0]}.local"}
+        self._names |= {each.lower() for each in others}
 
     def require(self, request: Request) -> None:
-        """Raise APIError unless the Host header is an address, or a name of this machine."""
+        """Raise APIError 403 unless the Host header is an address, or a known name."""
         # The host without its port, from "[::1]:8080", "127.0.0.1:8080" or "localhost".
         host = request.headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if name.lower() in self._names or _is_address(name):
+        if "*" in self._names or name.lower() in self._names or _is_address(name):
             return
         raise APIError(
             403,
-            f"this page is not served as {name!r}: use the address of the server, or localhost",
+            f"this page is not served as {shortened(name)}: use the address of the server or "
+            "localhost, or start it with --allowed-hosts",
             code="unknown_host",
         )
+
+
+def _credentials(request: Request) -> tuple[str, str]:
+    """The scheme and the credentials of a request; headers are latin-1 text."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower(), given.strip()
+
+
+def _password(given: str) -> bytes:
+    try:
+        _, _, password = base64.b64decode(given.encode("latin-1"), validate=True).partition(b":")
+    except binascii.Error:
+        return b""
+    return password
+
+
+def _unauthorized(what_to_do: str, challenge: str) -> APIError:
+    return APIError(
+        401,
+        f"this server needs an API key: {what_to_do}",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": challenge},
+    )
 
 
 def _digest(key: bytes) -> bytes:

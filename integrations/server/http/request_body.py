@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from paged_kv.integrations.server.http.api_errors import APIError, from_validation, wrong_value
+from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.schema import Body
 
 Kind = TypeVar("Kind", bound=Body)
@@ -17,6 +18,10 @@ Kind = TypeVar("Kind", bound=Body)
 # Most clients read an error only after sending the whole body, so discard up to so many times the
 # limit.
 MOST_DISCARDED = 8
+
+# Half as many objects, which take seconds and hundreds of megabytes. A prompt of token ids has
+# fewer, and texts do in all but bodies of many megabytes.
+MOST_VALUES = 2_000_000
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -39,14 +44,22 @@ def parse_body(content: bytes, kind: type[Kind]) -> Kind:
     """A body as an object of its schema.
 
     Raises:
-        APIError: 400, the body is not JSON, or does not fit the schema.
+        APIError: 400, the body is not JSON, has too many values, or does not fit the schema.
     """
+    # At least as many as it has values: texts may hold these too. Chat templates copy each value.
+    values = sum(content.count(mark) for mark in (b",", b"{", b"["))
+    if values > MOST_VALUES:
+        raise wrong_value(
+            f"the body has {values:,} commas and opening brackets, and at most {MOST_VALUES:,} "
+            "are possible: send less in one request"
+        )
     try:
         said: Any = pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise wrong_value(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(said, dict):
         raise wrong_value("the body must be a JSON object")
+    require_known(said, kind)
     try:
         return kind.model_validate(said)
     except ValidationError as error:

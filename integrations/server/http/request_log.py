@@ -1,4 +1,8 @@
-"""Gives every request an id, which its log lines and its answer carry."""
+"""Gives every request an id, which its log lines and its answer carry.
+
+Log lines hold what clients sent, such as paths. `OneLine` keeps that from looking like other lines,
+and from reaching a terminal as control characters.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import re
 import uuid
 from contextvars import ContextVar
 from time import monotonic
+from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,14 +30,27 @@ def request_id() -> str:
     return _current.get()
 
 
-class RequestIds(logging.Filter):
-    """Adds the id of the present request to log records."""
+class OneLine(logging.Formatter):
+    """Formats a record as one line with the id of the present request, and its traceback, if it
+    has one, as indented lines below."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps every record."""
+    def __init__(self) -> None:
+        super().__init__(FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
         name = _current.get()
         record.request_id = f"{name}: " if name else ""
-        return True
+        record.message = _printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        """See `logging.Formatter`."""
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        """See `logging.Formatter`."""
+        return _indented(super().formatStack(stack_info))
 
 
 class RequestLog:
@@ -74,3 +92,14 @@ def _given(scope: Scope) -> str | None:
         if key == wanted and _PLAIN.fullmatch(value):
             return str(value.decode())
     return None
+
+
+def _printable(text: str) -> str:
+    """The text with escapes in the place of control characters, line ends and the like."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {_printable(line)}" for line in text.split("\n"))

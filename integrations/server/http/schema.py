@@ -1,14 +1,22 @@
 """The schemas of request bodies: OpenAI's fields and mlx-lm's.
 
-Types are strict, as in JSON: "5" is not a number. Unknown fields are ignored. A field that is null
-means the same as a missing one.
+Types are strict, as in JSON: "5" is not a number. A field that is null means the same as a missing
+one; `known_fields` says which other fields a body may have. Every list and object has a limit, and
+is not read beyond its first fault: pydantic would make an error of each of a million wrong items.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, NotRequired, Required
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+)
 from typing_extensions import TypedDict
 
 DEFAULT_MODEL = "default_model"
@@ -21,7 +29,28 @@ LARGEST_COUNT = 2**31 - 1
 LEAST_TEMPERATURE = 1e-5
 MOST_CHOICES = 128
 MOST_TOP_LOGPROBS = 20
-MOST_STOPS = 64
+# OpenAI takes 4 stop texts. A search for them takes memory for each character.
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 4096
+# As at OpenAI. Some chat templates look back at all messages for each message.
+MOST_MESSAGES = 2048
+MOST_PARTS = 2048
+MOST_TOOLS = 1024
+# Enough to forbid all tokens of a script in a vocabulary of 256,000.
+MOST_BIASES = 65_536
+MOST_NAMES = 128
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """Refuses a longer list or object before its items are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"it has {len(value):,} items, and at most {most:,} are possible")
+        return value
+
+    return BeforeValidator(check)
+
 
 Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
@@ -34,11 +63,12 @@ _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
+    """Options of a stream. `include_obfuscation` means nothing: no chunk is padded."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Body(BaseModel):
@@ -53,7 +83,7 @@ class Body(BaseModel):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, _at_most(MOST_NAMES)] = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -67,7 +97,7 @@ class Body(BaseModel):
     xtc_probability: Share | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
 
-    logit_bias: dict[TokenKey, Logit] | None = None
+    logit_bias: Annotated[dict[TokenKey, Logit] | None, _at_most(MOST_BIASES)] = None
     repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Logit | None = None
@@ -82,8 +112,11 @@ class Body(BaseModel):
         texts = [stop] if isinstance(stop, str) else stop
         if texts is not None and not _are(str, texts):
             raise ValueError("a string or a list of strings is needed")
-        if texts and len(texts) > MOST_STOPS:
-            raise ValueError(f"at most {MOST_STOPS} stop sequences are possible")
+        if texts and (len(texts) > MOST_STOPS or sum(map(len, texts)) > MOST_STOP_CHARACTERS):
+            raise ValueError(
+                f"{len(texts):,} texts of {sum(map(len, texts)):,} characters were given, and at "
+                f"most {MOST_STOPS} of {MOST_STOP_CHARACTERS:,} in all are possible"
+            )
         return stop
 
     @property
@@ -113,28 +146,32 @@ class TextBody(Body):
     """
 
     prompt: Any
+    # 0 generates nothing; at OpenAI too, and in no conversation.
+    max_tokens: Count | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt")
     @classmethod
     def _plain_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, str) or (prompt and (_are(str, prompt) or _are(int, prompt))):
+        if isinstance(prompt, str) or (prompt and _are(int, prompt)):
             return prompt
-        if prompt and _are(list, prompt) and all(each and _are(int, each) for each in prompt):
-            return prompt
-        raise ValueError("a text, a list of token ids, or a list of either is needed")
-
-    @field_validator("prompt")
-    @classmethod
-    def _few_prompts(cls, prompt: Any) -> Any:
-        if len(_prompts(prompt)) > MOST_CHOICES:
+        if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)):
+            raise ValueError(_NO_PROMPT)
+        if len(prompt) > MOST_CHOICES:
             raise ValueError(f"at most {MOST_CHOICES} prompts are possible in one request")
-        return prompt
+        if _are(str, prompt) or all(each and _are(int, each) for each in prompt):
+            return prompt
+        raise ValueError(_NO_PROMPT)
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or token ids."""
         return _prompts(self.prompt)
+
+
+_NO_PROMPT = "a text, a list of token ids, or a list of either is needed"
+
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), _at_most(MOST_TOOLS)]
 
 
 class Part(TypedDict):
@@ -152,22 +189,31 @@ class Message(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic's name for it
 
     role: Required[str]
-    content: NotRequired[str | list[Part] | None]
-    tool_calls: NotRequired[list[dict[str, Any]] | None]
+    content: NotRequired[
+        Annotated[str | Annotated[list[Part], Field(fail_fast=True)] | None, _at_most(MOST_PARTS)]
+    ]
+    tool_calls: NotRequired[_Objects | None]
 
 
 class ChatBody(Body):
     """A request body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    role_mapping: dict[str, str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
+    tools: _Objects | None = None
+    role_mapping: Annotated[dict[str, str] | None, _at_most(MOST_NAMES)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, _at_most(MOST_NAMES)] = None
     logprobs: bool | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a message has a part that is not a text."""
+        contents = [message.get("content") for message in self.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return any(part["type"] != "text" for part in parts)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    one = isinstance(prompt, str) or _are(int, prompt)
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
     return [prompt] if one else prompt
 
 

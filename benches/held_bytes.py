@@ -1,0 +1,315 @@
+"""Bytes that MLX holds for keys and values, by length: python -m benches.held_bytes
+
+Every byte is of `mx.get_active_memory()`, less what MLX held before the pool was made: memory that
+is mapped, whether a token is in it or not. A layer has one head of 32 in float16; a number takes
+as many bits with more heads. Prompts are written in steps of 2,048 tokens, and what follows as in
+decoding: where a page begins in a step of one token, and the rest of the page in another step,
+which maps nothing.
+
+by length   prompts and one more token, for which a page begins. gemma3 is a model whose layers have
+            windows of 512 tokens, but for every sixth. Windows keep 16 bits, in rings of few pages
+one row     a sequence grows from 1K to 64K tokens
+eight rows  sequences of different length grow together from 1K to 8K tokens each
+ended       32 sequences of 1K to 4K tokens decode; then half of them end, and the others go on
+prefill     the highest peak while a prompt of 8K tokens is written and attended to
+
+bits        held, for each number of keys and values of all tokens. mlx-lm's arrays have room for up
+            to 256 tokens more than they hold
+over_needed held, beside what the tokens need: full pages in their format, and the page of each row
+            that is written in 16 bits. With 16 bits in all pages that is every token's 16 bits
+over_codes  held, beside all tokens in their format, scales included
+peak_bits   the bits at the largest after any of the steps
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from mlx_lm.models.cache import KVCache
+
+from benches.results_file import write_result
+from paged_kv import PagedKVCache, PagePool
+from paged_kv import Sequence as PagedSequence
+from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
+
+HEAD, LAYERS, STEP = 32, 4, 2048
+CODES = {"fp16": 16.0, "q8": 8.5, "q4": 4.5}
+BUDGETS: dict[str, str | None] = {"256MB": "256MB", "1GB": "1GB", "default": None}
+SHORTEST, LONGEST, HEADLINE = 1 << 10, 1 << 16, 1 << 15
+LONGEST_OF_EIGHT, PREFILL, PREFILL_LAYERS = 1 << 13, 1 << 13, 16
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "held.svg"
+# A palette that colour-blind readers can tell apart (Okabe and Ito).
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00")
+# The windows of the layers of models, and lengths of their prompts.
+MODELS: dict[str, tuple[Window | None, ...]] = {
+    "llama": (None,) * LAYERS,
+    "gemma3": (*[Window(512, DEFAULT_WRITE_CHUNK)] * 5, None),
+}
+LENGTHS, ROWS = (1 << 10, 1 << 12, 1 << 15), (1, 8)
+
+
+class Rows:
+    """Sequences of one pool, alone in MLX's memory.
+
+    Attributes:
+        most_held: the most bytes that MLX held after any step.
+    """
+
+    def __init__(
+        self,
+        page_format: str,
+        max_bytes: str | None,
+        lengths: Sequence[int],
+        windows: tuple[Window | None, ...] = MODELS["llama"],
+    ) -> None:
+        gc.collect()
+        # Freed memory that MLX keeps for later arrays is not held by any.
+        mx.set_cache_limit(0)
+        self._before = mx.get_active_memory()
+        self.page_format = page_format
+        self.pool = pool_of_attention(page_format, windows, max_bytes)
+        # Of keys and values of a token in all layers.
+        self.numbers = 2 * len(windows) * HEAD
+        self.most_held = 0
+        self.sequences = [PagedSequence(self.pool) for _ in lengths]
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            for start in range(0, length, STEP):
+                self._write([sequence], min(STEP, length - start))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sequence.length for sequence in self.sequences]
+
+    @property
+    def held(self) -> int:
+        """Bytes that MLX holds."""
+        return mx.get_active_memory() - self._before
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the tokens need."""
+        bits = 0.0
+        for length in self.lengths:
+            full = (length - 1) // PAGE_SIZE * PAGE_SIZE
+            written = length - full if self.page_format == "fp16" else PAGE_SIZE
+            bits += full * CODES[self.page_format] + written * CODES["fp16"]
+        return bits * self.numbers / 8
+
+    @property
+    def bits(self) -> float:
+        """Held bits for each number."""
+        return 8 * self.held / (self.numbers * sum(self.lengths))
+
+    def write(self, count: int) -> None:
+        """Append so many tokens to every sequence, as a batch."""
+        self._write(self.sequences, count)
+
+    def grow(self, longest: int) -> Iterator[None]:
+        """Append tokens until one sequence has `longest`, with a stop wherever a page of one begins
+        and where the page that ends first does."""
+        while max(self.lengths) < longest:
+            self.write(1)
+            yield
+            if rest := min(-length % PAGE_SIZE for length in self.lengths):
+                self.write(rest)
+                yield
+
+    def _write(self, sequences: list[PagedSequence], count: int) -> None:
+        tokens = mx.zeros((len(sequences), 1, count, HEAD), dtype=mx.float16)
+        layers = range(self.pool.num_layers)
+        caches = [PagedKVCache(self.pool, layer, sequences) for layer in layers]
+        for cache in caches:
+            mask = cache.make_mask(count, window_size=self.window(cache.layer))
+            keys, values = cache.update_and_fetch(tokens, tokens)
+            mx.eval(paged_attention(tokens, keys, values, cache, 1.0, mask))
+        del keys, values, mask
+        self.most_held = max(self.most_held, self.held)
+
+    def window(self, layer: int) -> int | None:
+        """The number of tokens that a layer sees, if not all."""
+        window = self.pool.windows.get(layer)
+        return None if window is None else window.size
+
+
+def pool_of_attention(
+    page_format: str, windows: tuple[Window | None, ...], max_bytes: str | None = None
+) -> PagePool:
+    """A pool of a model whose attention reads pages, and nothing else does."""
+    layers = range(len(windows))
+    pool = PagePool(
+        len(windows),
+        windows={layer: window for layer, window in enumerate(windows) if window},
+        page_format=page_format,
+        max_bytes=max_bytes,
+    )
+    pool.attending = pool.attending_in_decode = frozenset(layers)
+    return pool
+
+
+def by_length(model: str, page_format: str, count: int, tokens: int) -> dict[str, float]:
+    rows = Rows(page_format, None, [tokens] * count, MODELS[model])
+    rows.write(1)
+    peak = 8 * rows.most_held / (rows.numbers * sum(rows.lengths))
+    over = rows.bits / CODES[page_format] - 1
+    length = tokens + 1
+    return {
+        "rows": count,
+        "tokens": length,
+        "bits": rows.bits,
+        "over_codes": over,
+        "peak_bits": peak,
+    }
+
+
+def one_row(page_format: str, max_bytes: str | None) -> list[dict[str, float]]:
+    rows = Rows(page_format, max_bytes, [SHORTEST])
+    return [
+        {"tokens": rows.lengths[0], "bits": rows.bits, "over_needed": rows.held / rows.needed}
+        for _ in rows.grow(LONGEST)
+    ]
+
+
+def eight_rows(page_format: str, max_bytes: str | None) -> list[dict[str, float]]:
+    rng = random.Random(0)
+    rows = Rows(page_format, max_bytes, [rng.randrange(1 << 10, 1 << 11) for _ in range(8)])
+    return [
+        {"tokens": sum(rows.lengths), "bits": rows.bits, "over_needed": rows.held / rows.needed}
+        for _ in rows.grow(LONGEST_OF_EIGHT)
+    ]
+
+
+def ended(page_format: str, max_bytes: str | None) -> dict[str, float]:
+    rng = random.Random(1)
+    rows = Rows(page_format, max_bytes, [rng.randrange(1 << 10, 1 << 12) for _ in range(32)])
+    for _ in range(300):
+        rows.write(1)
+    rows.sequences = rng.sample(rows.sequences, 16)
+    gc.collect()
+    over = [rows.held / rows.needed]
+    for _ in range(100):
+        rows.write(1)
+        over.append(rows.held / rows.needed)
+    settled = next((steps for steps, each in enumerate(over) if each <= 1.25), None)
+    return {"at_once": over[0], "after_100_steps": over[-1], "steps_to_1.25": settled or 0}
+
+
+def summary(curves: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Worst and mean of the curves of all budgets; a page's lengths count alike."""
+    points = [point for curve in curves.values() for point in curve]
+    to_32k = [each["bits"] for each in points if each["tokens"] <= HEADLINE]
+    from_4k = [each["bits"] for each in points if each["tokens"] > 1 << 12]
+    over = [each["over_needed"] for each in points]
+    return {
+        "worst_over_needed": max(over),
+        "mean_over_needed": statistics.mean(over),
+        "worst_bits_to_32k": max(to_32k),
+        "mean_bits_to_32k": statistics.mean(to_32k),
+        "worst_bits_from_4k": max(from_4k),
+    }
+
+
+def prefill(page_format: str) -> dict[str, float]:
+    """The peak of a prompt's steps, beside the bytes of its pages in 16 bits and those held."""
+    gc.collect()
+    before = mx.get_active_memory()
+    pool = pool_of_attention(page_format, (None,) * PREFILL_LAYERS)
+    sequence = PagedSequence(pool)
+    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(PREFILL_LAYERS)]
+    step = mx.zeros((1, 1, STEP, HEAD), dtype=mx.float16)
+    mx.eval(step)
+    mx.reset_peak_memory()
+    for _ in range(PREFILL // STEP):
+        mask = caches[0].make_mask(STEP)
+        for cache in caches:
+            keys, values = cache.update_and_fetch(step, step)
+            mx.eval(paged_attention(step, keys, values, cache, 1.0, mask))
+            del keys, values
+    return _peak(before)
+
+
+def prefill_of_mlx_lm() -> dict[str, float]:
+    """The same with mlx-lm's caches, but without attention: on a CPU that holds its scores."""
+    gc.collect()
+    before = mx.get_active_memory()
+    step = mx.zeros((1, 1, STEP, HEAD), dtype=mx.float16)
+    mx.eval(step)
+    mx.reset_peak_memory()
+    caches = [KVCache() for _ in range(PREFILL_LAYERS)]
+    for _ in range(PREFILL // STEP):
+        for cache in caches:
+            mx.eval(cache.update_and_fetch(step, step))
+    return _peak(before)
+
+
+def _peak(before: int) -> dict[str, float]:
+    pages = 2 * PREFILL_LAYERS * HEAD * PREFILL * mx.float16.size
+    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    return {"held_over_16_bits": held / pages, "peak_over_16_bits": peak / pages}
+
+
+def of_mlx_lm() -> list[dict[str, float]]:
+    """The curve of one row with mlx-lm's caches, by their `nbytes`."""
+    cache, curve = KVCache(), []
+    steps = [SHORTEST, *[1, PAGE_SIZE - 1] * ((LONGEST - SHORTEST) // PAGE_SIZE)]
+    for count in steps:
+        mx.eval(cache.update_and_fetch(*[mx.zeros((1, 1, count, HEAD), dtype=mx.float16)] * 2))
+        bits = 8 * cache.nbytes / (2 * HEAD * cache.offset)
+        curve.append({"tokens": cache.offset, "bits": bits, "over_needed": bits / CODES["fp16"]})
+    return curve[1:]
+
+
+def main() -> None:
+    figures: dict[str, Any] = {"shortest": SHORTEST, "longest": LONGEST, "headline": HEADLINE}
+    figures["by_length"] = {
+        model: {
+            name: [by_length(model, name, rows, tokens) for rows in ROWS for tokens in LENGTHS]
+            for name in CODES
+        }
+        for model in MODELS
+    }
+    alone = {name: {at: one_row(name, each) for at, each in BUDGETS.items()} for name in CODES}
+    together = {
+        name: {at: eight_rows(name, each) for at, each in BUDGETS.items()} for name in CODES
+    }
+    figures["curves"] = {"mlx-lm": of_mlx_lm()} | {name: alone[name]["1GB"] for name in CODES}
+    figures["one_row"] = {"mlx-lm": summary({"": figures["curves"]["mlx-lm"]})}
+    figures["one_row"] |= {name: summary(curves) for name, curves in alone.items()}
+    figures["eight_rows"] = {name: summary(curves) for name, curves in together.items()}
+    figures["ended"] = {name: ended(name, None) for name in CODES}
+    figures["prefill"] = {"mlx-lm": prefill_of_mlx_lm()} | {name: prefill(name) for name in CODES}
+    for part in ("one_row", "eight_rows", "ended", "prefill"):
+        for name, each in figures[part].items():
+            print(f"{part:12}{name:8}", {key: round(value, 3) for key, value in each.items()})
+    draw(figures["curves"])
+    print(f"written to {write_result('held_bytes', figures)}")
+
+
+def draw(curves: dict[str, list[dict[str, float]]]) -> None:
+    """The picture of README: bits a number by length."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for (name, curve), colour in zip(curves.items(), COLOURS, strict=True):
+        tokens = [each["tokens"] for each in curve]
+        axes.plot(tokens, [each["bits"] for each in curve], label=name, color=colour, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([SHORTEST << at for at in range(7)], [f"{1 << at}K" for at in range(7)])
+    axes.set_ylim(0)
+    axes.set_xlabel("tokens of one sequence")
+    axes.set_ylabel("bits held for each number")
+    axes.legend(loc="upper right", ncols=len(curves))
+    with rc_context({"svg.hashsalt": "paged_kv", "svg.fonttype": "none"}):
+        figure.savefig(PICTURE, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

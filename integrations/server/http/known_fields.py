@@ -1,0 +1,71 @@
+"""Refuses fields of a body that ask for what the server does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paged_kv.integrations.server.http.api_errors import shortened, wrong_value
+from paged_kv.integrations.server.http.schema import Body
+
+# Fields that no token of an answer depends on: they are for OpenAI's accounts, caches and speed.
+WITHOUT_MEANING = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Fields of OpenAI's API and of vLLM's that may have one value: what the server does anyway.
+ONLY: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "bad_words": [],
+    "best_of": 1,
+    "continue_final_message": False,
+    "echo": False,
+    "ignore_eos": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "min_tokens": 0,
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "priority": 0,
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+    "stop_token_ids": [],
+    "suffix": "",
+    "tool_choice": "auto",
+    "use_beam_search": False,
+    "verbosity": "medium",
+}
+
+
+def require_known(said: Mapping[str, Any], kind: type[Body]) -> None:
+    """Check that each field of a body is null, one of the schema, or asks for nothing else.
+
+    Raises:
+        APIError: 400, with the first field that is none of these.
+    """
+    for name, value in said.items():
+        if value is None or name in kind.model_fields or name in WITHOUT_MEANING:
+            continue
+        field = shortened(name).strip("'\"")
+        if name not in ONLY:
+            raise wrong_value(f"{field}: this server has no such field: leave it out", field)
+        if not (value == ONLY[name] or _has_no_tools(said, name, value)):
+            raise wrong_value(
+                f"{field}: only {ONLY[name]!r} is possible here, got {shortened(value)}: leave it "
+                "out",
+                field,
+            )
+
+
+def _has_no_tools(said: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name == "tool_choice" and value == "none" and not said.get("tools")

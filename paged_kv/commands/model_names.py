@@ -1,0 +1,49 @@
+"""Checks the names of models before anything is loaded, and says why one cannot be loaded."""
+
+import re
+from pathlib import Path
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def require_model(option: str, name: str) -> None:
+    """Check that a name may be a model: mlx-lm takes a missing folder for a repository.
+
+    Args:
+        option: that names the model.
+        name: a folder or a Hugging Face repository.
+
+    Raises:
+        FileNotFoundError: the name is neither a folder nor of the form of a repository, or the
+            folder lacks files of a model.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if _REPOSITORY.fullmatch(name):
+            return
+        raise FileNotFoundError(
+            f"there is no folder {name!r}: give {option} the folder of a model, or a Hugging Face "
+            "repository such as mlx-community/Llama-3.2-1B-Instruct-4bit"
+        )
+    for pattern, meaning in (("config.json", "configuration"), ("*.safetensors", "weights")):
+        if not any(folder.glob(pattern)):
+            raise FileNotFoundError(
+                f"the folder {name!r} holds no {meaning} ({pattern}): give {option} a complete "
+                "folder, as a download or `mlx_lm.convert` makes it"
+            )
+
+
+def not_loaded(option: str, name: str, error: BaseException) -> ValueError:
+    """What to raise for an error of mlx-lm, transformers or the Hub, which are of many types."""
+    said = " ".join(str(error).split()).rstrip(".")
+    return ValueError(
+        f"{option} {name} cannot be loaded: {type(error).__name__}: {said}: {_remedy(said)}"
+    )
+
+
+def _remedy(said: str) -> str:
+    if re.search(r"[Mm]odel type .* not supported", said):
+        return "a newer mlx-lm may know it (pip install --upgrade mlx-lm), or choose another model"
+    if "Hub" in said or "Repository" in said:
+        return "check its name and your network, or name a folder"
+    return "check that its files are complete, or download them again"

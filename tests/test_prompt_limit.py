@@ -1,0 +1,66 @@
+"""Prompts longer than the model's context are refused, long texts before all of them is read."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
+from paged_kv.integrations.server.http.api_errors import APIError
+
+
+class Tokenizer:
+    """Makes a token of each character, and counts them."""
+
+    has_chat_template = True
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        self.made += len(text)
+        return [0, *range(len(text))]
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool) -> Any:
+        text = "".join(message["content"] for message in messages)
+        return self.encode(text) if tokenize else text
+
+
+def limit(option: int | None = None, length: int | None = 1000) -> PromptLimit:
+    loaded: Any = Namespace(context_length=length)
+    return PromptLimit(loaded, Namespace(max_prompt_tokens=option), "prompt")
+
+
+def test_the_context_length_is_the_longest_prompt() -> None:
+    limit().require(1000)
+    with pytest.raises(APIError, match=r"has 1001 tokens, and the maximum .* model: 1000") as told:
+        limit().require(1001)
+    refused = told.value
+    assert (refused.status, refused.param) == (400, "prompt")
+    assert refused.code == "context_length_exceeded"
+    assert "--max-prompt-tokens" in refused.message
+
+
+def test_an_option_replaces_it() -> None:
+    limit(2000).require(2000)
+    with pytest.raises(APIError, match="has 501 tokens, and this server takes 500"):
+        limit(500).require(501)
+    limit(length=None).require(10**9)
+
+
+def test_of_a_long_text_no_more_is_read_than_its_length_takes() -> None:
+    inner, text = Tokenizer(), "a" * 3_000_000
+    tokenizer = LimitedTokenizer(inner, limit())
+    with pytest.raises(APIError, match="has at least 99937 tokens"):
+        tokenizer.encode(text)
+    assert inner.made == 100_000
+    with pytest.raises(APIError, match="has at least 99937 tokens"):
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True)
+    assert inner.made == 200_000
+
+
+def test_a_text_that_may_fit_is_read_whole() -> None:
+    fits = limit(250_000)
+    tokenizer = LimitedTokenizer(Tokenizer(), fits)
+    assert len(tokenizer.encode("a" * 250_000)) == 250_001
+    assert tokenizer.has_chat_template
