@@ -316,12 +316,12 @@ class BlockAllocator:
         Returns the number of pages that moved."""
         self.drain()
         moved = 0
-        for slabs in self.formats:
-            while rewrite := compacting(slabs, self.budget.left):
-                copied = rewrite.copied
-                if not self._rewrite(rewrite):
-                    break
-                moved += copied
+        # One format at a time: what it gives back is room to copy another's pages.
+        while rewrite := next(filter(None, map(self._compacting, self.formats)), None):
+            copied = rewrite.copied
+            if not self._rewrite(rewrite):
+                break
+            moved += copied
         return moved
 
     def apply_moves(self, moves: Mapping[int, int]) -> None:
@@ -399,15 +399,13 @@ class BlockAllocator:
         self, needs: Mapping[str, int], ahead_bytes: int | None = None, *, may_rewrite: bool = False
     ) -> None:
         """Map slabs so that `needs` blocks of each format are free."""
-        mapped: list[int] = []
+        before = set(self._slab_format)
         try:
             for slabs, pages in self._growth(needs, ahead_bytes):
                 if not (may_rewrite and self._grow_a_slab(slabs, pages)):
-                    slab = self._unused_number()
-                    self.map(slabs, slab, pages)
-                    mapped.append(slab)
+                    self.map(slabs, self._unused_number(), pages)
         except BaseException:
-            for slab in mapped:
+            for slab in self._slab_format.keys() - before:
                 if not self._slab_format[slab].used[slab]:
                     self._unmap(slab)
             raise
@@ -433,15 +431,18 @@ class BlockAllocator:
 
     def _grow_a_slab(self, slabs: FormatSlabs, pages: int) -> bool:
         """Grow a slab of the format instead of mapping another one, if there are as many slabs as a
-        kernel takes. Returns whether it did; it may have joined slabs of another format instead."""
+        kernel takes. Returns whether it did; it may have joined two slabs instead."""
         if len(self._slab_format) < self.max_slabs:
             return False
         grown = growing(slabs, pages, self.budget)
-        joined = joining([each for each in self.formats if each is not slabs], self.budget)
+        joined = joining(self.formats, self.budget)
         if joined and (grown is None or joined.copied_bytes < grown.copied_bytes):
             self._rewrite(joined)
             return False
         return grown is not None and self._rewrite(grown)
+
+    def _compacting(self, slabs: FormatSlabs) -> Rewrite | None:
+        return compacting(slabs, self.budget.left)
 
     def _rewrite(self, rewrite: Rewrite) -> bool:
         """Make a rewrite; returns whether pages could move and the budget held them."""

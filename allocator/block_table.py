@@ -156,6 +156,8 @@ class BlockTable:
         fresh = {name: iter(blocks) for name, blocks in taken.items()}
         copies: dict[int, int] = {}
         blocks = list(self.blocks)
+        if replaced:
+            self.forget_reserved()
         for entry, name in replaced.items():
             copies[blocks[entry]] = blocks[entry] = next(fresh[name])
         self.change((*blocks, *[next(fresh[name]) for name in missing]), tokens)

@@ -102,19 +102,19 @@ def compacting(slabs: FormatSlabs, left: int) -> Rewrite | None:
 
 
 def growing(slabs: FormatSlabs, pages: int, budget: ByteBudget) -> Rewrite | None:
-    """A rewrite of the slab with the fewest used pages into one with `pages` more, unless that
-    would be too large."""
+    """A rewrite of the smallest slab into one with `pages` more, unless that would be too large."""
     return _merged(slabs, 1, pages, budget)
 
 
 def joining(formats: Iterable[FormatSlabs], budget: ByteBudget) -> Rewrite | None:
-    """The rewrite of two slabs into one that copies the fewest bytes, if none is too large."""
+    """Of the rewrites of a format's two smallest slabs into one, that which copies the fewest bytes;
+    None if all would be too large."""
     pairs = [_merged(slabs, 2, 0, budget) for slabs in formats]
     return min(filter(None, pairs), key=lambda each: each.copied_bytes, default=None)
 
 
 def _merged(slabs: FormatSlabs, count: int, more: int, budget: ByteBudget) -> Rewrite | None:
-    smallest = sorted(slabs.slabs, key=lambda slab: (slabs.used[slab], slab))[:count]
+    smallest = sorted(slabs.slabs, key=lambda slab: (slabs.slabs[slab], slabs.used[slab]))[:count]
     rewrite = Rewrite(slabs, tuple(smallest), slabs.pages_of(smallest) + more)
     fits = len(smallest) == count and rewrite.new_pages <= slabs.largest_slab(budget)
     return rewrite if fits else None

@@ -147,9 +147,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.release(targets)
         assert all(self.format_of(block) == page_format for block in table.blocks)
 
-    @rule(page_format=formats, number=st.integers(1, 6))
+    @rule(page_format=st.sampled_from(["medium", "small"]), number=st.integers(1, 6))
     def requantise(self, page_format: str, number: int) -> None:
-        """Move blocks into free ones of another format, for all tables that hold them."""
+        """Move blocks into free ones of another format, for all tables that hold them. They never
+        move back into the format that is written."""
         self.allocator.drain()
         used = sorted(self.used_blocks())
         sources = [block for block in used if self.format_of(block) != page_format][:number]
@@ -286,9 +287,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.compact()
         freed, self.pages_stay = before - self.allocator.budget.mapped, False
         assert freed == 0 if pages_stay else freed >= announced
-        free = sum(len(each.free) * each.block_bytes for each in self.allocator.formats)
-        left = self.allocator.budget.left
-        assert pages_stay or free == 0 or left < BUDGET_BYTES // 8
+        # What is left is less than a slab that would exist twice for a time.
+        with_free = [each for each in self.allocator.formats if each.free]
+        sizes = [max(each.slabs.values()) * each.block_bytes for each in with_free]
+        assert pages_stay or all(self.allocator.budget.left < size for size in sizes)
 
     @rule()
     def tidy(self) -> None:

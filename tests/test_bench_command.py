@@ -92,6 +92,8 @@ def test_the_command_prints_writes_and_plots(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(measurements, "QUICK", TINY)
+    # In a narrow terminal the names of measurements are folded.
+    monkeypatch.setenv("COLUMNS", "200")
     report, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     assert main(["bench", "--quick", "--json", str(report), "--plot", str(plot)]) == 0
     output = capsys.readouterr()

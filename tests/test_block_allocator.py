@@ -1,6 +1,6 @@
 """The allocator: block states, order, slabs, and refused calls without side effects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.rewriting import Rewrite
 
 # Ids of the first blocks of slabs 1 and 2; those of slab 0 begin at 0.
 S1, S2 = 65536, 131072
@@ -45,8 +46,14 @@ class SlabLog:
         self.mapped.append(slab)
         self.sizes.append(pages)
 
-    def new_allocator(self, blocks: int = 1000) -> BlockAllocator:
-        callbacks = {"map_slab": self.map_slab, "unmap_slab": self.unmapped.append}
+    def rewrite(self, rewrite: Rewrite, slab: int, moves: Mapping[int, int]) -> bool:
+        if rewrite.new_pages:
+            self.map_slab(slab, rewrite.new_pages, rewrite.slabs.name)
+        self.unmapped += rewrite.emptied
+        return True
+
+    def new_allocator(self, blocks: int = 1000, **callbacks: Any) -> BlockAllocator:
+        callbacks = {"map_slab": self.map_slab, "unmap_slab": self.unmapped.append, **callbacks}
         return new_allocator(blocks, **callbacks)
 
 
@@ -232,6 +239,17 @@ def test_the_slot_of_a_slab_that_was_given_back_is_used_again() -> None:
     assert log.unmapped == [0]
     assert allocator.allocate(5) == [0, 1, 2, 3, 4]
     assert log.mapped == [0, 1, 0]
+
+
+def test_a_step_of_several_slabs_joins_those_of_its_own_format() -> None:
+    """No slab of one page can grow by four where none may have more than four."""
+    log = SlabLog()
+    allocator = log.new_allocator(32, max_slabs=5, rewrite_slabs=log.rewrite)
+    for _ in range(4):
+        allocator.allocate(1)
+    allocator.ensure_free({"fp16": 12})
+    assert log.sizes == [1, 1, 1, 1, 4, 2, 4, 2, 4]
+    assert sorted(allocator.slabs.values()) == [2, 2, 4, 4, 4]
 
 
 @pytest.mark.parametrize("fail_at", range(1, 6))

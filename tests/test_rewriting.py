@@ -132,6 +132,16 @@ def test_a_full_budget_still_lets_slabs_be_emptied_into_others() -> None:
     assert rewrites.budget.mapped == 8 * BLOCK_BYTES
 
 
+def test_compaction_uses_the_room_that_another_format_gives_back() -> None:
+    rewrites = Rewrites(blocks=5)
+    rewrites.with_slabs("uuu.")
+    rewrites.add_format("q8", BLOCK_BYTES)
+    rewrites.allocator.map(rewrites.allocator.format_named("q8"), 1, 1)
+    assert rewrites.budget.left == 0
+    rewrites.allocator.compact()
+    assert rewrites.made == [((1,), 0), ((0,), 3)]
+
+
 def test_tidying_leaves_a_reserve_of_an_eighth() -> None:
     rewrites = Rewrites()
     rewrites.with_slabs("u" * 16, "u.......", "u.......", "u.......", "u.......")
