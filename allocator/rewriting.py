@@ -107,8 +107,8 @@ def growing(slabs: FormatSlabs, pages: int, budget: ByteBudget) -> Rewrite | Non
 
 
 def joining(formats: Iterable[FormatSlabs], budget: ByteBudget) -> Rewrite | None:
-    """Of the rewrites of a format's two smallest slabs into one, that which copies the fewest bytes;
-    None if all would be too large."""
+    """Of the rewrites of a format's two smallest slabs into one, the one that copies the fewest
+    bytes; None if all would be too large."""
     pairs = [_merged(slabs, 2, 0, budget) for slabs in formats]
     return min(filter(None, pairs), key=lambda each: each.copied_bytes, default=None)
 

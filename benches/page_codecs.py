@@ -40,9 +40,8 @@ from benches.quantised_quality import (
     plant_outliers,
 )
 from benches.results_file import write_result
-from paged_kv.kernels.pages.number_format import GROUP, LEAST, MOST
+from paged_kv.kernels.pages.number_format import GROUP, LEAST, MOST, rotate
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.rotation import rotate
 
 CONTEXTS = {2048: 8, 4096: 4}
 MODELS = ("stdlib-llama", "stdlib-gemma3")

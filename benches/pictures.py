@@ -26,7 +26,7 @@ from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.stats_plot import draw
-from paged_kv.monitor.stats_watch import screen
+from paged_kv.monitor.stats_table import screen
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.steps import append
 from paged_kv.trace.replay import Parameters, Replay, read_trace

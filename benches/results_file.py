@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paged_kv.integrations.bench.machine import machine, versions
+from paged_kv.integrations.bench.report import machine, versions
 
 RESULTS = Path(__file__).with_name("results")
 

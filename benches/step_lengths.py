@@ -31,9 +31,8 @@ import numpy.typing as npt
 from benches.heldout_text import MODELS, contexts, model_in_float32
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from paged_kv.kernels.pages.number_format import GROUP, NUMBER_FORMATS
+from paged_kv.kernels.pages.number_format import GROUP, NUMBER_FORMATS, rotate
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.kernels.pages.rotation import rotate
 
 TOKENS, CONTEXTS = 1100, 4
 STEPS = (1, 7, 64, 200, 512)

@@ -1,4 +1,4 @@
-"""Tells which library makes a model's prompt caches, and which of its classes pages replace."""
+"""Tells which library and file a model is of, and which of its cache classes pages replace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.unpaged_caches import is_list
-from paged_kv.integrations.cache_layers import model_file
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, Hooks, stock_make_prompt_cache
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
@@ -136,3 +135,10 @@ def language_model(model: Any) -> Any:
 def _is_of_mlx_vlm(model: object) -> bool:
     """Whether this is mlx-vlm's, or a `TextModel` of paged_kv.integrations.mlx_vlm."""
     return "mlx_vlm" in type(model).__module__.split(".")
+
+
+def model_file(model: Module) -> str:
+    """The name of the model's file in mlx-lm, or of its folder in mlx-vlm, such as "llama"."""
+    whole = getattr(model, "whole", model)  # of a `TextModel`
+    parts = type(whole).__module__.split(".")
+    return parts[2] if parts[:2] == ["mlx_vlm", "models"] else parts[-1]

@@ -8,7 +8,7 @@ from mlx.nn.layers.base import Module
 
 from paged_kv.checks import described, whole_number
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
-from paged_kv.integrations.cache_layers import model_file
+from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool

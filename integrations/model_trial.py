@@ -22,7 +22,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from paged_kv.integrations.batching.unpaged_caches import is_list
-from paged_kv.integrations.cache_layers import model_file
+from paged_kv.integrations.cache_library import model_file
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import new_stand_in
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues

@@ -20,8 +20,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, file_path, require_hashable, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
-from paged_kv.integrations.cache_layers import model_file
-from paged_kv.integrations.cache_library import language_model, library_of
+from paged_kv.integrations.cache_library import language_model, library_of, model_file
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
@@ -31,7 +30,7 @@ from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
-from paged_kv.pool.formats import FormatChoice
+from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.prefix_cache import PrefixCache

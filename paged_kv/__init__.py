@@ -10,7 +10,7 @@ needs only the allocator does not load mlx. Before mlx-lm loads a saved prompt c
 must have used one of these names, so that mlx-lm knows the cache's class.
 """
 
-from paged_kv.listeners import new_item_listeners
+from paged_kv.listeners import new_pool_listeners
 
 # Type checkers know this name. typing itself takes most of the time of this import, in which
 # nothing ends a command that is interrupted.
@@ -127,10 +127,10 @@ def __dir__() -> list[str]:
 
 def _publish() -> None:
     """Show the pools of this process to `paged-kv stats`, from its first one on."""
-    from paged_kv.monitor.publishing import publisher
+    from paged_kv.monitor.publisher import publisher
 
     publisher.start()
 
 
 # Here, because no module of the package can make a pool before this file has run.
-new_item_listeners.append(_publish)
+new_pool_listeners.append(_publish)

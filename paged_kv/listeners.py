@@ -5,5 +5,5 @@ TYPE_CHECKING = False  # as in paged_kv/__init__.py
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-new_item_listeners: "list[Callable[[], None]]" = []
-"""Called, one at a time, for each item of each registry."""
+new_pool_listeners: "list[Callable[[], None]]" = []
+"""Called, one at a time, for each new pool."""

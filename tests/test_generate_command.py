@@ -13,7 +13,7 @@ from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.generation import generate_command, text_generation
-from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
+from paged_kv.integrations.generation.text_generation import TextsInTurn
 from paged_kv.sizes import format_size
 
 PROMPT = "def read_file(path):"

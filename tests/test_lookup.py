@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.store.index import packed, unpacked
 from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Wanted, find
-from paged_kv.store.packed_tokens import packed, unpacked
 from tests.examples import examples
 from tests.store_entries import identity
 

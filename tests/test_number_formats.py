@@ -10,9 +10,15 @@ import numpy.typing as npt
 import pytest
 
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
-from paged_kv.kernels.pages.number_format import CODES, FLOATS, GROUP, NUMBER_FORMATS, NumberFormat
+from paged_kv.kernels.pages.number_format import (
+    CODES,
+    FLOATS,
+    GROUP,
+    NUMBER_FORMATS,
+    NumberFormat,
+    rotate,
+)
 from paged_kv.kernels.pages.page_format import PageLayout, page_format_named
-from paged_kv.kernels.pages.rotation import rotate
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.server.generation.sampling import RandomSampler
-from paged_kv.pool.formats import FormatChoice
+from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.rates import Rates
 from tests.generation import Run, assert_nothing_is_used, assert_same_runs
 from tests.grids import plain_only

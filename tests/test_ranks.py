@@ -23,9 +23,8 @@ from paged_kv.integrations.batching.preemption import Preemption
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
 from paged_kv.integrations.distributed.connections import Meeting, NotConnected, accept, connect
 from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
-from paged_kv.integrations.distributed.rank_memory import own_memory
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
-from paged_kv.integrations.distributed.watch import Beat, Watch, hanging
+from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
 from paged_kv.integrations.server.generation.jobs import Job
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.prefix.prefix_cache import PrefixCache

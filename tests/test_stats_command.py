@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.monitor import stats_watch
+from paged_kv.monitor import stats_table
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start, runtime_folder
 from paged_kv.monitor.shared_file import SharedFile, read_shared
@@ -125,7 +125,7 @@ def test_watch_draws_a_map_until_the_process_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = tmp_path / "over"
-    draw, times = stats_watch.screen, iter(range(10_000))
+    draw, times = stats_table.screen, iter(range(10_000))
 
     def drawn(*arguments: Any) -> Any:
         if next(times) == 4:
@@ -138,7 +138,7 @@ def test_watch_draws_a_map_until_the_process_ends(
     )
     with shown_process(tmp_path, ends) as number:
         wait_until_published(tmp_path, number)
-        monkeypatch.setattr(stats_watch, "screen", drawn)
+        monkeypatch.setattr(stats_table, "screen", drawn)
         assert stats("--watch", "--interval", "0.1") == 1
     captured = capsys.readouterr()
     assert captured.out.count(f"process {number}") > 3

@@ -20,9 +20,8 @@ from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import PoolView, ProcessView
 from paged_kv.monitor.stats_table import bytes_table, map_text, numbers, process_tables
 from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
-from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.pool.stats import GroupStats, PoolStats
+from paged_kv.pool.stats import GroupStats, PoolCounts, PoolStats
 from paged_kv.ranks import RankMemory, Ranks
 from paged_kv.sizes import format_size
 

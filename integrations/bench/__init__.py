@@ -5,6 +5,5 @@ measurements   what is measured, one function each
 cache_pairs    fills both kinds of caches with the same numbers
 turns          measures two things in turns, within a time
 timing         ratios and spreads of times taken in turns
-machine        what it is measured on
-report         the table, the JSON file and the plot
+report         the table, the JSON file and the plot, with the machine's name
 """

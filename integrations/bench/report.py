@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
+import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,6 @@ from rich.table import Table
 
 from paged_kv import __version__
 from paged_kv.extras import extra_module
-from paged_kv.integrations.bench.machine import machine, versions
 from paged_kv.integrations.bench.measurements import Outcome
 from paged_kv.integrations.bench.turns import Measurement, Skipped
 from paged_kv.sizes import format_size
@@ -104,3 +108,30 @@ def _number(measurement: Measurement, number: float) -> str:
     if measurement.unit == "bytes":
         return format_size(int(number))
     return f"{1e3 * number:,.3g} ms" if number < 1 else f"{number:,.2f} s"
+
+
+def machine() -> dict[str, Any]:
+    """Chip, cores, bytes of memory, and system. No name of a user or a host."""
+    return {
+        "chip": chip(),
+        "cores": f"{os.cpu_count()} cores",
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that numbers depend on."""
+    packages = {name: version(name) for name in ("mlx", "mlx-lm", "numpy")}
+    return {"python": platform.python_version(), **packages}
+
+
+def chip() -> str:
+    """The processor as it calls itself, or the architecture where it does not."""
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return names[0] if names else platform.machine()

@@ -4,7 +4,6 @@
     connections         authenticated connections between rank 0 and the others
     digests             a short text that differs where ranks have come apart
     meeting             connects the ranks that mlx.launch has started
-    rank_memory         the bytes of a rank's pools, which rank 0 shows
     sharded_model       over which ranks a model is sharded, and what its cache is on each
     watch               ends this process when another rank has died or hangs
 

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import NoReturn
 
 from paged_kv.integrations.distributed.connections import BROKEN
-from paged_kv.integrations.distributed.rank_memory import own_memory
+from paged_kv.pool.page_pool import open_pools
 from paged_kv.ranks import RankMemory
 
 BEAT_S = 0.5
@@ -209,3 +209,24 @@ def hanging(beats: dict[int, Beat], patience_s: float) -> str:
 
 def _named(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
+
+
+# The thread that asks must not wait for a pool that a hanging rank has locked.
+_LOCK_PATIENCE_S = 0.05
+
+
+def own_memory(before: RankMemory) -> RankMemory:
+    """The memory of this process's pools; `before` if one of them is locked."""
+    stats = []
+    for pool in open_pools.items():
+        if not pool.lock.acquire(timeout=_LOCK_PATIENCE_S):
+            return before
+        try:
+            stats.append(pool.snapshot())
+        finally:
+            pool.lock.release()
+    return RankMemory(
+        sum(each.bytes_budget for each in stats),
+        sum(each.bytes_mapped for each in stats),
+        sum(each.bytes_active for each in stats),
+    )

@@ -1,6 +1,5 @@
 """The command `paged-kv generate`: continues prompts with a model of mlx-lm.
 
 generate_command  the command and its options
-text_generation   generates for it
-texts_in_turn     prints the texts of a batch as they come
+text_generation   generates for it, and prints
 """

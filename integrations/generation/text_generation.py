@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from time import perf_counter
 from typing import Any
@@ -20,8 +20,6 @@ from mlx_lm.utils import sharded_load
 from paged_kv.commands.model_names import not_loaded, require_model
 from paged_kv.integrations.batching.last_responses import PromptCacheTaken
 from paged_kv.integrations.distributed.meeting import joined_ranks
-from paged_kv.integrations.generation.summary import summary
-from paged_kv.integrations.generation.texts_in_turn import TextsInTurn
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.samples import read_shared
 from paged_kv.integrations.speculation.draft_models import (
@@ -33,7 +31,8 @@ from paged_kv.integrations.speculation.generator import (
     DEFAULT_DRAFT_TOKENS,
     SpeculativeBatchGenerator,
 )
-from paged_kv.sizes import counted
+from paged_kv.pool.stats import PoolStats
+from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 
 
@@ -270,3 +269,62 @@ def loaded(path_or_repo: str, load_model: Callable[[str], Any] | None = None) ->
     # transformers would warn of "indexing errors" in long texts; MLX's models have none.
     tokenizer.model_max_length = 1 << 60
     return model, tokenizer
+
+
+def summary(prompt: str, figures: Any, stats: PoolStats, *, drafts: bool = False) -> str:
+    """Speeds of a `GenerationResponse`, `GenerationResult` or `BatchStats`, and the statistics of
+    pages."""
+    drafted = counted(stats.draft_tokens, "token")
+    accepted = f"drafts      {stats.accepted_tokens:,} of {drafted} accepted\n"
+    return (
+        f"prompt      {prompt}\n"
+        f"generation  {counted(figures.generation_tokens, 'token')}, "
+        f"{figures.generation_tps:.1f} tokens/s\n"
+        f"pages       {counted(stats.blocks_used, 'block')} in use, "
+        f"{stats.blocks_shared} of them shared, "
+        f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
+        f"{format_size(stats.bytes_held)} held, {format_size(stats.bytes_budget)} allowed\n"
+        f"{accepted if drafts else ''}"
+        f"peak memory {format_size(int(figures.peak_memory * 1e9))}"
+    )
+
+
+class TextsInTurn:
+    """Texts whose tokens come in any order, on standard output in the order of their titles.
+
+    Args:
+        tokenizer: a tokenizer of mlx-lm.
+        titles: of the texts; a single text is printed without its title.
+    """
+
+    def __init__(self, tokenizer: Any, titles: Sequence[str]) -> None:
+        self._titles = titles
+        self._detokenizers = [tokenizer.detokenizer for _ in titles]  # a new one each time
+        self._complete = [False] * len(titles)
+        self._turn = 0
+        self._print_title()
+
+    def add(self, number: int, token: int) -> None:
+        """Take a text's next token."""
+        self._detokenizers[number].add_token(token)
+        if number == self._turn:
+            self._print_new()
+
+    def end(self, number: int) -> None:
+        """Complete a text."""
+        self._detokenizers[number].finalize()
+        self._complete[number] = True
+        while self._turn < len(self._titles) and self._complete[self._turn]:
+            self._print_new()
+            print(end="\n\n" if len(self._titles) > 1 else "\n")
+            self._turn += 1
+            if self._turn < len(self._titles):
+                self._print_title()
+                self._print_new()
+
+    def _print_title(self) -> None:
+        if len(self._titles) > 1:
+            print(f"==> {self._titles[self._turn]} <==", flush=True)
+
+    def _print_new(self) -> None:
+        print(self._detokenizers[self._turn].last_segment, end="", flush=True)

@@ -4,7 +4,7 @@ factory.
 `generate` and `stream_generate` call `make_prompt_cache`. `batch_generate` and the server build
 their batches with `_make_cache`, which asks for each cache's class and knows only its own. Its
 automatic prefix caching would restore its own classes, and a chat's next turn may have to trim more
-than a ring of pages can take back.
+than a ring of pages can take back. Its quantisation of caches is refused where they are pages.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from typing import Any
 from mlx.nn.layers.base import Module
 from mlx_vlm import apc_adapters
 from mlx_vlm.apc_adapters import PrefixCachePlan
-from mlx_vlm.generate import ar, dispatch
+from mlx_vlm.generate import ar, common, dispatch
 from mlx_vlm.generate.ar import GenerationBatch
 from mlx_vlm.models import cache as mlx_vlm_cache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
-from paged_kv.integrations.cache_layers import model_file
-from paged_kv.integrations.cache_library import language_model
-from paged_kv.integrations.mlx_vlm.kv_bits import (
-    maybe_quantize_kv_cache,
-    require_no_kv_bits,
-    stock_maybe_quantize,
-)
+from paged_kv.integrations.cache_library import language_model, model_file
 from paged_kv.integrations.mlx_vlm.left_padded_cache import REFUSAL, padded_batch
 from paged_kv.integrations.prompt_cache_hook import Hooks, installed_factory
 from paged_kv.integrations.rebinding import rebind
@@ -68,6 +62,31 @@ def make_batch_cache(
     stock = _stock_make_batch(model, left_padding)
     merged = partial(padded_batch, model_file(model), left_padding=left_padding)
     return [_batch(list(row), own, merged) for own, *row in zip(stock, *rows, strict=True)]
+
+
+stock_maybe_quantize: Callable[..., None] = common.maybe_quantize_kv_cache
+
+
+def maybe_quantize_kv_cache(
+    prompt_cache: list[Any], quantized_kv_start: int, kv_group_size: int, kv_bits: Any, **more: Any
+) -> None:
+    """mlx-vlm's function of this name, for caches that are not pages.
+
+    Raises:
+        ValueError: it is to quantise pages.
+    """
+    if paged_caches(prompt_cache):
+        require_no_kv_bits(kv_bits)
+    stock_maybe_quantize(prompt_cache, quantized_kv_start, kv_group_size, kv_bits, **more)
+
+
+def require_no_kv_bits(kv_bits: float | None) -> None:
+    """Raise ValueError if mlx-vlm is to quantise caches, which are pages."""
+    if kv_bits is not None:
+        raise ValueError(
+            f"kv_bits={kv_bits} is for mlx-vlm's own caches, and a paged_kv factory is installed "
+            "for this model: leave it out, and make the factory with page_format='q8' or 'q4'"
+        )
 
 
 def _batch(rows: list[Any], stock: Any, merged: Callable[[list[Any]], PagedKVCache]) -> Any:

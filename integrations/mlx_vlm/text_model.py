@@ -7,7 +7,7 @@ from mlx.nn.layers.base import Module
 from mlx_vlm.generate.common import _chunked_prefill_enabled
 
 from paged_kv.integrations.batching.unpaged_caches import leaves
-from paged_kv.integrations.cache_layers import model_file
+from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.mlx_vlm.hooks import stock_make_prompt_cache
 from paged_kv.integrations.model_trial import NOTED_POSITIONS
 

@@ -5,7 +5,6 @@ ngram_draft     prompt look-up: what followed the same tokens earlier
 model_draft     a smaller model, which drafts for all rows at once
 verification    samples the model's tokens, and accepts the drafts that equal them
 rollback        removes rejected tokens from the caches of a batch
-counts          how many tokens were drafted, and accepted
 draft_lengths   how many tokens to draft, from acceptance and measured times
 step_times      what a step costs, in steps without drafts
 batch           mlx-lm's GenerationBatch, with drafts

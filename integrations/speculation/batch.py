@@ -18,11 +18,32 @@ from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.batching.rows import first_paged
-from paged_kv.integrations.speculation.counts import SpeculationCounts
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
 from paged_kv.integrations.speculation.rollback import Rollback, longest_draft, ragged_step
 from paged_kv.integrations.speculation.verification import Chooser, Sampled, Sampler, sample
+
+
+@dataclass
+class SpeculationCounts:
+    """Counts of one row, or of all rows together.
+
+    Attributes:
+        drafts: steps in which tokens were drafted; vLLM's `num_drafts`.
+        draft_tokens: drafted tokens; vLLM's `num_draft_tokens`.
+        accepted_tokens: drafted tokens that the model accepted; vLLM's `num_accepted_tokens`.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Count a step of one row; one without a draft does not count."""
+        if drafted:
+            self.drafts += 1
+            self.draft_tokens += drafted
+            self.accepted_tokens += accepted
 
 
 class RowOptions(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv.checks import described, whole_number
-from paged_kv.integrations.speculation.batch import RowOptions, SpeculativeBatch
-from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.batch import RowOptions, SpeculationCounts, SpeculativeBatch
 from paged_kv.integrations.speculation.draft_lengths import AdaptiveLengths, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft
 from paged_kv.integrations.speculation.rollback import require_rollback

@@ -15,7 +15,7 @@ from paged_kv.checks import TokenIds, token_ids, whole_number
 from paged_kv.integrations.factory_arguments import require_model
 from paged_kv.integrations.prompt_cache_hook import installed_factory
 from paged_kv.integrations.samples import require_tokenizer
-from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.batch import SpeculationCounts
 from paged_kv.integrations.speculation.draft_lengths import DraftLengths
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.integrations.speculation.drafts import Draft

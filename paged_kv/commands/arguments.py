@@ -79,7 +79,7 @@ def share(text: str) -> float:
 def page_format(text: str) -> str:
     """The name of a page format, two of them such as q8/q4, or auto."""
     # Imported here so that --help works where mlx cannot be loaded.
-    from paged_kv.pool.formats import chosen_formats
+    from paged_kv.pool.arguments import chosen_formats
 
     try:
         chosen_formats(text)

@@ -138,7 +138,7 @@ _NOBODY = (
 def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from paged_kv.monitor.stats_watch import watch
+    from paged_kv.monitor.stats_table import watch
 
     pid = _view(arguments).pid
 

@@ -21,10 +21,9 @@ from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, TAG, default_folder
 
 if TYPE_CHECKING:
-    from paged_kv.store.finding import Finding
     from paged_kv.store.index import Row
     from paged_kv.store.maintenance import Transfer
-    from paged_kv.store.page_store import PageStore
+    from paged_kv.store.page_store import Finding, PageStore
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 

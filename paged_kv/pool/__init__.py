@@ -1,18 +1,15 @@
 """Page memory of one model: slabs under a byte budget, and the allocation of their blocks.
 
     page_pool    the pool: everything below, together
-    arguments    its arguments, checked, with their defaults
-    formats      parses the argument `page_format`
+    arguments    its arguments, checked, with their defaults and page formats
     layer_group  the layers that share block tables: one allocator, and the pages of each layer
     window       a sliding window, and the ring of pages that holds it
     reservation  blocks for the writes of a step, all or none
     reclaimer    reclaims memory when the budget gets short
     rehearsal    tries in copies of the allocators whether a sequence would fit
-    counts       counts evictions, requantisations and look-ups
-    stats        snapshots of the pool's memory
+    stats        counts of what it did, snapshots of its memory
     columns      defines each number of a snapshot once, for all that show it
     trace        records the events of blocks
-    registry     the pools that are open
     locked       one call at a time among pools that share a budget
 
 A pool does not know sequences.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
@@ -22,15 +24,19 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
-from paged_kv.pool.arguments import checked_eviction_policy, checked_windows, chosen_budget
-from paged_kv.pool.counts import PoolCounts
-from paged_kv.pool.formats import FormatChoice, chosen_formats
+from paged_kv.listeners import new_pool_listeners
+from paged_kv.pool.arguments import (
+    FormatChoice,
+    checked_eviction_policy,
+    checked_windows,
+    chosen_budget,
+    chosen_formats,
+)
 from paged_kv.pool.layer_group import LayerGroup, new_groups
 from paged_kv.pool.locked import locked
 from paged_kv.pool.reclaimer import Reclaimer
-from paged_kv.pool.registry import Registry
 from paged_kv.pool.rehearsal import would_fit
-from paged_kv.pool.stats import Compaction, PoolStats
+from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
 from paged_kv.pool.trace import events_of
 from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
@@ -39,9 +45,6 @@ from paged_kv.sizes import counted
 logger = logging.getLogger("paged_kv")
 
 _serials = itertools.count()
-
-open_pools: Registry[PagePool] = Registry()
-"""The pools in use, weakly referenced."""
 
 
 class Unwritten(Protocol):
@@ -56,6 +59,30 @@ class Sized(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+class _OpenPools:
+    """The pools that are still referenced elsewhere. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, pool: PagePool) -> None:
+        """Add a pool and call the listeners."""
+        with self._lock:
+            self._pools.add(pool)
+            for listener in new_pool_listeners:
+                listener()
+
+    def items(self) -> list[PagePool]:
+        """All pools, in no order."""
+        with self._lock:
+            return list(self._pools)
+
+
+open_pools = _OpenPools()
+"""The pools in use, weakly referenced."""
 
 
 class PagePool:

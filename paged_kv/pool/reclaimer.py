@@ -17,9 +17,8 @@ from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
-from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.layer_group import LayerGroup
-from paged_kv.pool.stats import Compaction, sum_counts
+from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts
 
 Needs = Mapping[LayerGroup, Mapping[str, int]]
 """Blocks that a step needs in each group, by page format."""

@@ -17,10 +17,10 @@ from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.requantisation import RequantisationPolicy
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
-from paged_kv.pool.counts import PoolCounts
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.reservation import own_by_page
+from paged_kv.pool.stats import PoolCounts
 
 
 def would_fit(

@@ -5,7 +5,6 @@ node_pages       finds the page that a node of the index holds in a layer group
 window_prefixes  rebuilds rings from which a sequence can resume after a prefix
 snapshots        states of recurrent layers, by the prompt that they belong to
 stored_prefixes  keeps prompts in a page store
-lower_tier       the interface of a tier below memory
 rates            estimates whether reading is quicker than computing
 page_bytes       copies pages out of the pool as bytes, and back
 """

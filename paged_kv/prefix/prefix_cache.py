@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.errors import PoolExhausted
@@ -21,7 +21,6 @@ from paged_kv.allocator.prefixes.prefix_index import Match
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.locked import locked
-from paged_kv.prefix.lower_tier import LowerTier
 from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
@@ -32,6 +31,7 @@ from paged_kv.sequences.sequence import Sequence
 if TYPE_CHECKING:
     from paged_kv.pool.layer_group import LayerGroup
     from paged_kv.pool.page_pool import PagePool
+
 
 # Snapshots of recurrent layers may take up to max_bytes / SNAPSHOT_SHARE besides the budget.
 SNAPSHOT_SHARE = 4
@@ -59,6 +59,24 @@ class _Start:
     num_tokens: int
     rings: Mapping[LayerGroup, WindowPrefix]
     snapshot: Snapshot | None = None
+
+
+class LowerTier(Protocol):
+    """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
+    disk."""
+
+    def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+        """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
+        evict other prefixes."""
+        ...
+
+    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
+        """Note that the index holds these nodes: a path from a root's child down."""
+        ...
+
+    def leaving(self, node: Node) -> None:
+        """Note that the index is about to evict a node."""
+        ...
 
 
 class PrefixCache:

@@ -3,7 +3,6 @@
     keys          keys of files: chained hashes of everything that determines their content
     entry_file    the bytes of a file
     folder        the folder and its system calls
-    packed_tokens token ids as the index stores them
     index         entries and the order of their use; rebuilt from the files when it is lost
     eviction      chooses entries to evict
     page_store    all of these together, with one writing process at a time

@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry
-from paged_kv.store.faults import Faults
 from paged_kv.store.keys import Place
 from paged_kv.store.lookup import Stored, Wanted, find
 from paged_kv.store.page_store import FAULTS, PageStore
-from paged_kv.store.write_queue import WriteQueue
+from paged_kv.store.write_queue import Faults, WriteQueue
 
 # Two reader threads saturate decoding with a disk of 1 GB/s; a few more hide its latency.
 READERS = 4

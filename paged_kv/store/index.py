@@ -15,7 +15,7 @@ import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any
 
 from paged_kv.allocator.prefixes.eviction import EvictionPolicy, Use
 from paged_kv.store.folder import Folder
-from paged_kv.store.packed_tokens import packed, unpacked
 
 NAME = "index.sqlite3"
 FILES = (NAME, NAME + "-wal", NAME + "-shm")
@@ -250,3 +249,33 @@ def _require_no_links(folder: Path) -> None:
 def _identity(path: Path) -> tuple[int, int]:
     about = os.lstat(path)
     return about.st_dev, about.st_ino
+
+
+def packed(tokens: Iterable[int]) -> bytes:
+    """Token ids, any integers, as bytes: two or three per token of a usual vocabulary.
+
+    A token is a zigzag varint: groups of seven bits, the lowest first; the highest bit says that
+    another group follows. Zigzag keeps small negative ids short. No token's bytes are a prefix of
+    another's, so in the order of the bytes a list's neighbours share the longest prefix with it.
+    """
+    data = bytearray()
+    for token in tokens:
+        number = token << 1 if token >= 0 else ~(token << 1)
+        while number > 0x7F:
+            data.append(number & 0x7F | 0x80)
+            number >>= 7
+        data.append(number)
+    return bytes(data)
+
+
+def unpacked(data: bytes) -> tuple[int, ...]:
+    """The token ids that `packed` was given."""
+    tokens = []
+    number = shift = 0
+    for byte in data:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte <= 0x7F:
+            tokens.append(~(number >> 1) if number & 1 else number >> 1)
+            number = shift = 0
+    return tuple(tokens)

@@ -19,9 +19,8 @@ from tqdm import tqdm
 from paged_kv.store.entry_file import SUFFIX, decode, file_name
 from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.eviction import victims
-from paged_kv.store.finding import Finding
 from paged_kv.store.folder import is_page_file
-from paged_kv.store.page_store import File, Outcome, PageStore, file_of
+from paged_kv.store.page_store import File, Finding, Outcome, PageStore, file_of
 
 T = TypeVar("T")
 

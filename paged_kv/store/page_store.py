@@ -36,7 +36,6 @@ from paged_kv.store.entry_file import (
 )
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, unusable
 from paged_kv.store.eviction import Limits, victims
-from paged_kv.store.finding import Finding
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
 from paged_kv.store.index import OpenIndex, Row
 from paged_kv.store.keys import Place
@@ -77,6 +76,23 @@ class Contents:
     used: int
     files: dict[str, int]
     others: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A file, and what is wrong with it.
+
+    Attributes:
+        name: of the file.
+        problem: what is wrong with it.
+        nbytes: bytes that it takes on disk.
+        removable: whether `gc` removes it, if it still exists.
+    """
+
+    name: str
+    problem: str
+    nbytes: int
+    removable: bool
 
 
 class PageStore:

@@ -15,7 +15,7 @@ from mlx_lm.server import GenerationArguments
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError
-from paged_kv.integrations.speculation.counts import SpeculationCounts
+from paged_kv.integrations.speculation.batch import SpeculationCounts
 
 
 @dataclass(frozen=True)
