@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from mlx_lm.generate import make_text_state_machine
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta, stop_machine
 from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.generation.long_line_detokenizer import MOST_LINE_TOKENS
 
 WORDS = [
     "a",
@@ -148,3 +150,22 @@ def test_bytes_that_are_no_character_are_not_decoded_again_with_every_token() ->
     deltas.append(text.take(Token(0, 0, finish_reason="length")))
     assert joined(deltas) == ("a" * 1000, "", 0, "length")
     assert most <= 66
+
+
+def test_a_long_line_is_not_decoded_again_with_every_token() -> None:
+    model = loaded()
+    most = 0
+
+    class Tokenizer:
+        def encode(self, _: str, **__: bool) -> list[int]:
+            return [0]
+
+        def decode(self, tokens: list[int]) -> str:
+            nonlocal most
+            most = max(most, len(tokens))
+            return "".join(WORDS[token] for token in tokens)
+
+    model.tokenizer.detokenizer = NaiveStreamingDetokenizer(Tokenizer())
+    text = ChoiceText(model, "normal", stop_machine([]), None, is_streamed=True)
+    assert "".join(text.take(Token(0, 0)).text for _ in range(999)) == "a" * 999
+    assert most <= MOST_LINE_TOKENS

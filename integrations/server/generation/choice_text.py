@@ -16,6 +16,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import ToolCallFormatter
 
 from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.generation.long_line_detokenizer import linear_time
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 
 _TEXT = "text"
@@ -74,7 +75,7 @@ class ChoiceText:
         tools: Any,
         is_streamed: bool,
     ) -> None:
-        self._detokenizer = loaded.tokenizer.detokenizer
+        self._detokenizer = linear_time(loaded.tokenizer.detokenizer)
         self._state = loaded.text_machine.make_state(initial_state)
         self._unfinished = 0
         # Characters of all tokens, and of those before any stop word. Between the two begin the
