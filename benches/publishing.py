@@ -33,7 +33,7 @@ from paged_kv.integrations.bench.timing import in_turns, ratio
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.publisher import INTERVAL_S, SLEEPS, Publisher
 from paged_kv.pool.page_pool import open_pools
-from paged_kv.pool.trace import TracedPool, TraceFile
+from paged_kv.trace.recorder import TracedPool, TraceFile
 
 BATCH, CONTEXT, STEPS, REPETITIONS = 8, 1024, 20, 61
 BLOCKS, RESERVATIONS = 10_000, 200

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INNER_ROOMS = ("allocator", "kernels", "integrations")
 
 # The rooms that each room may import, besides its own files; "" is paged_kv itself. The order is
-# from the bottom up.
+# from the bottom up. A file can be a room of its own, below the others of its folder.
 ARROWS: dict[str, set[str]] = {
     "allocator": set(),
     "allocator.prefixes": {"allocator"},
@@ -24,7 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "kernels.gpu": {"kernels.pages", "kernels.plain"},
     "kernels": {"kernels.cpu", "kernels.gpu", "kernels.pages", "kernels.plain"},
     "admission": set(),
-    "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages"},
+    "trace.recorder": {"allocator"},
+    "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages", "trace.recorder"},
     "recognition": set(),
     "sequences": {
         *("allocator", "allocator.prefixes", "kernels.pages", "kernels.plain", "pool"),
@@ -33,8 +34,13 @@ ARROWS: dict[str, set[str]] = {
     "cache": {"kernels.pages", "pool", "recognition", "sequences"},
     "prefix": {"allocator", "allocator.prefixes", "kernels.pages", "pool", "sequences", "store"},
     "monitor": {"allocator", "pool"},
-    "trace": {"admission", "allocator", "allocator.prefixes", "monitor", "pool"},
-    "commands": {"kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"},
+    "trace": {
+        *("admission", "allocator", "allocator.prefixes", "monitor", "pool", "trace.recorder"),
+    },
+    "commands": {
+        *("kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"),
+        "trace.recorder",
+    },
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
         *("prefix", "sequences"),
@@ -130,7 +136,7 @@ MODULES = modules()
 
 def room_of(module: str) -> str:
     """The room of a module: for "kernels.gpu.order" it is "kernels.gpu"."""
-    return module.rpartition(".")[0]
+    return module if module in ARROWS else module.rpartition(".")[0]
 
 
 def target_of(name: str) -> str | None:

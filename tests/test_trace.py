@@ -17,10 +17,10 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.command_line import main
 from paged_kv.kernels.pages.page_format import page_format_named
-from paged_kv.pool.trace import TracedPool, TraceEvent, TraceFile
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sizes import format_size, parse_size
+from paged_kv.trace.recorder import TracedPool, TraceEvent, TraceFile
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.synthetic_load import Load, synthesize
 from tests.grids import plain_only

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagePool, Sequence
-from paged_kv.pool import trace
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.sequences.steps import append
+from paged_kv.trace import recorder
 from paged_kv.trace.replay import Parameters, Replay
 
 
@@ -26,9 +26,9 @@ def lines(pool: PagePool, path: Path) -> list[str]:
 
 
 def test_each_event_is_described_once_and_replayed() -> None:
-    described = re.findall(r"^    (\S) \w", str(trace.__doc__), re.MULTILINE)
-    assert sorted(described) == sorted(trace.TraceEvent)
-    assert set(Replay([], Parameters())._handlers()) == set(trace.TraceEvent)
+    described = re.findall(r"^    (\S) \w", str(recorder.__doc__), re.MULTILINE)
+    assert sorted(described) == sorted(recorder.TraceEvent)
+    assert set(Replay([], Parameters())._handlers()) == set(recorder.TraceEvent)
 
 
 def test_small_writes_are_told_before_what_takes_them_back(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
     growth           the memory that must be free before another sequence begins
     admission        the line of a server's requests
     scheduler        the running and waiting sequences of a batch, and preemption
-    simulated_batch  a batch without a model
 
 Nothing here knows a model or an array.
 """

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from paged_kv.commands.arguments import length_range, path, positive, share
 from paged_kv.commands.cache_options import examples
 from paged_kv.commands.output_files import removed_unless_complete
-from paged_kv.pool.trace import PAGE_SIZE
 from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.trace.admission_replay import BATCHES, AdmissionOutcome, replay_admission
+from paged_kv.trace.recorder import PAGE_SIZE
 from paged_kv.trace.replay import Outcome, Parameters, Replay, read_trace
 from paged_kv.trace.requests import TracedLoad
 

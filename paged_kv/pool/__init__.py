@@ -9,7 +9,6 @@
     rehearsal    tries in copies of the allocators whether a sequence would fit
     stats        counts of what it did, snapshots of its memory
     columns      defines each number of a snapshot once, for all that show it
-    trace        records the events of blocks
     locked       one call at a time among pools that share a budget
 
 A pool does not know sequences.

@@ -37,10 +37,10 @@ from paged_kv.pool.locked import locked
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.rehearsal import would_fit
 from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
-from paged_kv.pool.trace import events_of
 from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sizes import counted
+from paged_kv.trace.recorder import events_of
 
 logger = logging.getLogger("paged_kv")
 
@@ -98,8 +98,8 @@ class PagePool:
         max_bytes: the most bytes of slabs, such as "4GB". None means 80 % of the device's memory,
             less what MLX holds; see `recommended_bytes`.
         beside: another pool, whose budget this one shares.
-        trace: a file that records the events of blocks, see `paged_kv.pool.trace`. None means the
-            file that PAGED_KV_TRACE names, if any.
+        trace: a file that records the events of blocks, see `paged_kv.trace.recorder`. None means
+            the file that PAGED_KV_TRACE names, if any.
         eviction_policy: which cached prefixes to evict first.
         name: the pool's name in log messages.
 

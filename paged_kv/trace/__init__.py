@@ -1,10 +1,12 @@
-"""Replays recorded loads with another budget or page size.
+"""Records the events of blocks, and replays them with another budget or page size.
 
-    replay          runs a trace against the same allocator and prefix index
-    requests        finds the requests that were served
+    recorder          writes a trace, and describes its format
+    replay            runs a trace against the same allocator and prefix index
+    requests          finds the requests that were served
     admission_replay  runs them with an admission policy
-    simulated_pool  a pool without pages
-    synthetic_load  writes a trace of a made-up load
+    simulated_batch   the batch that it runs them in
+    simulated_pool    a pool without pages
+    synthetic_load    writes a trace of a made-up load
 
-`pool/trace` records traces, and describes their format.
+The pool imports `recorder`, which knows only blocks. The others know pools.
 """

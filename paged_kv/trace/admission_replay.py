@@ -10,12 +10,12 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import mean
 
-from paged_kv.admission.simulated_batch import (
+from paged_kv.trace.requests import TracedLoad, TracedRequest
+from paged_kv.trace.simulated_batch import (
     ReservingBatch,
     SimulatedBatch,
     SimulatedSequence,
 )
-from paged_kv.trace.requests import TracedLoad, TracedRequest
 
 # mlx-lm's server computes so many tokens of a prompt in a step, and so many sequences at once.
 CHUNK = 2048

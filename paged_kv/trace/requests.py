@@ -11,7 +11,7 @@ from statistics import median
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.format_slabs import FormatSlabs
-from paged_kv.pool.trace import TraceEvent
+from paged_kv.trace.recorder import TraceEvent
 
 
 @dataclass

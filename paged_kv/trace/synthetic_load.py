@@ -16,7 +16,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import Events
-from paged_kv.pool.trace import PAGE_SIZE, TracedPool, TraceFile
+from paged_kv.trace.recorder import PAGE_SIZE, TracedPool, TraceFile
 
 
 @dataclass(frozen=True)
