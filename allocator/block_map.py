@@ -11,12 +11,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, PAGE_BITS
-
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_allocator import BlockAllocator
 
 FREE, USED, SHARED, CACHED = ".usc"
 

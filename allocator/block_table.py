@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from paged_kv.allocator.idle_slots import UsedSlots
 from paged_kv.allocator.ring import Ring, bits
-
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.slab_allocator import SlabAllocator
 
 
 class BlockTable:
@@ -35,7 +32,7 @@ class BlockTable:
 
     def __init__(
         self,
-        allocator: BlockAllocator,
+        allocator: SlabAllocator[BlockTable],
         blocks: tuple[int, ...],
         page_format: str,
         ring: Ring | None,
@@ -57,8 +54,14 @@ class BlockTable:
         block, and releases the references of the returned, former blocks."""
         before = self.blocks
         self.blocks, self.tokens = blocks, tokens
-        self.allocator.idle_slots.note(self)
+        self.note_slots()
         return before
+
+    def note_slots(self) -> None:
+        """Let the allocator know the slots that the table uses now, before the blocks that it gave
+        up are released."""
+        before, self.partly = self.partly, self.partly_used()
+        self.allocator.idle_slots.note(self, before, self.partly)
 
     def partly_used(self) -> dict[int, UsedSlots]:
         """The used slots of each partly used block. O(1), or O(entries) with a ring."""

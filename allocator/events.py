@@ -3,48 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_allocator import BlockAllocator
-    from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.format_slabs import FormatSlabs
+from paged_kv.allocator.ring import Ring
+
+
+class Group(Protocol):
+    """An allocator, as a recorder sees it."""
+
+    def format_of(self, block: int) -> FormatSlabs: ...
+
+
+class Table(Protocol):
+    """A block table, as a recorder sees it."""
+
+    blocks: tuple[int, ...]
+    page_format: str
+    ring: Ring | None
+    tokens: int
+
+    @property
+    def allocator(self) -> Group: ...
 
 
 class Events:
     """Receives each event after it happened; this base class records nothing."""
 
-    def sized(self, allocator: BlockAllocator, block_bytes: Mapping[str, int]) -> None:
+    def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
         """`block_bytes` gives the new bytes of a block of each named format."""
 
-    def made(self, table: BlockTable) -> None:
+    def made(self, table: Table) -> None:
         """An empty table was made."""
 
-    def forked(self, table: BlockTable, fork: BlockTable) -> None:
+    def forked(self, table: Table, fork: Table) -> None:
         """`fork` now shares the blocks of `table`."""
 
-    def written(self, table: BlockTable, start: int, end: int, fresh: int, copied: int) -> None:
+    def written(self, table: Table, start: int, end: int, fresh: int, copied: int) -> None:
         """Slots were reserved for the tokens [start, end): `fresh` blocks were appended and
         `copied` shared blocks were replaced by copies."""
 
-    def trimmed(self, table: BlockTable) -> None:
+    def trimmed(self, table: Table) -> None:
         """A table now holds `table.tokens` tokens."""
 
-    def dropped(self, table: BlockTable) -> None:
+    def dropped(self, table: Table) -> None:
         """A table was dropped and its blocks released."""
 
-    def kept(self, allocator: BlockAllocator, block: int) -> None:
+    def kept(self, allocator: Group, block: int) -> None:
         """The prefix index or `OutOfWindowBlocks` keeps a block."""
 
-    def let_go(self, allocator: BlockAllocator, block: int) -> None:
+    def let_go(self, allocator: Group, block: int) -> None:
         """The prefix index or `OutOfWindowBlocks` no longer keeps a block."""
 
-    def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
+    def moved(self, allocator: Group, moves: Mapping[int, int]) -> None:
         """The pages of blocks moved; `moves` maps old ids to new ids."""
 
-    def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
+    def adopted(self, table: Table, blocks: Sequence[int]) -> None:
         """An empty table took over cached blocks; `trimmed` follows."""
 
-    def inserted(self, table: BlockTable, num_tokens: int) -> None:
+    def inserted(self, table: Table, num_tokens: int) -> None:
         """The prefix index holds the first `num_tokens` tokens of a table; `kept` named their
         blocks."""
 

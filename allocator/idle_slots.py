@@ -11,14 +11,11 @@ lengths, so a bit set for each table records the slots that it uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple
 
+from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.ring import bits
-
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_table import BlockTable
-    from paged_kv.allocator.format_slabs import FormatSlabs
 
 
 class UsedSlots(NamedTuple):
@@ -36,6 +33,9 @@ class Idle(NamedTuple):
 
 
 NONE = Idle(0, 0)
+
+PartlyUsed = Mapping[int, UsedSlots]
+"""The used slots of each partly used block of a table."""
 
 
 class IdleSlots:
@@ -56,14 +56,12 @@ class IdleSlots:
         self._page_size = page_size
         self._holders = holders
         self._format_of = format_of
-        self._views: dict[int, dict[BlockTable, UsedSlots]] = {}
+        self._views: dict[int, dict[Hashable, UsedSlots]] = {}
         self._counted: dict[int, Idle] = {}
 
-    def note(self, table: BlockTable) -> None:
+    def note(self, table: Hashable, before: PartlyUsed, now: PartlyUsed) -> None:
         """Update the counts after a table changed, before the blocks that it gave up are
         released."""
-        before, now = table.partly, table.partly_used()
-        table.partly = now
         for block in before:
             if block not in now:
                 views = self._views[block]
@@ -82,13 +80,14 @@ class IdleSlots:
             for block in self._views.keys() & blocks:
                 self._count(block)
 
-    def check(self, tables: Iterable[BlockTable], formats: Iterable[FormatSlabs]) -> None:
-        """Verify the counts against all tables."""
+    def check(
+        self, tables: Iterable[tuple[Iterable[int], PartlyUsed]], formats: Iterable[FormatSlabs]
+    ) -> None:
+        """Verify the counts against the blocks of all tables."""
         views: dict[int, list[UsedSlots]] = {}
         full = bits(0, self._page_size)
-        for table in tables:
-            partly = table.partly_used()
-            for block in table.blocks:
+        for blocks, partly in tables:
+            for block in blocks:
                 views.setdefault(block, []).append(partly.get(block, UsedSlots(full, full)))
         for slabs in formats:
             idle = [self._idle(each) for b, each in views.items() if self._format_of(b) is slabs]

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from paged_kv.allocator.errors import BlockStateError
 
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_allocator import BlockAllocator
-
-OnMove = Callable[["BlockAllocator", int, int], None]
+OnMove = Callable[[int, int], None]
 
 
 class RefCounts:

@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_allocator import BlockAllocator
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.slab_allocator import SlabAllocator
 from paged_kv.allocator.slabs import block_range, page_of, slab_of
 
 FIGURE = Path(__file__).parents[1] / "docs" / "pictures" / "blocks.svg"
@@ -111,7 +112,7 @@ def _page(block: int) -> tuple[int, int]:
     return SLABS_X + PAGE * page_of(block), TOP + 20 + 110 * slab_of(block)
 
 
-def _colour(allocator: BlockAllocator, block: int) -> str:
+def _colour(allocator: SlabAllocator[BlockTable], block: int) -> str:
     """Of a block: whose it is."""
     holders = allocator.ref_count(block)
     return SHARED if holders > 1 else OWN if holders else FREE

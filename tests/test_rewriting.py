@@ -87,7 +87,7 @@ def test_tables_and_caches_follow_their_pages() -> None:
     moved: list[tuple[int, int]] = []
     (table,) = [each for each in rewrites.allocator.tables if each.blocks == (block(1, 0),)]
     fork = rewrites.allocator.fork(table)
-    rewrites.allocator.keep(block(1, 0), lambda _, source, target: moved.append((source, target)))
+    rewrites.allocator.keep(block(1, 0), lambda source, target: moved.append((source, target)))
     rewrites.allocator.compact()
     assert rewrites.made == [((1,), 1)]
     new = block(2, 0)

@@ -96,7 +96,7 @@ def test_blocks_that_no_insertion_told_of_count_as_a_tables_own(tmp_path: Path) 
     group = pool.groups[0]
     blocks = list(first[0].sequences[0].blocks(group))
     for block in blocks:
-        group.allocator.keep(block, lambda allocator, source, target: None)
+        group.allocator.keep(block, lambda source, target: None)
     second = Sequence(pool)
     second.adopt(group, blocks, 290)
     second.table(group).truncate(290)

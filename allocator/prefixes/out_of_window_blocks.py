@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.eviction import (
@@ -74,7 +75,7 @@ class OutOfWindowBlocks:
             # Its last reference was collected just now.
             self._let_go(place)
         place = _Place(allocator, block)
-        allocator.keep(block, self._on_move)
+        allocator.keep(block, partial(self._on_move, allocator))
         out_of_window = OutOfWindowBlock(place)
         self._known[place] = weakref.ref(out_of_window)
         self._order.touch(place)

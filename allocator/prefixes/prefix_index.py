@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.eviction import (
@@ -200,7 +201,7 @@ class PrefixIndex:
                 self._remove(shorter)
         for allocator, block in node.blocks.items():
             if (allocator, block) not in self._nodes:
-                allocator.keep(block, self._on_move)
+                allocator.keep(block, partial(self._on_move, allocator))
             self._nodes.setdefault((allocator, block), set()).add(node)
         if parent.parent is not None and not parent.children:
             self._leaves.discard(parent)

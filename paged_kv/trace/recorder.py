@@ -49,16 +49,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.events import NO_EVENTS, Events
+from paged_kv.allocator.events import NO_EVENTS, Events, Group, Table
 from paged_kv.allocator.ring import Ring
 from paged_kv.checks import file_path
-
-if TYPE_CHECKING:
-    from paged_kv.allocator.block_allocator import BlockAllocator
-    from paged_kv.allocator.block_table import BlockTable
 
 Known = TypeVar("Known")
 
@@ -201,15 +197,15 @@ class TracedPool(Events):
         self._file = file
         file.pools.add(self)
         self._pool = next(file.numbers["pool"])
-        self._groups: dict[BlockAllocator, int] = {}
-        self._sizes: dict[tuple[BlockAllocator, str], int] = {}
-        self._rings: dict[BlockAllocator, Ring | None] = {}
-        self._tables: dict[BlockTable, int] = {}
-        self._joined: dict[BlockTable, tuple[int, int]] = {}
-        self._adopting: dict[BlockTable, str | None] = {}
-        self._fresh: dict[tuple[BlockAllocator, int], None] = {}
-        self._prefix_of: dict[tuple[BlockAllocator, int], int] = {}
-        self._out_of_window: dict[tuple[BlockAllocator, int], int] = {}
+        self._groups: dict[Group, int] = {}
+        self._sizes: dict[tuple[Group, str], int] = {}
+        self._rings: dict[Group, Ring | None] = {}
+        self._tables: dict[Table, int] = {}
+        self._joined: dict[Table, tuple[int, int]] = {}
+        self._adopting: dict[Table, str | None] = {}
+        self._fresh: dict[tuple[Group, int], None] = {}
+        self._prefix_of: dict[tuple[Group, int], int] = {}
+        self._out_of_window: dict[tuple[Group, int], int] = {}
         # The number of each request, and the tokens that it has generated.
         self._requests: dict[Hashable, int] = {}
         self._generated: Counter[Hashable] = Counter()
@@ -221,7 +217,7 @@ class TracedPool(Events):
             self._settled(table)
         self._file.flush()
 
-    def sized(self, allocator: BlockAllocator, block_bytes: Mapping[str, int]) -> None:
+    def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
         """See `Events`."""
         if allocator not in self._groups:
             self._groups[allocator] = next(self._file.numbers["group"])
@@ -230,7 +226,7 @@ class TracedPool(Events):
                 self._sizes[allocator, name] = size
                 self._file.line(TraceEvent.BLOCK_BYTES, self._groups[allocator], size, name)
 
-    def made(self, table: BlockTable) -> None:
+    def made(self, table: Table) -> None:
         """See `Events`."""
         group = self._groups[table.allocator]
         if table.allocator not in self._rings:
@@ -240,11 +236,11 @@ class TracedPool(Events):
             self._file.line(TraceEvent.GROUP, group, self._pool, *shape)
         self._file.line(TraceEvent.NEW_TABLE, self._number(table), group, table.page_format)
 
-    def forked(self, table: BlockTable, fork: BlockTable) -> None:
+    def forked(self, table: Table, fork: Table) -> None:
         """See `Events`."""
         self._file.line(TraceEvent.FORK, self._settled(table), self._number(fork))
 
-    def written(self, table: BlockTable, start: int, end: int, fresh: int, copied: int) -> None:
+    def written(self, table: Table, start: int, end: int, fresh: int, copied: int) -> None:
         """See `Events`."""
         first, last = self._joined.get(table, (start, start))
         joins = not fresh and not copied and last == start and end - first <= JOINED_TOKENS
@@ -259,7 +255,7 @@ class TracedPool(Events):
         else:
             self._joined[table] = start, end
 
-    def trimmed(self, table: BlockTable) -> None:
+    def trimmed(self, table: Table) -> None:
         """See `Events`."""
         number = self._settled(table)
         if table not in self._adopting:
@@ -273,13 +269,13 @@ class TracedPool(Events):
             event = TraceEvent.ADOPT_PREFIX if table.ring is None else TraceEvent.BEGIN_RING
             self._file.line(event, number, table.tokens, known)
 
-    def dropped(self, table: BlockTable) -> None:
+    def dropped(self, table: Table) -> None:
         """See `Events`."""
         self._file.line(TraceEvent.DROP, self._settled(table))
         del self._tables[table]
         self._adopting.pop(table, None)
 
-    def kept(self, allocator: BlockAllocator, block: int) -> None:
+    def kept(self, allocator: Group, block: int) -> None:
         """See `Events`."""
         if self._rings.get(allocator) is None:
             self._fresh[allocator, block] = None
@@ -296,7 +292,7 @@ class TracedPool(Events):
             table = self._settled(holder)
             self._file.line(TraceEvent.CACHE_RING_BLOCK, number, table, holder.blocks.index(block))
 
-    def inserted(self, table: BlockTable, num_tokens: int) -> None:
+    def inserted(self, table: Table, num_tokens: int) -> None:
         """See `Events`."""
         mine = [each for each in self._fresh if each[0] is table.allocator]
         for each in mine:
@@ -308,7 +304,7 @@ class TracedPool(Events):
                 TraceEvent.INSERT_PREFIX, self._settled(table), num_tokens, prefix, len(mine)
             )
 
-    def adopted(self, table: BlockTable, blocks: Sequence[int]) -> None:
+    def adopted(self, table: Table, blocks: Sequence[int]) -> None:
         """See `Events`."""
         # The next event, `trimmed`, gives the number of tokens.
         known = [(table.allocator, block) for block in blocks]
@@ -346,7 +342,7 @@ class TracedPool(Events):
             generated = self._generated.pop(request, 0)
             self._file.line(TraceEvent.END, self._requests.pop(request), generated)
 
-    def let_go(self, allocator: BlockAllocator, block: int) -> None:
+    def let_go(self, allocator: Group, block: int) -> None:
         """See `Events`."""
         if (allocator, block) in self._out_of_window:
             self._file.line(TraceEvent.LET_GO, self._out_of_window.pop((allocator, block)))
@@ -355,17 +351,17 @@ class TracedPool(Events):
         if prefix is not None:
             self._file.line(TraceEvent.EVICT_PREFIX, prefix, 1)
 
-    def moved(self, allocator: BlockAllocator, moves: Mapping[int, int]) -> None:
+    def moved(self, allocator: Group, moves: Mapping[int, int]) -> None:
         """See `Events`."""
         _move(self._prefix_of, allocator, moves)
         _move(self._out_of_window, allocator, moves)
         _move(self._fresh, allocator, moves)
 
-    def _number(self, table: BlockTable) -> int:
+    def _number(self, table: Table) -> int:
         self._tables[table] = next(self._file.numbers["table"])
         return self._tables[table]
 
-    def _settled(self, table: BlockTable) -> int:
+    def _settled(self, table: Table) -> int:
         """Write the table's joined writes; returns its number."""
         number = self._tables[table]
         if table in self._joined:
@@ -374,8 +370,8 @@ class TracedPool(Events):
 
 
 def _move(
-    known: dict[tuple[BlockAllocator, int], Known],
-    allocator: BlockAllocator,
+    known: dict[tuple[Group, int], Known],
+    allocator: Group,
     moves: Mapping[int, int],
 ) -> None:
     """Rename the keys of `known` after blocks moved."""

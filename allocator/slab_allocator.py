@@ -1,0 +1,484 @@
+"""Allocates reference-counted blocks of slabs under a byte budget.
+
+The states of a block and the calls that change them:
+
+    free --allocate--> used (1 reference) --retain/release--> used (n) --last release--> free
+    used and kept --release by the last table--> cached --match--> used
+    cached --evict--> free
+
+    free + used + cached == capacity, at all times
+
+`BlockAllocator.check()` verifies this, and every reference count against the block tables.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import islice
+from typing import Generic, TypeVar
+
+from paged_kv.allocator.allocator_stats import AllocatorStats, metadata_bytes
+from paged_kv.allocator.byte_budget import ByteBudget, require_positive
+from paged_kv.allocator.errors import BlockStateError, PoolExhausted
+from paged_kv.allocator.events import NO_EVENTS, Events
+from paged_kv.allocator.format_slabs import FormatSlabs, by_format
+from paged_kv.allocator.idle_slots import IdleSlots
+from paged_kv.allocator.ref_counts import OnMove, RefCounts
+from paged_kv.allocator.rewriting import (
+    Rewrite,
+    compacting,
+    growing,
+    joining,
+    tidying,
+)
+from paged_kv.allocator.slabs import block_range, slab_of
+
+RewriteSlabs = Callable[[Rewrite, int, Mapping[int, int]], bool]
+"""Called with (rewrite, number of its new slab, page copies): maps that slab if the rewrite has
+one, copies the pages, and unmaps the slabs that are emptied. False if pages cannot move now. Then,
+and if it raises, nothing is changed."""
+
+
+Table = TypeVar("Table", bound=Hashable)
+
+
+class SlabAllocator(Generic[Table]):
+    """The blocks of one group of layers; `BlockAllocator` adds the tables that hold them.
+
+    A block keeps the page format of its slab. To the allocator a format is a name and a number of
+    bytes per block.
+
+    Args:
+        budget: the bytes that this and other groups may map together.
+        block_bytes: bytes of one block: the pages of all layers of the group together.
+        page_size: tokens a block holds.
+        map_slab: called with (slab, pages, page format) to map a slab; if it raises, nothing is
+            changed.
+        unmap_slab: called with (slab) to unmap a slab, or one that a rewrite has unmapped.
+        rewrite_slabs: see `RewriteSlabs`.
+        max_slabs: slabs that a kernel takes. `ensure_free` joins slabs instead of mapping more.
+        page_format: the format of blocks that are written, and of others unless a call names one.
+        events: notified of each change.
+
+    Attributes:
+        refs: the reference counts.
+        idle_slots: the slots of used blocks that hold no live token.
+        tables: the tables that were made and not dropped.
+        tokens_reserved: tokens that all tables ever reserved blocks for.
+    """
+
+    def __init__(
+        self,
+        budget: ByteBudget,
+        block_bytes: int,
+        page_size: int = 256,
+        map_slab: Callable[[int, int, str], None] = lambda slab, pages, page_format: None,
+        unmap_slab: Callable[[int], None] = lambda slab: None,
+        rewrite_slabs: RewriteSlabs = lambda rewrite, slab, moves: True,
+        max_slabs: int = sys.maxsize,
+        page_format: str = "fp16",
+        events: Events = NO_EVENTS,
+    ) -> None:
+        require_positive("page_size", page_size)
+        self.page_size = page_size
+        self.budget = budget
+        self.page_format = page_format
+        self.events = events
+        self.tables: set[Table] = set()
+        self.tokens_reserved = 0
+        self.cow_copies = 0
+        self.allocation_failures = 0
+        self._map_slab = map_slab
+        self._unmap_slab = unmap_slab
+        self._rewrite_slabs = rewrite_slabs
+        self.max_slabs = max_slabs
+        self._formats = {page_format: FormatSlabs(page_format, block_bytes)}
+        self._slab_format: dict[int, FormatSlabs] = {}
+        self.refs = RefCounts(self._count_cached, self._not_used)
+        self.idle_slots = IdleSlots(page_size, self.refs.holders, self.format_of)
+        self._dropped: deque[Table] = deque()
+        self._unread: list[int] = []
+        events.sized(self, {page_format: block_bytes})
+
+    def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
+        """Add a page format; a known one is returned unchanged."""
+        if page_format not in self._formats:
+            self._formats[page_format] = FormatSlabs(page_format, block_bytes)
+            self.events.sized(self, {page_format: block_bytes})
+        return self._formats[page_format]
+
+    @property
+    def formats(self) -> tuple[FormatSlabs, ...]:
+        """The slabs of each format."""
+        return tuple(self._formats.values())
+
+    def format_named(self, page_format: str) -> FormatSlabs:
+        """The slabs of one format."""
+        return self._formats[page_format]
+
+    def format_of(self, block: int) -> FormatSlabs:
+        """The format of a block of a mapped slab."""
+        return self._slab_format[slab_of(block)]
+
+    @property
+    def slabs(self) -> dict[int, int]:
+        """Pages of each mapped slab."""
+        return {slab: pages for each in self.formats for slab, pages in each.slabs.items()}
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of all mapped slabs."""
+        return sum(each.capacity for each in self.formats)
+
+    @property
+    def num_used(self) -> int:
+        """Used and cached blocks."""
+        return sum(each.num_used for each in self.formats)
+
+    def ref_count(self, block: int) -> int:
+        """References to a block, including those of dropped tables until `drain`; 0 if free."""
+        return self.refs.counts.get(block, 0)
+
+    def available(self, page_format: str | None = None) -> int:
+        """Blocks that can be allocated now, including those of slabs to be mapped. O(slabs)."""
+        self.drain()
+        slabs = self._formats[page_format or self.page_format]
+        return len(slabs.free) + self.budget.left // slabs.block_bytes
+
+    def drop(self, table: Table) -> None:
+        """Release a table's blocks and forget it."""
+        self.drain()
+        self._forget(table)
+
+    def drop_later(self, table: Table) -> None:
+        """Drop a table at the next call. For finalisers, which may interrupt a call."""
+        self._dropped.append(table)
+
+    def release_later(self, blocks: Iterable[int]) -> None:
+        """Remove a reference from each block; those without any become free at the next call, so
+        that their pages can be copied before."""
+        counts = self.refs.counts
+        self._unread += [block for block in blocks if counts[block] == 1]
+        self.release([block for block in blocks if counts[block] > 1])
+
+    def drain(self) -> None:
+        """Drop the tables of collected sequences, so that the reference counts are current."""
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self.release(unread)
+        # A finaliser may append at any moment; append and popleft are atomic.
+        while self._dropped:
+            self._forget(self._dropped.popleft())
+
+    def ensure_free(self, needs: Mapping[str, int], ahead_bytes: int | None = None) -> None:
+        """Map slabs until `needs` blocks of each format are free; all or nothing.
+
+        Blocks may move, see `RewriteSlabs`. Up to `ahead_bytes` beyond the needs are mapped for
+        later steps; None means as much as the budget allows.
+
+        Raises:
+            PoolExhausted: the budget does not allow it; nothing was changed.
+        """
+        self.drain()
+        self._grow(needs, ahead_bytes, may_rewrite=True)
+
+    def room_after(self, needs: Mapping[str, int], left: int) -> int:
+        """Bytes that would remain of `left` after `ensure_free(needs)`, but for what that maps for
+        later steps.
+
+        Raises:
+            PoolExhausted: `left` bytes do not suffice.
+        """
+        for name, count in needs.items():
+            slabs = self._formats[name]
+            missing = slabs.missing(count)
+            if missing * slabs.block_bytes > left:
+                free = len(slabs.free) + left // slabs.block_bytes
+                raise PoolExhausted(count, free, 0, self.budget.max_bytes, slabs.block_bytes)
+            left -= missing * slabs.block_bytes
+        return left
+
+    def allocate(self, count: int, page_format: str | None = None) -> list[int]:
+        """Allocate the `count` lowest free blocks, with one reference each: all or none.
+
+        O(count + log n). Lowest first, so that high slabs drain and can be unmapped.
+
+        Raises:
+            PoolExhausted: too few blocks are available; nothing was changed.
+        """
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        self.drain()
+        name = page_format or self.page_format
+        return self.take_free({name: count})[name]
+
+    def take_free(self, needs: Mapping[str, int]) -> dict[str, list[int]]:
+        """Allocate `needs` blocks of each format. Unlike `allocate` it drops no table, so a plan
+        made from reference counts stays valid."""
+        self._grow(needs)
+        taken = {name: self._formats[name].take(count) for name, count in needs.items()}
+        for blocks in taken.values():
+            self.refs.begin(blocks)
+        return taken
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block.
+
+        Raises:
+            BlockStateError: a block is not in use; nothing was changed.
+        """
+        blocks = list(blocks)
+        self.refs.retain(blocks)
+        self.idle_slots.recount(blocks)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Remove a reference from each block; blocks without any become free. O(n log n).
+
+        Raises:
+            BlockStateError: a block is named more often than it has references, or is not in
+                use; nothing was changed.
+        """
+        blocks = list(blocks)
+        freed = self.refs.release(blocks)
+        self.idle_slots.recount(blocks)
+        if freed:
+            self._free(sorted(freed))
+
+    def keep(self, block: int, on_move: OnMove) -> None:
+        """Keep a used block for later with a reference of its own; `on_move` is called with
+        (block, other block) after its pages moved."""
+        self.refs.keep(block, on_move)
+        self.events.kept(self, block)
+
+    def let_go(self, block: int) -> None:
+        """Remove the reference of `keep`."""
+        self._free(self.refs.let_go(block))
+        self.events.let_go(self, block)
+
+    def map(self, slabs: FormatSlabs, slab: int, pages: int) -> None:
+        """Map a slab of one of the formats."""
+        self._map_slab(slab, pages, slabs.name)
+        self.budget.take(pages * slabs.block_bytes)
+        slabs.add_slab(slab, pages)
+        self._slab_format[slab] = slabs
+
+    def tidy(self) -> bool:
+        """Make one rewrite that is due: free pages beyond `FormatSlabs.reserve` are given back, and
+        slabs joined if there are more than `max_slabs`. Returns whether there was one.
+
+        It copies few pages, so that it can be called between steps. O(formats) if none is due.
+        """
+        self.drain()
+        for slabs in self.formats:
+            if len(slabs.free) > slabs.reserve:
+                rewrite = tidying(slabs, self.budget.left)
+                if rewrite is not None:
+                    return self._rewrite(rewrite)
+        if len(self._slab_format) <= self.max_slabs:
+            return False
+        joined = joining(self.formats, self.budget)
+        return joined is not None and self._rewrite(joined)
+
+    def compact(self) -> int:
+        """Give back all free pages, or as many as the budget leaves room to copy others for.
+        Returns the number of pages that moved."""
+        self.drain()
+        moved = 0
+        # One format at a time: what it gives back is room to copy another's pages.
+        while rewrite := next(filter(None, map(self._compacting, self.formats)), None):
+            copied = rewrite.copied
+            if not self._rewrite(rewrite):
+                break
+            moved += copied
+        return moved
+
+    def apply_moves(self, moves: Mapping[int, int]) -> None:
+        """Update every table and reference count after pages were copied to free blocks, possibly
+        of another format."""
+        self._move(moves)
+        self._free(sorted(moves))
+        self.events.moved(self, moves)
+
+    def unmap_empty_slabs(self) -> int:
+        """Unmap every empty slab; returns how many."""
+        self.drain()
+        empty = [slab for slabs in self.formats for slab in slabs.empty_slabs()]
+        for slab in empty:
+            self._unmap(slab)
+        return len(empty)
+
+    def set_block_bytes(self, block_bytes: Mapping[str, int]) -> None:
+        """Correct the bytes of a block of each format, as more of the group's layers become known.
+
+        Raises:
+            ValueError: a size is not a positive integer.
+            PoolExhausted: the mapped slabs would no longer fit; nothing was changed.
+        """
+        growth = 0
+        for name, size in block_bytes.items():
+            require_positive("block_bytes", size)
+            slabs = self._formats[name]
+            growth += (size - slabs.block_bytes) * slabs.capacity
+        if growth > self.budget.left:
+            self.allocation_failures += 1
+            grown = growth + sum(each.block_bytes * each.capacity for each in self.formats)
+            fits = self.capacity * (grown - growth + self.budget.left) // grown
+            mean = -(-grown // self.capacity)
+            raise PoolExhausted(self.capacity, fits, 0, self.budget.max_bytes, mean)
+        self.budget.take(growth)
+        for name, size in block_bytes.items():
+            self._formats[name].block_bytes = size
+        self.events.sized(self, block_bytes)
+
+    def stats(self) -> AllocatorStats:
+        """A snapshot. O(slabs)."""
+        self.drain()
+        return self.snapshot()
+
+    def snapshot(self) -> AllocatorStats:
+        """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
+        refs, left = self.refs, self.budget.left
+        formats = []
+        for each in self.formats:
+            rewrite = compacting(each, left)
+            compactable = rewrite.freed if rewrite else 0
+            left += compactable * each.block_bytes
+            formats.append(each.stats(self.page_size, compactable))
+        entries = refs.total - len(refs.kept)
+        return AllocatorStats(
+            formats=tuple(formats),
+            blocks_shared=refs.shared,
+            table_entries=entries,
+            tables=len(self.tables),
+            tables_dropped=len(self._dropped),
+            cow_copies=self.cow_copies,
+            allocation_failures=self.allocation_failures,
+            bytes_metadata=metadata_bytes(
+                refs.counts, sum(len(each.free) for each in self.formats), len(self.tables), entries
+            ),
+        )
+
+    def _grow(
+        self, needs: Mapping[str, int], ahead_bytes: int | None = None, *, may_rewrite: bool = False
+    ) -> None:
+        """Map slabs so that `needs` blocks of each format are free."""
+        before = set(self._slab_format)
+        try:
+            for slabs, pages in self._growth(needs, ahead_bytes):
+                if not (may_rewrite and self._grow_a_slab(slabs, pages)):
+                    self.map(slabs, self._unused_number(), pages)
+        except BaseException:
+            for slab in self._slab_format.keys() - before:
+                if not self._slab_format[slab].used[slab]:
+                    self._unmap(slab)
+            raise
+
+    def _growth(
+        self, needs: Mapping[str, int], ahead_bytes: int | None
+    ) -> list[tuple[FormatSlabs, int]]:
+        """The slabs to map, by format and number of pages."""
+        try:
+            left = self.room_after(needs, self.budget.left)
+        except PoolExhausted:
+            self.allocation_failures += 1
+            raise
+        left = left if ahead_bytes is None else min(left, ahead_bytes)
+        growth: list[tuple[FormatSlabs, int]] = []
+        for name, count in needs.items():
+            slabs = self._formats[name]
+            if missing := slabs.missing(count):
+                sizes = slabs.growth(missing, left, self.budget)
+                left -= (sum(sizes) - missing) * slabs.block_bytes
+                growth += [(slabs, pages) for pages in sizes]
+        return growth
+
+    def _grow_a_slab(self, slabs: FormatSlabs, pages: int) -> bool:
+        """Grow a slab of the format instead of mapping another one, if there are as many slabs as a
+        kernel takes. Returns whether it did; it may have joined two slabs instead."""
+        if len(self._slab_format) < self.max_slabs:
+            return False
+        grown = growing(slabs, pages, self.budget)
+        joined = joining(self.formats, self.budget)
+        if joined and (grown is None or joined.copied_bytes < grown.copied_bytes):
+            self._rewrite(joined)
+            return False
+        return grown is not None and self._rewrite(grown)
+
+    def _compacting(self, slabs: FormatSlabs) -> Rewrite | None:
+        return compacting(slabs, self.budget.left)
+
+    def _rewrite(self, rewrite: Rewrite) -> bool:
+        """Make a rewrite; returns whether pages could move and the budget held them."""
+        slabs, peak = rewrite.slabs, rewrite.peak_bytes
+        if peak > self.budget.left:
+            return False
+        slab = self._unused_number()
+        moves = self._moves_of(rewrite, slab)
+        self.budget.take(peak)
+        try:
+            if not self._rewrite_slabs(rewrite, slab, moves):
+                return False
+        finally:
+            self.budget.take(-peak)
+        if rewrite.new_pages:
+            slabs.add_slab(slab, rewrite.new_pages)
+            self._slab_format[slab] = slabs
+        self._move(moves)
+        slabs.give(sorted(moves))
+        for emptied in rewrite.emptied:
+            self._unmap(emptied)
+        self.budget.take(rewrite.new_pages * slabs.block_bytes)
+        self.events.moved(self, moves)
+        return True
+
+    def _moves_of(self, rewrite: Rewrite, slab: int) -> dict[int, int]:
+        """The moves (from block, to block) of a rewrite whose new slab has that number."""
+        slabs, counts, emptied = rewrite.slabs, self.refs.counts, set(rewrite.emptied)
+        ranges = [block_range(each, slabs.slabs[each]) for each in sorted(emptied)]
+        sources = [block for blocks in ranges for block in blocks if block in counts]
+        new = block_range(slab, rewrite.new_pages)[: len(sources)]
+        others = (block for block in slabs.free if slab_of(block) not in emptied)
+        targets = [*islice(others, len(sources) - len(new)), *new]
+        return dict(zip(sources, targets, strict=True))
+
+    def _unused_number(self) -> int:
+        known = self._slab_format
+        return next(slab for slab in range(len(known) + 1) if slab not in known)
+
+    def _move(self, moves: Mapping[int, int]) -> None:
+        """Let all that hold blocks hold others; the former ones are free, but not noted as such."""
+        for source, target in moves.items():
+            self.format_of(target).take_block(target)
+            on_move = self.refs.move(source, target)
+            if on_move is not None:
+                on_move(source, target)
+        self._move_in_tables(moves)
+
+    def _forget(self, table: Table) -> None:
+        """Release a table's blocks, and forget it."""
+        raise NotImplementedError
+
+    def _move_in_tables(self, moves: Mapping[int, int]) -> None:
+        """Let all tables hold other blocks."""
+        raise NotImplementedError
+
+    def _unmap(self, slab: int) -> None:
+        slabs = self._slab_format.pop(slab)
+        self.budget.take(-slabs.remove_slab(slab) * slabs.block_bytes)
+        self._unmap_slab(slab)
+
+    def _free(self, blocks: list[int]) -> None:
+        """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""
+        for slabs, theirs in by_format(blocks, self._slab_format).items():
+            if slabs.give(theirs):
+                for slab in sorted(slabs.empty_slabs(), reverse=True):
+                    if len(slabs.free) > slabs.reserve:
+                        self._unmap(slab)
+
+    def _count_cached(self, block: int, change: int) -> None:
+        self.format_of(block).num_cached += change
+
+    def _not_used(self, block: int) -> BlockStateError:
+        pages = self.slabs.get(slab_of(block), 0)
+        known = block in block_range(slab_of(block), pages)
+        return BlockStateError(block, "free" if known else "unknown to this pool")
