@@ -1,12 +1,159 @@
-"""Numbers that stand in the sentences of README.md and docs/, by name."""
+"""Numbers that stand in the sentences of README.md and docs/, by name, and the digests of several
+benches with which README begins."""
 
 from collections.abc import Callable
 from typing import Any
 
-from benches.headline_tables import q4_bits
-from benches.table_cells import megabytes, millis, percent
+from benches.table_cells import count, megabytes, millis, percent, table
 
 Figures = dict[str, Any]
+Digest = Callable[[dict[str, Figures]], str]
+# What was measured, which way is better, both sides, and the gain.
+Row = tuple[str, str, str, str, str]
+
+
+def why(figures: dict[str, Figures]) -> str:
+    """One sentence: what the server gains."""
+    served = figures["serving_http"]
+    stock, paged = served["mlx_lm"], served["paged"]
+    rate = paged["tokens_per_second"] / stock["tokens_per_second"]
+    first = stock["first_token_seconds"]["p50"] / paged["first_token_seconds"]["p50"]
+    return (
+        f"With {served['clients']} clients, `paged-kv server` generated **{rate:.1f} times** the "
+        f"tokens per second of `mlx_lm.server`, and the median first token came {first:.1f} times "
+        f"as early ({served['model']}, {served['dtype']}, CPU)."
+    )
+
+
+def headlines(figures: dict[str, Figures]) -> str:
+    """What speaks for pages, and what speaks against them."""
+    decode = figures["whole_model"]["rows"]
+    rows = [
+        _server(figures["serving_http"]),
+        _first_token(figures["prefix_reuse"]),
+        _memory(figures["serving"]),
+        *_bits(figures["held_bytes"]),
+        _decode(max(decode, key=_gain)),
+        *_slowest(decode),
+        _host(figures["host_cost"]),
+    ]
+    text = table(("measured", "better", "mlx-lm", "paged_kv", "gain"), rows)
+    # The second column is text too.
+    return text.replace("| --- | ---: |", "| --- | --- |", 1)
+
+
+def _server(figures: Figures) -> Row:
+    stock, paged = (figures[name]["tokens_per_second"] for name in ("mlx_lm", "paged"))
+    load = f"{figures['requests']} requests of {figures['clients']} clients"
+    label = f"server, {load}: tokens per second"
+    return label, "more", count(stock), count(paged), _ratio(paged / stock)
+
+
+def _first_token(figures: Figures) -> Row:
+    first = figures["time_to_first_token"]
+    stock, paged = first["mlx_lm_cold_seconds"], first["paged_cold_seconds"]
+    tokens = first["common_tokens"] + first["new_tokens"]
+    label = f"first token of a new prompt of {tokens:,} tokens"
+    return label, "less", millis(stock), millis(paged), _ratio(stock / paged)
+
+
+def _memory(figures: Figures) -> Row:
+    stock = figures["mlx_lm"]["peak_kv_bytes"]["nbytes"]
+    paged = figures["paged"]["peak_kv_bytes"]["mapped"]
+    label = f"peak memory of keys and values, {figures['requests']} requests of mixed lengths"
+    return label, "less", megabytes(stock), megabytes(paged), _ratio(stock / paged)
+
+
+def _bits(figures: Figures) -> list[Row]:
+    """What MLX holds for one sequence, in each format."""
+    found = figures["one_row"]
+    span = f"{figures['shortest'] // 1024}K to {figures['headline'] // 1024}K tokens"
+
+    def cell(name: str) -> str:
+        return f"{found[name]['mean_bits_to_32k']:.1f}, {found[name]['worst_bits_to_32k']:.1f}"
+
+    stock = found["mlx-lm"]["mean_bits_to_32k"]
+    return [
+        (
+            f"bits held for a number, {name} pages, one sequence of {span}: mean, worst",
+            "less",
+            cell("mlx-lm"),
+            cell(name),
+            _ratio(stock / found[name]["mean_bits_to_32k"]),
+        )
+        for name in ("fp16", "q8", "q4")
+    ]
+
+
+def q4_bits(figures: Figures) -> tuple[int, float]:
+    """The longest sequence of up to 32K tokens, and the bits held for a number: the page that is
+    written has 16 bits, so a short sequence takes more."""
+    rows = figures["by_length"]["llama"]["q4"]
+    alone = {row["tokens"]: row["bits"] for row in rows if row["rows"] == 1}
+    tokens = max(length for length in alone if length <= 32 * 1024 + 1)
+    return tokens, alone[tokens]
+
+
+def _gain(row: Figures) -> float:
+    return float(row["paged_over_mlx_lm"])
+
+
+def _slowest(rows: list[Figures]) -> list[Row]:
+    """The whole model that loses most, if any does. A median of ratios and the ratio of medians
+    may part by noise: slower is what both say."""
+    slower = [
+        row
+        for row in rows
+        if _gain(row) < 1 and row["paged_tokens_per_second"] < row["mlx_lm_tokens_per_second"]
+    ]
+    mark = f"**slower**, the most of {len(slower)} of {len(rows)} measured: "
+    return [_decode(min(slower, key=_gain), mark)] if slower else []
+
+
+def _decode(row: Figures, mark: str = "") -> Row:
+    label = f"{mark}decode, {row['model']}, batch {row['batch']}, context {row['context']:,}"
+    rates = [row["mlx_lm_tokens_per_second"], row["paged_tokens_per_second"]]
+    stock, paged = (f"{rate:,.3g} tokens/s" for rate in rates)
+    return label, "more", stock, paged, _ratio(_gain(row))
+
+
+def _host(figures: Figures) -> Row:
+    """Only the rows of GPUs: there a step cannot be faster than the program that builds it."""
+    rows = [row for row in figures["rows"] if row["launches_a_layer"]]
+    stock, paged = ([row[f"{name}_microseconds"] for row in rows] for name in ("mlx_lm", "paged"))
+    gains = [1 / row["paged_over_mlx_lm"] for row in rows]
+    return (
+        "**slower**: host time of a GPU decode step, per layer, without a GPU",
+        "less",
+        _span(stock),
+        _span(paged),
+        f"{_ratio(min(gains))} to {_ratio(max(gains))}",
+    )
+
+
+def _span(microseconds: list[float]) -> str:
+    return f"{count(min(microseconds))} to {count(max(microseconds))} µs"
+
+
+def _ratio(number: float) -> str:
+    return f"{number:.2f}"
+
+
+# What makes each, and the benches that it takes its numbers from.
+DIGESTS: dict[str, tuple[Digest, tuple[str, ...]]] = {
+    "why": (why, ("serving_http",)),
+    "headlines": (
+        headlines,
+        (
+            "serving_http",
+            "prefix_reuse",
+            "serving",
+            "held_bytes",
+            "whole_model",
+            "host_cost",
+        ),
+    ),
+}
 
 
 def _files_that_get(*kinds: str) -> Callable[[Figures], str]:

@@ -1,9 +1,9 @@
-"""Makes the tables of the quality of quantised keys and values."""
+"""Makes the tables of all but speed: memory, losses of quantised pages, pages on disk, models."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from benches.table_cells import count, megabytes, percent, table
+from benches.table_cells import count, megabytes, millis, percent, quoted, ratio, table
 
 Figures = dict[str, Any]
 
@@ -173,3 +173,211 @@ def _end(run: Figures, sixteen_bit: Figures) -> str:
     if "perplexity" in sixteen_bit:
         beside = f", {sixteen_bit['perplexity']:.2f} with 16-bit pages"
     return f"{after}: perplexity of all {run['perplexity']:.2f}{beside}."
+
+
+def growth(figures: Figures) -> str:
+    """What growing to many tokens costs in memory and time, for each way of growing."""
+    head = ("held", "peak above held", "copied to grow", "median step", "longest step")
+    rows: list[tuple[str, ...]] = []
+    for phase, step in figures["tokens_per_step"].items():
+        rows += [
+            (
+                f"{phase}, {step:,} a step: {cache}",
+                megabytes(row["held_bytes"]),
+                megabytes(row["peak_above_held_bytes"]),
+                megabytes(row["copied_for_growth_bytes"]),
+                millis(row["median_step_seconds"]),
+                millis(row["max_step_seconds"]),
+            )
+            for cache, row in figures[phase].items()
+        ]
+    return table((f"{figures['tokens']:,} tokens", *head), rows)
+
+
+def server_soak(figures: Figures) -> str:
+    """What a server held early and at the end of a soak, and what its clients counted."""
+    first, last, truth, told = (figures[name] for name in ("first", "last", "truth", "counted"))
+    rows = [
+        ("resident memory", megabytes(first["resident_bytes"]), megabytes(last["resident_bytes"])),
+        ("open files", count(first["files"]), count(last["files"])),
+        ("threads", count(first["threads"]), count(last["threads"])),
+    ]
+    behaviours = ", ".join(f"{name} {n}" for name, n in sorted(truth["behaviours"].items()))
+    return (
+        table(("idle server", "after 100 requests", f"after {count(figures['requests'])}"), rows)
+        + f"\n\nOf {count(sum(truth['kinds'].values()))} answers that were read, "
+        f"{len(truth['wrong'])} were wrong. /metrics differed from what the clients counted in "
+        f"{len(figures['differences'])} numbers, and {megabytes(told['kv_active_bytes'])} of pages "
+        f"were in use at the end. Sequences were preempted "
+        f"{count(told['num_preemptions_total'])} times. "
+        f"{megabytes(told['store_written_bytes_total'])} were written to the store, which held "
+        f"{megabytes(figures['stored_bytes'])} of the {megabytes(figures['store_limit_bytes'])} "
+        f"allowed at the end. What the clients did: {behaviours}."
+    )
+
+
+def page_store(figures: Figures) -> str:
+    """Time to the first token, rates beside those of the disk, and bytes a token."""
+    rows: list[tuple[str, ...]] = []
+    tokens = figures["prompt_tokens"]
+    for dtype, run in figures["first_token"].items():
+        equal = "equal" if run["logits_are_equal"] else "not equal"
+        rows.append(
+            (
+                f"{dtype}: first token of {tokens:,} tokens, from disk",
+                millis(run["disk_seconds"]),
+                f"{millis(run['cold_seconds'])} cold, {ratio(run['cold_over_disk'])} times; "
+                f"logits {equal}",
+            )
+        )
+    rate = {
+        name.removesuffix("_bytes_per_second"): f"{value / 1e9:.2g} GB/s"
+        for name, value in figures["throughput"].items()
+        if name.endswith("_bytes_per_second")
+    }
+    warm = rate["store_read_from_page_cache"]
+    rows += [
+        ("written to the store", rate["store_write"], f"{rate['plain_write']}, plain files"),
+        ("read and verified", rate["store_read"], f"{rate['plain_read']}, plain files"),
+        ("read and verified, from the page cache", warm, ""),
+    ]
+    rows += [
+        (
+            f"{name}: a token of stdlib-llama on disk",
+            f"{count(sizes['disk'])} bytes",
+            f"{count(sizes['memory'])} in memory",
+        )
+        for name, sizes in figures["bytes_per_token"].items()
+    ]
+    runs = [*figures["first_token"].values(), figures["throughput"]]
+    left = max(run["share_left_in_page_cache"] for run in runs)
+    return (
+        table(("page store", "measured", "beside"), rows)
+        + "\n\nThe files were taken out of the page cache before they were read from the disk; "
+        + f"{percent(left)} of them were still in it."
+    )
+
+
+def page_store_faults(figures: Figures) -> str:
+    """Killed writers and damaged files."""
+    killed, damaged = figures["killed"], figures["damaged"]
+    rows = [
+        ("writers killed at a random moment", count(killed["cycles"])),
+        ("files read afterwards", count(killed["reads"])),
+        ("of them wrong", count(killed["wrong_reads"])),
+        ("temporary files left behind, and removed", count(killed.get("left_behind", 0))),
+        ("other findings of `verify`", count(killed.get("other_findings", 0))),
+        ("most bytes in the folder, at any look", count(killed["most_bytes"])),
+        ("its cap", count(killed["cap"])),
+        ("damaged files read", count(damaged["files"])),
+        ("of them accepted", count(damaged["accepted"])),
+    ]
+    return table(("page store", "count"), rows)
+
+
+_GETS = {
+    "paged": "Attention reads pages",
+    "decode": "Attention reads pages while decoding",
+    "gather": "Pages, gathered for attention of the model's own",
+    "own": "No pages, caches of mlx-lm only",
+    "fails": "Fails on pages",
+    "not run": "Not run",
+}
+
+
+def model_families(figures: Figures) -> str:
+    """The model files, grouped by what they get, and what is not as in most of them."""
+    files: dict[str, Figures] = figures["files"]
+    lines = []
+    for gets, title in _GETS.items():
+        names = [_with_reason(name, of) for name, of in files.items() if of["gets"] == gets]
+        if names:
+            lines.append(f"- **{title}** ({len(names)}): {', '.join(names)}")
+    return "\n".join([*lines, "", *_kept(files), *_exceptions(files)])
+
+
+def _with_reason(name: str, entry: Figures) -> str:
+    """A file, why it was gathered or not run, or which of mlx-lm's caches it has in place of
+    pages."""
+    caches = entry["mlx_lm_caches"] if entry["gets"] == "own" else {}
+    reason = entry.get("reason") or quoted(caches)
+    return f"`{name}` ({reason})" if reason else f"`{name}`"
+
+
+def _kept(files: dict[str, Figures]) -> list[str]:
+    """Which files keep which of mlx-lm's caches beside pages."""
+    beside: dict[str, list[str]] = {}
+    for name, entry in files.items():
+        for cache in entry.get("mlx_lm_caches", {}) if entry.get("paged_layers") else ():
+            beside.setdefault(cache, []).append(name)
+    return [
+        f"- Layers that keep mlx-lm's {cache} beside pages ({len(names)}): {quoted(names)}"
+        for cache, names in sorted(beside.items())
+    ]
+
+
+def _exceptions(files: dict[str, Figures]) -> list[str]:
+    """How the tokens compare with mlx-lm's: how many are equal, and which are not."""
+    ran = {name: entry for name, entry in files.items() if entry["gets"] != "not run"}
+    lines = []
+    labels = {
+        "alone": "Tokens of prompts alone: equal to mlx-lm's",
+        "batch": "Tokens of a ragged batch: equal to mlx-lm's batch and to its prompts alone",
+    }
+    for key, label in labels.items():
+        others: dict[str, list[str]] = {}
+        for name, entry in ran.items():
+            if entry[key] != "equal":
+                others.setdefault(entry[key], []).append(name)
+        equal = len(ran) - sum(map(len, others.values()))
+        lines.append(f"- {label} in {equal} of {len(ran)} files")
+        lines += [f"  - {what}: {quoted(names)}" for what, names in sorted(others.items())]
+    unsteady = [name for name, entry in ran.items() if not entry["stock_repeats"]]
+    if unsteady:
+        lines.append(f"- mlx-lm itself gives other tokens when asked again: {quoted(unsteady)}")
+    return lines
+
+
+_VISION_GETS = {
+    "paged": "Attention reads pages",
+    "gather": "Pages, gathered for attention of the model's own",
+    "refused": "Refused: paged_kv does not know a class of the model's caches",
+    "not built": "Not run: no small model of it was built",
+}
+
+
+def vision_families(figures: Figures) -> str:
+    """The folders of mlx-vlm, grouped by what they get, and whose tokens are not equal."""
+    folders: dict[str, Figures] = figures["folders"]
+    lines = [f"mlx-vlm {figures['mlx_vlm']}.", ""]
+    for gets, title in _VISION_GETS.items():
+        names = [name for name, entry in folders.items() if entry["gets"] == gets]
+        lines.append(f"- **{title}** ({len(names)}): {quoted(names)}")
+    ran = {name: entry for name, entry in folders.items() if "alone" in entry}
+    lines.append("")
+    for key, label in (("alone", "prompts alone"), ("batch", "a batch")):
+        others: dict[str, list[str]] = {}
+        for name, entry in ran.items():
+            others.setdefault(entry[key], []).append(name)
+        equal = others.pop("equal", [])
+        lines.append(f"- Tokens of {label}: equal to mlx-vlm's in {len(equal)} of {len(ran)}")
+        lines += [f"  - {what}: {quoted(names)}" for what, names in sorted(others.items())]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Figures], str]] = {
+    each.__name__: each
+    for each in (
+        growth,
+        server_soak,
+        page_codecs,
+        held_bytes,
+        quantised_quality,
+        copying,
+        step_lengths,
+        page_store,
+        page_store_faults,
+        model_families,
+        vision_families,
+    )
+}

@@ -1,6 +1,6 @@
-"""Makes the tables of the speed of reading and writing pages."""
+"""Makes the tables of times and rates: of kernels, caches, models and servers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,7 @@ from benches.table_cells import (
     percent,
     ratio,
     seconds,
+    spaced,
     table,
 )
 
@@ -307,3 +308,137 @@ def prefix_reuse(figures: Figures) -> str:
     ]
     pages = f"pages, {figures['backend']} backend"
     return table(("stdlib-llama in float32", "mlx-lm, LRUPromptCache", pages), rows)
+
+
+def allocator(figures: Figures) -> str:
+    """Rates and latencies of the block allocator."""
+    targets = figures["targets"]
+    rates = {
+        "pairs_per_second": "one block allocated and released",
+        "bulk_allocated_blocks_per_second": "blocks allocated in one call",
+        "bulk_released_blocks_per_second": "blocks released in one call",
+    }
+    rows = [
+        (label, f"{figures[name]:,} a second", f"{targets[name]:,}")
+        for name, label in rates.items()
+    ]
+    latencies = " / ".join(
+        micros(figures[f"pair_{percentile}_ns"]) for percentile in ("p50", "p99", "p99.9")
+    )
+    rows.append(("one block allocated and released, p50 / p99 / p99.9", latencies, ""))
+    forks = [name for name in figures if name.startswith("fork_of_")]
+    rows += [
+        (spaced(name.removesuffix("_ns")), micros(figures[name]), "") for name in sorted(forks)
+    ]
+    used, free = f"{figures['blocks_used']:,}", f"{figures['blocks_free']:,}"
+    return table((f"{used} blocks in use, {free} free", "measured", "target"), rows)
+
+
+def batch_operations(figures: Figures) -> str:
+    """Operations on batches and the write behind each, on mlx-lm's caches and on pages."""
+    head = ("mlx-lm", "pages", "mlx-lm / pages", "new in mlx-lm", "new in pages", "blocks copied")
+    rows = []
+    for operation, result in figures["operations"].items():
+        for phase, label in (("operation", operation), ("next_write", "its next token")):
+            stock, paged = result["mlx_lm"][phase], result["paged"][phase]
+            rows.append(
+                (
+                    label,
+                    millis(stock["seconds"]),
+                    millis(paged["seconds"]),
+                    ratio(result["ratios"][phase]["seconds"]),
+                    megabytes(stock["new_bytes"]),
+                    megabytes(paged["new_bytes"]),
+                    f"{paged['blocks_copied_change']:.0f} of {paged['blocks_used']:.0f}",
+                )
+            )
+    return table(
+        (f"{len(figures['lengths'])} rows of up to {figures['tokens']:,} tokens", *head), rows
+    )
+
+
+def serving(figures: Figures) -> str:
+    """One load on mlx-lm's caches and on pages."""
+    stock, paged = figures["mlx_lm"], figures["paged"]
+    names = {
+        "wall_seconds": ("wall time", seconds),
+        "prompt_tokens_per_second": ("prompt tokens a second", count),
+        "generation_tokens_per_second": ("generated tokens a second", count),
+        "all_tokens_per_second": ("all tokens over wall time, a second", count),
+        "peak_memory_bytes": ("peak memory, weights included", megabytes),
+    }
+    rows: list[tuple[str, ...]] = [
+        (label, show(stock[name]), show(paged[name])) for name, (label, show) in names.items()
+    ]
+    kv_bytes = paged["peak_kv_bytes"]
+    in_pages = f"{megabytes(kv_bytes['active'])} in use, {megabytes(kv_bytes['mapped'])} mapped"
+    rows.append(("peak of keys and values", megabytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
+    held = [megabytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
+    rows.append(("what the tokens themselves need", *held))
+    load = f"{figures['requests']} requests, {figures['model']} in {figures['dtype']}"
+    equal = figures["requests_with_equal_tokens_in_all_runs"]
+    return (
+        table((load, "mlx-lm", f"pages, {figures['backend']} backend"), rows)
+        + f"\n\nTokens are equal in {equal} of {figures['requests']} requests."
+    )
+
+
+def serving_http(figures: Figures) -> str:
+    """Two servers under one load."""
+    servers = [figures["mlx_lm"], figures["paged"]]
+    rates = [count(each["tokens_per_second"]) for each in servers]
+    rows: list[tuple[str, ...]] = [("generated tokens a second, all clients", *rates)]
+    for name, label in (
+        ("first_token_seconds", "first token"),
+        ("per_token_seconds", "per token"),
+        ("whole_seconds", "whole answer"),
+    ):
+        for part in ("p50", "p95", "p99"):
+            times = [millis(each[name][part]) for each in servers]
+            rows.append((f"{label}, {part}", *times))
+    load = f"{figures['requests']} requests of {figures['clients']} clients, {figures['model']} in "
+    return (
+        table((load + figures["dtype"], "mlx_lm.server", "paged-kv server"), rows)
+        + f"\n\nTexts are equal in {figures['equal_texts']} of {figures['requests']} requests."
+    )
+
+
+def admission(figures: Figures) -> str:
+    """Two policies of admission on the same arrivals."""
+    loads = {
+        "short answers, max_tokens 1,900": figures["short_answers"]["1900"],
+        "short answers, max_tokens 512": figures["short_answers"]["512"],
+        "answers of max_tokens, 512": figures["answers_of_max_tokens"],
+    }
+    rows = []
+    for name, load in loads.items():
+        runs = [load[policy][-1] for policy in ("reserve", "optimistic")]
+        means = [f"{run['running_mean']:.1f}" for run in runs]
+        speeds = [ratio(load["speed_ratio"]), count(runs[1]["preemptions"])]
+        rows.append((f"{load['requests']} requests, {name}", *means, *speeds))
+    loads_wrong = sum(load["requests_wrong"] for load in loads.values())
+    head = ("running, reserve", "running, optimistic", "times the tokens a second", "preemptions")
+    pool = f"{figures['model']} in {figures['dtype']}, {megabytes(figures['pool_bytes'])} of pages"
+    return table((pool, *head), rows) + f"\n\nRequests with other tokens: {loads_wrong}."
+
+
+TABLES: dict[str, Callable[[Figures], str]] = {
+    each.__name__: each
+    for each in (
+        allocator,
+        batch_operations,
+        admission,
+        serving,
+        serving_http,
+        cpu_kernels,
+        host_cost,
+        whole_model,
+        speculation,
+        rings,
+        prefix_reuse,
+        publishing,
+        latent_attention,
+        distributed,
+        quantised_kernels,
+    )
+}

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benches.headline_tables import DIGESTS
-from benches.prose_numbers import NUMBERS
+from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
 from benches.tables import (
     TABLES,
