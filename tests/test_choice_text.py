@@ -1,12 +1,12 @@
 """The text of tokens: stop words, reasoning and tool calls."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
+from mlx_lm.tool_parsers import json_tools
 
 from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta, stop_machine
 from paged_kv.integrations.server.generation.jobs import Token
@@ -21,7 +21,7 @@ WORDS = [
     "<tool>",
     "</tool>",
     '{"name": "f"',
-    ', "x": 1}',
+    ', "arguments": {}}',
     "d",
 ]
 
@@ -44,10 +44,6 @@ class Detokenizer:
 
 
 def loaded() -> Any:
-    def parse(text: str, tools: Any) -> Any:
-        said = json.loads(text)
-        return {"name": said.pop("name"), "arguments": said}
-
     tokenizer = SimpleNamespace(
         has_thinking=True,
         think_start="<think>",
@@ -55,7 +51,7 @@ def loaded() -> Any:
         has_tool_calling=True,
         tool_call_start="<tool>",
         tool_call_end="</tool>",
-        tool_parser=parse,
+        tool_parser=json_tools.parse_tool_call,
         structural_markers=[],
         response_transitions={},
         detokenizer=Detokenizer(),
@@ -66,7 +62,7 @@ def loaded() -> Any:
 
 def read(words: list[str], end: str, *stop: str, state: str = "normal") -> list[Delta]:
     """The text that each word adds; the last word ends the text."""
-    text = ChoiceText(loaded(), state, stop_machine(stop), None, is_streamed=True)
+    text = ChoiceText(loaded(), state, stop_machine(stop))
     reasons: list[str | None] = [None] * len(words)
     reasons[-1] = end
     deltas = []
@@ -81,7 +77,7 @@ def joined(deltas: list[Delta]) -> tuple[str, str, int, str | None]:
     return (
         "".join(each.text for each in deltas),
         "".join(each.reasoning for each in deltas),
-        sum(len(each.tool_calls) for each in deltas),
+        sum(len(each.calls) for each in deltas),
         deltas[-1].finish_reason,
     )
 
@@ -98,13 +94,11 @@ def test_reasoning_is_told_apart() -> None:
     )  # fmt: skip
 
 
-def test_tool_calls_are_parsed_and_sent_whole() -> None:
-    words = ["a", "<tool>", '{"name": "f"', ', "x": 1}', "</tool>", "d"]
+def test_tool_calls_are_told_apart_whole() -> None:
+    words = ["a", "<tool>", '{"name": "f"', ', "arguments": {}}', "</tool>", "d"]
     deltas = read(words, "length")
     assert joined(deltas) == ("ad", "", 1, "length")
-    (call,) = [call for each in deltas for call in each.tool_calls]
-    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
-    assert call["index"] == 0
+    assert [call for each in deltas for call in each.calls] == ['{"name": "f", "arguments": {}}']
     # The end token is not part of the text. A call that is open at that point still counts.
     assert joined(read([*words[:4], "a"], "stop")) == ("a", "", 1, "tool_calls")
 
@@ -145,7 +139,7 @@ def test_bytes_that_are_no_character_are_not_decoded_again_with_every_token() ->
             self._new, self._held, waiting = self._held, "", 0
 
     model.tokenizer.detokenizer = Unfinished()
-    text = ChoiceText(model, "normal", stop_machine([]), None, is_streamed=True)
+    text = ChoiceText(model, "normal", stop_machine([]))
     deltas = [text.take(Token(0, 0)) for _ in range(999)]
     deltas.append(text.take(Token(0, 0, finish_reason="length")))
     assert joined(deltas) == ("a" * 1000, "", 0, "length")
@@ -166,6 +160,6 @@ def test_a_long_line_is_not_decoded_again_with_every_token() -> None:
             return "".join(WORDS[token] for token in tokens)
 
     model.tokenizer.detokenizer = NaiveStreamingDetokenizer(Tokenizer())
-    text = ChoiceText(model, "normal", stop_machine([]), None, is_streamed=True)
+    text = ChoiceText(model, "normal", stop_machine([]))
     assert "".join(text.take(Token(0, 0)).text for _ in range(999)) == "a" * 999
     assert most <= MOST_LINE_TOKENS

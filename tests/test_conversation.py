@@ -10,20 +10,22 @@ from paged_kv.integrations.server.completions import conversation
 from paged_kv.integrations.server.completions.answer_bodies import Choice
 from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.conversation import Conversation
+from paged_kv.integrations.server.completions.tool_calls import CallParser
+from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
 from paged_kv.integrations.server.generation.choice_text import stop_machine
 from paged_kv.integrations.server.generation.jobs import Begun, Channel, Event, Job, Token
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
-from paged_kv.integrations.server.http.schema import TextBody
-from tests.test_choice_text import loaded
+from paged_kv.integrations.server.http.schema import Body, ChatBody, TextBody
+from tests.test_choice_text import WORDS, loaded
 
 
-def begun(count: int) -> tuple[Conversation, Job]:
-    """A request for so many choices that has begun."""
+def begun(count: int, body: Body | None = None) -> tuple[Conversation, Job]:
+    """A request for so many choices that has begun, of a text without another body."""
     prompt: Any = SimpleNamespace(tokens=[0], initial_state="normal")
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
-    service: Any = SimpleNamespace(metrics=ServerMetrics())
-    plan = Plan(TextBody(prompt="a"), [job], stop_machine([]), has_images=False)
+    service: Any = SimpleNamespace(metrics=ServerMetrics(), call_parser=CallParser(WorkerThreads()))
+    plan = Plan(body or TextBody(prompt="a"), [job], stop_machine([]), has_images=False)
     put(job, Begun(job, loaded()))
     return Conversation(service, plan), job
 
@@ -62,5 +64,26 @@ def test_a_stream_in_which_nothing_happens_says_so(monkeypatch: pytest.MonkeyPat
         put(job, Token(0, 0, finish_reason="length"))
         rest = [new.text async for new in news if isinstance(new, Choice)]
         assert rest == ["a"]
+
+    asyncio.run(run())
+
+
+def test_a_stream_has_its_tool_calls_where_the_model_wrote_them() -> None:
+    call = ["<tool>", '{"name": "f"', ', "arguments": {}}', "</tool>"]
+    words = ["a", *call, "b", "<tool>", "c", "</tool>", *call, "d"]
+
+    async def run() -> None:
+        talk, job = begun(
+            1, ChatBody.model_validate({"messages": [{"role": "user"}], "stream": True})
+        )
+        for word in words:
+            put(job, Token(0, WORDS.index(word)))
+        put(job, Token(0, 0, finish_reason="stop"))
+        news = [new async for new in talk.news() if isinstance(new, Choice)]
+        told = [(new.text, [each["index"] for each in new.tool_calls]) for new in news]
+        # What no parser understands is left out.
+        assert told == [("a", []), ("", [0]), ("b", []), ("", [1]), ("d", []), ("", [])]
+        assert news[-1].finish_reason == "tool_calls"
+        assert news[1].tool_calls[0]["function"] == {"name": "f", "arguments": "{}"}
 
     asyncio.run(run())

@@ -1,5 +1,8 @@
 """Nothing whose cost a client chooses runs on the event loop, which answers everybody."""
 
+import asyncio
+import socket
+from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, current_thread
@@ -7,18 +10,25 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import gemma4
 from openai import OpenAI
 
 from paged_kv.integrations.server.completions import completion_plan, completions
 from paged_kv.integrations.server.completions.answer_bodies import Answers
+from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.generation.jobs import Token
 from paged_kv.integrations.server.http.connection import MOST_READ_BYTES, Connection
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
     paged_server,
+    wait_until,
     with_small_model,
 )
+from tests.server_process import post
+from tests.soak_questions import request
 
 WITH_LOGPROBS: dict[str, Any] = {"logprobs": 2}
 
@@ -89,3 +99,47 @@ def test_a_long_body_is_read_in_parts(
         ask(client, user="u" * 1_000_000)
     assert sum(lengths) > 1_000_000
     assert max(lengths) <= MOST_READ_BYTES
+
+
+@pytest.fixture
+def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """Every answer ends with a tool call that takes minutes; the processes that parse it."""
+    begun: list[Process] = []
+    take, create = ChoiceText.take, asyncio.create_subprocess_exec
+
+    def with_a_call(text: ChoiceText, token: Token) -> Delta:
+        delta = take(text, token)
+        if delta.finish_reason is not None:
+            delta.calls.append("call:a{" * 20_000)
+        return delta
+
+    async def noted(*command: str, **options: Any) -> Process:
+        begun.append(await create(*command, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(ChoiceText, "take", with_a_call)
+    monkeypatch.setattr(TokenizerWrapper, "tool_parser", staticmethod(gemma4.parse_tool_call))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    return begun
+
+
+def test_others_are_answered_while_a_tool_call_is_parsed(
+    running: PagedRunningServer, slow_calls: list[Process]
+) -> None:
+    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+        client.sendall(request("/v1/completions", b'{"prompt": "a", "max_tokens": 1}'))
+        wait_until(lambda: slow_calls)
+        with urlopen(f"http://127.0.0.1:{running.port}/health", timeout=PATIENCE_S) as answer:
+            assert answer.status == 200
+        assert slow_calls[0].returncode is None
+    wait_until(lambda: slow_calls[0].returncode is not None)
+    running.wait_until_idle()
+
+
+def test_a_server_that_ends_leaves_no_process(slow_calls: list[Process]) -> None:
+    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
+    with ThreadPoolExecutor(1) as threads:
+        with paged_server(*options) as server:
+            threads.submit(post, server.port, max_tokens=1)
+            wait_until(lambda: slow_calls)
+        assert slow_calls[0].returncode is not None

@@ -26,6 +26,7 @@ from paged_kv.integrations.server import status_page
 from paged_kv.integrations.server.app import make_app
 from paged_kv.integrations.server.completions.model_names import ModelNames
 from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
 from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
@@ -67,7 +68,7 @@ class PagedServer:
 
     def __init__(self, options: argparse.Namespace, provider: PagedModelProvider) -> None:
         keys = APIKeys(read_api_keys(options.api_key))
-        metrics = ServerMetrics()
+        metrics, workers = ServerMetrics(), WorkerThreads()
         self.service = Service(
             options=options,
             thread=GenerationThread(provider, metrics),
@@ -75,7 +76,8 @@ class PagedServer:
             names=ModelNames(options),
             keys=keys,
             hosts=KnownHosts(options.host, options.allowed_hosts),
-            workers=WorkerThreads(),
+            workers=workers,
+            call_parser=CallParser(workers),
             gate=Gate(),
         )
         self._socket = _listening(options.host, options.port)

@@ -12,7 +12,6 @@ from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
 
-from paged_kv.integrations.server.generation.choice_text import Delta
 from paged_kv.integrations.server.generation.jobs import Token
 
 # OpenAI's log probability of an impossible token: JSON has no infinity.
@@ -66,12 +65,18 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     count: int = 0
 
-    def add(self, delta: Delta) -> None:
-        """Append what a token added."""
-        self.text += delta.text
-        self.reasoning += delta.reasoning
-        self.tool_calls += delta.tool_calls
-        self.finish_reason = delta.finish_reason
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing yet, tokens aside."""
+        return not (self.text or self.reasoning or self.tool_calls or self.finish_reason)
+
+    def add(self, new: Choice) -> None:
+        """Append a part that was generated since."""
+        self.text += new.text
+        self.reasoning += new.reasoning
+        self.tool_calls += new.tool_calls
+        self.tokens += new.tokens
+        self.finish_reason = new.finish_reason
 
 
 class Answers:

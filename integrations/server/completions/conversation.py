@@ -10,6 +10,7 @@ from typing import Any
 from paged_kv.integrations.server.completions.answer_bodies import Choice, Usage
 from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.completions.tool_calls import ChoiceCalls
 from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
 from paged_kv.integrations.server.generation.jobs import (
     Begun,
@@ -48,8 +49,9 @@ class Conversation:
         assert channel is not None, "a client waits for the events"
         self._events = channel.events
         self._began = monotonic()
-        # For each choice that has begun: its text, and the time of its first token.
+        # For each choice that has begun: its text, its tool calls, and the time of its first token.
         self._texts: dict[int, ChoiceText] = {}
+        self._calls: dict[int, ChoiceCalls] = {}
         self._first_token: dict[int, float] = {}
         self._open = {choice.index for choice in self.choices}
         self._tokenizer: Any = None
@@ -98,12 +100,7 @@ class Conversation:
         """
         async for new in self.news():
             if isinstance(new, Choice):
-                whole = self.choices[new.index]
-                whole.text += new.text
-                whole.reasoning += new.reasoning
-                whole.tool_calls += new.tool_calls
-                whole.tokens += new.tokens
-                whole.finish_reason = new.finish_reason
+                self.choices[new.index].add(new)
 
     async def news(self) -> AsyncIterator[Choice | str]:
         """New parts of choices as they come, and a text now and then: of the prompts' progress,
@@ -125,17 +122,16 @@ class Conversation:
             if isinstance(event, Progress):
                 yield f"keepalive {event.done}/{event.total}"
             elif isinstance(event, Token | Empty) and delta is not None:
+                new = await self._part(event.choice, delta)
                 held.setdefault(event.choice, []).extend(delta.tokens)
-                if delta or delta.finish_reason is not None:
-                    yield Choice(
-                        event.choice,
-                        delta.text,
-                        delta.reasoning,
-                        delta.tool_calls,
-                        delta.finish_reason,
-                        held.pop(event.choice, []),
-                    )
+                if not new.is_empty:
+                    new.tokens = held.pop(event.choice)
+                    yield new
         self._service.metrics.whole_request.note(monotonic() - self._began)
+
+    async def _part(self, number: int, delta: Delta) -> Choice:
+        calls = await self._calls[number].formatted(delta.calls)
+        return Choice(number, delta.text, delta.reasoning, calls, delta.finish_reason)
 
     async def _next_event(self) -> Event | None:
         """The next event; None if there is none for a while."""
@@ -162,14 +158,10 @@ class Conversation:
         self._tokenizer = loaded.tokenizer
         assert job.prompt is not None, "a job has begun"
         tools = self._body.tools if isinstance(self._body, ChatBody) else None
+        calls, parser = self._service.call_parser, loaded.tokenizer.tool_parser
         for number in job.numbers:
-            self._texts[number] = ChoiceText(
-                loaded,
-                job.prompt.initial_state,
-                self._plan.stops,
-                tools,
-                bool(self._body.stream),
-            )
+            self._texts[number] = ChoiceText(loaded, job.prompt.initial_state, self._plan.stops)
+            self._calls[number] = ChoiceCalls(calls, parser, tools, bool(self._body.stream))
 
     def _note_token(self, token: Token) -> Delta:
         now, metrics = monotonic(), self._service.metrics

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass
 
 from paged_kv.integrations.server.completions.model_names import ModelNames
+from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
 from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
@@ -27,6 +28,7 @@ class Service:
     keys: APIKeys
     hosts: KnownHosts
     workers: WorkerThreads
+    call_parser: CallParser
     gate: Gate
 
     @property

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import ToolCallFormatter
 
 from paged_kv.integrations.server.generation.jobs import Token
 from paged_kv.integrations.server.generation.long_line_detokenizer import linear_time
@@ -33,7 +31,7 @@ class Delta:
     Attributes:
         text: of the answer.
         reasoning: of a model that thinks before it answers.
-        tool_calls: in OpenAI's form.
+        calls: the texts of tool calls that have ended.
         finish_reason: why the choice ends here; None if it continues.
         tokens: with log probabilities, if these were asked for: those of which any text is known to
             be before a stop word. The end token has none.
@@ -41,12 +39,9 @@ class Delta:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     tokens: list[Token] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.tool_calls)
 
 
 def stop_machine(stop_words: Sequence[str]) -> TextStateMachine:
@@ -63,18 +58,9 @@ class ChoiceText:
         loaded: the model that generates them.
         initial_state: the kind of text that it writes first.
         stops: of `stop_machine`.
-        tools: the tools in the request.
-        is_streamed: whether to number tool calls, as in streams.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        initial_state: str,
-        stops: TextStateMachine,
-        tools: Any,
-        is_streamed: bool,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, initial_state: str, stops: TextStateMachine) -> None:
         self._detokenizer = linear_time(loaded.tokenizer.detokenizer)
         self._state = loaded.text_machine.make_state(initial_state)
         self._unfinished = 0
@@ -83,7 +69,6 @@ class ChoiceText:
         self._decoded_length = self._safe_length = 0
         self._unlisted: deque[tuple[int, Token]] = deque()
         self._stop = stops.make_state(_TEXT)
-        self._format = ToolCallFormatter(loaded.tokenizer.tool_parser, tools, is_streamed)
         self._was_tool = initial_state == "tool"
         self._tool_text = ""
         self._made_call = False
@@ -97,13 +82,11 @@ class ChoiceText:
         self._safe_length += len(text)
         is_whole = token.finish_reason is not None and not is_stopped
         delta = Delta(finish_reason=reason, tokens=list(self._listed(is_whole)))
-        calls: list[str] = []
         for state, part in self._segments(text, reason):
-            self._add(delta, calls, state, part)
+            self._add(delta, state, part)
         if reason is not None and self._tool_text:
-            calls.append(self._tool_text)
-        delta.tool_calls = self._format(calls)
-        self._made_call |= bool(calls)
+            delta.calls.append(self._tool_text)
+        self._made_call |= bool(delta.calls)
         if reason == "stop" and self._made_call:
             delta.finish_reason = "tool_calls"
         return delta
@@ -141,14 +124,14 @@ class ChoiceText:
             segments.append((state, held))
         return list(segments)
 
-    def _add(self, delta: Delta, calls: list[str], state: str, part: str) -> None:
+    def _add(self, delta: Delta, state: str, part: str) -> None:
         if state == "tool":
             self._tool_text += part
         elif state == "reasoning":
             delta.reasoning += part
         elif state == "normal":
             if self._was_tool:
-                calls.append(self._tool_text)
+                delta.calls.append(self._tool_text)
                 self._tool_text = ""
             delta.text += part
         self._was_tool = state == "tool"

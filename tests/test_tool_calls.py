@@ -1,0 +1,220 @@
+"""Tool calls are parsed as mlx-lm parses them, in bounded time, and never on the event loop."""
+
+import asyncio
+import importlib
+import json
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable, Coroutine
+from pkgutil import iter_modules
+from typing import Any
+
+import pytest
+from mlx_lm import tool_parsers
+from mlx_lm.tool_parsers import gemma4, json_tools
+
+from paged_kv.integrations.server.completions import parse_tool_call, tool_calls
+from paged_kv.integrations.server.completions.tool_calls import (
+    LONG_CALL_CHARACTERS,
+    CallParser,
+    ChoiceCalls,
+    Parser,
+)
+from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
+
+# A call of write(path="a.py", text=TEXT) as each parser reads it.
+CALLS = {
+    "function_gemma": "call:write{path:<escape>a.py<escape>,text:<escape>TEXT<escape>}",
+    "gemma4": 'call:write{path:<|"|>a.py<|"|>,text:<|"|>TEXT<|"|>}',
+    "glm47": "write<arg_key>path</arg_key><arg_value>a.py</arg_value>"
+    "<arg_key>text</arg_key><arg_value>TEXT</arg_value>",
+    "json_tools": '{"name": "write", "arguments": {"path": "a.py", "text": "TEXT"}}',
+    "kimi_k2": 'functions.write:0<|tool_call_argument_begin|>{"path": "a.py", "text": "TEXT"}',
+    "kimi_k3": '<|open|>call tool="write"<|sep|><|open|>argument key="path"<|sep|>a.py'
+    '<|close|>argument<|sep|><|open|>argument key="text"<|sep|>TEXT<|close|>argument<|sep|>'
+    "<|close|>call<|sep|>",
+    "longcat": "write<longcat_arg_key>path</longcat_arg_key>"
+    "<longcat_arg_value>a.py</longcat_arg_value><longcat_arg_key>text</longcat_arg_key>"
+    "<longcat_arg_value>TEXT</longcat_arg_value>",
+    "minicpm5": '<function name="write"><param name="path">a.py</param>'
+    '<param name="text">TEXT</param></function>',
+    "minimax_m2": '<invoke name="write"><parameter name="path">a.py</parameter>'
+    '<parameter name="text">TEXT</parameter></invoke>',
+    "mistral": 'write[ARGS]{"path": "a.py", "text": "TEXT"}',
+    "muse_spark": '<atem:invoke name="write"><atem:parameter name="path">a.py</atem:parameter>'
+    '<atem:parameter name="text">TEXT</atem:parameter></atem:invoke>',
+    "pythonic": "[write(path='a.py', text='TEXT')]",
+    "qwen3_coder": "<function=write><parameter=path>\na.py\n</parameter>"
+    "<parameter=text>\nTEXT\n</parameter></function>",
+}
+CALLS["laguna"] = CALLS["glm47"]
+STRING = {"type": "string"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "write",
+            "parameters": {"type": "object", "properties": {"path": STRING, "text": STRING}},
+        },
+    }
+]
+SHORT, LONG = "naïve 日本 " * 9, "naïve 日本 " * LONG_CALL_CHARACTERS
+# gemma4 takes minutes for it.
+SLOW = "call:a{" * 20_000
+
+
+def run(work: Callable[[CallParser], Coroutine[Any, Any, Any]]) -> Any:
+    """Run work that parses calls."""
+
+    async def with_parser() -> Any:
+        workers = WorkerThreads()
+        try:
+            return await work(CallParser(workers))
+        finally:
+            workers.close()
+
+    return asyncio.run(with_parser())
+
+
+def parsed_by(parser: Parser, text: str) -> Any:
+    return run(lambda calls: calls.parse(parser, TOOLS, text))
+
+
+def formatted(parser: Parser, *texts: str, is_streamed: bool = True) -> Any:
+    """The calls of a choice in OpenAI's form, without their random ids."""
+    found = run(lambda calls: ChoiceCalls(calls, parser, TOOLS, is_streamed).formatted(texts))
+    for call in found:
+        assert call.pop("id")
+    return found
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """Those that are started for parsers."""
+    begun: list[Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*command: str, **options: Any) -> Process:
+        begun.append(await create(*command, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    return begun
+
+
+def test_all_parsers_are_known() -> None:
+    assert {each.name for each in iter_modules(tool_parsers.__path__)} <= set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_parsed_as_by_mlx_lm(name: str, processes: list[Process]) -> None:
+    if name not in {each.name for each in iter_modules(tool_parsers.__path__)}:
+        pytest.skip("this mlx-lm has no such parser")
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
+    arguments = {"path": "a.py", "text": SHORT.strip()}
+    for text in (SHORT.strip(), LONG.strip()):
+        said = CALLS[name].replace("TEXT", text)
+        parsed = parsed_by(parser, said)
+        assert parsed == parser(said, TOOLS)
+        assert (parsed[0] if isinstance(parsed, list) else parsed)["arguments"] == {
+            **arguments,
+            "text": text,
+        }
+    assert len(processes) == 1, "of the long text only"
+
+
+def test_calls_are_numbered_and_those_that_are_not_understood_left_out(
+    caplog: pytest.LogCaptureFixture, processes: list[Process]
+) -> None:
+    good = CALLS["json_tools"]
+    bad = ['{"name"', '{"name": "f"}', '["f"]', "{" * (LONG_CALL_CHARACTERS + 1)]
+    texts = (good, *bad, good.replace("TEXT", LONG), good)
+    found = formatted(json_tools.parse_tool_call, *texts)
+    assert [call["index"] for call in found] == [0, 1, 2]
+    lengths = [len(json.loads(call["function"]["arguments"])["text"]) for call in found]
+    assert lengths == [4, len(LONG), 4]
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+        "JSONDecodeError", "KeyError", "AttributeError", "ValueError",
+    ]  # fmt: skip
+    assert "JSONDecodeError: Expecting property name" in caplog.text
+    assert "index" not in formatted(json_tools.parse_tool_call, good, is_streamed=False)[0]
+    assert len(processes) == 2
+
+
+def test_an_error_is_not_logged_with_the_whole_call(caplog: pytest.LogCaptureFixture) -> None:
+    mistral = importlib.import_module("mlx_lm.tool_parsers.mistral")
+    assert formatted(mistral.parse_tool_call, "x" * LONG_CALL_CHARACTERS) == []
+    assert len(caplog.text) < 400
+
+
+def test_a_parser_that_takes_too_long_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, processes: list[Process]
+) -> None:
+    monkeypatch.setattr(tool_calls, "TIME_LIMIT_S", 1)
+    assert formatted(gemma4.parse_tool_call, SLOW) == []
+    assert "TimeoutError: it took longer than 1 s" in caplog.text
+    assert processes[0].returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("length", "numbers", "why"),
+    [
+        (9000, 1000, "characters became"),
+        pytest.param(
+            *(100_000, 100_000, "MemoryError"),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="limits no memory"),
+        ),
+    ],
+)
+def test_a_call_that_becomes_far_longer_is_refused(
+    length: int, numbers: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gemma4 puts texts where their numbers stand between two zero bytes."""
+    named = ",".join(["\x000\x00"] * numbers)
+    said = f'call:a{{x:<|"|>{"x" * length}<|"|>,y:[{named}]}}'
+    assert formatted(gemma4.parse_tool_call, said) == []
+    assert why in caplog.text
+
+
+async def running_process(processes: list[Process]) -> None:
+    while not processes:
+        await asyncio.sleep(0.01)
+
+
+def test_the_event_loop_goes_on_meanwhile_and_who_leaves_ends_the_process(
+    processes: list[Process],
+) -> None:
+    async def leaving(calls: CallParser) -> None:
+        work = [
+            asyncio.ensure_future(calls.parse(gemma4.parse_tool_call, TOOLS, SLOW))
+            for _ in range(tool_calls.MOST_PROCESSES + 1)
+        ]
+        await running_process(processes)
+        # Short ones do not wait for them.
+        await calls.parse(json_tools.parse_tool_call, TOOLS, CALLS["json_tools"])
+        assert not any(each.done() for each in work)
+        for each in work:
+            each.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    run(leaving)
+    assert len(processes) <= tool_calls.MOST_PROCESSES
+    assert all(process.returncode is not None for process in processes)
+
+
+def test_the_system_ends_a_process_that_nobody_waits_for() -> None:
+    async def alone() -> int:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", parse_tool_call.__file__),
+            *(gemma4.__name__, "parse_tool_call", "1"),
+            stdin=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([SLOW[:30_000], None]).encode())
+        process.stdin.close()
+        return await process.wait()
+
+    began = time.monotonic()
+    assert asyncio.run(alone()) == -14
+    assert time.monotonic() - began >= 1
