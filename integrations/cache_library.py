@@ -13,7 +13,8 @@ from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.unpaged_caches import is_list
-from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, Hooks, stock_make_prompt_cache
+from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
+from paged_kv.integrations.rebinding import Hooks
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 # These models pair a layer's cache with one for an indexer's keys, whose arrays they read and

@@ -22,19 +22,12 @@ from mlx_lm.models.cache import LRUPromptCache
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
 from paged_kv.integrations.batching.shared_prefill import joined, without_first
-from paged_kv.integrations.rebinding import rebind
+from paged_kv.integrations.rebinding import Hooks
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
 
 _stock_fetch_nearest_cache = LRUPromptCache.fetch_nearest_cache
 _stock_insert_segments = BatchGenerator.insert_segments
-
-
-class Hooks(NamedTuple):
-    """Replaces functions of a library, and restores them; both may be repeated."""
-
-    install: Callable[[], None]
-    remove: Callable[[], None]
 
 
 class _Installed(NamedTuple):
@@ -140,19 +133,7 @@ def installed_factory(model: Module) -> PagedFactory | None:
     return None if installed is None else installed.factory
 
 
-def _install() -> None:
-    rebind(stock_make_prompt_cache, make_prompt_cache)
-    _replace_methods(fetch_nearest_cache, insert_segments)
-
-
-def _remove() -> None:
-    rebind(make_prompt_cache, stock_make_prompt_cache)
-    _replace_methods(_stock_fetch_nearest_cache, _stock_insert_segments)
-
-
-MLX_LM_HOOKS = Hooks(_install, _remove)
-
-
-def _replace_methods(fetch: Callable[..., Any], insert: Callable[..., Any]) -> None:
-    setattr(LRUPromptCache, _stock_fetch_nearest_cache.__name__, fetch)
-    setattr(BatchGenerator, _stock_insert_segments.__name__, insert)
+MLX_LM_HOOKS = Hooks(
+    {stock_make_prompt_cache: make_prompt_cache},
+    [(LRUPromptCache, fetch_nearest_cache), (BatchGenerator, insert_segments)],
+)

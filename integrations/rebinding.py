@@ -1,7 +1,7 @@
-"""Replaces a function of MLX or mlx-lm in every module that imported it."""
+"""Replaces functions of MLX or mlx-lm in every module that imported them, and methods."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -24,3 +24,34 @@ def rebind(function: Callable[..., Any], replacement: Callable[..., Any]) -> Non
         names = getattr(module, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is function]:
             setattr(module, name, replacement)
+
+
+class Hooks:
+    """Replaces functions and methods of a library, and restores them; both may be repeated.
+
+    Args:
+        functions: maps each function of the library to its replacement.
+        methods: each class with a method that replaces the one of the same name.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[Callable[..., Any], Callable[..., Any]],
+        methods: Sequence[tuple[type, Callable[..., Any]]],
+    ) -> None:
+        self._functions = functions
+        self._methods = [(owner, each, getattr(owner, each.__name__)) for owner, each in methods]
+
+    def install(self) -> None:
+        """Put the replacements in their places."""
+        for stock, replacement in self._functions.items():
+            rebind(stock, replacement)
+        for owner, replacement, _ in self._methods:
+            setattr(owner, replacement.__name__, replacement)
+
+    def remove(self) -> None:
+        """Put the library's own back."""
+        for stock, replacement in self._functions.items():
+            rebind(replacement, stock)
+        for owner, replacement, stock in self._methods:
+            setattr(owner, replacement.__name__, stock)

@@ -24,8 +24,8 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
 from paged_kv.integrations.cache_library import language_model, model_file
 from paged_kv.integrations.mlx_vlm.left_padded_cache import REFUSAL, padded_batch
-from paged_kv.integrations.prompt_cache_hook import Hooks, installed_factory
-from paged_kv.integrations.rebinding import rebind
+from paged_kv.integrations.prompt_cache_hook import installed_factory
+from paged_kv.integrations.rebinding import Hooks
 from paged_kv.kernels.pages.warn_once import warn_once
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_vlm_cache.make_prompt_cache
@@ -133,25 +133,13 @@ def prefix_cache_trim_amount(prompt_cache: list[Any], prefix_len: int) -> int | 
     return amount
 
 
-_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    stock_make_prompt_cache: make_prompt_cache,
-    _stock_make_batch: make_batch_cache,
-    stock_maybe_quantize: maybe_quantize_kv_cache,
-    _stock_plan: build_prefix_cache_plan,
-    _stock_trim_amount: prefix_cache_trim_amount,
-}
-
-
-def _install() -> None:
-    for stock, replacement in _REPLACEMENTS.items():
-        rebind(stock, replacement)
-    setattr(GenerationBatch, _stock_extend.__name__, extend)
-
-
-def _remove() -> None:
-    for stock, replacement in _REPLACEMENTS.items():
-        rebind(replacement, stock)
-    setattr(GenerationBatch, _stock_extend.__name__, _stock_extend)
-
-
-MLX_VLM_HOOKS = Hooks(_install, _remove)
+MLX_VLM_HOOKS = Hooks(
+    {
+        stock_make_prompt_cache: make_prompt_cache,
+        _stock_make_batch: make_batch_cache,
+        stock_maybe_quantize: maybe_quantize_kv_cache,
+        _stock_plan: build_prefix_cache_plan,
+        _stock_trim_amount: prefix_cache_trim_amount,
+    },
+    [(GenerationBatch, extend)],
+)

@@ -98,15 +98,8 @@ class NativeBackend:
     def copy(self, pages: LayerMemory, copies: Mapping[int, int]) -> None:
         self.library.copy(_pages_struct(pages), list(copies), list(copies.values()))
 
-    def gather(
-        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
-    ) -> tuple[mx.array, mx.array]:
-        return gather(pages, metadata, new_tokens)
-
-    def gather_tokens(
-        self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        return gather_tokens(pages, metadata, indices)
+    gather = staticmethod(gather)
+    gather_tokens = staticmethod(gather_tokens)
 
     def settle(self, pages: LayerMemory) -> None:
         """Does nothing: every call is complete when it returns."""

@@ -76,15 +76,8 @@ class PlainBackend:
             mx.eval(contents[target])
         self.load(pages, contents)
 
-    def gather(
-        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
-    ) -> tuple[mx.array, mx.array]:
-        return gather(pages, metadata, new_tokens)
-
-    def gather_tokens(
-        self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        return gather_tokens(pages, metadata, indices)
+    gather = staticmethod(gather)
+    gather_tokens = staticmethod(gather_tokens)
 
     def settle(self, pages: LayerMemory) -> None:
         """Does nothing: writes are computed at once."""
