@@ -50,6 +50,13 @@ class Rewrite:
         return self.copied * self.slabs.block_bytes
 
     @property
+    def cost(self) -> float:
+        """Bytes that are copied for each slab that a kernel takes less. A slab that grows takes the
+        place of another one."""
+        kept = 1 if self.freed >= 0 else 0
+        return self.copied_bytes / (len(self.emptied) - kept)
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that are mapped at a time, beyond those mapped before."""
         grown = max(0, -self.freed)
@@ -102,22 +109,30 @@ def compacting(slabs: FormatSlabs, left: int) -> Rewrite | None:
 
 
 def growing(slabs: FormatSlabs, pages: int, budget: ByteBudget) -> Rewrite | None:
-    """A rewrite of the smallest slab into one with `pages` more, unless that would be too large."""
+    """A rewrite of the smallest slabs into one with `pages` more; None if that is too large."""
     return _merged(slabs, 1, pages, budget)
 
 
 def joining(formats: Iterable[FormatSlabs], budget: ByteBudget) -> Rewrite | None:
-    """Of the rewrites of a format's two smallest slabs into one, the one that copies the fewest
-    bytes; None if all would be too large."""
-    pairs = [_merged(slabs, 2, 0, budget) for slabs in formats]
-    return min(filter(None, pairs), key=lambda each: each.copied_bytes, default=None)
+    """Of the rewrites of a format's smallest slabs into one, the cheapest; None if all would be too
+    large."""
+    merged = [_merged(slabs, 2, 0, budget) for slabs in formats]
+    return min(filter(None, merged), key=lambda each: each.cost, default=None)
 
 
-def _merged(slabs: FormatSlabs, count: int, more: int, budget: ByteBudget) -> Rewrite | None:
-    smallest = sorted(slabs.slabs, key=lambda slab: (slabs.slabs[slab], slabs.used[slab]))[:count]
-    rewrite = Rewrite(slabs, tuple(smallest), slabs.pages_of(smallest) + more)
-    fits = len(smallest) == count and rewrite.new_pages <= slabs.largest_slab(budget)
-    return rewrite if fits else None
+def _merged(slabs: FormatSlabs, fewest: int, more: int, budget: ByteBudget) -> Rewrite | None:
+    """A rewrite of so many of the smallest slabs into one, and of further ones as long as it copies
+    no more pages than a step may."""
+    smallest_first = sorted(slabs.slabs, key=lambda slab: (slabs.slabs[slab], slabs.used[slab]))
+    merged = None
+    for count in range(fewest, len(smallest_first) + 1):
+        emptied = tuple(smallest_first[:count])
+        rewrite = Rewrite(slabs, emptied, slabs.pages_of(emptied) + more)
+        fits = rewrite.new_pages <= slabs.largest_slab(budget) and rewrite.peak_bytes <= budget.left
+        if not fits or (merged and rewrite.copied > bounded(slabs.num_used)):
+            break
+        merged = rewrite
+    return merged
 
 
 def _emptying(slabs: FormatSlabs, emptied: list[int], excess: int) -> Rewrite:

@@ -393,13 +393,13 @@ class SlabAllocator(Generic[Table]):
         return growth
 
     def _grow_a_slab(self, slabs: FormatSlabs, pages: int) -> bool:
-        """Grow a slab of the format instead of mapping another one, if there are as many slabs as a
-        kernel takes. Returns whether it did; it may have joined two slabs instead."""
+        """Map a slab of `pages` pages that takes those of the smallest ones too, if there are as
+        many slabs as a kernel takes. Returns whether it did; it may have joined slabs instead."""
         if len(self._slab_format) < self.max_slabs:
             return False
         grown = growing(slabs, pages, self.budget)
         joined = joining(self.formats, self.budget)
-        if joined and (grown is None or joined.copied_bytes < grown.copied_bytes):
+        if joined and (grown is None or joined.cost < grown.cost):
             self._rewrite(joined)
             return False
         return grown is not None and self._rewrite(grown)

@@ -165,19 +165,20 @@ def test_no_slab_is_larger_than_an_eighth_of_the_budget() -> None:
     assert (log.sizes, allocator.budget.left) == ([3] * 10, 0)
 
 
-def test_slabs_grow_by_a_sixteenth_of_what_is_held() -> None:
+def test_slabs_grow_by_a_64th_of_what_is_held() -> None:
     log = SlabLog()
     allocator = log.new_allocator()
-    allocator.allocate(15)
-    held = [(allocator.allocate(1), allocator.capacity)[1] for _ in range(60)]
-    idle = [capacity - used for used, capacity in enumerate(held, 16)]
-    assert all(each < used / 16 for used, each in enumerate(idle, 16))
-    assert len(log.sizes) == 36
+    allocator.allocate(63)
+    held = [(allocator.allocate(1), allocator.capacity)[1] for _ in range(240)]
+    idle = [capacity - used for used, capacity in enumerate(held, 64)]
+    assert all(each < used / 64 for used, each in enumerate(idle, 64))
+    # Page by page up to 128, by two up to 192, and by three.
+    assert len(log.sizes) == 8 + 65 + 32 + 34
 
 
 def test_growth_ahead_ends_where_the_caller_says() -> None:
     allocator = new_allocator()
-    allocator.allocate(160)
+    allocator.allocate(640)
     allocator.ensure_free({"fp16": 1}, 2 * BLOCK_BYTES)
     assert len(free_blocks(allocator)) == 3
     allocator.ensure_free({"fp16": 5}, 0)
@@ -185,9 +186,9 @@ def test_growth_ahead_ends_where_the_caller_says() -> None:
 
 
 def test_growth_ahead_leaves_the_budget_to_other_needs() -> None:
-    allocator = new_allocator(blocks=102)
+    allocator = new_allocator(blocks=390)
     allocator.add_format("q8", BLOCK_BYTES // 2)
-    allocator.allocate(96)
+    allocator.allocate(384)
     allocator.ensure_free({"fp16": 1, "q8": 6})
     assert [len(each.free) for each in allocator.formats] == [3, 6]
     assert allocator.budget.left == 0
@@ -242,14 +243,14 @@ def test_the_slot_of_a_slab_that_was_given_back_is_used_again() -> None:
 
 
 def test_a_step_of_several_slabs_joins_those_of_its_own_format() -> None:
-    """No slab of one page can grow by four where none may have more than four."""
+    """No slab can grow by four pages where none may have more than four."""
     log = SlabLog()
     allocator = log.new_allocator(32, max_slabs=5, rewrite_slabs=log.rewrite)
     for _ in range(4):
         allocator.allocate(1)
     allocator.ensure_free({"fp16": 12})
-    assert log.sizes == [1, 1, 1, 1, 4, 2, 4, 2, 4]
-    assert sorted(allocator.slabs.values()) == [2, 2, 4, 4, 4]
+    assert log.sizes == [1, 1, 1, 1, 4, 4, 4, 4]
+    assert sorted(allocator.slabs.values()) == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("fail_at", range(1, 6))

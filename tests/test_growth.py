@@ -49,7 +49,7 @@ class WatchedGrowth:
         # Pages move layer by layer.
         twice = copied // self.pool.num_layers
         assert mx.get_peak_memory() - active <= grown + twice + self.transient
-        assert copied <= mapped // 12 + self.page_bytes
+        assert copied <= max(mapped // 16, 8 * self.page_bytes)
         assert stats.bytes_mapped <= stats.bytes_budget
         assert stats.cow_copies == 0
         assert grown == 0 or found != before
@@ -87,8 +87,8 @@ def test_decode_to_16k_tokens_copies_less_than_it_writes() -> None:
     keys, values = random_tokens(TOKENS)
     for at in range(TOKENS):
         growth.append(keys[:, :, at : at + 1], values[:, :, at : at + 1])
-    # Page by page up to 32 pages, and then by a sixteenth.
-    assert growth.growths == 32 + 8 + 6
+    # Up to 128 pages a 64th is no page more.
+    assert growth.growths == TOKENS // 256
     assert 0 < growth.copied < TOKENS * TOKEN_BYTES
     growth.assert_no_slab_is_over_an_eighth_of_the_budget()
     assert mx.array_equal(growth.caches[0].keys, keys)

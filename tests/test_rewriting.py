@@ -6,6 +6,7 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range
 
@@ -26,8 +27,10 @@ class Rewrites:
         )
         self.add_format("fp16", BLOCK_BYTES)
 
-    def add_format(self, name: str, block_bytes: int) -> None:
-        self.allocator.add_format(name, block_bytes).page_bytes = block_bytes // LAYERS
+    def add_format(self, name: str, block_bytes: int) -> FormatSlabs:
+        slabs = self.allocator.add_format(name, block_bytes)
+        slabs.page_bytes = block_bytes // LAYERS
+        return slabs
 
     def rewrite_slabs(self, rewrite: Rewrite, slab: int, moves: Mapping[int, int]) -> bool:
         self.most_mapped = self.budget.mapped
@@ -194,32 +197,61 @@ def test_a_rewrite_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     rewrites.allocator.check()
 
 
-def test_the_slab_with_the_fewest_pages_grows_when_there_are_as_many_as_a_kernel_takes() -> None:
+def test_the_smallest_slabs_grow_when_there_are_as_many_as_a_kernel_takes() -> None:
+    """As many of them as a step may copy: eight pages of a few."""
     rewrites = Rewrites(max_slabs=3)
-    rewrites.with_slabs("uuu", "u", "uu")
+    rewrites.with_slabs("uuuuuu", "u", "uu.")
     rewrites.allocator.ensure_free({"fp16": 2})
-    assert rewrites.made == [((1,), 3)]
-    assert rewrites.moves == {block(1, 0): block(3, 0)}
-    assert rewrites.allocator.slabs == {0: 3, 2: 2, 3: 3}
-    assert rewrites.most_mapped == 8 * BLOCK_BYTES + BLOCK_BYTES // LAYERS
-    assert rewrites.budget.mapped == 8 * BLOCK_BYTES
+    assert rewrites.made == [((1, 2), 5)]
+    new = [block(3, page) for page in range(3)]
+    assert rewrites.moves == dict(zip([block(1, 0), block(2, 0), block(2, 1)], new, strict=True))
+    assert rewrites.allocator.slabs == {0: 6, 3: 5}
+    assert rewrites.most_mapped == 11 * BLOCK_BYTES + 4 * BLOCK_BYTES // LAYERS
+    assert rewrites.budget.mapped == 11 * BLOCK_BYTES
     rewrites.allocator.check()
 
 
-def test_two_slabs_of_another_format_are_joined_for_the_first_one_of_a_format() -> None:
-    rewrites = Rewrites(max_slabs=3)
-    rewrites.with_slabs("uuu", "u", "u.")
+def test_one_slab_grows_however_many_pages_it_has() -> None:
+    rewrites = Rewrites(max_slabs=2)
+    rewrites.with_slabs("u" * 10, "u" * 9)
+    rewrites.allocator.ensure_free({"fp16": 1})
+    assert rewrites.made == [((1,), 10)]
+
+
+def test_slabs_grow_without_those_whose_pages_the_budget_does_not_hold_twice() -> None:
+    rewrites = Rewrites(blocks=62 + 1 + 5 / LAYERS, max_slabs=10)
+    rewrites.with_slabs(*["u" * 7] * 8, *["uuu"] * 2)
+    rewrites.allocator.ensure_free({"fp16": 1})
+    assert rewrites.made == [((8,), 4)]
+    assert rewrites.most_mapped == 63 * BLOCK_BYTES + 3 * BLOCK_BYTES // LAYERS
+
+
+def test_slabs_of_another_format_are_joined_for_the_first_one_of_a_format() -> None:
+    rewrites = Rewrites(max_slabs=4)
+    rewrites.with_slabs("uuuuuu", "u", "u.", "uuuuuuuu")
     rewrites.add_format("q8", 8)
     rewrites.allocator.ensure_free({"q8": 1})
-    assert rewrites.made == [((1, 2), 3)]
+    assert rewrites.made == [((1, 2, 0), 9)]
     fp16, q8 = rewrites.allocator.formats
     assert (len(fp16.slabs), len(q8.slabs), len(fp16.free), len(q8.free)) == (2, 1, 1, 1)
     rewrites.allocator.check()
 
 
+def test_that_is_copied_which_costs_least_for_each_slab_less() -> None:
+    """Growing q8 would copy two pages for a slab, and joining those of fp16 three for two."""
+    rewrites = Rewrites(max_slabs=5)
+    rewrites.with_slabs("u", "u", "u")
+    q8 = rewrites.add_format("q8", BLOCK_BYTES)
+    for slab, pages in ((3, 2), (4, 9)):
+        rewrites.allocator.map(q8, slab, pages)
+        rewrites.allocator.refs.begin(q8.take(pages))
+    rewrites.allocator.ensure_free({"q8": 1})
+    assert rewrites.made == [((0, 1, 2), 3)]
+
+
 def test_where_pages_cannot_move_there_are_more_slabs_until_they_can() -> None:
     rewrites = Rewrites(max_slabs=3)
-    rewrites.with_slabs("uuu", "u", "uu")
+    rewrites.with_slabs("uuuuuuuu", "u", "uuuuuuuu")
     rewrites.pages_stay = True
     rewrites.allocator.ensure_free({"fp16": 1})
     assert len(rewrites.allocator.slabs) == 4
@@ -236,14 +268,19 @@ def test_no_slab_is_joined_beyond_an_eighth_of_the_budget() -> None:
     assert (rewrites.made, len(rewrites.allocator.slabs)) == ([], 4)
 
 
-def test_growth_copies_a_sixteenth_at_most() -> None:
+@pytest.mark.parametrize(("pages", "free", "copied"), [(128, 0, 1.1), (2000, 0.016, 3.7)])
+def test_growth_maps_a_64th_ahead_and_copies_a_sixteenth_at_most(
+    pages: int, free: float, copied: float
+) -> None:
     rewrites = Rewrites(blocks=4096)
-    copied, table = [0], rewrites.allocator.new_table()
-    for page in range(2000):
+    allocator, counts = rewrites.allocator, list[int]()
+    table = allocator.new_table()
+    for page in range(pages):
         rewrites.moves = {}
-        rewrites.allocator.ensure_free({"fp16": 1})
-        copied.append(len(rewrites.moves))
-        assert copied[-1] <= max(1, page / 12)
+        allocator.ensure_free({"fp16": 1})
+        counts.append(len(rewrites.moves))
+        assert counts[-1] <= max(8, page // 16)
         table.reserve(page * 256, (page + 1) * 256)
-    assert len(rewrites.allocator.slabs) == 16
-    assert sum(copied) < 2000
+        assert allocator.capacity - page - 1 <= free * page
+    assert len(allocator.slabs) <= 16
+    assert sum(counts) <= copied * pages
