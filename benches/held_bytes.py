@@ -281,8 +281,8 @@ def main() -> None:
     together = {
         name: {at: eight_rows(name, each) for at, each in BUDGETS.items()} for name in CODES
     }
-    figures["curves"] = {"mlx-lm": of_mlx_lm()} | {name: alone[name]["1GB"] for name in CODES}
-    figures["one_row"] = {"mlx-lm": summary({"": figures["curves"]["mlx-lm"]})}
+    curves = {"mlx-lm": of_mlx_lm()} | {name: alone[name]["1GB"] for name in CODES}
+    figures["one_row"] = {"mlx-lm": summary({"": curves["mlx-lm"]})}
     figures["one_row"] |= {name: summary(curves) for name, curves in alone.items()}
     figures["eight_rows"] = {name: summary(curves) for name, curves in together.items()}
     figures["ended"] = {name: ended(name, None) for name in CODES}
@@ -290,17 +290,25 @@ def main() -> None:
     for part in ("one_row", "eight_rows", "ended", "prefill"):
         for name, each in figures[part].items():
             print(f"{part:12}{name:8}", {key: round(value, 3) for key, value in each.items()})
+    figures["curves"] = {name: in_columns(curve) for name, curve in curves.items()}
     draw(figures["curves"])
     print(f"written to {write_result('held_bytes', figures)}")
 
 
-def draw(curves: dict[str, list[dict[str, float]]]) -> None:
+def in_columns(curve: list[dict[str, float]]) -> dict[str, list[float]]:
+    """What the picture needs of a curve, as few lines of text."""
+    return {
+        "tokens": [each["tokens"] for each in curve],
+        "bits": [round(each["bits"], 3) for each in curve],
+    }
+
+
+def draw(curves: dict[str, dict[str, list[float]]]) -> None:
     """The picture of README: bits a number by length."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     for (name, curve), colour in zip(curves.items(), COLOURS, strict=True):
-        tokens = [each["tokens"] for each in curve]
-        axes.plot(tokens, [each["bits"] for each in curve], label=name, color=colour, linewidth=1)
+        axes.plot(curve["tokens"], curve["bits"], label=name, color=colour, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks([SHORTEST << at for at in range(7)], [f"{1 << at}K" for at in range(7)])
     axes.set_ylim(0)

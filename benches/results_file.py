@@ -19,8 +19,17 @@ def write_result(bench: str, figures: dict[str, Any]) -> Path:
     path, where, with_ = path_of(bench), machine(), versions()
     content = {"bench": bench, "machine": where, "versions": with_, "figures": figures}
     RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(_with_lists_on_one_line(json.dumps(content, indent=2)) + "\n")
     return path
+
+
+def _with_lists_on_one_line(text: str) -> str:
+    """Put each list of numbers or names on a line of its own. No string holds a line break."""
+    return re.sub(
+        r"\[\n\s*([^\[\]{}]*?)\n\s*\]",
+        lambda found: "[" + re.sub(r",\n *", ", ", found[1]) + "]",
+        text,
+    )
 
 
 def latest_figures(bench: str) -> dict[str, Any]:

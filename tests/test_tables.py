@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benches import results_file
 from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
 from benches.tables import (
@@ -287,3 +288,14 @@ def test_each_model_file_that_is_gathered_says_why() -> None:
     reasons = [entry.get("reason") for entry in files if entry["gets"] == "gather"]
     assert len(reasons) <= 4
     assert not {None, "not known yet"} & set(reasons)
+
+
+def test_results_files_hold_each_list_on_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    figures = {"curve": [1, 2.5, 3], "names": ["a, b", "c"], "rows": [{"a": 1}, {"a": []}]}
+    text = results_file.write_result("growth", figures).read_text()
+    assert json.loads(text)["figures"] == figures
+    assert '"curve": [1, 2.5, 3],\n' in text
+    assert '"names": ["a, b", "c"],\n' in text
