@@ -52,7 +52,7 @@ class Events:
     def kept(self, allocator: Group, block: int) -> None:
         """The prefix index or `OutOfWindowBlocks` keeps a block."""
 
-    def let_go(self, allocator: Group, block: int) -> None:
+    def evicted(self, allocator: Group, block: int) -> None:
         """The prefix index or `OutOfWindowBlocks` no longer keeps a block."""
 
     def moved(self, allocator: Group, moves: Mapping[int, int]) -> None:

@@ -115,7 +115,7 @@ class RefCounts:
         self.total += 1
         self.kept[block] = on_move
 
-    def let_go(self, block: int) -> list[int]:
+    def evict(self, block: int) -> list[int]:
         """Remove the reference of `keep`; returns the block if that was the last one."""
         was_cached = self.is_cached(block)
         del self.kept[block]

@@ -250,10 +250,10 @@ class SlabAllocator(Generic[Table]):
         self.refs.keep(block, on_move)
         self.events.kept(self, block)
 
-    def let_go(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """Remove the reference of `keep`."""
-        self._free(self.refs.let_go(block))
-        self.events.let_go(self, block)
+        self._free(self.refs.evict(block))
+        self.events.evicted(self, block)
 
     def map(self, slabs: FormatSlabs, slab: int, pages: int) -> None:
         """Map a slab of one of the formats."""

@@ -352,7 +352,7 @@ class PagedCacheFactory:
         """The pool of the caches with this bound; all pools share one budget."""
         if max_kv_size not in self._pools:
             self._pools[max_kv_size] = self._new_pool(max_kv_size, beside=self.pool)
-            self._tell(self._pools[max_kv_size], self._try_out())
+            self._set_attending(self._pools[max_kv_size], self._try_out())
         return self._pools[max_kv_size]
 
     def _new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
@@ -381,7 +381,7 @@ class PagedCacheFactory:
             self._require_a_page(trial)
             self._trial = trial
             for pool in self._pools.values():
-                self._tell(pool, self._trial)
+                self._set_attending(pool, self._trial)
         return self._trial
 
     def _require_a_page(self, trial: Trial) -> None:
@@ -393,7 +393,7 @@ class PagedCacheFactory:
         if budget < least:
             raise PoolExhausted(1, 0, 0, budget, least, sufficient_budget=least)
 
-    def _tell(self, pool: PagePool, trial: Trial) -> None:
+    def _set_attending(self, pool: PagePool, trial: Trial) -> None:
         if not self._always_gather:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
             pool.attending_in_decode = trial.attending_in_decode

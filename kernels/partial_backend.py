@@ -49,7 +49,7 @@ class PartialBackend:
         self.name = backend.name
         self.writes_in_place, self.slab_padding = backend.writes_in_place, backend.slab_padding
         self.supports, self.new_slab = backend.supports, backend.new_slab
-        self.begin, self.settle = backend.begin, backend.settle
+        self.begin, self.synchronize = backend.begin, backend.synchronize
         self.write, self.load = backend.write, backend.load
         self.copy, self.gather_tokens = backend.copy, backend.gather_tokens
 
@@ -135,7 +135,7 @@ class PartialBackend:
     def _begin_fallback(self, pages: LayerMemory) -> None:
         """Count it, and wait for kernels that write the pages."""
         self._own_fallbacks += 1
-        self._backend.settle(pages)
+        self._backend.synchronize(pages)
 
 
 # The key of the names of formats in the `memo` of layers.

@@ -123,7 +123,7 @@ def test_out_of_window_blocks(policy: EvictionPolicy) -> None:
         blocks.touch(known[name])
     for name in FIRST[policy]:
         assert known[name].block is not None
-        _give_up_one(blocks, list(known.values()))
+        _evict_one_out_of_window(blocks, list(known.values()))
         assert known[name].block is None
 
 
@@ -200,9 +200,9 @@ def _evict_one(index: PrefixIndex) -> None:
     index.evict(lambda: len(index) < before)
 
 
-def _give_up_one(blocks: OutOfWindowBlocks, known: list[OutOfWindowBlock]) -> None:
+def _evict_one_out_of_window(blocks: OutOfWindowBlocks, known: list[OutOfWindowBlock]) -> None:
     def left() -> int:
         return sum(each.block is not None for each in known)
 
     before = left()
-    blocks.give_up(lambda: left() < before)
+    blocks.evict(lambda: left() < before)

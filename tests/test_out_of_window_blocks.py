@@ -54,7 +54,7 @@ def test_the_longest_unused_goes_first() -> None:
             order.remove(used)
             order.append(used)
         for gone in range(1, 9):
-            assert out_of_window.blocks.give_up(after(1)) == 1
+            assert out_of_window.blocks.evict(after(1)) == 1
             assert out_of_window.there() == sorted(order[gone:])
         out_of_window.allocator.check()
 
@@ -64,9 +64,9 @@ def test_what_a_table_holds_goes_last_and_stays_with_the_table() -> None:
     for table in out_of_window.tables[2:]:
         out_of_window.allocator.drop(table)
     assert out_of_window.blocks.evictable(out_of_window.allocator) == [2, 3]
-    assert out_of_window.blocks.give_up(after(2)) == 2
+    assert out_of_window.blocks.evict(after(2)) == 2
     assert out_of_window.there() == [0, 1]
-    assert out_of_window.blocks.give_up(lambda: False) == 2
+    assert out_of_window.blocks.evict(lambda: False) == 2
     assert out_of_window.there() == []
     assert [table.blocks for table in out_of_window.tables[:2]] == [(0,), (1,)]
     assert out_of_window.allocator.stats().blocks_used == 2
@@ -80,10 +80,10 @@ def test_ends_and_pinned_blocks_stay() -> None:
     out_of_window.known[1].pins = 1
     # `evictable` counts block 0, where a prefix ends, but not block 1, which is pinned.
     assert out_of_window.blocks.evictable(out_of_window.allocator) == [0, 2, 3]
-    assert out_of_window.blocks.give_up(lambda: False) == 2
+    assert out_of_window.blocks.evict(lambda: False) == 2
     assert out_of_window.there() == [0, 1]
     out_of_window.known[0].ends = out_of_window.known[1].pins = 0
-    assert out_of_window.blocks.give_up(lambda: False) == 2
+    assert out_of_window.blocks.evict(lambda: False) == 2
     assert out_of_window.allocator.stats().blocks_cached == 0
 
 
@@ -129,7 +129,7 @@ def test_slots_of_evicted_blocks_are_held_again_elsewhere() -> None:
     out_of_window, index = Retired(2), PrefixIndex(4)
     insert(index, out_of_window, 0)
     out_of_window.drop_tables()
-    assert out_of_window.blocks.give_up(after(1)) == 1
+    assert out_of_window.blocks.evict(after(1)) == 1
     insert(index, out_of_window, 1)
     (node,) = index.nodes()
     assert [slots.out_of_window for slots in node.slots_of(out_of_window.allocator)] == [

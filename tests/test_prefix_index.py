@@ -150,12 +150,12 @@ def test_what_is_about_to_go_is_told_while_its_block_is_still_there() -> None:
     blocks = indexed.insert([1, 2, 3, 4, 5, 6, 7])
     told = []
 
-    def leaving(node: Node) -> None:
+    def on_evict(node: Node) -> None:
         block = node.blocks[indexed.allocator]
         assert indexed.allocator.ref_count(block) == 1
         told.append((block, node.tokens))
 
-    indexed.index.leaving = leaving
+    indexed.index.on_evict = on_evict
     assert indexed.index.evict(lambda: len(indexed.index) <= 1) == len(blocks) - 1
     assert [block for block, _ in told] == list(reversed(blocks[1:]))
     indexed.index.clear()

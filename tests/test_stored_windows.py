@@ -316,14 +316,14 @@ class Emptying:
         self.pool = pool
         self.asked = 0
 
-    def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
         self.asked += 1
         self.pool.clear()
 
     def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
         pass
 
-    def leaving(self, node: Node) -> None:
+    def on_evict(self, node: Node) -> None:
         pass
 
 

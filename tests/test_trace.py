@@ -100,7 +100,7 @@ def test_blocks_that_no_insertion_told_of_count_as_a_tables_own(tmp_path: Path) 
     second = Sequence(pool)
     second.adopt(group, blocks, 290)
     second.table(group).truncate(290)
-    group.allocator.let_go(blocks[1])
+    group.allocator.evict(blocks[1])
     flush(pool)
     assert lines(path)[-2:] == ["n 1 0 fp16", "w 1 0 290 0"]
     assert replayed(path).stats.table_entries == 4

@@ -94,8 +94,7 @@ def test_pages_that_were_of_use_outlive_those_that_were_not() -> None:
     allocator = pool.group_of(1).allocator
     left = len(pool.out_of_window.evictable(allocator)) - 3
     assert (
-        pool.out_of_window.give_up(lambda: len(pool.out_of_window.evictable(allocator)) <= left)
-        == 3
+        pool.out_of_window.evict(lambda: len(pool.out_of_window.evictable(allocator)) <= left) == 3
     )
     assert [found(prompt) for prompt in prompts] == [256, 0, 256]
 

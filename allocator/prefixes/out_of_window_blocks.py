@@ -4,7 +4,7 @@ Their sequence never reads them again, but another sequence with the same prefix
 them. So they stay cached while there is room, and are evicted before anything else:
 
     in a ring --cache--> cached --a table retains it--> cached and in use
-    cached --give_up, or the last object that refers to it is collected--> free
+    cached --evict, or the last object that refers to it is collected--> free
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OutOfWindowBlocks:
             return known
         if place is not None:
             # Its last reference was collected just now.
-            self._let_go(place)
+            self._evict(place)
         place = _Place(allocator, block)
         allocator.keep(block, partial(self._on_move, allocator))
         out_of_window = OutOfWindowBlock(place)
@@ -87,22 +87,22 @@ class OutOfWindowBlocks:
         """Note that a sequence resumed with it."""
         self._order.touch(out_of_window._place)
 
-    def give_up(self, is_enough: Callable[[], bool]) -> int:
+    def evict(self, is_enough: Callable[[], bool]) -> int:
         """Evict blocks in the order of the policy until it is enough; returns how many. Those that
         a prefix ends with stay with it.
 
         Blocks in use by a table go last: evicting one only saves a ring from copying it.
         """
         self.drain()
-        given_up = 0
+        evicted = 0
         for place in sorted(self._order, key=_is_in_use):
             out_of_window = self._known[place]()
             if is_enough():
                 break
             if out_of_window is not None and not out_of_window.ends and not out_of_window.pins:
-                self._let_go(place)
-                given_up += 1
-        return given_up
+                self._evict(place)
+                evicted += 1
+        return evicted
 
     def evictable(self, allocator: BlockAllocator) -> list[int]:
         """Blocks of a group that are neither in use nor pinned."""
@@ -120,13 +120,13 @@ class OutOfWindowBlocks:
         """Release blocks whose last reference was collected."""
         # Finalisers append in the middle of anything; both operations are atomic.
         while self._dropped:
-            self._let_go(self._dropped.popleft())
+            self._evict(self._dropped.popleft())
 
-    def _let_go(self, place: _Place) -> None:
+    def _evict(self, place: _Place) -> None:
         if place.block is not None:
             self._order.discard(place)
             del self._known[place], self._places[place.allocator, place.block]
-            place.allocator.let_go(place.block)
+            place.allocator.evict(place.block)
             place.block = None
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:

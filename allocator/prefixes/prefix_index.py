@@ -60,7 +60,7 @@ class PrefixIndex:
         self.page_size = page_size
         self.lock = lock or threading.RLock()
         # Called with each node that is about to be evicted.
-        self.leaving: Callable[[Node], None] | None = None
+        self.on_evict: Callable[[Node], None] | None = None
         self._roots: dict[Hashable, Node] = {}
         # The nodes that have a block: several where it was inserted into several namespaces, or
         # as the end of one prompt and in the middle of another.
@@ -221,13 +221,13 @@ class PrefixIndex:
         self._size -= 1
         if parent.parent is not None and not parent.children:
             self._leaves.put(parent, parent.use)
-        leaf.let_go()
+        leaf.release_windows()
         for allocator, block in leaf.blocks.items():
             nodes = self._nodes[allocator, block]
             nodes.remove(leaf)
             if not nodes:
                 del self._nodes[allocator, block]
-                allocator.let_go(block)
+                allocator.evict(block)
 
     def _on_move(self, allocator: BlockAllocator, source: int, target: int) -> None:
         """Note that a page was moved to another block."""
@@ -262,8 +262,8 @@ class PrefixIndex:
             if stays(leaf):
                 passed += 1
                 continue
-            if self.leaving is not None:
-                self.leaving(leaf)
+            if self.on_evict is not None:
+                self.on_evict(leaf)
             self._remove(leaf)
             if (parent := leaf.parent) is not None and parent in self._leaves:
                 # It may rank before leaves that stay.

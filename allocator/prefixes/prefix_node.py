@@ -114,7 +114,7 @@ class Node:
             for slots in held.values():
                 self.hold(allocator, slots)
 
-    def let_go(self) -> None:
+    def release_windows(self) -> None:
         """Release the tokens held in groups with a window."""
         for slots in self._all_slots():
             self._count(slots, -1)

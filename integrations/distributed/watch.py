@@ -85,7 +85,7 @@ class Watch:
         self._memory = NO_MEMORY
         self._heard = dict.fromkeys(connections, monotonic())
         self._lock = threading.Lock()
-        self._is_leaving = False
+        self._is_ending = False
         self.has_failed = False
         self._thread = threading.Thread(target=self._run, name="paged-kv-watch", daemon=True)
         self._thread.start()
@@ -115,8 +115,8 @@ class Watch:
     def leave(self) -> None:
         """Tell the others that this rank has nothing more to do, and watch them no longer. It waits
         for their answers: TCP may drop the last message of a connection that is closed at once."""
-        self._is_leaving = True
-        self._tell(Farewell())
+        self._is_ending = True
+        self._notify(Farewell())
         self._thread.join(FAREWELL_S)
 
     def await_verdict(self, rank: int) -> NoReturn:
@@ -131,8 +131,8 @@ class Watch:
                 assert isinstance(connection, Connection)
                 self._hear(ranks[connection], connection)
             self._memory = own_memory(self._memory)
-            if not self._is_leaving:
-                self._tell(self._own_beat())
+            if not self._is_ending:
+                self._notify(self._own_beat())
                 if self._rank == 0:
                     self._judge()
 
@@ -140,7 +140,7 @@ class Watch:
         try:
             message = connection.recv()
         except BROKEN:
-            if self._is_leaving:
+            if self._is_ending:
                 self._forget(rank)
                 return
             self._end(f"rank {rank} has ended, and the others cannot go on without it")
@@ -148,8 +148,8 @@ class Watch:
             case Verdict():
                 self._end(message.message)
             case Farewell():
-                if not self._is_leaving:
-                    self._tell(Farewell(), [connection])
+                if not self._is_ending:
+                    self._notify(Farewell(), [connection])
                 self._forget(rank)
             case Beat():
                 self._beats[rank], self._heard[rank] = message, monotonic()
@@ -172,7 +172,7 @@ class Watch:
         if late and len(beats) == len(self._connections) + 1:
             self._end(hanging(beats, self._patience_s))
 
-    def _tell(self, message: object, to: Collection[Connection] | None = None) -> None:
+    def _notify(self, message: object, to: Collection[Connection] | None = None) -> None:
         for connection in list(self._connections.values()) if to is None else to:
             try:
                 with self._lock:
@@ -181,7 +181,7 @@ class Watch:
                 continue  # `_hear` finds out, after the messages that have arrived before
 
     def _end(self, message: str) -> NoReturn:
-        self._tell(Verdict(message))
+        self._notify(Verdict(message))
         print(f"paged-kv: rank {self._rank} ends: {message}", file=sys.stderr, flush=True)
         os._exit(LOST_STATUS)
 

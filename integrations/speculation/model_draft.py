@@ -71,7 +71,7 @@ class ModelDraft:
             for row in rows:
                 self._catch_up(row.state, row.tokens)
         except PoolExhausted as error:
-            _give_up(rows, error)
+            _release(rows, error)
 
     def propose(self, rows: list[DraftRow]) -> list[list[int]]:
         """For each row the next tokens of the draft model; none if its pool is full."""
@@ -80,7 +80,7 @@ class ModelDraft:
         try:
             drafts = self._continue(rows, max(row.most for row in rows))
         except PoolExhausted as error:
-            _give_up(rows, error)
+            _release(rows, error)
             return [[] for _ in rows]
         return [draft[: row.most] for row, draft in zip(rows, drafts, strict=True)]
 
@@ -146,7 +146,7 @@ class ModelDraftRow:
         self.cache, self.known, self.drafted = None, 0, []
 
 
-def _give_up(rows: list[DraftRow], error: PoolExhausted) -> None:
+def _release(rows: list[DraftRow], error: PoolExhausted) -> None:
     """Give back the draft model's pages of these rows."""
     logger.info("nothing is drafted: %s", error)
     for row in rows:

@@ -101,7 +101,7 @@ class NativeBackend:
     gather = staticmethod(gather)
     gather_tokens = staticmethod(gather_tokens)
 
-    def settle(self, pages: LayerMemory) -> None:
+    def synchronize(self, pages: LayerMemory) -> None:
         """Does nothing: every call is complete when it returns."""
 
     def attend(

@@ -66,7 +66,7 @@ class GpuBackend:
     def new_slab(self, pages: int, page_units: int, unit_words: int) -> mx.array:
         return self._plain.new_slab(pages, page_units, unit_words)
 
-    def settle(self, pages: LayerMemory) -> None:
+    def synchronize(self, pages: LayerMemory) -> None:
         mx.eval(self.order.latest(pages))
 
     def write(
@@ -135,7 +135,7 @@ class GpuBackend:
     ) -> tuple[mx.array, mx.array]:
         """With plain operations, computed at once: no kernel does this."""
         self.fallbacks += 1
-        self.settle(pages)
+        self.synchronize(pages)
         keys, values = self._plain.gather_tokens(pages, metadata, indices)
         mx.eval(keys, values)
         return keys, values
@@ -261,7 +261,7 @@ class GpuBackend:
             "to join some, so plain MLX operations serve it, which are slower. Raise max_bytes, or "
             "call compact()"
         )
-        self.settle(pages)
+        self.synchronize(pages)
 
 
 def _is_for_latents(geometry: LayerGeometry) -> bool:

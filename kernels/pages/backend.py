@@ -88,7 +88,7 @@ class Backend(Protocol):
         uint32 [B, K], below T, of what `gather` returns. Lazy. Not for windows."""
         ...
 
-    def settle(self, pages: LayerMemory) -> None:
+    def synchronize(self, pages: LayerMemory) -> None:
         """Wait until all pending operations on the pages are done, so that other code may read
         them."""
         ...

@@ -85,7 +85,7 @@ class LayerPages(LayerMemory):
 
     def unmap_slab(self, slab: int) -> None:
         """Free a slab's memory; ignores a slab that is not mapped."""
-        self._settle_before_unmapping(slab)
+        self._write_back_before_unmapping(slab)
         if self.lazy_reads.noted:
             stride = self.slab_stride
             self.lazy_reads.compute_reads_of(lambda entry: entry // stride == slab)
@@ -97,8 +97,8 @@ class LayerPages(LayerMemory):
 
         Do not keep it: a later write may show in it, or may have to copy the whole slab.
         """
-        self.settle()
-        self._backend.settle(self)
+        self.write_back()
+        self._backend.synchronize(self)
         return self.view(entry)
 
     def defer(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
@@ -110,10 +110,10 @@ class LayerPages(LayerMemory):
         another's lazy arrays).
 
         Raises:
-            ThreadConflict: see `settle` and `LazyReads.compute`.
+            ThreadConflict: see `write_back` and `LazyReads.compute`.
         """
         if self._deferred is not None:
-            self.settle()
+            self.write_back()
         if self._thread != get_ident():
             self._is_shared |= self._thread is not None
             self._thread = get_ident()
@@ -127,7 +127,7 @@ class LayerPages(LayerMemory):
         self._backend.begin(keys, values)
         self._deferred = deferred
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Write the deferred step.
 
         Raises:
@@ -142,7 +142,7 @@ class LayerPages(LayerMemory):
 
     def write(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
         """See `Backend.write`."""
-        self.settle()
+        self.write_back()
         if self.lazy_reads.noted:
             self._compute_lazy_reads(_DeferredWrite((keys, values), metadata))
         self._backend.write(self, keys, values, metadata)
@@ -167,7 +167,7 @@ class LayerPages(LayerMemory):
         if deferred is not None and deferred.metadata is metadata:
             new_tokens = deferred.step
         else:
-            self.settle()
+            self.write_back()
         return self._backend.gather(self, metadata, new_tokens)
 
     def gather_tokens(
@@ -176,7 +176,7 @@ class LayerPages(LayerMemory):
         """See `Backend.gather_tokens`. Writes a deferred step first."""
         if self._deferred is not None:
             self._backend.begin(indices)  # computed together with the step
-            self.settle()
+            self.write_back()
         return self._backend.gather_tokens(self, metadata, indices)
 
     def attention(
@@ -207,7 +207,7 @@ class LayerPages(LayerMemory):
         """See `Backend.attend`, or `Backend.write_and_attend` if the step is deferred."""
         deferred = self._deferred
         if deferred is None or deferred.metadata is not metadata:
-            self.settle()
+            self.write_back()
             return self._backend.attend(self, queries, metadata, attention, new_tokens)
         output = self._backend.write_and_attend(self, deferred.step, queries, metadata, attention)
         self._deferred = None
@@ -224,7 +224,7 @@ class LayerPages(LayerMemory):
         """See `Backend.attend_latent`. Writes a deferred step first."""
         if self._deferred is not None:
             self._backend.begin(queries, position_queries)  # computed together with the step
-            self.settle()
+            self.write_back()
         return self._backend.attend_latent(
             self, queries, position_queries, metadata, attention, new_tokens
         )
@@ -236,14 +236,14 @@ class LayerPages(LayerMemory):
             ThreadConflict: another thread has not yet done its part.
         """
         self._before_change(lambda: set(moves.values()))
-        self._backend.settle(self)
+        self._backend.synchronize(self)
 
     def rewrite(self, new: NewSlab, moves: Mapping[int, int], emptied: Iterable[int]) -> None:
         """Map a slab, copy pages (from entry, to entry), and free the memory of emptied slabs."""
         if new.pages:
             self.map_slab(*new)
         self.copy(moves)
-        self._backend.settle(self)
+        self._backend.synchronize(self)
         for slab in emptied:
             self.unmap_slab(slab)
 
@@ -256,13 +256,13 @@ class LayerPages(LayerMemory):
             self.map_slab(slab, pages, new.page_format)
         stride = self.slab_stride
         self.copy({to: entry for entry, to in moves.items() if entry // stride in lost})
-        self._backend.settle(self)
+        self._backend.synchronize(self)
         if new.pages:
             self.unmap_slab(new.slab)
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
         """Write the deferred step, and compute lazy reads before these entries change."""
-        self.settle()
+        self.write_back()
         self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
 
     def _compute_lazy_reads(self, deferred: _DeferredWrite) -> None:
@@ -271,7 +271,7 @@ class LayerPages(LayerMemory):
             lambda: deferred.metadata.last_entries(count) if in_place else set()
         )
 
-    def _settle_before_unmapping(self, slab: int) -> None:
+    def _write_back_before_unmapping(self, slab: int) -> None:
         """Write a deferred step that goes to this slab, which holds no used block any more. If
         another thread has not computed the step, drop it: without its page it is of no use."""
         deferred = self._deferred
@@ -280,6 +280,6 @@ class LayerPages(LayerMemory):
         entries = deferred.metadata.last_entries(deferred.step[0].shape[2])
         if slab in {entry // self.slab_stride for entry in entries}:
             try:
-                self.settle()
+                self.write_back()
             except ThreadConflict:
                 self._deferred = None

@@ -79,7 +79,7 @@ class PlainBackend:
     gather = staticmethod(gather)
     gather_tokens = staticmethod(gather_tokens)
 
-    def settle(self, pages: LayerMemory) -> None:
+    def synchronize(self, pages: LayerMemory) -> None:
         """Does nothing: writes are computed at once."""
 
     def attend(

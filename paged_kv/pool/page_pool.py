@@ -252,7 +252,7 @@ class PagePool:
         return compaction
 
     @locked
-    def settle(self) -> None:
+    def release_unused(self) -> None:
         """Give back, while no step runs, what steps give back little by little: see
         `FormatSlabs.reserve` for what stays free."""
         self.reclaimer.drain()
@@ -265,7 +265,7 @@ class PagePool:
         """Evict all prefixes that are not pinned, and unmap every empty slab; returns how many
         slabs."""
         evicted = self.index.clear()
-        self.counts.evictions["clear"] += evicted + self.out_of_window.give_up(lambda: False)
+        self.counts.evictions["clear"] += evicted + self.out_of_window.evict(lambda: False)
         slabs = self.reclaimer.give_back()
         return_to_system()
         return slabs

@@ -64,7 +64,7 @@ class Reclaimer:
         """
         needs = needed()
         if self._mapped_after(needs) > self._limit:
-            self._give_up_out_of_window(needed)
+            self._reclaim_out_of_window(needed)
             self._evict(needed)
             self._requantise(needed)
             self._make_at_any_price(needed)
@@ -112,7 +112,7 @@ class Reclaimer:
         the budget does not hold one."""
         needs = {group: {group.allocator.page_format: 1}}
         if self._mapped_after(needs) > self._limit:
-            self._out_of_window.give_up(lambda: self._mapped_after(needs) <= self._limit)
+            self._out_of_window.evict(lambda: self._mapped_after(needs) <= self._limit)
             if self._mapped_after(needs) > self._limit:
                 return None
         group.allocator.ensure_free(needs[group], 0)
@@ -161,31 +161,31 @@ class Reclaimer:
     def _forget(self, is_enough: Callable[[], bool]) -> None:
         self._counts.evictions["exhausted"] += self._index.forget(is_enough)
         # Sequences may still refer to out-of-window blocks that no prefix ends with any more.
-        self._give_up(is_enough)
+        self._evict_out_of_window(is_enough)
 
     def _evict(self, needed: Callable[[], Needs]) -> None:
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
 
         self._counts.evictions["room"] += self._index.evict(is_enough)
-        self._give_up(is_enough)
+        self._evict_out_of_window(is_enough)
 
-    def _give_up_out_of_window(self, needed: Callable[[], Needs]) -> None:
+    def _reclaim_out_of_window(self, needed: Callable[[], Needs]) -> None:
         """Evict cached out-of-window blocks, then compact their groups if that is not enough,
         before anything else is reclaimed."""
 
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
 
-        if self._give_up(is_enough) and not is_enough():
+        if self._evict_out_of_window(is_enough) and not is_enough():
             for group in self._groups:
                 if group.window is not None:
                     group.compact()
 
-    def _give_up(self, is_enough: Callable[[], bool]) -> int:
-        given_up = self._out_of_window.give_up(is_enough)
-        self._counts.evictions["out_of_window"] += given_up
-        return given_up
+    def _evict_out_of_window(self, is_enough: Callable[[], bool]) -> int:
+        evicted = self._out_of_window.evict(is_enough)
+        self._counts.evictions["out_of_window"] += evicted
+        return evicted
 
     def _evictable(self, group: LayerGroup) -> Counter[str]:
         """As `evictable`, by page format."""

@@ -65,7 +65,7 @@ class LowerTier(Protocol):
     """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
     disk."""
 
-    def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
         """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
         evict other prefixes."""
         ...
@@ -74,7 +74,7 @@ class LowerTier(Protocol):
         """Note that the index holds these nodes: a path from a root's child down."""
         ...
 
-    def leaving(self, node: Node) -> None:
+    def on_evict(self, node: Node) -> None:
         """Note that the index is about to evict a node."""
         ...
 
@@ -128,9 +128,7 @@ class PrefixCache:
         def is_enough() -> bool:
             return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
 
-        evicted = self.pool.out_of_window.give_up(is_small_enough) + self.pool.index.evict(
-            is_enough
-        )
+        evicted = self.pool.out_of_window.evict(is_small_enough) + self.pool.index.evict(is_enough)
         self.pool.counts.evictions["limit"] += evicted
         return evicted
 
@@ -141,7 +139,7 @@ class PrefixCache:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
         last token. O(tokens). Its full pages get `page_format`."""
         if self._lower is not None:
-            self._lower.bring_up(namespace, tokens)
+            self._lower.load(namespace, tokens)
         match = self.pool.index.match(namespace, tokens)
         start = self._common_start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
@@ -199,7 +197,7 @@ class PrefixCache:
     def put_below(self, lower: LowerTier) -> None:
         """From now on keep inserted prefixes in `lower`, and look up missing ones there."""
         self._lower = lower
-        self.pool.index.leaving = lower.leaving
+        self.pool.index.on_evict = lower.on_evict
 
     def _reusable(self, num_tokens: int, length: int) -> int:
         """How many of the first `num_tokens` tokens of a sequence prompts can reuse: none within a

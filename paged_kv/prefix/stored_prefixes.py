@@ -87,7 +87,7 @@ class StoredPrefixes:
         # Each cached block's link; for the index's roots, the root of their chain.
         self._links: weakref.WeakKeyDictionary[Node, Link] = weakref.WeakKeyDictionary()
 
-    def bring_up(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
         """See `LowerTier`."""
         known = self._prefixes.known(namespace, tokens)
         identity = self._identify(namespace)
@@ -157,7 +157,7 @@ class StoredPrefixes:
             ]
             self._store.touch(self._save(parts))
 
-    def leaving(self, node: Node) -> None:
+    def on_evict(self, node: Node) -> None:
         """See `LowerTier`."""
         if node in self._links:
             path = path_to(node)
@@ -168,7 +168,7 @@ class StoredPrefixes:
         """Store every cached block that is not stored yet. It waits for the queue, so none is
         dropped because the queue is full."""
         for node in self._pool.index.nodes():
-            self.leaving(node)
+            self.on_evict(node)
             if not self._store.flush():
                 return
 

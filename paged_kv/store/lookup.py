@@ -23,7 +23,7 @@ CHECKPOINT = "checkpoint"
 """The part of a block that holds the states of layers without pages after its last token."""
 
 
-class Behind(Protocol):
+class BlockLookup(Protocol):
     """Looks up the blocks stored after a block, by its digest. Both may raise sqlite3.Error."""
 
     def children(self, parent: str) -> list[tuple[int, str]]:
@@ -108,7 +108,7 @@ class _Level:
     exact: Sequence[Link]
 
 
-def find(wanted: Wanted, stored: Behind, without: Collection[str] = ()) -> Stored | None:
+def find(wanted: Wanted, stored: BlockLookup, without: Collection[str] = ()) -> Stored | None:
     """The stored blocks that hold the longest prefix of a prompt, ignoring the entries `without`;
     None if no stored block is useful.
 
@@ -128,7 +128,7 @@ def find(wanted: Wanted, stored: Behind, without: Collection[str] = ()) -> Store
     return None
 
 
-def _levels(wanted: Wanted, stored: Behind, without: Collection[str]) -> Iterator[_Level]:
+def _levels(wanted: Wanted, stored: BlockLookup, without: Collection[str]) -> Iterator[_Level]:
     """The levels after the root and after each full block of the prompt's tokens."""
     path: tuple[Link, ...] = (wanted.root,)
     while True:
@@ -145,7 +145,7 @@ def _levels(wanted: Wanted, stored: Behind, without: Collection[str]) -> Iterato
         path = (*path, exact[-1])
 
 
-def _ends(wanted: Wanted, stored: Behind, level: _Level) -> list[Link]:
+def _ends(wanted: Wanted, stored: BlockLookup, level: _Level) -> list[Link]:
     """The blocks of a level that may end a hit, those with most of the prompt's tokens first."""
     before, left = level.path[-1], _left(wanted, level.path[-1])
     ends = {link: len(link.tokens) for link in level.exact}

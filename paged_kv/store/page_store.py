@@ -284,7 +284,7 @@ class PageStore:
         """The folder's content, after removing files of dead writers and updating the index."""
         sizes = self.folder.scan()
         for name in [name for name in sizes if is_temporary(name)]:
-            self._give_up(name, "left by a writer that died", sizes.pop(name))
+            self._remove_faulty(name, "left by a writer that died", sizes.pop(name))
         files = {
             name.removesuffix(SUFFIX): size for name, size in sizes.items() if is_page_file(name)
         }
@@ -319,10 +319,10 @@ class PageStore:
         except NewerVersion:
             return None
         except (InvalidEntry, KeyError) as error:
-            self._give_up(file_name(key), f"damaged: {error}", nbytes)
+            self._remove_faulty(file_name(key), f"damaged: {error}", nbytes)
             return None
 
-    def _give_up(self, name: str, problem: str, nbytes: int) -> None:
+    def _remove_faulty(self, name: str, problem: str, nbytes: int) -> None:
         self.folder.remove(name)
         self.discarded.append(Finding(name, problem, nbytes, True))
 

@@ -84,7 +84,7 @@ class TraceEvent(StrEnum):
     ADOPT_PREFIX = "a"
     CACHE_RING_BLOCK = "r"
     CACHE_UNSEEN_BLOCK = "s"
-    LET_GO = "u"
+    EVICT_BLOCK = "u"
     BEGIN_RING = "b"
     LOOK_UP = "l"
     EVICT_PREFIX = "e"
@@ -214,7 +214,7 @@ class TracedPool(Events):
     def flush(self) -> None:
         """Write joined events and flush the file."""
         for table in list(self._joined):
-            self._settled(table)
+            self._flushed_table(table)
         self._file.flush()
 
     def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
@@ -238,7 +238,7 @@ class TracedPool(Events):
 
     def forked(self, table: Table, fork: Table) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.FORK, self._settled(table), self._number(fork))
+        self._file.line(TraceEvent.FORK, self._flushed_table(table), self._number(fork))
 
     def written(self, table: Table, start: int, end: int, fresh: int, copied: int) -> None:
         """See `Events`."""
@@ -247,7 +247,7 @@ class TracedPool(Events):
         if joins:
             self._joined[table] = first, end
             return
-        number = self._settled(table)
+        number = self._flushed_table(table)
         if copied:
             self._file.line(TraceEvent.COPY_ON_WRITE, number, copied)
         if fresh or copied or end - start > JOINED_TOKENS:
@@ -257,7 +257,7 @@ class TracedPool(Events):
 
     def trimmed(self, table: Table) -> None:
         """See `Events`."""
-        number = self._settled(table)
+        number = self._flushed_table(table)
         if table not in self._adopting:
             self._file.line(TraceEvent.TRIM, number, table.tokens)
             return
@@ -271,7 +271,7 @@ class TracedPool(Events):
 
     def dropped(self, table: Table) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.DROP, self._settled(table))
+        self._file.line(TraceEvent.DROP, self._flushed_table(table))
         del self._tables[table]
         self._adopting.pop(table, None)
 
@@ -289,7 +289,7 @@ class TracedPool(Events):
                 TraceEvent.CACHE_UNSEEN_BLOCK, number, self._groups[allocator], page_format
             )
         else:
-            table = self._settled(holder)
+            table = self._flushed_table(holder)
             self._file.line(TraceEvent.CACHE_RING_BLOCK, number, table, holder.blocks.index(block))
 
     def inserted(self, table: Table, num_tokens: int) -> None:
@@ -301,7 +301,7 @@ class TracedPool(Events):
             prefix = next(self._file.numbers["prefix"])
             self._prefix_of.update(dict.fromkeys(mine, prefix))
             self._file.line(
-                TraceEvent.INSERT_PREFIX, self._settled(table), num_tokens, prefix, len(mine)
+                TraceEvent.INSERT_PREFIX, self._flushed_table(table), num_tokens, prefix, len(mine)
             )
 
     def adopted(self, table: Table, blocks: Sequence[int]) -> None:
@@ -342,10 +342,10 @@ class TracedPool(Events):
             generated = self._generated.pop(request, 0)
             self._file.line(TraceEvent.END, self._requests.pop(request), generated)
 
-    def let_go(self, allocator: Group, block: int) -> None:
+    def evicted(self, allocator: Group, block: int) -> None:
         """See `Events`."""
         if (allocator, block) in self._out_of_window:
-            self._file.line(TraceEvent.LET_GO, self._out_of_window.pop((allocator, block)))
+            self._file.line(TraceEvent.EVICT_BLOCK, self._out_of_window.pop((allocator, block)))
         self._fresh.pop((allocator, block), None)
         prefix = self._prefix_of.pop((allocator, block), None)
         if prefix is not None:
@@ -361,7 +361,7 @@ class TracedPool(Events):
         self._tables[table] = next(self._file.numbers["table"])
         return self._tables[table]
 
-    def _settled(self, table: Table) -> int:
+    def _flushed_table(self, table: Table) -> int:
         """Write the table's joined writes; returns its number."""
         number = self._tables[table]
         if table in self._joined:

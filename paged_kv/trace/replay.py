@@ -189,7 +189,7 @@ class Replay:
             TraceEvent.ADOPT_PREFIX: self._adopt,
             TraceEvent.CACHE_RING_BLOCK: self._cache_ring_block,
             TraceEvent.CACHE_UNSEEN_BLOCK: self._cache_unseen_block,
-            TraceEvent.LET_GO: self._let_go,
+            TraceEvent.EVICT_BLOCK: self._evict_ring_block,
             TraceEvent.BEGIN_RING: self._begin_ring,
             TraceEvent.LOOK_UP: self._look_up,
             TraceEvent.EVICT_PREFIX: self._ignore,
@@ -255,10 +255,10 @@ class Replay:
             return False
 
         if not fits():
-            pool.evicted += pool.out_of_window.give_up(fits) + pool.index.evict(fits)
+            pool.evicted += pool.out_of_window.evict(fits) + pool.index.evict(fits)
         if not fits():
             pool.give_back()
-            pool.evicted += pool.index.forget(fits) + pool.out_of_window.give_up(fits)
+            pool.evicted += pool.index.forget(fits) + pool.out_of_window.evict(fits)
         try:
             table.table.reserve(start, end)
         except PoolExhausted:
@@ -341,7 +341,7 @@ class Replay:
             )
             owner.allocator.release(blocks)
 
-    def _let_go(self, number: str) -> None:
+    def _evict_ring_block(self, number: str) -> None:
         self._out_of_window.pop(int(number), None)
 
     def _begin_ring(self, number: str, tokens: str, *out_of_window: str) -> None:

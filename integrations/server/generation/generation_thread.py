@@ -166,7 +166,7 @@ class GenerationThread:
             self._begin()
             self._step()
             if self._has_left:
-                self.provider.settle(is_idle=not self.jobs)
+                self.provider.release_unused(is_idle=not self.jobs)
                 self._has_left = False
             self._outbox.flush()
 

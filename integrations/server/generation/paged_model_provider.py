@@ -162,14 +162,14 @@ class PagedModelProvider(ModelProvider):
         for factory in self.factories:
             require_same_prefixes(self.ranks, factory.pool)
 
-    def settle(self, is_idle: bool) -> None:
+    def release_unused(self, is_idle: bool) -> None:
         """Release the blocks of dropped caches, and if no request is left, the memory of those that
         nobody needs. Pools do that at their next steps, which on an idle server may be much
         later."""
         for factory in self.factories:
             factory.stats()
             if is_idle:
-                factory.pool.settle()
+                factory.pool.release_unused()
 
     def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
         if draft is not None and self.cli_args.kv_bits is not None:
