@@ -64,18 +64,46 @@ def test_every_list_has_a_limit(
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-@pytest.mark.parametrize("value", ["{}", "[]", "0"])
-def test_the_values_of_a_body_have_a_limit(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever they stand: templates read any field of a message."""
-    monkeypatch.setattr(request_body, "MOST_VALUES", 1000)
+def body_with(values: str) -> bytes:
+    """Templates read any field of a message."""
+    return b'{"messages": [{"role": "user", "content": "a", "x": %b}]}' % values.encode()
+
+
+@pytest.mark.parametrize(
+    ("repeated", "why"),
+    [
+        ("{}", "objects and lists"),
+        ("[]", "objects and lists"),
+        ('"a"', "texts"),
+        (r'"\\"', "texts"),
+        ("0", "commas"),
+    ],
+)
+def test_the_values_of_a_body_have_limits(
+    repeated: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "MOST_PARTS", 1000)
+    monkeypatch.setattr(request_body, "MOST_COMMAS", 1000)
 
     def body(count: int) -> bytes:
-        values = ",".join([value] * count)
-        return b'{"messages": [{"role": "user", "content": "a", "x": [%b]}]}' % values.encode()
+        return body_with(f"[{','.join([repeated] * count)}]")
 
-    assert parse_body(body(400), ChatBody)
-    with pytest.raises(APIError, match="commas and opening brackets, and at most 1,000"):
-        parse_body(body(1000), ChatBody)
+    assert parse_body(body(990), ChatBody)
+    with pytest.raises(APIError, match=f"{why}.*, and at most 1,000"):
+        parse_body(body(1010), ChatBody)
+
+
+def test_keys_are_counted_as_texts() -> None:
+    with pytest.raises(APIError, match="500,006 texts, and at most 100,000"):
+        parse_body(body_with(json.dumps(dict.fromkeys(map(str, range(500_000))))), ChatBody)
+
+
+def test_what_texts_hold_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a long JSON file, or its escapes, in a prompt."""
+    for name in ("MOST_PARTS", "MOST_COMMAS"):
+        monkeypatch.setattr(request_body, name, 20)
+    text = '{"a\\": ["b", [[]]], \\\\' * 1000
+    assert parse_body(body_with(json.dumps([text, text])), ChatBody)
 
 
 @pytest.mark.parametrize(
