@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from paged_kv.sequences.sequence import Sequence
     from paged_kv.store.errors import StoreError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockStateError",

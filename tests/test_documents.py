@@ -26,9 +26,9 @@ from tests.vision_zoo import IMAGE, whole_model
 from tests.zoo import small_model
 
 ROOT = Path(__file__).resolve().parents[1]
-SITE = sorted((ROOT / "docs").glob("*.md"))
+SITE = sorted((ROOT / "docs").glob("**/*.md"))
 DOCUMENTS = [ROOT / "README.md", *SITE]
-LINKED = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINKED = [*DOCUMENTS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -370,9 +370,8 @@ def test_the_table_of_held_bytes_has_the_rows_of_the_statistics() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^ +- (\S+\.md)$", text, re.MULTILINE)) == [
-        path.name for path in SITE
-    ]
+    listed = re.findall(r"^ +- (\S+\.md)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in SITE)
 
 
 def test_the_figure_is_up_to_date() -> None:
