@@ -150,7 +150,6 @@ def test_images_are_fetched_up_to_a_size_and_a_time(
         ({"model_type": "qwen2_vl", "vision_config": {}}, {}, None),
         ({"model_type": "muse_spark", "vision_config": {}}, {}, "this model takes no images"),
         ({"model_type": "llama", "vision_config": {}}, {}, "no model of the type 'llama'"),
-        ({"model_type": "nothing"}, {}, "no model of the type 'nothing'"),
         ({"model_type": "gemma3", "vision_config": {}}, {"--draft-model": "d"}, "--draft-model"),
         ({"model_type": "gemma3", "vision_config": {}}, {"--kv-bits": 4}, "--kv-bits"),
         ({"model_type": "idefics3"}, {"--kv-bits": None}, None),
@@ -180,10 +179,18 @@ def test_what_only_mlx_vlm_knows_takes_no_options_of_mlx_lm(
         refusal_of_mlx_vlm({"model_type": "idefics3"}, {"--draft-model": "ngram"})
 
 
+def test_what_neither_library_knows_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_support, "find_spec", lambda _: object())
+    loading = SimpleNamespace(knows=lambda _: False)
+    monkeypatch.setattr(image_support, "loading_with_mlx_vlm", lambda: loading)
+    with pytest.raises(ValueError, match="neither mlx-lm nor mlx-vlm has a model of the type 'no'"):
+        refusal_of_mlx_vlm({"model_type": "no"}, {})
+
+
 def test_without_the_extra_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_support, "find_spec", lambda _: None)
     refusal = refusal_of_mlx_vlm({"model_type": "gemma3", "vision_config": {}}, {})
     assert "paged-kv[vlm]" in (refusal or "")
-    with pytest.raises(ValueError, match=r"no model of the type 'idefics3'.*paged-kv\[vlm\]"):
+    with pytest.raises(ValueError, match=r"'idefics3'.*--upgrade mlx-lm.*paged-kv\[vlm\]"):
         refusal_of_mlx_vlm({"model_type": "idefics3"}, {})
     assert refusal_of_mlx_vlm({"model_type": "own", "model_file": "own.py"}, {})

@@ -32,7 +32,8 @@ def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -
         mlx_lm_options: options that only models of mlx-lm take, and their values or None.
 
     Raises:
-        ValueError: only mlx-vlm may know the model, and is missing or does not take an option.
+        ValueError: mlx-lm does not know the model, and mlx-vlm is missing, does not know it either,
+            or does not take an option.
     """
     kind, is_known = config.get("model_type"), _mlx_lm_knows(config)
     if is_known and (kind in PROCESSORS or "vision_config" not in config):
@@ -40,14 +41,19 @@ def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -
     if find_spec("mlx_vlm") is None:
         if not is_known:
             raise ValueError(
-                f"mlx-lm has no model of the type {kind!r}: if mlx-vlm has one, install the extra "
-                "for it with pip install 'paged-kv[vlm]'"
+                f"mlx-lm has no model of the type {kind!r}: a newer one may (pip install --upgrade "
+                "mlx-lm), and mlx-vlm if the model reads images (pip install 'paged-kv[vlm]')"
             )
         return (
             "this server reads no images, as the extra for them is not installed: pip install "
             "'paged-kv[vlm]' where it runs, or send text only"
         )
     if not loading_with_mlx_vlm().knows(config):
+        if not is_known:
+            raise ValueError(
+                f"neither mlx-lm nor mlx-vlm has a model of the type {kind!r}: newer ones may (pip "
+                "install --upgrade mlx-lm mlx-vlm)"
+            )
         return (
             f"this server reads no images, as mlx-vlm has no model of the type {kind!r}: send "
             "text only"
