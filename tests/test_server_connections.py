@@ -188,6 +188,19 @@ def test_a_client_that_ends_its_side_and_leaves_later_is_forgotten(
     assert_idle_pools_hold_nothing(running)
 
 
+def test_a_client_of_http_1_0_that_ends_its_side_has_left(running: PagedRunningServer) -> None:
+    """Interim responses are no part of HTTP/1.0, and proxies that use it close as their clients
+    leave."""
+    before = running.service.metrics.finished["abort"]
+    with connected(running) as client:
+        client.sendall(completion(max_tokens=1900).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        wait_until(lambda: running.service.thread.jobs)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1) == b""
+    wait_until(lambda: running.service.metrics.finished["abort"] > before)
+    assert_idle_pools_hold_nothing(running)
+
+
 def test_half_a_request_gets_no_place_when_its_client_ends(running: PagedRunningServer) -> None:
     for half in (b"GET /he", completion()[:-5]):
         with connected(running) as client:

@@ -146,6 +146,7 @@ class Connection(H11Protocol):
         if self.conn.our_state is not h11.SEND_RESPONSE or self.transport.is_closing():
             return
         if self.conn.their_http_version != b"1.1":
+            # There it cannot ask. Proxies end their side of HTTP/1.0 when their client has left.
             self.transport.close()
             return
         self.transport.write(self.conn.send(_CONTINUE))
