@@ -64,11 +64,9 @@ class PartialBackend:
     def gather(
         self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
     ) -> tuple[mx.array, mx.array]:
-        if not self._leaves_out(pages, GATHER):
-            return self._backend.gather(pages, metadata, new_tokens)
-        self._begin_fallback(pages)
-        keys, values = self._plain.gather(pages, metadata, new_tokens)
-        mx.eval(keys, values)
+        backend = self._serving(pages, GATHER)
+        keys, values = backend.gather(pages, metadata, new_tokens)
+        self._compute_plain(backend, keys, values)
         return keys, values
 
     def attend(
@@ -81,14 +79,9 @@ class PartialBackend:
     ) -> mx.array:
         is_decode = queries.shape[2] == 1 and new_tokens is None
         operation = (WINDOW_DECODE if attention.window else DECODE) if is_decode else PREFILL
-        is_left_out = self._leaves_out(pages, operation)
-        if is_left_out:
-            self._begin_fallback(pages)
-        output = (self._plain if is_left_out else self._backend).attend(
-            pages, queries, metadata, attention, new_tokens
-        )
-        if is_left_out:
-            mx.eval(output)  # before a kernel writes the pages
+        backend = self._serving(pages, operation)
+        output = backend.attend(pages, queries, metadata, attention, new_tokens)
+        self._compute_plain(backend, output)
         return output
 
     def write_and_attend(
@@ -116,14 +109,11 @@ class PartialBackend:
         attention: Attention,
         new_tokens: NewTokens | None = None,
     ) -> mx.array:
-        is_left_out = self._leaves_out(pages, LATENT_DECODE)
-        if is_left_out:
-            self._begin_fallback(pages)
-        output = (self._plain if is_left_out else self._backend).attend_latent(
+        backend = self._serving(pages, LATENT_DECODE)
+        output = backend.attend_latent(
             pages, queries, position_queries, metadata, attention, new_tokens
         )
-        if is_left_out:
-            mx.eval(output)  # before a kernel writes the pages
+        self._compute_plain(backend, output)
         return output
 
     def _leaves_out(self, pages: LayerMemory, operation: str) -> bool:
@@ -132,10 +122,19 @@ class PartialBackend:
         dtype = pages.geometry.k_dtype
         return any(kernel_name(operation, each, dtype) in self._left_out for each in formats)
 
-    def _begin_fallback(self, pages: LayerMemory) -> None:
-        """Count it, and wait for kernels that write the pages."""
+    def _serving(self, pages: LayerMemory, operation: str) -> Backend:
+        """What serves an operation. Plain operations wait for kernels that write the pages, and are
+        counted."""
+        if not self._leaves_out(pages, operation):
+            return self._backend
         self._own_fallbacks += 1
         self._backend.synchronize(pages)
+        return self._plain
+
+    def _compute_plain(self, backend: Backend, *results: mx.array) -> None:
+        """Compute what plain operations read, before a kernel writes the pages."""
+        if backend is self._plain:
+            mx.eval(*results)
 
 
 # The key of the names of formats in the `memo` of layers.

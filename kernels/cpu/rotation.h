@@ -1,5 +1,5 @@
 // The rotation of quantised rows: the Hadamard transform of blocks, scaled to be orthogonal, and so
-// its own inverse. kernels/pages/number_format.py says what it is for.
+// its own inverse. number_format.py says what it is for.
 //
 // Sums are made in the order in which MLX makes them, so that codes are the same on all backends.
 #pragma once

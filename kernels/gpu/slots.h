@@ -14,7 +14,7 @@ void store_numbers(const THREAD float* x, float factor, uint lane, DEVICE To* to
 // The largest power of 2 that divides `dim`.
 constexpr uint rotated_block(uint dim) { return dim & (~dim + 1); }
 
-// Turns a token's numbers into the other basis: kernels/pages/number_format.py. Only sizes that divide by 32 have one.
+// Turns a token's numbers into the other basis: number_format.py. Only sizes that divide by 32 have one.
 template <uint DIM>
 void rotate(THREAD float* x, uint lane) {
   constexpr uint COUNT = DIM / LANES, BLOCK = rotated_block(DIM) / LANES;

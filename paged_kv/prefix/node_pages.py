@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.window import Window
 from paged_kv.prefix.window_prefixes import window_prefix
-
-if TYPE_CHECKING:
-    from paged_kv.pool.layer_group import LayerGroup
-    from paged_kv.pool.window import Window
 
 
 @dataclass(frozen=True)

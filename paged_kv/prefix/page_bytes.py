@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.sequence import Sequence
-
-if TYPE_CHECKING:
-    from paged_kv.pool.layer_group import LayerGroup
-    from paged_kv.pool.page_pool import PagePool
 
 Words = npt.NDArray[np.uint16]
 

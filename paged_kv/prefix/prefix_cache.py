@@ -13,25 +13,22 @@ from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_index import Match
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
+from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
 from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sequences.full_pages import recode_sequence
 from paged_kv.sequences.sequence import Sequence
-
-if TYPE_CHECKING:
-    from paged_kv.pool.layer_group import LayerGroup
-    from paged_kv.pool.page_pool import PagePool
-
 
 # Snapshots of recurrent layers may take up to max_bytes / SNAPSHOT_SHARE besides the budget.
 SNAPSHOT_SHARE = 4

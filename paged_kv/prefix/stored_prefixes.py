@@ -26,11 +26,13 @@ from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.window import Window
 from paged_kv.prefix.node_pages import NodePage, node_page, path_to
 from paged_kv.prefix.page_bytes import block_bytes, load_blocks
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -40,10 +42,6 @@ from paged_kv.store.background import READ_AHEAD, BackgroundStore
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted
-
-if TYPE_CHECKING:
-    from paged_kv.pool.layer_group import LayerGroup
-    from paged_kv.pool.window import Window
 
 
 class StateCodec(Protocol):

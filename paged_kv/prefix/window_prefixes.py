@@ -6,17 +6,14 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
-
-if TYPE_CHECKING:
-    from paged_kv.pool.layer_group import LayerGroup
-    from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.sequence import Sequence
 
 
 @dataclass(frozen=True)
