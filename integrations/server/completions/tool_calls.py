@@ -60,8 +60,8 @@ class CallParser:
         """
         if len(text) <= LONG_CALL_CHARACTERS:
             return await self._workers.write(partial(parser, text, tools), 0)
-        question = await self._workers.write(partial(_question, text, tools), sys.maxsize)
         async with self._processes:
+            question = await self._workers.write(partial(_question, text, tools), sys.maxsize)
             return json.loads(await _answer(parser, question))
 
 

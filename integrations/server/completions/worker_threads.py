@@ -37,7 +37,7 @@ class WorkerThreads:
         return await _run(self._images, work)
 
     async def write(self, work: Callable[[], Made], tokens: int) -> Made:
-        """The result of work for an answer; `tokens` are those whose log probabilities it has."""
+        """The result of work for an answer with log probabilities of so many tokens."""
         is_long = tokens > LONG_ANSWER_TOKENS
         return await _run(self._long_answers if is_long else self._short_answers, work)
 
