@@ -11,6 +11,10 @@ from paged_kv.allocator.idle_slots import UsedSlots
 from paged_kv.allocator.ring import Ring, bits
 from paged_kv.allocator.slab_allocator import SlabAllocator
 
+# The most blocks of a table that have the format of writes where full ones have another: the page
+# that is being written, and the one that the latest step wrote before it.
+WRITTEN_BLOCKS = 2
+
 
 class BlockTable:
     """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.

@@ -9,7 +9,7 @@ from copy import copy
 from itertools import chain, takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.block_table import WRITTEN_BLOCKS, BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.requantisation import Requantisation, RequantisationPolicy, full_blocks
@@ -25,9 +25,6 @@ from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat, page
 from paged_kv.pool.stats import GroupStats
 from paged_kv.pool.window import Window
 
-# The most blocks of a sequence that have 16 bits at a time: the page that is being written, and the
-# one that the latest step wrote before it.
-WRITTEN_BLOCKS = 2
 # The share of a group's pages that get smaller at a time, so that not many more do than must.
 REQUANTISED_SHARE = 16
 
