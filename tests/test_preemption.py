@@ -1,5 +1,6 @@
 """A preempted sequence gets the tokens that it would have got, and no step exhausts a pool."""
 
+import copy
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.integrations.batching.preemption import Preemption
+from paged_kv.integrations.batching.rows import Line, running_uids
 from paged_kv.integrations.server.generation.sampling import RandomSampler
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.rates import Rates
@@ -302,6 +304,26 @@ def test_a_sequence_too_long_for_the_pool_is_told_and_the_rest_continues() -> No
         (run,) = finish(generator, [short])
         assert len(run.tokens) == 20
     assert_nothing_is_used(factory)
+
+
+def test_the_last_of_those_that_share_a_page_needs_no_other() -> None:
+    """Three begin in one page that is partly filled, and three pages hold them all."""
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 3)
+    with factory:
+        cache = factory.make_cache()
+        mx.eval(model(mx.array([PROMPTS[0][:100]]), cache=cache))
+        caches = [copy.deepcopy(cache) for _ in range(3)]
+        del cache
+        generator = generator_of(model)
+        uids = generator.insert([[1], [2], [3]], max_tokens=[40] * 3, caches=caches)
+        caches.clear()
+        assert not any(each.growth.owns_last_page for each in Line(generator))
+        generator.next()
+        assert running_uids(generator) == uids
+        assert factory.stats().blocks_used == 3
+        finish(generator, uids)
+    assert factory.stats().preemptions == 0
 
 
 def test_without_a_factory_mlx_lms_generator_is_its_own() -> None:

@@ -195,6 +195,7 @@ def test_a_batch_that_reserves_preempts_nothing() -> None:
         (Growth(5, 5, 100), 1, 2),
         (Growth(4, 4, 4), 0, 0),
         (Growth(3, 3, 5), 1, 2),
+        (Growth(5, 5, 100, owns_last_page=True), 1, 1),
         (Growth(8, 3, 5), 0, 0),
     ],
 )

@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
         known = len(self.tokens)
         ((held, length),) = token_counts(self.cache) or [(known, known)]
         prompt = length + sum(map(len, self.segments))
-        return Growth(held, prompt, prompt + self.max_tokens)
+        return Growth(held, prompt, prompt + self.max_tokens, _owns_last_page(self.cache))
 
     @property
     def is_at_last_token(self) -> bool:
@@ -132,6 +132,17 @@ def token_counts(prompt_cache: list[Any]) -> list[tuple[int, int]]:
         (max([each.table(group).tokens for group in groups], default=0), each.length)
         for each in cache.sequences
     ]
+
+
+def _owns_last_page(prompt_cache: list[Any]) -> bool:
+    """Whether the cache's one sequence writes its next token without a copy. The last one of a
+    request's choices does: the others have copied the page that all began with."""
+    cache = first_paged(prompt_cache)
+    if cache is None:
+        return False
+    (sequence,) = cache.sequences
+    tables = [sequence.table(group) for group in cache.pool.groups if group.is_open]
+    return all(table.owns(sequence.length, sequence.length + 1) for table in tables)
 
 
 def growths(generator: BatchGenerator) -> Iterator[tuple[int, Growth]]:

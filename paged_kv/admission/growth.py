@@ -32,11 +32,14 @@ class Growth:
         held: tokens whose pages it holds.
         prompt: tokens that it must hold before it generates the next one.
         most: the most tokens that it may hold.
+        owns_last_page: whether it can write on in its last page without a copy, as nothing else
+            holds that page.
     """
 
     held: int
     prompt: int
     most: int
+    owns_last_page: bool = False
 
     @property
     def to_the_end(self) -> Growth:
@@ -49,8 +52,10 @@ class Growth:
         return pool.bytes_for(self._soon(pool)) - pool.bytes_for(min(self.held, self._soon(pool)))
 
     def bytes_to_begin(self, pool: PoolSize) -> int:
-        """As `bytes_to_come` for a sequence that waits: it shares the pages that it holds, so it
-        copies the last one if that is not full."""
+        """As `bytes_to_come` for a sequence that waits. If it shares its last page, and that is not
+        full, it copies it."""
+        if self.owns_last_page:
+            return self.bytes_to_come(pool)
         return max(0, pool.bytes_for(self._soon(pool)) - pool.shared_bytes(self.held))
 
     def _soon(self, pool: PoolSize) -> int:
