@@ -106,7 +106,8 @@ def page_codecs(figures: Figures) -> str:
 def formats(figures: Figures) -> str:
     """One row for each kind of cache: bytes, then what each model loses."""
     models = figures["text"]
-    head = [f"{figures['tokens']:,} tokens, {figures['backend']} backend", "bytes a token", "bits"]
+    head = [f"{figures['tokens']:,} tokens, {figures['backend']} backend"]
+    head += ["full pages: bytes a token", "bits a number"]
     for model in models:
         head += [f"{model}: perplexity", "divergence, nats"]
         head += ["equal greedy tokens"] if model in figures["greedy"]["rows"] else []

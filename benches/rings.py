@@ -1,10 +1,11 @@
 """The cost of layers with a sliding window on rings of pages: python -m benches.rings
 
 memory       bytes of one sequence in the geometry of gemma3 1B: 22 layers with a window of 1,024
-             and 4 full ones, one KV head of 256 in float16. Those of pages are what the caches
-             hold after a prefill in steps of 2,048 and one more token, and equal the formula;
-             mlx-lm's are the nbytes of its RotatingKVCache and KVCache after the same steps. A
-             ring of 2W is what a ring of two windows would take in the 22 layers, in tokens.
+             and 4 full ones, one KV head of 256 in float16. Those of pages are what MLX holds for
+             the pool after a prefill in steps of 2,048 and one more token, and those in use equal
+             the formula; mlx-lm's are the nbytes of its RotatingKVCache and KVCache after the same
+             steps. A ring of 2W is what a ring of two windows would take in the 22 layers, in
+             tokens.
 decode       one window layer (W=1024, 8 KV heads of 128, 32 query heads, float16), a token
              written and attended to, at growing positions. In turns, medians.
 prefill      8,192 tokens of stdlib-gemma3 in float32, in steps of 2,048, with mlx-lm's caches and
@@ -92,9 +93,11 @@ def memory() -> list[dict[str, Any]]:
         double = TOKEN_BYTES * (WINDOW_LAYERS * 2 * WINDOW + FULL_LAYERS * context)
         for chunk in CHUNKS:
             pool = windowed_pool(chunk, full=FULL_LAYERS)
-            paged, formula = bytes_of(new_caches(pool), context), bytes_by_formula(context, chunk)
-            assert paged == formula, (paged, formula)
-            row = {"context": context, "write_chunk": chunk, "paged_bytes": paged}
+            caches, formula = new_caches(pool), bytes_by_formula(context, chunk)
+            in_use = bytes_of(caches, context)
+            assert in_use == formula, (in_use, formula)
+            held = pool.stats().bytes_held
+            row = {"context": context, "write_chunk": chunk, "paged_bytes": held}
             row |= {"formula_bytes": formula, "mlx_lm_bytes": stock, "ring_of_2w_bytes": double}
             rows.append(row)
             print(row, flush=True)

@@ -152,7 +152,7 @@ def distributed(figures: Figures) -> str:
         )
         for processes, of in figures.items()
     ]
-    return table(("processes", "pages on each", "tokens a second, least to most"), rows)
+    return table(("processes", "pages in use on each", "tokens a second, least to most"), rows)
 
 
 def latent_attention(figures: Figures) -> str:
@@ -243,7 +243,7 @@ def rings(figures: Figures) -> str:
     """What a sliding window takes: bytes of a sequence, time of a step, and of a long prompt."""
     rows = [
         (
-            f"a sequence of {row['context']:,} tokens, write_chunk {row['write_chunk']:,}",
+            f"held for {row['context']:,} tokens, write_chunk {row['write_chunk']:,}",
             megabytes(row["mlx_lm_bytes"]),
             megabytes(row["paged_bytes"]),
         )

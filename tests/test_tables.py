@@ -42,7 +42,7 @@ ROWS = {
     "quantised_kernels": "| decode of 8 rows at 32K | 50.0 µs | 1.25 | 2.00 |",
     "host_cost": "| metal, batch 8, context 300 | 80.0 µs | 100.0 µs | 0.8 | 1 | 7,349 |",
     "whole_model": "| stdlib-llama, batch 8, context 4,096 | 100 | 250 | 2.5 | 0.9 | 80% | 30% |",
-    "rings": "| a sequence of 4,096 tokens, write_chunk 256 | 1.0 MB | 2.1 MB |",
+    "rings": "| held for 4,096 tokens, write_chunk 256 | 1.0 MB | 2.1 MB |",
     "prefix_reuse": "| their blocks in use |  | 41 of 40 needed |",
     "held_bytes": "| 4,097 tokens, 8 rows | 9.00 (+16%) | 5.20 (+16%) | 9.50 | 16.00 "
     "| 9.00 | 5.20 |",
