@@ -11,10 +11,6 @@ from paged_kv.allocator.idle_slots import UsedSlots
 from paged_kv.allocator.ring import Ring, bits
 from paged_kv.allocator.slab_allocator import SlabAllocator
 
-# The most blocks of a table that have the format of writes where full ones have another: the page
-# that is being written, and the one that the latest step wrote before it.
-WRITTEN_BLOCKS = 2
-
 
 class BlockTable:
     """The block ids of one sequence. Made by `BlockAllocator.new_table` and `fork`.
@@ -108,7 +104,7 @@ class BlockTable:
         `page_format`. O(entries)."""
         if self.is_recoded(tokens):
             return []
-        found = [block for block in self.full_blocks(tokens) if self.is_writable(block)]
+        found = [block for block in self.full_blocks(tokens) if self.allocator.is_writable(block)]
         if not found:
             self._recoded_pages = tokens // self.allocator.page_size
         return found
@@ -116,10 +112,6 @@ class BlockTable:
     def full_blocks(self, tokens: int) -> tuple[int, ...]:
         """The blocks whose pages the first `tokens` tokens fill; not for rings."""
         return self.blocks[: tokens // self.allocator.page_size]
-
-    def is_writable(self, block: int) -> bool:
-        """Whether a block has the format of blocks that are written."""
-        return self.allocator.format_of(block).name == self.allocator.page_format
 
     def owns(self, start: int, end: int) -> bool:
         """Whether the tokens at [start, end) all go to a last block that can be written as it is:
@@ -129,8 +121,21 @@ class BlockTable:
             self.ring is None
             and len(blocks) * size - size <= start < end <= len(blocks) * size
             and self.allocator.refs.counts.get(blocks[-1]) == 1
-            and self.is_writable(blocks[-1])
+            and self.allocator.is_writable(blocks[-1])
         )
+
+    def grow(self, start: int, end: int) -> None:
+        """Reserve the tokens at [start, end), which needs no other block."""
+        if end <= self._reserved_end:
+            return
+        allocator = self.allocator
+        allocator.tokens_reserved += end - start
+        self.last_reserved = allocator.tokens_reserved
+        self._reserved_end = end
+        if end > self.tokens:
+            self.tokens = end
+            allocator.idle_slots.note_later(self, self.note_slots)
+        allocator.events.written(self, start, end, 0, 0)
 
     def reserve(self, start: int, end: int) -> dict[int, int]:
         """Reserve blocks for the tokens at [start, end); all or nothing.
@@ -146,19 +151,17 @@ class BlockTable:
         # Drop tables now, not between the plan and the copies, where sources must stay in use.
         allocator.drain()
         assert self in allocator.tables, "this table was dropped"
-        allocator.tokens_reserved += end - start
-        self.last_reserved = allocator.tokens_reserved
         replaced: dict[int, str] = {}
         missing: list[str] = []
         if not self.owns(start, end):
             write = Write(self, start, end)
             replaced, missing = write.replaced_entries(), write.missing_formats()
-        tokens = max(self.tokens, end)
         if not replaced and not missing:
-            self._reserved_end = end
-            self.change(self.blocks, tokens)
-            allocator.events.written(self, start, end, 0, 0)
+            self.grow(start, end)
             return {}
+        allocator.tokens_reserved += end - start
+        self.last_reserved = allocator.tokens_reserved
+        tokens = max(self.tokens, end)
         taken = allocator.take_free(Counter([*replaced.values(), *missing]))
         fresh = {name: iter(blocks) for name, blocks in taken.items()}
         copies: dict[int, int] = {}
@@ -301,7 +304,7 @@ class Write:
         page as one to leave."""
         table = self.table
         return table.is_reserved(self.end) and all(
-            table.is_writable(block) for block in table.blocks_of(self.end - 1, self.end)
+            table.allocator.is_writable(block) for block in table.blocks_of(self.end - 1, self.end)
         )
 
     def by_page(self) -> list[Write]:

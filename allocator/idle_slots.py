@@ -58,10 +58,22 @@ class IdleSlots:
         self._format_of = format_of
         self._views: dict[int, dict[Hashable, UsedSlots]] = {}
         self._counted: dict[int, Idle] = {}
+        self._stale: dict[Hashable, Callable[[], None]] = {}
+
+    def note_later(self, table: Hashable, note: Callable[[], None]) -> None:
+        """Let `note` be called, which calls `note`, before anybody asks for the counts: a table has
+        more tokens in the blocks that it had. Every step does that."""
+        self._stale[table] = note
+
+    def refresh(self) -> None:
+        """Update the counts of tables for which `note_later` was called."""
+        while self._stale:
+            self._stale.popitem()[1]()
 
     def note(self, table: Hashable, before: PartlyUsed, now: PartlyUsed) -> None:
         """Update the counts after a table changed, before the blocks that it gave up are
         released."""
+        self._stale.pop(table, None)
         for block in before:
             if block not in now:
                 views = self._views[block]
@@ -76,6 +88,7 @@ class IdleSlots:
 
     def recount(self, blocks: Iterable[int]) -> None:
         """Update the counts after the number of holders of these blocks changed."""
+        self.refresh()
         if self._views:
             for block in self._views.keys() & blocks:
                 self._count(block)
@@ -84,6 +97,7 @@ class IdleSlots:
         self, tables: Iterable[tuple[Iterable[int], PartlyUsed]], formats: Iterable[FormatSlabs]
     ) -> None:
         """Verify the counts against the blocks of all tables."""
+        self.refresh()
         views: dict[int, list[UsedSlots]] = {}
         full = bits(0, self._page_size)
         for blocks, partly in tables:

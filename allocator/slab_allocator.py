@@ -31,7 +31,7 @@ from paged_kv.allocator.rewriting import (
     joining,
     tidying,
 )
-from paged_kv.allocator.slabs import block_range, slab_of
+from paged_kv.allocator.slabs import PAGE_BITS, block_range, slab_of
 
 RewriteSlabs = Callable[[Rewrite, int, Mapping[int, int]], bool]
 """Called with (rewrite, number of its new slab, page copies): maps that slab if the rewrite has
@@ -98,6 +98,7 @@ class SlabAllocator(Generic[Table]):
         self.idle_slots = IdleSlots(page_size, self.refs.holders, self.format_of)
         self._dropped: deque[Table] = deque()
         self._unread: list[int] = []
+        self._may_be_untidy = False
         events.sized(self, {page_format: block_bytes})
 
     def add_format(self, page_format: str, block_bytes: int) -> FormatSlabs:
@@ -119,6 +120,10 @@ class SlabAllocator(Generic[Table]):
     def format_of(self, block: int) -> FormatSlabs:
         """The format of a block of a mapped slab."""
         return self._slab_format[slab_of(block)]
+
+    def is_writable(self, block: int) -> bool:
+        """Whether a block has the format of blocks that are written."""
+        return self._slab_format[block >> PAGE_BITS].name == self.page_format
 
     @property
     def slabs(self) -> dict[int, int]:
@@ -261,6 +266,12 @@ class SlabAllocator(Generic[Table]):
         self.budget.take(pages * slabs.block_bytes)
         slabs.add_slab(slab, pages)
         self._slab_format[slab] = slabs
+        self._may_be_untidy = True
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether `tidy` has nothing to do."""
+        return not (self._may_be_untidy or self._dropped or self._unread)
 
     def tidy(self) -> bool:
         """Make one rewrite that is due: free pages beyond `FormatSlabs.reserve` are given back, and
@@ -269,13 +280,17 @@ class SlabAllocator(Generic[Table]):
         It copies few pages, so that it can be called between steps. O(formats) if none is due.
         """
         self.drain()
+        self._may_be_untidy = False
         for slabs in self.formats:
             if len(slabs.free) > slabs.reserve:
+                # Also if the budget has no room for the rewrite now.
+                self._may_be_untidy = True
                 rewrite = tidying(slabs, self.budget.left)
                 if rewrite is not None:
                     return self._rewrite(rewrite)
         if len(self._slab_format) <= self.max_slabs:
             return False
+        self._may_be_untidy = True
         joined = joining(self.formats, self.budget)
         return joined is not None and self._rewrite(joined)
 
@@ -337,6 +352,7 @@ class SlabAllocator(Generic[Table]):
 
     def snapshot(self) -> AllocatorStats:
         """As `stats`, but keeps the blocks of collected sequences; safe for observer threads."""
+        self.idle_slots.refresh()
         refs, left = self.refs, self.budget.left
         formats = []
         for each in self.formats:
@@ -469,6 +485,7 @@ class SlabAllocator(Generic[Table]):
 
     def _free(self, blocks: list[int]) -> None:
         """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""
+        self._may_be_untidy = True
         for slabs, theirs in by_format(blocks, self._slab_format).items():
             if slabs.give(theirs):
                 for slab in sorted(slabs.empty_slabs(), reverse=True):

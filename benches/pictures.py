@@ -28,7 +28,6 @@ from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.stats_plot import draw
 from paged_kv.monitor.stats_table import screen
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.steps import append
 from paged_kv.trace.replay import Parameters, Replay, read_trace
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -97,7 +96,7 @@ class Conversations:
     def _write(self, caches: list[PagedKVCache], count: int) -> None:
         numbers = mx.zeros((1, 1, count, 32), dtype=mx.float16)
         for cache in caches:
-            append(self._pool, cache.layer, cache.sequences, numbers, numbers)
+            cache.batch.append(cache.layer, numbers, numbers)
 
 
 def write_watch(view: ProcessView) -> None:

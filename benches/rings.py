@@ -37,7 +37,6 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.integrations.bench.timing import in_turns, ratio, seconds, spread
 from paged_kv.pool.window import Window
-from paged_kv.sequences.steps import append
 
 WINDOW, WINDOW_LAYERS, FULL_LAYERS = 1024, 22, 4
 CHUNKS, CONTEXTS = (256, 1024), (4096, 32768)
@@ -193,7 +192,7 @@ def allocations() -> dict[str, int]:
         for _ in range(DECODED):
             for cache in caches:
                 cache.make_mask(1)
-                append(pool, cache.layer, cache.sequences, keys, keys)
+                cache.batch.append(cache.layer, keys, keys)
     after = pool.stats()
     row = {
         "decoded": DECODED,

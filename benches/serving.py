@@ -9,9 +9,9 @@ Both caches take turns in one process, and each figure is the median of its repe
 
     prompt and generation speeds   as BatchGenerator.stats() counts them. Lazy work counts where it
                                    is waited for, so only the wall time is exact.
-    peak KV bytes                  the most that is held after any step. mlx-lm: nbytes of all
-                                   batches, which is BatchGenerator.prompt_cache_nbytes. Pages: all
-                                   that MLX holds for the pool, and of that the pages in use.
+    peak KV bytes                  the most after any step. mlx-lm: nbytes of all batches, which is
+                                   BatchGenerator.prompt_cache_nbytes. Pages: bytes of the pages in
+                                   use, and of all that is mapped.
     tokens held                    the most after any step: prompts that were read and what was
                                    generated, of the requests that were not finished. One token is
                                    `token_bytes`.
@@ -207,7 +207,7 @@ def run_all(model: Any, requests: list[Request]) -> dict[str, Any]:
             model,
             requests,
             lambda: make_prompt_cache(model),
-            lambda generator: {"held": generator.prompt_cache_nbytes},
+            lambda generator: {"nbytes": generator.prompt_cache_nbytes},
         )
         print(f"run {repetition} of {REPETITIONS}, pages", file=sys.stderr)
         ours, texts = serve_paged(model, requests)
@@ -228,7 +228,7 @@ def serve_paged(model: Any, requests: list[Request]) -> tuple[Served, Texts]:
 
     def kv_bytes(generator: BatchGenerator) -> dict[str, int]:
         stats = factory.stats()
-        return {"held": stats.bytes_held, "in_use": stats.bytes_active}
+        return {"active": stats.bytes_active, "mapped": stats.bytes_mapped}
 
     run, texts = serve(model, requests, factory.make_cache, kv_bytes)
     gc.collect()

@@ -370,13 +370,11 @@ def serving(figures: Figures) -> str:
     rows: list[tuple[str, ...]] = [
         (label, show(stock[name]), show(paged[name])) for name, (label, show) in names.items()
     ]
-    needed = [run["peak_tokens_held"] * figures["token_bytes"] for run in (stock, paged)]
-    held = [run["peak_kv_bytes"]["held"] for run in (stock, paged)]
-    over = [f"{each / least:.2f}" for each, least in zip(held, needed, strict=True)]
-    rows.append(("keys and values held by MLX, at the peak", *map(megabytes, held)))
-    rows.append(("of these, pages in use", "", megabytes(paged["peak_kv_bytes"]["in_use"])))
-    rows.append(("what the tokens themselves need", *map(megabytes, needed)))
-    rows.append(("held over needed", *over))
+    kv_bytes = paged["peak_kv_bytes"]
+    in_pages = f"{megabytes(kv_bytes['active'])} in use, {megabytes(kv_bytes['mapped'])} mapped"
+    rows.append(("peak of keys and values", megabytes(stock["peak_kv_bytes"]["nbytes"]), in_pages))
+    held = [megabytes(run["peak_tokens_held"] * figures["token_bytes"]) for run in (stock, paged)]
+    rows.append(("what the tokens themselves need", *held))
     load = f"{figures['requests']} requests, {figures['model']} in {figures['dtype']}"
     equal = figures["requests_with_equal_tokens_in_all_runs"]
     return (

@@ -35,6 +35,7 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
+from paged_kv.sequences.batch import Batch
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
 from paged_kv.store.background import BackgroundStore
@@ -200,7 +201,7 @@ class PagedCacheFactory:
         prefix = self.prefixes.fetch(namespace, known, page_format)
         prefix.sequence.model_version = version
         for cache in caches:
-            cache.sequences = [prefix.sequence]
+            cache.batch = Batch.of(cache.pool, [prefix.sequence])
         if prefix.states is not None:
             prompt_cache = with_unpaged(prompt_cache, prefix.states)
         return prompt_cache, prefix.num_tokens

@@ -108,8 +108,8 @@ FIGURES: dict[str, dict[str, Any]] = {
         "requests": 32,
         "token_bytes": 6144,
         "requests_with_equal_tokens_in_all_runs": 31,
-        "mlx_lm": {**RUN, "peak_kv_bytes": {"held": 3 * 2**20}},
-        "paged": {**RUN, "peak_kv_bytes": {"held": 2**21, "in_use": 2**20}},
+        "mlx_lm": {**RUN, "peak_kv_bytes": {"nbytes": 3 * 2**20}},
+        "paged": {**RUN, "peak_kv_bytes": {"active": 2**20, "mapped": 2**21}},
     },
     "serving_http": {
         "model": "stdlib-llama",

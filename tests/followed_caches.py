@@ -216,17 +216,17 @@ class _ComparedRead:
         visible = step.held[0].shape[2]
         if self.window is not None:
             visible -= max(0, before - self.window + 1)
-        view, new_tokens = self.read.view, self.read.new_tokens
+        metadata, new_tokens = self.read.group_step.metadata, self.read.new_tokens
         # Sequences end together, except for the padding after them.
-        end = max(view.attention_metadata.ends) - (queries.shape[2] - step.stop)
+        end = max(metadata.ends) - (queries.shape[2] - step.stop)
         tokens = slice(row, row + 1), slice(None), slice(end - visible, end)
-        gathered = self.read.pages.gather(view.attention_metadata, new_tokens)
+        gathered = self.read.pages.gather(metadata, new_tokens)
         paged = [each[tokens] for each in gathered]
         for ours, oracles in zip(paged, step.held, strict=True):
             yield _vectors_apart(ours, oracles[:, :, -visible:])
         recoded = paged
-        if view.parts:
-            gathered = self.read.pages.gather(view.parts[-1].metadata, None)
+        if self.read.group_step.parts:
+            gathered = self.read.pages.gather(self.read.group_step.parts[-1].metadata, None)
             recoded = [each[tokens] for each in gathered]
         for first, count, seen in _seen_by_page(step, paged, recoded):
             at = step.start + first

@@ -13,9 +13,9 @@ HOME = str(Path(paged_kv.__file__).parent)
 
 
 def calls_of_layers(model: Any, cache: list[Any], batch: int) -> list[Counter[str]]:
-    """For each layer of a step of one token, the number of calls of each function, by file and
-    name."""
-    layers: list[Counter[str]] = []
+    """Before the first layer of a step of one token, and for each layer, the number of calls of
+    each function, by file and name."""
+    parts: list[Counter[str]] = [Counter()]
     own = set(map(id, model.layers))
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -23,9 +23,9 @@ def calls_of_layers(model: Any, cache: list[Any], batch: int) -> list[Counter[st
         if event != "call":
             return
         if code.co_name == "__call__" and id(frame.f_locals.get("self")) in own:
-            layers.append(Counter())
-        elif layers and code.co_filename.startswith(HOME):
-            layers[-1][f"{Path(code.co_filename).name}:{code.co_name}"] += 1
+            parts.append(Counter())
+        elif code.co_filename.startswith(HOME):
+            parts[-1][f"{Path(code.co_filename).name}:{code.co_name}"] += 1
 
     sys.setprofile(note)
     try:
@@ -33,4 +33,4 @@ def calls_of_layers(model: Any, cache: list[Any], batch: int) -> list[Counter[st
     finally:
         sys.setprofile(None)
     mx.eval(logits)
-    return layers
+    return parts

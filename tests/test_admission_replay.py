@@ -7,13 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 
 from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
-from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.trace.admission_replay import replay_admission
 from paged_kv.trace.replay import read_trace
 from paged_kv.trace.requests import TracedLoad
@@ -136,20 +134,6 @@ def test_a_replay_of_a_batch_comes_to_the_recorded_counts(
     assert recorded.running_most == outcome.running_most
     assert outcome.preemptions or (family, seed) != ("qwen3", 3)
     factory.close()
-
-
-@pytest.mark.parametrize("page_format", ["fp16", "q8", "q4", "auto"])
-def test_a_trace_tells_what_a_sequence_of_its_pool_takes(tmp_path: Path, page_format: str) -> None:
-    """With full pages in fewer bits, the pages that are written count 16, and windows too."""
-    path = tmp_path / "trace"
-    model = small_model("gemma3_text")
-    with closing(PagedCacheFactory(model, page_format=page_format, trace=path)) as factory:
-        mx.eval(model(mx.ones((1, 600), dtype=mx.int32), cache=factory.make_cache()))
-        events: Any = factory.pool.counts.events
-        events.flush()
-        told, known = load(path).pool_size(0), pool_size(factory.pool)
-        for tokens in (1, 256, 257, 513, 5000):
-            assert told.bytes_for(tokens) == known.bytes_for(tokens)
 
 
 @pytest.mark.parametrize("admission", ["reserve", "optimistic"])

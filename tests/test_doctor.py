@@ -256,7 +256,7 @@ def test_a_report_has_all_and_names_nobody(
 
     def measured(model: None, plan: Any) -> Any:
         warn_once(f"a warning about {Path.home()}/secret and {Path.cwd()}/here")
-        return as_dict("stdlib-llama", "float16", "native", []), []
+        return as_dict("stdlib-llama", "native", []), []
 
     monkeypatch.setattr(report, "measured", measured)
     file = tmp_path / "report.md"

@@ -2,7 +2,6 @@
 
 import gc
 import io
-import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,11 +39,9 @@ def test_the_embedded_model_writes_what_mlx_lm_writes(
     output = capsys.readouterr()
     assert output.out == expected(PROMPT, 20) + "\n"
     summary = [line.split()[0] for line in output.err.splitlines()]
-    assert summary == ["prompt", "generation", "pages", "memory", "peak"]
+    assert summary == ["prompt", "generation", "pages", "peak"]
     assert "7 tokens" in output.err
-    # The page of the prompt is cached, and the text went on in a copy.
-    assert "1 block in use, 0 of them shared, 1 cached, 0 free" in output.err
-    assert re.search(r"^memory +786.43 kB in use, 1.57 MB held by MLX, ", output.err, re.M)
+    assert "1 block in use" in output.err
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
@@ -58,7 +55,7 @@ def test_drafts_change_no_text(
     titled = [f"==> prompt {number}: {PROMPT} <==\n{text}\n\n" for number in (1, 2)]
     assert output.out == (text + "\n" if prompts == 1 else "".join(titled))
     summary = [line.split()[0] for line in output.err.splitlines()]
-    assert summary == ["prompt", "generation", "pages", "memory", "drafts", "peak"]
+    assert summary == ["prompt", "generation", "pages", "drafts", "peak"]
 
 
 def test_a_model_can_be_converted_to_another_number_format(
@@ -69,7 +66,7 @@ def test_a_model_can_be_converted_to_another_number_format(
     model, tokenizer = trained("stdlib-llama")
     assert output.out == generate(model, tokenizer, PROMPT, max_tokens=20) + "\n"
     # A page of 256 tokens, in 6 layers with 2 x 2 heads of 64 float32 numbers.
-    assert f" {format_size(256 * 6 * 4 * 64 * 4)} in use" in output.err
+    assert f" {format_size(256 * 6 * 4 * 64 * 4)} of " in output.err
 
 
 def test_the_prompt_may_come_from_standard_input(

@@ -9,7 +9,7 @@ import pytest
 from paged_kv import PagePool, Sequence
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshots
-from paged_kv.sequences.steps import append
+from paged_kv.sequences.batch import Batch
 
 TEXT = list(range(1000))
 
@@ -36,7 +36,7 @@ class Hybrid:
 
     def write(self, sequence: Sequence, tokens: list[int]) -> None:
         numbers = mx.repeat(mx.array(tokens, mx.float32)[None, None, :, None], 32, axis=-1)
-        append(self.pool, 0, [sequence], numbers, numbers)
+        Batch.of(self.pool, [sequence]).append(0, numbers, numbers)
 
     def insert(self, tokens: list[int], sequence: Sequence) -> None:
         """Insert with the present state, which is that after all tokens of the sequence."""

@@ -48,6 +48,18 @@ def test_arrays_that_only_a_graph_holds() -> None:
     assert mx.allclose(output, given[0] @ given[1].swapaxes(2, 3), atol=1e-5)
 
 
+def test_arrays_that_stand_for_their_keys_when_those_are_gone() -> None:
+    cache = new_cache()
+    given, last = step(300, 1), step(1, 2)
+    cache.update_and_fetch(*given)
+    transposed = cache.update_and_fetch(*last)[0].swapaxes(2, 3)
+    cache.trim(301)
+    cache.update_and_fetch(*step(300, 3))
+    mx.eval(cache.state["rows"][0]["pages"])
+    expected = mx.concatenate([given[0], last[0]], axis=2).swapaxes(2, 3)
+    assert mx.array_equal(mx.array(transposed), expected)
+
+
 def test_pages_that_another_sequence_takes_over() -> None:
     cache = new_cache()
     pool, given = cache.pool, step(300, 1)

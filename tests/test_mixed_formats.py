@@ -105,7 +105,7 @@ def test_attention_reads_all_formats(queries: int, window: int | None) -> None:
     if window:
         hides = hides | (at[None] <= at[-queries:, None] - window)
     pages = both.paged.pool.groups[0].pages[0]
-    metadata = both.paged.keys_and_values()[0].read.view.attention_metadata
+    metadata = both.paged.keys_and_values()[0].read.group_step.metadata
     found = pages.attend(step, metadata, Attention(0.2, causal=True, window=window))
     keys, values = both.oracle.keys_and_values()
     expected = scaled_dot_product_attention(step, keys, values, cache=None, scale=0.2, mask=~hides)

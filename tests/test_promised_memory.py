@@ -15,7 +15,7 @@ from paged_kv.cache.page_transfer import page_views
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.steps import append
+from paged_kv.sequences.batch import Batch
 
 # Quantised pages need heads of whole groups of 32.
 DIMS = (32, 64)
@@ -35,7 +35,7 @@ def write(pool: PagePool, sequence: Sequence, count: int) -> None:
     """A step of one sequence, through layers of different size."""
     for layer in range(pool.num_layers):
         numbers = mx.zeros((1, 1, count, DIMS[layer % 2]), mx.float16)
-        append(pool, layer, [sequence], numbers, numbers)
+        Batch.of(pool, [sequence]).append(layer, numbers, numbers)
         mx.eval(page_views(pool, layer, sequence))
 
 

@@ -15,7 +15,6 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted, RollbackError
 from paged_kv.allocator.ring import Ring
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
-from paged_kv.sequences import steps
 from tests.examples import examples
 from tests.ring_batches import (
     DIM,
@@ -351,7 +350,7 @@ def test_a_thousand_tokens_in_full_rings_allocate_nothing() -> None:
     for _ in range(1000):
         for cache in batch.layers:
             cache.make_mask(1)
-            found, _ = steps.append(cache.pool, cache.layer, cache.sequences, keys, keys)
+            found, _ = cache.batch.append(cache.layer, keys, keys)
             found.read.attend(keys, None, scale=1.0)
     # What the latest step holds beside slabs is not of pages.
     now = pool.stats()

@@ -166,7 +166,7 @@ def test_a_snapshot_is_cheap_and_does_not_depend_on_what_there_is() -> None:
     assert allocator.stats().blocks_used == 10_000
     pool = PagePool(1, max_bytes=1 << 30)
     write(new_caches(pool), 1)
-    pool.groups[0]._allocator = allocator
+    pool.groups[0].allocator = allocator
     assert pool.stats().blocks_used == 10_000
     assert min(repeat(pool.stats, number=50, repeat=20)) / 50 < 50e-6
 

@@ -19,7 +19,7 @@ from paged_kv.integrations.batching.shared_prefill import SharedPrefill
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.sequences.steps import append
+from paged_kv.sequences.batch import Batch
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import decode
 from paged_kv.store.keys import Identity
@@ -333,7 +333,7 @@ def test_what_goes_while_the_tier_below_is_asked_is_not_used() -> None:
     sequence = Sequence(pool)
     for start in range(0, 700, 350):
         part = numbers(TEXT[start : start + 350], 0)
-        append(pool, 0, [sequence], part, part)
+        Batch.of(pool, [sequence]).append(0, part, part)
     prefixes.insert("", TEXT[:700], sequence, None)
     del sequence
     assert prefixes.known("", TEXT[:701]) == 700

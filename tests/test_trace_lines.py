@@ -9,14 +9,14 @@ import pytest
 
 from paged_kv import PagePool, Sequence
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.steps import append
+from paged_kv.sequences.batch import Batch
 from paged_kv.trace import recorder
 from paged_kv.trace.replay import Parameters, Replay
 
 
 def write(sequence: Sequence, count: int) -> None:
     numbers = mx.zeros((1, 1, count, 4))
-    append(sequence.pool, 0, [sequence], numbers, numbers)
+    Batch.of(sequence.pool, [sequence]).append(0, numbers, numbers)
 
 
 def lines(pool: PagePool, path: Path) -> list[str]:

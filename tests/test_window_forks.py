@@ -10,7 +10,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences import steps
+from paged_kv.sequences.batch import Batch
 from tests import ring_batches
 from tests.ring_batches import PAGE_BYTES, append, new_batch
 
@@ -22,7 +22,7 @@ def write(sequence: Sequence, tokens: list[int]) -> None:
     """The numbers that layers write are the tokens themselves."""
     for layer in range(sequence.pool.num_layers):
         part = mx.array(tokens, mx.float32)[None, None, :, None] + 10_000 * layer
-        steps.append(sequence.pool, layer, [sequence], part, part)
+        Batch.of(sequence.pool, [sequence]).append(layer, part, part)
 
 
 def assert_holds(sequence: Sequence, tokens: list[int]) -> None:

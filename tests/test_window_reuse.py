@@ -14,7 +14,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.steps import append
+from paged_kv.sequences.batch import Batch
 from tests.generation import Run, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.invariants import assert_invariants
@@ -151,7 +151,7 @@ class Told:
         for layer in self.layers:
             PagedKVCache(self.pool, layer, [sequence]).make_mask(len(tokens))
             part = numbers(tokens, layer)
-            append(self.pool, layer, [sequence], part, part)
+            Batch.of(self.pool, [sequence]).append(layer, part, part)
 
     def assert_holds(self, sequence: Sequence, tokens: list[int]) -> None:
         """Check that every layer holds all tokens that the next query sees."""

@@ -161,7 +161,7 @@ def test_of_sequences_and_caches() -> None:
         (lambda value: Sequence(pool, value), "q8", "must be a PageFormat, got 'q8'"),
         (lambda value: PagedKVCache(value, 0, []), None, "pool must be a PagePool, got None"),
         (lambda value: PagedKVCache(pool, value, []), 2, "one of the pool's 2, which .* got 2"),
-        (lambda value: PagedKVCache(pool, 0, value), [1], "must be a list of Sequences"),
+        (lambda value: PagedKVCache(pool, 0, value), [1], "must be Sequences"),
         (
             lambda value: PagedKVCache(pool, 0, [value]),
             Sequence(PagePool(1, max_bytes=1000)),

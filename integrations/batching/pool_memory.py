@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from paged_kv.admission.pool_size import GroupSize, PoolSize
-from paged_kv.allocator.block_table import WRITTEN_BLOCKS
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
-from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.layer_group import WRITTEN_BLOCKS, LayerGroup
 from paged_kv.pool.page_pool import PagePool
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from paged_kv.commands.arguments import name, path
-from paged_kv.commands.cache_options import add_dtype_option, examples
+from paged_kv.commands.cache_options import examples
 from paged_kv.commands.output_files import require_writable
 from paged_kv.embedded import embedded_model
 
@@ -30,7 +30,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         **examples(
             "paged-kv bench",
             "paged-kv bench --model mlx-community/Llama-3.2-1B-Instruct-4bit --json bench.json",
-            "paged-kv bench --quick --dtype float32 --plot bench.svg",
+            "paged-kv bench --quick --plot bench.svg",
         ),
     )
     parser.add_argument(
@@ -39,7 +39,6 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="folder or Hugging Face repository of a model (default: the small one in this "
         "package)",
     )
-    add_dtype_option(parser)
     parser.add_argument(
         "--quick", action="store_true", help="shorter contexts, within about a minute"
     )
@@ -59,9 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         require_writable(file)
     if arguments.plot:
         report.require_drawable(arguments.plot)
-    content, outcomes = measured(
-        arguments.model, QUICK if arguments.quick else WHOLE, arguments.dtype
-    )
+    content, outcomes = measured(arguments.model, QUICK if arguments.quick else WHOLE)
     report.print_table(content, outcomes)
     if arguments.json:
         report.write_json(content, arguments.json)
@@ -70,33 +67,25 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measured(
-    model: str | None, plan: Plan, dtype: str | None = None
-) -> tuple[dict[str, Any], list[Outcome]]:
+def measured(model: str | None, plan: Plan) -> tuple[dict[str, Any], list[Outcome]]:
     """Compare both kinds of caches.
 
     Args:
         model: folder or Hugging Face repository; None for the embedded model.
-        dtype: converts the model to this format, such as "float32".
 
     Returns:
         the report, ready for JSON, and what was measured.
     """
-    import mlx.core as mx
-
     from paged_kv.integrations.bench import report
     from paged_kv.integrations.bench.cache_pairs import CachePairs
     from paged_kv.integrations.generation.text_generation import loaded
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 
     language_model = loaded(model or embedded_model())[0]
-    if dtype is not None:
-        language_model.set_dtype(getattr(mx, dtype))
     with closing(PagedCacheFactory(language_model)) as factory:
-        pairs = CachePairs(language_model, factory)
-        outcomes = list(_outcomes(pairs, plan))
+        outcomes = list(_outcomes(CachePairs(language_model, factory), plan))
         backend = factory.stats().backend
-    return report.as_dict(model or "stdlib-llama", pairs.dtype, backend, outcomes), outcomes
+    return report.as_dict(model or "stdlib-llama", backend, outcomes), outcomes
 
 
 def _outcomes(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,6 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.sequences.steps import append
 
 Caches = list[Any]
 
@@ -42,44 +41,25 @@ class CachePairs:
                 self._shapes[number] = keys, values
                 self.bytes_per_token += isinstance(cache, KVCache) * (keys.nbytes + values.nbytes)
 
-    @property
-    def dtype(self) -> str:
-        """The number formats of keys, such as "float16"."""
-        formats = {str(keys.dtype).removeprefix("mlx.core.") for keys, _ in self._shapes.values()}
-        return " and ".join(sorted(formats))
-
     def new(self) -> tuple[Caches, Caches]:
         """Empty caches of mlx-lm, and empty pages."""
         return stock_make_prompt_cache(self.model), self.factory.make_cache()
 
     def filled(self, tokens: int, rows: int = 1) -> tuple[Caches, Caches]:
-        """Caches of mlx-lm and pages, see `filled_stock` and `filled_pages`."""
-        return self.filled_stock(tokens, rows), self.filled_pages(tokens, rows)
-
-    def filled_stock(self, tokens: int, rows: int = 1) -> Caches:
-        """Caches of mlx-lm whose rows hold random keys and values of `tokens` tokens, and one token
-        that the model has computed.
+        """Caches whose rows hold random keys and values of `tokens` tokens, and one token that the
+        model has computed. Rows share no pages.
 
         Raises:
             ValueError: mlx-lm has no batches of a cache of this model.
         """
-        return self._filled(lambda: stock_make_prompt_cache(self.model), tokens, rows)
-
-    def filled_pages(self, tokens: int, rows: int = 1) -> Caches:
-        """Pages that hold the same. Rows share none.
-
-        Raises:
-            ValueError: as `filled_stock`.
-        """
-        return self._filled(self.factory.make_cache, tokens, rows)
-
-    def _filled(self, new: Callable[[], Caches], tokens: int, rows: int) -> Caches:
-        singles = [new() for _ in range(rows)]
-        for caches in singles:
-            self._fill(caches, tokens)
-        merged = _merged(singles)
-        self.step(merged, rows)
-        return merged
+        singles = [self.new() for _ in range(rows)]
+        for pair in singles:
+            for caches in pair:
+                self._fill(caches, tokens)
+        stock, paged = map(_merged, zip(*singles, strict=True))
+        for caches in (stock, paged):
+            self.step(caches, rows)
+        return stock, paged
 
     def step(self, caches: Caches, rows: int) -> None:
         """Compute one token of each row."""
@@ -95,7 +75,7 @@ class CachePairs:
             cache = flat[number]
             for keys, values in self._random(number, shapes, tokens):
                 if isinstance(cache, PagedKVCache):
-                    written, _ = append(cache.pool, cache.layer, cache.sequences, keys, values)
+                    written, _ = cache.batch.append(cache.layer, keys, values)
                     written.read.leave_unread()  # else it counts as gathered outside of a model
                 else:
                     mx.eval(cache.update_and_fetch(keys, values))
@@ -114,7 +94,7 @@ class CachePairs:
             yield drawn[0], drawn[1]
 
 
-def _merged(singles: list[Caches]) -> Caches:
+def _merged(singles: tuple[Caches, ...]) -> Caches:
     """A batch of single caches."""
     if len(singles) == 1:
         return singles[0]

@@ -71,23 +71,24 @@ def parts(pairs: CachePairs, plan: Plan) -> list[tuple[str, Callable[[], Iterato
 
 
 def decode(pairs: CachePairs, plan: Plan, name: str, context: int, rows: int) -> Iterator[Outcome]:
-    """A step of one token a row, and what MLX holds for the caches before it."""
+    """A step of one token a row, and the memory of keys and values."""
     needed = 2 * context * rows * pairs.bytes_per_token  # of both kinds
     if needed > recommended_bytes():
         yield Skipped(name, f"it needs {needed / 1e9:.1f} GB for keys and values")
         return
-    pairs.factory.pool.compact()
+    gc.collect()
+    before = pairs.factory.stats().bytes_held
     try:
-        stock, stock_held = _held(lambda: pairs.filled_stock(context, rows))
-        paged, paged_held = _held(lambda: pairs.filled_pages(context, rows))
+        stock, paged = pairs.filled(context, rows)
     except ValueError as error:
         yield Skipped(name, str(error))
         return
     yield compared(
         name, lambda: pairs.step(stock, rows), lambda: pairs.step(paged, rows), plan.part_s
     )
-    times = stock_held / max(1, paged_held)
-    yield Measurement(f"{name}: held by MLX", "bytes", stock_held, paged_held, times)
+    held = sum(cache.nbytes for cache in stock)
+    ours = pairs.factory.stats().bytes_held - before
+    yield Measurement(f"{name}: keys and values held", "bytes", held, ours, held / max(1, ours))
 
 
 def prefill(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
@@ -153,21 +154,6 @@ def host_time(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
         return (built - began) / len(caches)
 
     yield compared_clocks(name, lambda: build(stock), lambda: build(paged), plan.part_s)
-
-
-def _held(make: Callable[[], Caches]) -> tuple[Caches, int]:
-    """Caches, and the bytes that MLX holds for them by its own count."""
-    gc.collect()
-    # Else MLX hands out memory that it has kept, which may be larger.
-    limit = mx.set_cache_limit(0)
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    try:
-        caches = make()
-        gc.collect()
-        return caches, mx.get_active_memory() - before
-    finally:
-        mx.set_cache_limit(limit)
 
 
 def _peak(work: Callable[[], None]) -> int:

@@ -25,13 +25,12 @@ from paged_kv.sizes import format_size
 _PLOTS = (".svg", ".png", ".pdf")
 
 
-def as_dict(model: str, dtype: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+def as_dict(model: str, backend: str, outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """Everything, ready for JSON. It names the machine's chip and no person."""
     return {
         "machine": machine(),
         "versions": {"paged-kv": __version__, **versions()},
         "model": model,
-        "dtype": dtype,
         "backend": backend,
         "outcomes": [
             {**asdict(each), "verdict": each.verdict}
@@ -56,9 +55,9 @@ def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
     where, with_ = content["machine"], content["versions"]
     console = Console(highlight=False)
     console.print(
-        f"{content['model']} in {content['dtype']}, {content['backend']} backend\n"
-        f"{where['chip']}, {where['cores']}, {format_size(where['memory_bytes'])}, "
-        f"{where['system']}; " + ", ".join(f"{name} {version}" for name, version in with_.items())
+        f"{content['model']}, {content['backend']} backend\n{where['chip']}, {where['cores']}, "
+        f"{format_size(where['memory_bytes'])}, {where['system']}; "
+        + ", ".join(f"{name} {version}" for name, version in with_.items())
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("")

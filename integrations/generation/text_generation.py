@@ -281,10 +281,9 @@ def summary(prompt: str, figures: Any, stats: PoolStats, *, drafts: bool = False
         f"generation  {counted(figures.generation_tokens, 'token')}, "
         f"{figures.generation_tps:.1f} tokens/s\n"
         f"pages       {counted(stats.blocks_used, 'block')} in use, "
-        f"{stats.blocks_shared} of them shared, {stats.blocks_cached} cached, "
-        f"{stats.blocks_free} free\n"
-        f"memory      {format_size(stats.bytes_active)} in use, {format_size(stats.bytes_held)} "
-        f"held by MLX, {format_size(stats.bytes_budget)} allowed\n"
+        f"{stats.blocks_shared} of them shared, "
+        f"{stats.blocks_free} free; {format_size(stats.bytes_active)} of "
+        f"{format_size(stats.bytes_held)} held, {format_size(stats.bytes_budget)} allowed\n"
         f"{accepted if drafts else ''}"
         f"peak memory {format_size(int(figures.peak_memory * 1e9))}"
     )

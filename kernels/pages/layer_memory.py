@@ -68,9 +68,9 @@ class LayerMemory:
             QuantisedPage: one of them is quantised.
         """
         if WRITABLE not in metadata.memo:
-            entries = metadata.last_entries(count)
-            if any(self.layout_of(entry).page_format != FP16 for entry in entries):
-                raise QuantisedPage
+            for entry in metadata.last_entries(count):
+                if self.layout_of(entry).page_format != FP16:
+                    raise QuantisedPage
             metadata.memo[WRITABLE] = True
 
     def view(self, entry: int) -> mx.array:

@@ -6,6 +6,9 @@ from functools import cache
 
 import mlx.core as mx
 
+# MLX's own, where attention replaces `mx.broadcast_to`: nothing looks for these arrays there.
+_broadcast_to = mx.broadcast_to
+
 
 def new_stand_in(dtype: mx.Dtype) -> mx.array:
     """A new scalar that cannot be computed: the argument of a traced function."""
@@ -24,4 +27,4 @@ _known_stand_in = cache(new_stand_in)
 
 def stand_in(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """An array that cannot be computed: MLX raises a RuntimeError that it has no primitive."""
-    return mx.broadcast_to(_known_stand_in(dtype), shape)
+    return _broadcast_to(_known_stand_in(dtype), shape)

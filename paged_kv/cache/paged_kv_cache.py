@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,10 @@ from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool, require_pool
+from paged_kv.sequences.batch import Batch
 from paged_kv.sequences.masks import step_mask
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step import Step
-from paged_kv.sequences.steps import append, begin_step, convert, read
 
 
 class PagedKVCache:
@@ -33,38 +33,44 @@ class PagedKVCache:
         layer: the layer's number in the pool.
         sequences: the sequences of the batch.
 
+    Attributes:
+        batch: those sequences and their current step, which all layers share.
+
     Raises:
         TypeError: `pool` is no pool, or a sequence belongs to another pool.
         ValueError: the pool has no such layer.
     """
 
-    def __init__(self, pool: PagePool, layer: int, sequences: list[Sequence]) -> None:
+    def __init__(self, pool: PagePool, layer: int, sequences: Iterable[Sequence]) -> None:
         require_pool("pool", pool)
         if layer not in range(pool.num_layers):
             raise ValueError(
                 f"layer must be one of the pool's {pool.num_layers}, which count from 0, got "
                 f"{described(layer)}"
             )
-        if not all(isinstance(each, Sequence) and each.pool is pool for each in sequences):
-            raise TypeError("sequences must be a list of Sequences of the same pool")
+        rows = tuple(sequences)
+        if not all(isinstance(each, Sequence) and each.pool is pool for each in rows):
+            raise TypeError("sequences must be Sequences of the same pool")
         self.pool = pool
         self.layer = layer
-        self.sequences = sequences
+        self.batch = Batch.of(pool, rows)
         self._dependency: mx.array | None = None
-        # Keeps the step alive: sequences refer to it only weakly.
-        self._step: Step | None = None
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequences of the batch."""
+        return self.batch.sequences
 
     @property
     def offset(self) -> int | mx.array:
         """The position of the next token: a number for one sequence, int32 [B] for a batch."""
-        sequences, layer = self.sequences, self.layer
-        step = sequences[0].step() if sequences else None
-        if isinstance(step, Step) and step.sequences == sequences:
+        layer, step = self.layer, self.batch.step
+        if step is not None and step.progress.is_open:
             if layer in step.waiting:
                 return step.offset_before
             if layer in step.layers:
                 return step.offset_after
-        offsets = [sequence.offset(layer) for sequence in sequences]
+        offsets = [sequence.offset(layer) for sequence in self.sequences]
         return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
     def size(self) -> int:
@@ -88,13 +94,12 @@ class PagedKVCache:
         """
         if self._dependency is not None:
             keys = mx.depends(keys, self._dependency)
-        sequences = self.sequences
-        step = sequences[0].step() if sequences else None
+        step = self.batch.step
         if (
-            isinstance(step, Step)
+            step is not None
             and self.layer in step.waiting
             and step.shape == keys.shape[::2]
-            and step.sequences == sequences
+            and step.progress.is_open
         ):
             arrays = step.write(self.layer, keys, values)
         else:
@@ -104,20 +109,18 @@ class PagedKVCache:
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
         """Begin a step with these tokens."""
-        sequences = self.sequences
-        if len(sequences) == 1 and self.empty() and keys.shape[0] > 1:
+        batch = self.batch
+        if keys.shape[0] > 1 == len(batch.sequences) and self.empty():
             # A new prompt cache takes a batch of any size.
-            sequences = sequences[0].batch_of(keys.shape[0])
-        arrays = append(self.pool, self.layer, sequences, keys, values)
+            batch = batch.widened(keys.shape[0])
+        arrays = batch.append(self.layer, keys, values)
         # Not earlier: after a failed step, this is still a new cache.
-        self.sequences = sequences
-        step = sequences[0].step() if sequences else None
-        self._step = step if isinstance(step, Step) else None
+        self.batch = batch
         return arrays
 
     def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
         """All keys and values so far, as `update_and_fetch` returns them."""
-        return read(self.pool, self.layer, self.sequences)
+        return self.batch.read(self.layer)
 
     @property
     def keys(self) -> mx.array:
@@ -153,7 +156,8 @@ class PagedKVCache:
         Raises:
             PoolExhausted: the pool's budget does not hold the tokens.
         """
-        step = self._step_of_model(N)
+        step = self.batch.begin(self.layer, N)
+        step.begin_in_model()
         window = self.pool.windows.get(self.layer)
         return step_mask(step.rows, N, window, return_array=return_array, window_size=window_size)
 
@@ -244,7 +248,7 @@ class PagedKVCache:
             IndexError: there is no such sequence; nothing was changed.
         """
         kept = [self.sequences[index] for index in integers(batch_indices)]
-        self.sequences, self._step = self._distinct(kept), None
+        self.batch = Batch.of(self.pool, self._distinct(kept))
 
     def extend(self, other: PagedKVCache) -> None:
         """Append the other cache's sequences to the batch.
@@ -253,7 +257,7 @@ class PagedKVCache:
             ValueError: they are not in the same layer of the same pool.
         """
         self._require_same_pages(other)
-        self.sequences = self._distinct(self.sequences + other.sequences)
+        self.batch = Batch.of(self.pool, self._distinct([*self.sequences, *other.sequences]))
         self._dependency = joined_of([self._dependency, other._dependency])
 
     def extract(self, idx: int) -> PagedKVCache:
@@ -295,7 +299,7 @@ class PagedKVCache:
                 f"kv_group_size={group_size} is not used: quantised pages have one scale for "
                 f"{GROUP} numbers"
             )
-        convert(self.pool, self.sequences, page_format_named(f"q{bits}"))
+        self.batch.convert(page_format_named(f"q{bits}"))
         return self
 
     @property
@@ -315,7 +319,7 @@ class PagedKVCache:
         The arrays are views of pages; evaluating them waits for pending writes. Do not keep them:
         the next write shows in them, or has to copy a slab.
         """
-        state = saved_state(self.pool, self.layer, self.sequences)
+        state = saved_state(self.pool, self.layer, list(self.sequences))
         return state if self._dependency is None else {**state, "depends_on": self._dependency}
 
     @classmethod
@@ -349,21 +353,6 @@ class PagedKVCache:
 
     def _dependent(self, array: PagedKeys | PagedValues) -> mx.array:
         return array if self._dependency is None else depending(array, [self._dependency])
-
-    def _step_of_model(self, count: int) -> Step:
-        """The model's next step; begun here unless another layer has begun it."""
-        sequences = self.sequences
-        step = sequences[0].step() if sequences else None
-        if (
-            not isinstance(step, Step)
-            or self.layer not in step.waiting
-            or step.shape != (len(sequences), count)
-            or step.sequences != sequences
-        ):
-            step = begin_step(self.pool, self.layer, sequences, count)
-        step.begin_in_model()
-        self._step = step
-        return step
 
     def _require_empty(self, left_padding: list[int]) -> None:
         """Refuse left padding after tokens, as mlx-lm's caches do: it would lie between tokens."""

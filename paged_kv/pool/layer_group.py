@@ -9,7 +9,7 @@ from copy import copy
 from itertools import chain, takewhile
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import WRITTEN_BLOCKS, BlockTable
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS, Events
 from paged_kv.allocator.requantisation import Requantisation, RequantisationPolicy, full_blocks
@@ -25,6 +25,9 @@ from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat, page
 from paged_kv.pool.stats import GroupStats
 from paged_kv.pool.window import Window
 
+# The most blocks of a sequence that have 16 bits at a time: the page that is being written, and the
+# one that the latest step wrote before it.
+WRITTEN_BLOCKS = 2
 # The share of a group's pages that get smaller at a time, so that not many more do than must.
 REQUANTISED_SHARE = 16
 
@@ -38,7 +41,21 @@ class LayerGroup:
     A layer's shapes are known from its first write, never from the model's configuration. Until
     every layer has written once, the group assumes that the others are as large as the first.
     Otherwise it would plan the first slab as if the model had one layer.
+
+    Attributes:
+        layers: the group's layers, by number.
+        window: the window that they share, or None.
+        page_format: the format of full pages, but for those of sequences with one of their own.
+        formats: all formats of the group's pages, by name.
+        pages: the pages of each layer that was written.
+        gather_fallbacks: how often keys and values were gathered for an attention of the model's.
+        moves: how often pages moved, which invalidates earlier copies of block tables.
+        is_open: whether any layer has been written.
+        is_settled: whether the shapes of all layers that write are known.
+        allocator: allocates the blocks; there is none before the group is open.
     """
+
+    allocator: BlockAllocator
 
     def __init__(
         self,
@@ -56,29 +73,11 @@ class LayerGroup:
         self.formats = {each.name: each for each in (FP16, page_format, *smaller_formats)}
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
-        # How often pages moved, which invalidates earlier copies of block tables.
         self.moves = 0
         self._backend = backend
         self._budget = budget
         self._events = events
-        self._allocator: BlockAllocator | None = None
-        self._all_layers_known = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether any layer has been written."""
-        return self._allocator is not None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the shapes of all layers that write are known."""
-        return self._all_layers_known
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """The group's allocator, made at the first write; assert `is_open` first."""
-        assert self._allocator is not None, "no layer of this group was written yet"
-        return self._allocator
+        self.is_open = self.is_settled = False
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
         """Make a block table for a sequence whose full pages get that format, or one with a ring if
@@ -91,7 +90,7 @@ class LayerGroup:
     def rehearsing(self, allocator: BlockAllocator) -> LayerGroup:
         """A copy of the group with another allocator and without pages, for a rehearsal."""
         group = copy(self)
-        group._allocator, group.pages = allocator, {}
+        group.allocator, group.pages = allocator, {}
         return group
 
     def add_format(self, page_format: PageFormat) -> None:
@@ -159,8 +158,8 @@ class LayerGroup:
 
     def settle(self) -> None:
         """Note that a second step begins: layers that wrote nothing in the first never write."""
-        if self.is_open and not self._all_layers_known:
-            self._all_layers_known = True
+        if self.is_open and not self.is_settled:
+            self.is_settled = True
             self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
 
     def copy_pages(self, copies: Mapping[int, int]) -> None:
@@ -304,9 +303,9 @@ class LayerGroup:
 
     def _add_layer(self, layer: int, pages: LayerPages) -> None:
         block_bytes = self._all_block_bytes({**self.pages, layer: pages})
-        if self._allocator is None:
+        if not self.is_open:
             first = FP16.name
-            self._allocator = BlockAllocator(
+            self.allocator = BlockAllocator(
                 self._budget,
                 block_bytes[first],
                 PAGE_SIZE,
@@ -318,10 +317,11 @@ class LayerGroup:
                 self._events,
             )
             for name, size in block_bytes.items():
-                self._allocator.add_format(name, size)
+                self.allocator.add_format(name, size)
+            self.is_open = True
         else:
-            self._allocator.set_block_bytes(block_bytes)
-        for slabs in self._allocator.formats:
+            self.allocator.set_block_bytes(block_bytes)
+        for slabs in self.allocator.formats:
             for slab, count in slabs.slabs.items():
                 pages.map_slab(slab, count, self.formats[slabs.name])
         self.pages[layer] = pages
@@ -346,7 +346,7 @@ class LayerGroup:
 
     def _block_bytes(self, pages: Mapping[int, LayerPages], page_format: PageFormat) -> int:
         sizes = [layer_pages.page_bytes(page_format) for layer_pages in pages.values()]
-        unknown = 0 if self._all_layers_known else len(self.layers) - len(sizes)
+        unknown = 0 if self.is_settled else len(self.layers) - len(sizes)
         return sum(sizes) + unknown * sizes[0]
 
     def _map_slab(self, slab: int, count: int, page_format: str) -> None:

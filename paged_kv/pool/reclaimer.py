@@ -77,8 +77,11 @@ class Reclaimer:
     def tidy(self) -> bool:
         """Give back memory that is no longer needed, a little of each group. Call it between
         steps. Returns whether there may be more."""
-        open_groups = [group for group in self._groups if group.is_open]
-        return sum(group.allocator.tidy() for group in open_groups) > 0
+        is_untidy = False
+        for group in self._groups:
+            if group.is_open and not group.allocator.is_tidy:
+                is_untidy |= group.allocator.tidy()
+        return is_untidy
 
     def has(self, needs: Needs) -> bool:
         """Whether the needs fit now, without eviction or requantisation. O(slabs)."""

@@ -19,7 +19,7 @@ from paged_kv.allocator.requantisation import RequantisationPolicy
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.reclaimer import Reclaimer
-from paged_kv.pool.reservation import own_by_page
+from paged_kv.pool.reservation import reserve_by_page
 from paged_kv.pool.stats import PoolCounts
 
 
@@ -45,7 +45,7 @@ def would_fit(
     reclaimer = Reclaimer(copies, free, index, OutOfWindowBlocks(), policy, counts)
     writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
     try:
-        own_by_page(reclaimer, writes)
+        reserve_by_page(reclaimer, writes)
     except PoolExhausted:
         return False
     return True

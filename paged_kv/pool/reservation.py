@@ -17,9 +17,8 @@ def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
     return {group: blocks_needed(theirs) for group, theirs in writes.items()}
 
 
-def own(reclaimer: Reclaimer, writes: Writes) -> None:
-    """Reserve blocks for all writes, or none, and copy shared pages. Then give back a little of
-    the memory that is no longer needed.
+def reserve_together(reclaimer: Reclaimer, writes: Writes) -> None:
+    """Reserve blocks for all writes, or none, and copy shared pages.
 
     Raises:
         PoolExhausted: the budget does not hold them; no table has changed.
@@ -36,10 +35,9 @@ def own(reclaimer: Reclaimer, writes: Writes) -> None:
             except ThreadConflict:
                 write.table.exchange({copy: source for source, copy in copies.items()})
                 raise
-    reclaimer.tidy()
 
 
-def own_by_page(reclaimer: Reclaimer, writes: Writes) -> None:
+def reserve_by_page(reclaimer: Reclaimer, writes: Writes) -> None:
     """Reserve blocks for all writes a page at a time, so that the first pages of a step can be
     requantised for its last ones.
 
@@ -49,7 +47,7 @@ def own_by_page(reclaimer: Reclaimer, writes: Writes) -> None:
     by_page = {group: [write.by_page() for write in theirs] for group, theirs in writes.items()}
     rounds = max([len(pages) for theirs in by_page.values() for pages in theirs], default=0)
     for at in range(rounds):
-        own(
+        reserve_together(
             reclaimer,
             {
                 group: [pages[at] for pages in theirs if at < len(pages)]

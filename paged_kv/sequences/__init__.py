@@ -2,15 +2,17 @@
 
 sequence             owns blocks, and tracks how many tokens each layer has
 padding              counts the padding of a sequence in a batch
+batch                sequences that take their steps together; the layers of a cache share it
 step                 the next tokens of some sequences, planned once for all layers
+step_progress        how far a step is, which its sequences know too
 step_row             a step in one sequence
-step_view            a step in the layers of one group
+group_step           a step in the layers of one group
 step_metadata        makes the attention metadata of a step, and of its parts
 step_blocks          reserves the blocks of a step
 full_pages           recodes full pages to the format of their sequences
 masks                the masks that a cache makes
+visibility           what a mask lets queries see, in the terms of kernels
 paged_array          arrays backed by pages
 pending_step         a step that is written to a ring after its queries have attended
 out_of_window_pages  caches pages that a window has passed, for prompts with the same prefix
-steps                the public functions: begin, append, read, commit and convert
 """

@@ -36,12 +36,10 @@ def cache_leaving(
             out_of_window[page] = blocks.cache(group.allocator, block)
 
 
-def is_read_first(window: Window | None, rows: list[StepRow], count: int) -> bool:
+def is_read_first(window: Window, rows: list[StepRow], count: int) -> bool:
     """Whether the queries of a step of `count` tokens attend before it is written: because they see
     tokens that it overwrites, or because an uncached page would be lost."""
-    if window is None or count > window.write_chunk:
-        return window is not None
-    return any(
+    return count > window.write_chunk or any(
         row.sequence.caches_out_of_window and _unseen_pages(window, row.before, row.end)
         for row in rows
     )

@@ -20,7 +20,8 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
 from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
-from paged_kv.sequences.step_view import StepView
+from paged_kv.sequences.group_step import GroupStep
+from paged_kv.sequences.step_progress import StepProgress
 
 
 class ReadStep(Protocol):
@@ -28,8 +29,8 @@ class ReadStep(Protocol):
 
     pool: PagePool
     lock: RLock
-    is_open: bool
-    unread: PagedRead | None
+    progress: StepProgress
+    is_unread: bool
 
 
 class PagedRead:
@@ -37,26 +38,30 @@ class PagedRead:
 
     Args:
         step: the latest step.
-        view: the step in the layer's group.
+        group_step: the step in the layer's group.
         pages: the layer's pages.
-        step_tokens: the step's keys and values, if `view.needs_step`.
+        step_tokens: the step's keys and values, if `group_step.needs_step`.
 
     Attributes:
         new_tokens: those of them that no page holds.
         lock: held during reads, so that no page moves.
     """
 
-    __slots__ = ("lock", "new_tokens", "pages", "step", "step_tokens", "view")
+    __slots__ = ("group_step", "lock", "new_tokens", "pages", "step", "step_tokens")
 
     def __init__(
-        self, step: ReadStep, view: StepView, pages: LayerPages, step_tokens: NewTokens | None
+        self,
+        step: ReadStep,
+        group_step: GroupStep,
+        pages: LayerPages,
+        step_tokens: NewTokens | None,
     ) -> None:
         self.step = step
-        self.view = view
+        self.group_step = group_step
         self.pages = pages
         self.lock = step.lock
         self.step_tokens = step_tokens
-        self.new_tokens = step_tokens if view.read_first else None
+        self.new_tokens = step_tokens if group_step.read_first else None
 
     def attend(
         self,
@@ -72,19 +77,22 @@ class PagedRead:
         `Backend.attend_latent` with position queries. None if lengths and a window cannot express
         the mask, or if the sequences have changed since: the step then holds other tokens."""
         with self.lock:
-            view, step = self.view, self.step
-            is_same_mask = mask is view.mask and queries.shape[2] == view.queries
-            if not step.is_open or not (is_same_mask or view.sees_as(mask, queries.shape[2])):
+            step, group_step = self.step, self.group_step
+            latest, count = group_step.seen, queries.shape[2]
+            if latest.mask is not mask or latest.queries != count:
+                latest = group_step.see_by(mask, count)
+            seen = latest.visibility
+            if seen is None or not step.progress.is_open:
                 return None
-            if view.moves != view.group.moves:
-                view.follow_moves()
-            step.unread = None
+            if group_step.moves != group_step.group.moves:
+                group_step.follow_moves()
+            step.is_unread = False
             attend: Callable[..., mx.array] = self.pages.attend
             step_queries, new_tokens = [queries], self.new_tokens
             if position_queries is not None:
                 attend, step_queries = self.pages.attend_latent, [queries, position_queries]
-            attention = self.pages.attention(scale, view.causal, view.window, sinks, softcap)
-            if view.parts and self.step_tokens is not None:
+            attention = self.pages.attention(scale, seen.causal, seen.window, sinks, softcap)
+            if group_step.parts and self.step_tokens is not None:
                 outputs = [
                     attend(
                         *[each[:, :, at] for each in step_queries], metadata, attention, new_tokens
@@ -92,25 +100,25 @@ class PagedRead:
                     for at, metadata in self._rewrite(*self.step_tokens)
                 ]
                 return mx.concatenate(outputs, axis=2)
-            output = attend(*step_queries, view.attention_metadata, attention, new_tokens)
-            if view.wider_window is None:
+            output = attend(*step_queries, group_step.metadata, attention, new_tokens)
+            if seen.wider_window is None:
                 return output
             # The token that only the first query's wider window reaches is not held any more.
-            attention = self.pages.attention(scale, view.causal, view.wider_window, sinks, softcap)
-            wider = attend(*step_queries, view.attention_metadata, attention, new_tokens)
+            attention = self.pages.attention(scale, seen.causal, seen.wider_window, sinks, softcap)
+            wider = attend(*step_queries, group_step.metadata, attention, new_tokens)
             return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily: the step's own as they were given, if it has parts,
         so that nothing is quantised that a query's own page holds."""
-        return self.pages.gather(self.view.attention_metadata, self.step_tokens)
+        return self.pages.gather(self.group_step.metadata, self.step_tokens)
 
     def _rewrite(
         self, keys: mx.array, values: mx.array
     ) -> Iterator[tuple[slice, AttentionMetadata]]:
         """Write the parts of the step once more, so that each finds its own page in 16 bits: a part
         is written in the block of the one before."""
-        for tokens, metadata, resumed, _ in self.view.parts:
+        for tokens, metadata, resumed, _ in self.group_step.parts:
             self.pages.copy(resumed)
             self.pages.defer(keys[:, :, tokens], values[:, :, tokens], metadata)
             yield tokens, metadata
@@ -122,13 +130,13 @@ class PagedRead:
             PagesNotRead: the sequences have changed since, so the pages may hold other tokens.
         """
         with self.lock:
-            if not self.step.is_open:
+            if not self.step.progress.is_open:
                 raise PagesNotRead(self.step.pool.name)
-            self.step.unread = None
-            self.view.follow_moves()
-            self.step.pool.note_gather(self.view.group, self.pages)
+            self.step.is_unread = False
+            self.group_step.follow_moves()
+            self.step.pool.note_gather(self.group_step.group, self.pages)
             gathered = self.gather_from_pages()
-            self.pages.lazy_reads.leave(gathered, self.view.attention_metadata, current_thread())
+            self.pages.lazy_reads.leave(gathered, self.group_step.metadata, current_thread())
             return gathered
 
     def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array | None:
@@ -136,16 +144,16 @@ class PagedRead:
         if there is a window or more than one head, if the step is in no page yet, or if the
         sequences have changed since."""
         with self.lock:
-            view, geometry = self.view, self.pages.geometry
-            is_in_pages = view.group.window is None and not view.needs_step
+            group_step, geometry = self.group_step, self.pages.geometry
+            is_in_pages = group_step.group.window is None and not group_step.needs_step
             has_one_head = (geometry.k_heads, geometry.v_heads) == (1, 1)
-            if not (self.step.is_open and is_in_pages and has_one_head):
+            if not (self.step.progress.is_open and is_in_pages and has_one_head):
                 return None
-            self.step.unread = None
-            view.follow_moves()
-            keys, values = self.pages.gather_tokens(view.attention_metadata, indices)
+            self.step.is_unread = False
+            group_step.follow_moves()
+            keys, values = self.pages.gather_tokens(group_step.metadata, indices)
             tokens = values if of_values else keys
-            self.pages.lazy_reads.leave((tokens,), view.attention_metadata, current_thread())
+            self.pages.lazy_reads.leave((tokens,), group_step.metadata, current_thread())
             return tokens
 
     def leave_unread(self) -> None:
@@ -158,7 +166,7 @@ class GatheredRead(PagedRead):
     __slots__ = ("_is_attended", "_thread", "gathered")
 
     def __init__(self, read: PagedRead) -> None:
-        super().__init__(read.step, read.view, read.pages, read.step_tokens)
+        super().__init__(read.step, read.group_step, read.pages, read.step_tokens)
         self._is_attended = True  # for `__del__`, if `gather` raises
         self._thread = current_thread()
         self.gathered = read.gather_from_pages()
@@ -167,8 +175,8 @@ class GatheredRead(PagedRead):
     def __del__(self) -> None:
         if not self._is_attended:
             # A graph may still hold the gathered arrays, and be computed later.
-            self.pages.lazy_reads.leave(self.gathered, self.view.attention_metadata, self._thread)
-            self.step.pool.note_gather(self.view.group, self.pages)
+            self.pages.lazy_reads.leave(self.gathered, self.group_step.metadata, self._thread)
+            self.step.pool.note_gather(self.group_step.group, self.pages)
 
     def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
         output = super().attend(queries, mask, **options)
@@ -277,5 +285,5 @@ def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
     keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
     keys.read = values.read = gathered
     # These live as long as the read, and so as any array that was made of the keys or values.
-    read.pages.lazy_reads.watch(gathered.gathered, read.view.attention_metadata)
+    read.pages.lazy_reads.watch(gathered.gathered, read.group_step.metadata)
     return keys, values

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from threading import Thread, current_thread
-from typing import Protocol
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
@@ -18,23 +17,7 @@ from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.sequences.padding import NO_PADDING, Padding
 from paged_kv.sequences.pending_step import PendingStep, write_pending
-
-
-class CurrentStep(Protocol):
-    """A step that includes the sequence: see `Step`."""
-
-    untold: list[int]
-
-    def tell(self) -> None:
-        """Report the layers' progress to the sequences."""
-        ...
-
-    def close(self) -> None:
-        """End the step, because a sequence changes in another way."""
-        ...
-
-
-_no_step = type(None)
+from paged_kv.sequences.step_progress import StepProgress
 
 
 class Sequence:
@@ -52,12 +35,12 @@ class Sequence:
         context_lens: number of tokens, per layer.
         written_lens: the most tokens that there ever were, per layer. A ring has overwritten
             tokens too far before those.
-        step: returns the step that includes the sequence, or None.
         step_lens: tokens of the latest step, per layer; 0 once no query can attend to it.
         padding: the padding in a batch, per layer.
         pending: the latest step of each layer that has not written it yet.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
+        tables: the sequence's block tables; `table` makes those of other groups.
 
     Raises:
         TypeError: `pool` is no pool, or `page_format` is no `PageFormat`.
@@ -73,7 +56,6 @@ class Sequence:
         self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
-        self.step: Callable[[], CurrentStep | None] = _no_step
         self._context_lens = [0] * pool.num_layers
         self._written_lens = [0] * pool.num_layers
         self._step_lens = [0] * pool.num_layers
@@ -81,31 +63,33 @@ class Sequence:
         self.pending: dict[int, PendingStep] = {}
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
-        self._before_step = self._progress()
-        self._furthest = 0
-        self._tables: dict[LayerGroup, BlockTable] = {}
+        # The latest step, how many of the layers that took it are noted here, and what it changes.
+        self._step: StepProgress | None = None
+        self._noted = 0
+        self._change = 0, 0, NO_PADDING
+        self._before_step = self._context_lens, self._written_lens, self._padding
+        self.tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
-        self._others: list[weakref.ref[Sequence]] = []
-        weakref.finalize(self, _drop_tables, self._tables).atexit = False
+        weakref.finalize(self, _drop_tables, self.tables).atexit = False
 
     @property
     def context_lens(self) -> list[int]:
-        self._hear()
+        self._follow_step()
         return self._context_lens
 
     @property
     def written_lens(self) -> list[int]:
-        self._hear()
+        self._follow_step()
         return self._written_lens
 
     @property
     def step_lens(self) -> list[int]:
-        self._hear()
+        self._follow_step()
         return self._step_lens
 
     @property
     def padding(self) -> list[Padding]:
-        self._hear()
+        self._follow_step()
         return self._padding
 
     @property
@@ -120,27 +104,27 @@ class Sequence:
 
     def progress(self, layer: int) -> tuple[int, Padding]:
         """The number of tokens in a layer, and its padding."""
-        self._hear()
+        self._follow_step()
         return self._context_lens[layer], self._padding[layer]
 
     @property
     def is_even(self) -> bool:
         """Whether all layers have the same tokens and padding."""
-        self._hear()
+        self._follow_step()
         lens, padding = self._context_lens, self._padding
         return lens.count(lens[0]) == len(lens) == padding.count(padding[0])
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
         """The sequence's block table in a group, which must be open."""
-        if group not in self._tables:
-            self._tables[group] = group.new_table(self.page_format)
-            self._tables[group].owner = self.uid
-        return self._tables[group]
+        if group not in self.tables:
+            self.tables[group] = group.new_table(self.page_format)
+            self.tables[group].owner = self.uid
+        return self.tables[group]
 
     def blocks(self, group: LayerGroup) -> tuple[int, ...]:
         """The sequence's blocks in a group, in table order."""
-        table = self._tables.get(group)
+        table = self.tables.get(group)
         return () if table is None else table.blocks
 
     def is_held_in(self, page_format: PageFormat) -> bool:
@@ -152,48 +136,26 @@ class Sequence:
         """Use that format for full pages from now on; the caller converts those there are."""
         self.close_step()
         self.page_format, self.is_converting = page_format, True
-        for group, table in self._tables.items():
+        for group, table in self.tables.items():
             if group.window is None:
                 table.page_format = page_format.name
 
-    def begin_write(self, end: int) -> bool:
-        """Note that a layer will append tokens up to position `end`; returns whether this begins a
-        new step."""
-        self._forks.clear()
-        if end <= self._furthest:
-            return False
-        self._before_step = self._progress()
-        self._furthest = end
-        return True
-
-    def advance(self, layers: list[int], before: int, end: int, padding: Padding) -> None:
-        """Note that some layers have taken a step, from `before` to `end` tokens. Only the step
-        calls this."""
-        if len(layers) == len(self._context_lens):
-            self._context_lens = [end] * len(layers)
-            if max(self._written_lens) > end:
-                self._written_lens = [max(end, most) for most in self._written_lens]
-            else:
-                self._written_lens = list(self._context_lens)
-            self._step_lens = [end - before] * len(layers)
-            self._padding = [padding] * len(layers)
-            return
-        for layer in layers:
-            self._context_lens[layer] = end
-            self._written_lens[layer] = max(end, self._written_lens[layer])
-            self._step_lens[layer] = end - before
-            self._padding[layer] = padding
+    def begin_step(self, step: StepProgress, before: int, end: int, padding: Padding) -> None:
+        """Take part in a step that brings its layers from `before` to `end` tokens, and leaves that
+        padding. Closes any other step."""
+        self.close_step()
+        self._step, self._noted, self._change = step, 0, (before, end, padding)
+        self._before_step = self._context_lens, self._written_lens, self._padding
+        if end > before:
+            self._forks.clear()
 
     def close_step(self) -> None:
         """Close the current step, before a change that is not its next layer's write."""
-        step = self.step()
+        step = self._step
         if step is not None:
+            self._follow_step()
+            self._step = None
             step.close()
-
-    def leave_step(self, step: CurrentStep) -> None:
-        """Forget a step, if it is the current one."""
-        if self.step() is step:
-            self.step = _no_step
 
     @locked
     def commit(self, layers: Set[int] | None = None) -> None:
@@ -226,16 +188,17 @@ class Sequence:
         self.context_lens[layer], self.written_lens[layer] = context_len, written_len
 
     def undo_step(self) -> None:
-        """Undo the writes of all layers since the step began."""
+        """Undo the writes of all layers in the current step, and close it."""
+        self.close_step()
         context_lens, written_lens, padding = self._before_step
         for layer, context_len in enumerate(context_lens):
-            if self.context_lens[layer] > context_len:
-                self.context_lens[layer] = context_len
+            if self._context_lens[layer] > context_len:
+                self._context_lens[layer] = context_len
                 is_pending = self.pending.pop(layer, None) is not None
                 # A written ring has lost the tokens that the step overwrote.
                 if is_pending or not context_len:
-                    self.written_lens[layer] = written_lens[layer]
-        self.padding[:] = padding
+                    self._written_lens[layer] = written_lens[layer]
+        self._padding[:] = padding
         self.shrink()
 
     @property
@@ -287,14 +250,6 @@ class Sequence:
         self.close_step()
         self.padding[layer] = NO_PADDING
         self.trim(layer, to_trim)
-
-    def batch_of(self, count: int) -> list[Sequence]:
-        """This sequence and new ones, `count` in all. Every layer gets the same ones."""
-        others = [ref() for ref in self._others[: count - 1]]
-        others += [None] * (count - 1 - len(others))
-        rows = [self, *(other or Sequence(self.pool, self.page_format) for other in others)]
-        self._others = [weakref.ref(row) for row in rows[1:]]
-        return rows
 
     @locked
     def fork(self, layer: int) -> Sequence:
@@ -350,31 +305,42 @@ class Sequence:
             self.caches_out_of_window,
         )
         copy.is_converting = self.is_converting
-        copy._context_lens, copy._written_lens, copy._padding = self._progress()
+        copy._context_lens, copy._written_lens = list(self._context_lens), list(self._written_lens)
+        copy._padding = list(self._padding)
         copy.shrink()
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
-        for group, table in self._tables.items():
-            copy._tables[group] = group.allocator.fork(table)
-            copy._tables[group].owner = copy.uid
+        for group, table in self.tables.items():
+            copy.tables[group] = group.allocator.fork(table)
+            copy.tables[group].owner = copy.uid
         return copy
 
-    def _hear(self) -> None:
-        """Let the current step report the layers' progress."""
-        step = self.step()
-        if step is not None and step.untold:
-            step.tell()
-
-    def _progress(self) -> tuple[list[int], list[int], list[Padding]]:
-        self._hear()
-        return list(self._context_lens), list(self._written_lens), list(self._padding)
+    def _follow_step(self) -> None:
+        """Note which layers have taken the latest step."""
+        if self._step is None or len(self._step.layers) == self._noted:
+            return
+        layers = self._step.layers[self._noted :]
+        self._noted += len(layers)
+        before, end, padding = self._change
+        everywhere = len(self._context_lens)
+        if len(layers) == everywhere and max(self._written_lens) <= end:
+            self._context_lens, self._written_lens = [end] * everywhere, [end] * everywhere
+            self._step_lens, self._padding = [end - before] * everywhere, [padding] * everywhere
+            return
+        # Not in place: `undo_step` needs the former numbers.
+        self._context_lens, self._written_lens = list(self._context_lens), list(self._written_lens)
+        self._padding = list(self._padding)
+        for layer in layers:
+            self._context_lens[layer] = end
+            self._written_lens[layer] = max(end, self._written_lens[layer])
+            self._step_lens[layer] = end - before
+            self._padding[layer] = padding
 
     @locked
     def shrink(self) -> None:
         """Shorten tables to the layers' present tokens, after a trim or an unused reservation."""
         self.close_step()
         self._forks.clear()
-        self._furthest = max(map(self.offset, range(self.pool.num_layers)))
-        for group, table in self._tables.items():
+        for group, table in self.tables.items():
             window, tokens = group.window, max(self.context_lens[layer] for layer in group.layers)
             if window is not None and window.first_held(self.written(group)):
                 table.rewind(tokens)

@@ -1,17 +1,15 @@
-"""Plans a step, the next tokens of some sequences, once for all their layers.
+"""Writes and reads a step: the next tokens of some sequences, in all their layers.
 
 Layers write one after the other, and the plan is the same for each: the tokens of each sequence,
 their blocks, and the visible tokens. So the first layer that writes, or the model's request for a
-mask, begins a step, and the other layers find it through their sequences. The step records the
-progress of each layer, and reports it when a sequence is queried. Any other change to one of the
-sequences closes the step.
+mask, begins a step, and the other layers take the same one from their `Batch`. Any other change to
+one of the sequences closes the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from functools import cached_property
-from weakref import ref
 
 import mlx.core as mx
 
@@ -21,73 +19,60 @@ from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.group_step import GroupStep
 from paged_kv.sequences.out_of_window_pages import is_read_first, keep_unseen
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.sequences.pending_step import PendingStep
 from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step_blocks import Scratch, drop, reserve
+from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_metadata import StepPart
+from paged_kv.sequences.step_progress import StepProgress
 from paged_kv.sequences.step_row import StepRow
-from paged_kv.sequences.step_view import StepView
 
 
 class Step:
-    """S tokens of some sequences. `begin_step` makes steps, and `read` for tokens already written.
+    """S tokens of some sequences. `Batch` makes steps.
 
     Args:
         pool: the sequences' pool.
         rows: the step in each sequence.
-        count: S, padding included.
+        count: S, padding included; 0 to read the tokens that were written.
         layers: the layers that take the step; all have the same tokens.
 
     Attributes:
-        sequences: the sequence of each row.
         shape: numbers of sequences and of tokens.
         waiting: the layers that have not taken the step yet.
-        is_open: whether the sequences have not changed otherwise.
+        progress: the layers that have, and whether the step is open.
         attending: in a model's step, the layers whose arrays only attention can read.
-        untold: layers that have taken the step since the last `tell`.
-        unread: the latest layer's keys and values, until attention has read them.
+        is_unread: whether attention has not read the latest layer's keys and values yet, where it
+            must.
     """
 
     def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
         self.pool = pool
         self.lock = pool.lock
         self.rows = rows
-        self.sequences = [row.sequence for row in rows]
         self.shape = (len(rows), count)
         self.layers = layers
         self.waiting: set[int] = set(layers) if count else set()
-        self.is_open = True
-        self._reserved_groups = 0
+        self.progress = StepProgress()
         self.attending: frozenset[int] = frozenset()
-        self.unread: PagedRead | None = None
-        self.untold: list[int] = []
-        self._views: dict[int, StepView] = {}
-        self._scratch: Scratch = {}
-        me = ref(self)
-        for sequence in self.sequences:
-            sequence.close_step()
-            sequence.step = me
-
-    def __del__(self) -> None:
-        self.tell()
-        drop(self._scratch)
+        self.is_unread = False
+        self._reserved_groups = 0
+        self._groups: dict[int, GroupStep] = {}
+        for sequence, before, end, padding, _ in rows:
+            sequence.begin_step(self.progress, before, end, padding)
 
     @cached_property
     def offset_before(self) -> int | mx.array:
         """The position of the first token: a number for one sequence, int32 [B] for a batch."""
-        return _offsets([row.offset for row in self.rows])
+        rows = self.rows
+        return rows[0].offset if len(rows) == 1 else _positions([row.offset for row in rows])
 
     @cached_property
     def offset_after(self) -> int | mx.array:
         """The position after the last token."""
-        return _offsets([row.offset_after for row in self.rows])
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all layers of the pool have taken the step."""
-        return not self.waiting and len(self.layers) == self.pool.num_layers
+        return _positions([row.offset_after for row in self.rows])
 
     def begin_in_model(self) -> None:
         """Note that a model takes the step, and reserve blocks for it.
@@ -100,110 +85,97 @@ class Step:
         self.attending = pool.attending_in_decode if is_decode else pool.attending
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
-        """Take the step in one layer; see `append`."""
+        """Take the step in one layer; see `Batch.append`."""
         with self.lock:
             try:
-                if self.unread is not None:
+                if self.is_unread:
                     raise PagesNotRead(self.pool.name)
-                view = self._views.get(layer)
-                pages = None if view is None else view.group.pages.get(layer)
-                if view is None or pages is None:
-                    view, pages = self._prepare(layer, LayerGeometry.of(keys, values))
+                step = self._groups.get(layer)
+                pages = None if step is None else step.group.pages.get(layer)
+                if step is None or pages is None:
+                    step, pages = self._prepare(layer, keys, values)
+                arrays = step.arrays.get(id(pages.geometry))
                 given = keys.shape, values.shape, keys.dtype, values.dtype
-                expected = view.expected.get(id(pages.geometry))
-                if expected is None or expected.given != given:
-                    expected = view.expect(layer, keys, values)
-                if view.moves != view.group.moves:
-                    view.follow_moves()
-                if view.read_first:
-                    keep_pending(layer, self.sequences, (keys, values), view.attention_metadata)
-                elif view.parts:
-                    write_parts(pages, view.parts, (keys, values))
+                if arrays is None or arrays.given != given:
+                    arrays = step.arrays_for(layer, keys, values)
+                if step.moves != step.group.moves:
+                    step.follow_moves()
+                if step.read_first:
+                    keep_pending(layer, self.rows, (keys, values), step.metadata)
+                elif step.parts:
+                    write_parts(pages, step.parts, (keys, values))
                 else:
-                    pages.defer(keys, values, view.attention_metadata)
+                    pages.defer(keys, values, step.metadata)
                 self.waiting.discard(layer)
-                self.untold.append(layer)
-                read = PagedRead(self, view, pages, (keys, values) if view.needs_step else None)
+                self.progress.layers.append(layer)
+                read = PagedRead(self, step, pages, (keys, values) if step.needs_step else None)
                 if layer not in self.attending:
                     return gathered_arrays(read)
             except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
-                self._undo()
+                for row in self.rows:
+                    row.sequence.undo_step()
                 raise
-            if self.pool.attends_in_order:
-                self.unread = read
-            paged_keys, paged_values = PagedKeys(expected.keys), PagedValues(expected.values)
+            self.is_unread = self.pool.attends_in_order
+            paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
             paged_keys.read = paged_values.read = read
             return paged_keys, paged_values
 
-    def read(self, layer: int) -> PagedRead:
-        """A read of all tokens so far, in a layer that has taken the step."""
-        group, new_tokens = self.pool.group_of(layer), unwritten_step(layer, self.sequences)
-        view = self._views.get(layer)
-        if view is None:
-            view = self._views[layer] = StepView(
-                group, self.rows, read_first=new_tokens is not None
-            )
-        view.follow_moves()
-        return PagedRead(self, view, group.pages[layer], new_tokens)
+    def read(self, layer: int, new_tokens: NewTokens | None) -> PagedRead:
+        """A read of all tokens so far, in a layer that has taken the step; `new_tokens` are those
+        that no page holds."""
+        step = self._groups.get(layer)
+        if step is None:
+            group = self.pool.group_of(layer)
+            step = GroupStep(group, self.rows, read_first=new_tokens is not None)
+            self._groups[layer] = step
+        step.follow_moves()
+        return PagedRead(self, step, step.group.pages[layer], new_tokens)
 
-    def tell(self) -> None:
-        """Report the layers' progress to the sequences. The garbage collector may call this at any
-        time, so it takes no lock and touches nothing but the sequences."""
-        layers, self.untold = self.untold, []
-        if layers:
-            for row in self.rows:
-                row.sequence.advance(layers, row.before, row.end, row.padding)
-
-    def close(self) -> None:
-        """End the step, because a sequence changes in another way."""
-        self.tell()
-        self.is_open, self.unread = False, None
-        drop(self._scratch)
-        for sequence in self.sequences:
-            sequence.leave_step(self)
-
-    def _prepare(self, layer: int, geometry: LayerGeometry) -> tuple[StepView, LayerPages]:
+    def _prepare(
+        self, layer: int, keys: mx.array, values: mx.array
+    ) -> tuple[GroupStep, LayerPages]:
         """Prepare everything that writes need, so that they cannot fail. Called for the first layer
         of the step, and for layers that were never written."""
-        pool, count = self.pool, self.shape[1]
-        begun = [row for row in self.rows if row.sequence.begin_write(row.offset + count)]
-        group = pool.group_of(layer)
-        pages = group.open_layer(layer, geometry)
-        if any(row.sequence.length for row in begun):
-            for each in pool.groups:
+        pool, group, is_first = self.pool, self.pool.group_of(layer), not self._groups
+        pages = group.pages.get(layer) or group.open_layer(layer, LayerGeometry.of(keys, values))
+        for each in pool.groups if is_first else ():
+            if not each.is_settled and any(row.sequence.length for row in self.rows):
                 each.settle()
-        self._reserve()
-        for row in begun:
-            keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
+        if self._reserved_groups < len(pool.groups):
+            self._reserve()
+        for row in self.rows:
+            if is_first and row.sequence.caches_out_of_window:
+                keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
         for each in pool.groups:
             if each.is_open:
-                read_first = is_read_first(each.window, self.rows, count)
-                scratch = self._scratch.get(each)
-                view = StepView(
-                    each, self.rows, read_first=read_first, count=count, scratch=scratch
+                window = each.window
+                step = GroupStep(
+                    each,
+                    self.rows,
+                    read_first=window is not None
+                    and is_read_first(window, self.rows, self.shape[1]),
+                    count=self.shape[1],
+                    scratch=self.progress.scratch.get(each),
                 )
-                self._views.update(dict.fromkeys(each.layers, view))
-        return self._views[layer], pages
+                self._groups.update(dict.fromkeys(each.layers, step))
+        return self._groups[layer], pages
 
     def _reserve(self) -> None:
         """Reserve blocks in all open groups. The block size of other groups is unknown until their
         first write."""
-        groups = sum(group.is_open for group in self.pool.groups)
+        groups = 0
+        for group in self.pool.groups:
+            groups += group.is_open
         if groups != self._reserved_groups:
-            for sequence in self.sequences:
-                if sequence.pending:
-                    sequence.write_pending(self.waiting)
-            self._scratch.update(reserve(self.pool, self.rows))
+            for row in self.rows:
+                if row.sequence.pending:
+                    row.sequence.write_pending(self.waiting)
+            self.progress.scratch.update(reserve(self.pool, self.rows))
             self._reserved_groups = groups
 
-    def _undo(self) -> None:
-        self.close()
-        for sequence in self.sequences:
-            sequence.undo_step()
 
-
-def _offsets(offsets: list[int]) -> int | mx.array:
-    return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
+def _positions(positions: list[int]) -> int | mx.array:
+    return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
 
 
 def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> None:
@@ -216,17 +188,17 @@ def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> No
 
 
 def keep_pending(
-    layer: int, sequences: list[Sequence], step: NewTokens, metadata: AttentionMetadata
+    layer: int, rows: list[StepRow], step: NewTokens, metadata: AttentionMetadata
 ) -> None:
     """Keep the step of one layer at its sequences until it is written; `metadata` tells valid
     tokens from padding."""
     owned = metadata.valid_tokens(step[0].shape[2])
-    for row, (sequence, own) in enumerate(zip(sequences, owned, strict=True)):
-        pending = sequence.pending[layer] = PendingStep(step, row, own)
-        sequence.pool.pending.add(pending)
+    for at, (row, own) in enumerate(zip(rows, owned, strict=True)):
+        pending = row.sequence.pending[layer] = PendingStep(step, at, own)
+        row.sequence.pool.pending.add(pending)
 
 
-def unwritten_step(layer: int, sequences: list[Sequence]) -> NewTokens | None:
+def unwritten_step(layer: int, sequences: Iterable[Sequence]) -> NewTokens | None:
     """The step that is pending in exactly these sequences; None if there is none, or if the batch
     was rearranged since."""
     pending = [sequence.pending.get(layer) for sequence in sequences]

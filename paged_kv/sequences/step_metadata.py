@@ -19,7 +19,6 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
-from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_row import StepRow
 
 
@@ -30,11 +29,14 @@ def attention_metadata(
 
     With `read_first`, no page holds the step itself yet.
     """
-    padding = tuple([row.padding.right for row in rows])
     if group.window is not None:
-        return _ring_metadata(group, group.window, rows, padding, read_first)
-    tables = tuple([row.sequence.blocks(group) for row in rows])
-    return AttentionMetadata(tables, tuple([row.end for row in rows]), padding)
+        return _ring_metadata(group, group.window, rows, read_first)
+    tables, ends, right_padding = [], [], []
+    for sequence, _, end, padding, _ in rows:
+        tables.append(sequence.blocks(group))
+        ends.append(end)
+        right_padding.append(padding.right)
+    return AttentionMetadata(tuple(tables), tuple(ends), tuple(right_padding))
 
 
 class StepPart(NamedTuple):
@@ -54,13 +56,13 @@ class StepPart(NamedTuple):
 
 
 def step_parts(
-    group: LayerGroup, rows: list[StepRow], count: int, scratch: Mapping[Sequence, BlockTable]
+    group: LayerGroup, rows: list[StepRow], count: int, scratch: Mapping[str, BlockTable]
 ) -> list[StepPart]:
     """The parts of a step of `count` tokens, padding included; none if it recodes no page.
 
-    `scratch` holds the recoded page that a row's step begins in, see `Write.needs_scratch`.
+    `scratch` holds the recoded page that a row's step begins in, by uid: see `Write.needs_scratch`.
     """
-    pages = [_RowPages(group, row, scratch.get(row.sequence)) for row in rows]
+    pages = [_RowPages(group, row, scratch.get(row.sequence.uid)) for row in rows]
     cuts = sorted({cut for row in pages for cut in row.cuts})
     if not cuts:
         return []
@@ -114,7 +116,7 @@ class _RowPages:
         for page in write.left_pages:
             block, last = table.blocks[page], table.blocks[write.left_pages.stop]
             holds_earlier = page == write.left_pages.start and write.begins_within_page
-            if not table.is_writable(block):
+            if not table.allocator.is_writable(block):
                 self._recoded[page] = last, block
                 if holds_earlier:
                     self.resumed = {block: last}
@@ -126,7 +128,6 @@ def _ring_metadata(
     group: LayerGroup,
     window: Window,
     rows: list[StepRow],
-    padding: tuple[int, ...],
     read_first: bool,
 ) -> AttentionMetadata:
     """Metadata for a window. Each table begins with the page of the first token in the window of
@@ -146,4 +147,5 @@ def _ring_metadata(
         firsts.append(first + shift if first else 0)
         heads.append(sink_tokens)
     head_tokens = tuple(heads) if window.sink_tokens else ()
+    padding = tuple([row.padding.right for row in rows])
     return AttentionMetadata(tuple(tables), tuple(lengths), padding, tuple(firsts), head_tokens)

@@ -29,14 +29,11 @@ class StepRow(NamedTuple):
     @classmethod
     def next(cls, sequence: Sequence, layer: int, count: int) -> StepRow:
         """The step of the next `count` tokens, padding included."""
-        return cls._behind(sequence, *sequence.progress(layer), count)
-
-    def following(self, count: int) -> StepRow:
-        """The step of `count` tokens after this one."""
-        return self._behind(self.sequence, self.end, self.padding, count)
+        return cls.after(sequence, *sequence.progress(layer), count)
 
     @classmethod
-    def _behind(cls, sequence: Sequence, before: int, padding: Padding, count: int) -> StepRow:
+    def after(cls, sequence: Sequence, before: int, padding: Padding, count: int) -> StepRow:
+        """The step of `count` tokens after the first `before`, with that padding to come."""
         if padding is NO_PADDING:
             return cls(sequence, before, before + count, padding, before)
         offset = before + padding.right - padding.left
@@ -54,8 +51,9 @@ class StepRow(NamedTuple):
         return self.end + self.padding.right - self.padding.left
 
 
-def layers_as_far(sequences: Iterable[Sequence], layer: int, num_layers: int) -> Set[int]:
-    """The layers that are as far as `layer` in every sequence, so that they share its next step."""
+def layers_of_step(sequences: Iterable[Sequence], layer: int, num_layers: int) -> Set[int]:
+    """The layers that share the next step of `layer`: those with as many tokens in every
+    sequence."""
     layers: Set[int] = frozenset(range(num_layers))
     for sequence in sequences:
         if not sequence.is_even:

@@ -9,7 +9,6 @@ from functools import partial
 from statistics import median
 
 from paged_kv.admission.pool_size import GroupSize, PoolSize
-from paged_kv.allocator.block_table import WRITTEN_BLOCKS
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.trace.recorder import TraceEvent
@@ -47,17 +46,7 @@ class _Group:
     @property
     def block_bytes(self) -> int:
         """Of a full block."""
-        return self.sizes.get(self.page_format, self.written_bytes)
-
-    @property
-    def written_bytes(self) -> int:
-        """Of a block that is written: in the format that a trace names first."""
-        return next(iter(self.sizes.values()), 0)
-
-    @property
-    def recodes(self) -> bool:
-        """Whether full blocks get another format."""
-        return self.block_bytes != self.written_bytes
+        return self.sizes.get(self.page_format, next(iter(self.sizes.values()), 0))
 
     def blocks_for(self, page_size: int, tokens: int) -> int:
         blocks = -(-tokens // page_size)
@@ -133,8 +122,6 @@ class TracedLoad:
                 group.block_bytes,
                 partial(group.blocks_for, self._page_size),
                 is_ring=bool(group.entries),
-                written_bytes=group.written_bytes,
-                written_blocks=WRITTEN_BLOCKS if group.recodes else 0,
             )
             for group in groups
         ]

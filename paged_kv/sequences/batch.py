@@ -1,0 +1,179 @@
+"""Lets the layers of a prompt cache share the steps of their sequences.
+
+mlx-lm calls the cache of each layer separately. The first layer that takes a step begins it here,
+and the others find it here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Set
+from functools import partial
+
+import mlx.core as mx
+
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.kernels.pages.page_format import PageFormat
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.full_pages import full_blocks
+from paged_kv.sequences.paged_array import PagedKeys, PagedValues, gathered_arrays
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step import Step, unwritten_step
+from paged_kv.sequences.step_row import StepRow, layers_of_step
+from paged_kv.sizes import counted
+
+
+class Batch:
+    """Sequences of one pool that take their steps together. `Batch.of` makes batches.
+
+    Attributes:
+        sequences: the sequences, in the order of rows.
+        step: the latest step, which may be closed; None before the first.
+    """
+
+    def __init__(self, pool: PagePool, sequences: tuple[Sequence, ...]) -> None:
+        self.pool = pool
+        self.sequences = sequences
+        self.step: Step | None = None
+        self._wider: weakref.ref[Batch] | None = None
+
+    @classmethod
+    def of(cls, pool: PagePool, sequences: Iterable[Sequence]) -> Batch:
+        """The batch of these sequences. While it exists, all callers get the same one: so each
+        layer's cache finds it by itself, after operations like `filter` too."""
+        rows = tuple(sequences)
+        with pool.lock:
+            batch = _batches.get((pool, rows))
+            if batch is None:
+                batch = _batches[pool, rows] = cls(pool, rows)
+            return batch
+
+    def widened(self, count: int) -> Batch:
+        """The batch of this one's sequence and new ones, `count` in all: the same one for all
+        layers."""
+        wider = None if self._wider is None else self._wider()
+        if wider is None or len(wider.sequences) != count:
+            (first,) = self.sequences
+            others = [Sequence(self.pool, first.page_format) for _ in range(count - 1)]
+            wider = Batch.of(self.pool, [first, *others])
+            self._wider = weakref.ref(wider)
+        return wider
+
+    def begin(self, layer: int, count: int) -> Step:
+        """The step of each sequence's next `count` tokens, padding included, in one layer: the one
+        that other layers have begun, or else a new one, which all layers with as many tokens take.
+        That closes any other step of these sequences."""
+        step = self.step
+        if step is None or not step.progress.is_open:
+            return self._begin(layer, count)
+        if layer in step.waiting and step.shape[1] == count:
+            return step
+        if step.waiting or len(step.layers) < self.pool.num_layers:
+            return self._begin(layer, count)
+        # All layers have taken it, and take the next one too.
+        with self.pool.lock:
+            rows = [
+                StepRow.after(sequence, end, padding, count)
+                for sequence, _, end, padding, _ in step.rows
+            ]
+            self.step = Step(self.pool, rows, count, step.layers)
+            return self.step
+
+    def append(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Write the valid tokens of a step of S tokens to pages, in one layer; returns as `read`.
+
+        keys [B, k_heads, S, k_dim], values [B, v_heads, S, v_dim], B the number of sequences.
+
+        Each error also undoes the writes of other layers in the same step.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit this layer or a page format.
+            PoolExhausted: the budget does not hold the blocks.
+            ThreadConflict: another thread has not yet computed its reads of these pages.
+        """
+        if keys.shape[0] != len(self.sequences):
+            raise ValueError(
+                f"layer {layer} holds {counted(len(self.sequences), 'sequence')}, got a batch of "
+                f"{keys.shape[0]}"
+            )
+        if keys.shape[2] == 0:
+            return self.read(layer)
+        return self.begin(layer, keys.shape[2]).write(layer, keys, values)
+
+    def read(self, layer: int) -> tuple[PagedKeys, PagedValues]:
+        """All keys and values of the sequences in one layer.
+
+        Raises:
+            ValueError: the layer has not been written yet.
+        """
+        pool, step = self.pool, self.step
+        with pool.lock:
+            if layer not in pool.group_of(layer).pages:
+                raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
+            new_tokens = unwritten_step(layer, self.sequences)
+            is_open = step is not None and step.progress.is_open
+            if step is None or not is_open or layer not in step.layers - step.waiting:
+                if new_tokens is None:
+                    commit(self.sequences, {layer})
+                rows = [StepRow.latest(sequence, layer) for sequence in self.sequences]
+                step = self.step = Step(pool, rows, 0, {layer})
+            return gathered_arrays(step.read(layer, new_tokens))
+
+    def convert(self, page_format: PageFormat) -> None:
+        """Convert all full pages of the sequences to a format, but for those of rings; later ones
+        get it too, once they are full. Other sequences that share the pages keep them unchanged.
+
+        O(1) for a sequence that was converted before. Memory holds the pages of one slab at a time
+        in both formats.
+
+        Raises:
+            ValueError: the format cannot hold a layer's keys and values; nothing was changed.
+            PoolExhausted: the budget does not hold the new pages of a slab beside the old ones.
+                Converted pages stay converted, and another call resumes.
+        """
+        pool = self.pool
+        with pool.lock:
+            others = [each for each in self.sequences if not each.is_held_in(page_format)]
+            if not others:
+                return
+            open_groups = [group for group in pool.groups if group.is_open and group.window is None]
+            for group in open_groups:
+                group.add_format(page_format)
+            commit(others)
+            for sequence in others:
+                sequence.begin_conversion(page_format)
+            for group in open_groups:
+                full = partial(_full_blocks, others, group)
+                make_room = partial(_make_room, pool, group, page_format.name)
+                group.convert(full, page_format, make_room)
+            for sequence in others:
+                sequence.is_converting = False
+
+    def _begin(self, layer: int, count: int) -> Step:
+        with self.pool.lock:
+            layers = layers_of_step(self.sequences, layer, self.pool.num_layers)
+            rows = [StepRow.next(sequence, layer, count) for sequence in self.sequences]
+            self.step = Step(self.pool, rows, count, layers)
+            return self.step
+
+
+# A key holds its sequences only as long as there is the batch, which holds them too.
+_batches: weakref.WeakValueDictionary[tuple[PagePool, tuple[Sequence, ...]], Batch] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def commit(sequences: Iterable[Sequence], layers: Set[int] | None = None) -> None:
+    """Write the pending steps of all layers, or of `layers`. No query can attend to the latest
+    step of these afterwards."""
+    for sequence in sequences:
+        sequence.commit(layers)
+
+
+def _full_blocks(sequences: list[Sequence], group: LayerGroup) -> dict[BlockTable, tuple[int, ...]]:
+    return {sequence.table(group): full_blocks(sequence, group) for sequence in sequences}
+
+
+def _make_room(pool: PagePool, group: LayerGroup, page_format: str, count: int) -> None:
+    pool.reclaimer.make_room(lambda: {group: {page_format: count}})
