@@ -29,7 +29,6 @@ from mlx_lm.models.cache import KVCache
 
 from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.sequences.steps import append
 
 LAYERS, HEADS, DIM, TOKENS = 8, 8, 128, 16_384
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * mx.float16.size
@@ -82,7 +81,7 @@ class Paged:
     def append(self, keys: mx.array, values: mx.array) -> None:
         layers = self._pool.groups[0].pages
         for layer, cache in enumerate(self._caches):
-            written, _ = append(self._pool, layer, cache.sequences, keys, values)
+            written, _ = batch.append(layer, keys, values)
             # Else the next write would first gather what this one returned.
             written.read.leave_unread()
             mx.eval([slab.memory for slab in layers[layer].slabs.values()])
