@@ -81,7 +81,7 @@ class Paged:
     def append(self, keys: mx.array, values: mx.array) -> None:
         layers = self._pool.groups[0].pages
         for layer, cache in enumerate(self._caches):
-            written, _ = batch.append(layer, keys, values)
+            written, _ = cache.batch.append(layer, keys, values)
             # Else the next write would first gather what this one returned.
             written.read.leave_unread()
             mx.eval([slab.memory for slab in layers[layer].slabs.values()])
