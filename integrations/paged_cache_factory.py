@@ -406,7 +406,7 @@ class PagedCacheFactory:
             for layer, geometry in trial.geometries.items():
                 self.pool.group_of(layer).open_layer(layer, geometry)
             for group in self.pool.groups:
-                group.settle()
+                group.note_second_step()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -51,7 +51,7 @@ class LayerGroup:
         gather_fallbacks: how often keys and values were gathered for an attention of the model's.
         moves: how often pages moved, which invalidates earlier copies of block tables.
         is_open: whether any layer has been written.
-        is_settled: whether the shapes of all layers that write are known.
+        knows_all_layers: whether the shapes of all layers that write are known.
         allocator: allocates the blocks; there is none before the group is open.
     """
 
@@ -77,7 +77,7 @@ class LayerGroup:
         self._backend = backend
         self._budget = budget
         self._events = events
-        self.is_open = self.is_settled = False
+        self.is_open = self.knows_all_layers = False
 
     def new_table(self, page_format: PageFormat) -> BlockTable:
         """Make a block table for a sequence whose full pages get that format, or one with a ring if
@@ -156,10 +156,10 @@ class LayerGroup:
         written = min(blocks, WRITTEN_BLOCKS)
         return Counter({FP16.name: written, self.page_format.name: blocks - 1})
 
-    def settle(self) -> None:
+    def note_second_step(self) -> None:
         """Note that a second step begins: layers that wrote nothing in the first never write."""
-        if self.is_open and not self.is_settled:
-            self.is_settled = True
+        if self.is_open and not self.knows_all_layers:
+            self.knows_all_layers = True
             self.allocator.set_block_bytes(self._all_block_bytes(self.pages))
 
     def copy_pages(self, copies: Mapping[int, int]) -> None:
@@ -346,7 +346,7 @@ class LayerGroup:
 
     def _block_bytes(self, pages: Mapping[int, LayerPages], page_format: PageFormat) -> int:
         sizes = [layer_pages.page_bytes(page_format) for layer_pages in pages.values()]
-        unknown = 0 if self.is_settled else len(self.layers) - len(sizes)
+        unknown = 0 if self.knows_all_layers else len(self.layers) - len(sizes)
         return sum(sizes) + unknown * sizes[0]
 
     def _map_slab(self, slab: int, count: int, page_format: str) -> None:

@@ -77,7 +77,7 @@ def common_len(sequence: Sequence, group: LayerGroup) -> int:
     """The number of a sequence's tokens that the pages of all layers of a group hold; 0 while a
     step is pending, which will be written to pages later."""
     # In the first steps, a layer without pages may not have had its turn.
-    layers = group.pages if group.is_settled else group.layers
+    layers = group.pages if group.knows_all_layers else group.layers
     if any(layer in sequence.pending for layer in layers):
         return 0
     return min(sequence.context_lens[layer] for layer in layers)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.step_metadata import StepPart, attention_metadata, step_parts
+from paged_kv.sequences.step_progress import StepProgress
 from paged_kv.sequences.step_row import StepRow
 from paged_kv.sequences.visibility import Visibility, visible
 
@@ -40,11 +40,12 @@ class GroupStep:
     """A step in the layers of one group.
 
     Args:
+        pool: the sequences' pool.
         group: the layers.
         rows: the step's rows.
+        progress: of the step.
         read_first: whether the step's queries attend before any page holds it.
         count: S of a step that is to be written, 0 of one that is only read.
-        scratch: see `step_parts`.
 
     Attributes:
         metadata: where the tokens are after the step, the same object for all layers.
@@ -57,17 +58,19 @@ class GroupStep:
 
     def __init__(
         self,
+        pool: PagePool,
         group: LayerGroup,
         rows: list[StepRow],
+        progress: StepProgress,
         *,
         read_first: bool,
         count: int = 0,
-        scratch: Mapping[str, BlockTable] | None = None,
     ) -> None:
+        self.pool = pool
         self.group = group
         self.read_first = read_first
         self._count = count
-        self._scratch = scratch or {}
+        self.progress = progress
         self._rows = rows
         self._locate()
         self.arrays: dict[int, _Arrays] = {}
@@ -106,6 +109,7 @@ class GroupStep:
         self.metadata = attention_metadata(group, rows, read_first=self.read_first)
         self.parts: list[StepPart] = []
         if self._count > 1 and group.window is None:
-            self.parts = step_parts(group, rows, self._count, self._scratch)
+            scratch = self.progress.scratch.get(group, {})
+            self.parts = step_parts(group, rows, self._count, scratch)
         self.needs_step = self.read_first or bool(self.parts)
         self.moves = group.moves

@@ -19,7 +19,7 @@ from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_row import StepRow
 
 
-def cache_leaving(
+def cache_overwritten(
     blocks: OutOfWindowBlocks, group: LayerGroup, sequence: Sequence, end: int
 ) -> None:
     """Cache the pages that a write up to `end` begins to overwrite, if the ring holds all of their
@@ -40,12 +40,12 @@ def is_read_first(window: Window, rows: list[StepRow], count: int) -> bool:
     """Whether the queries of a step of `count` tokens attend before it is written: because they see
     tokens that it overwrites, or because an uncached page would be lost."""
     return count > window.write_chunk or any(
-        row.sequence.caches_out_of_window and _unseen_pages(window, row.before, row.end)
+        row.sequence.caches_out_of_window and _skipped_pages(window, row.before, row.end)
         for row in rows
     )
 
 
-def keep_unseen(
+def reserve_skipped(
     reclaimer: Reclaimer, groups: list[LayerGroup], sequence: Sequence, end: int
 ) -> None:
     """In groups with a window, allocate a block for each page that a step up to `end` completes and
@@ -56,17 +56,17 @@ def keep_unseen(
     for group in groups:
         window = group.window
         # While a layer's size is unknown, mapping more now might exceed the budget later.
-        if window is None or not group.is_settled:
+        if window is None or not group.knows_all_layers:
             continue
         first_held = window.first_held(sequence.written(group))
-        for page in _unseen_pages(window, start, end):
+        for page in _skipped_pages(window, start, end):
             if page * PAGE_SIZE >= min(start, first_held):
                 out_of_window = reclaimer.spare_block(group)
                 if out_of_window is not None:
                     sequence.out_of_window.setdefault(group, {})[page] = out_of_window
 
 
-def _unseen_pages(window: Window, start: int, end: int) -> range:
+def _skipped_pages(window: Window, start: int, end: int) -> range:
     """The pages that writing [start, end) completes and overwrites."""
     first = max(window.ring.head, start // PAGE_SIZE)
     return range(first, min(end // PAGE_SIZE, -(-(end - window.capacity) // PAGE_SIZE)))

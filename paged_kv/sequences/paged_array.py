@@ -9,36 +9,24 @@ layers, MLX gathers the keys and values when it computes the arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from threading import RLock, current_thread
-from typing import Any, Protocol
+from threading import current_thread
+from typing import Any
 
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.pool.page_pool import PagePool
 from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
 from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
 from paged_kv.sequences.group_step import GroupStep
-from paged_kv.sequences.step_progress import StepProgress
-
-
-class ReadStep(Protocol):
-    """The latest step of a read: see `Step`."""
-
-    pool: PagePool
-    lock: RLock
-    progress: StepProgress
-    is_unread: bool
 
 
 class PagedRead:
     """All keys and values of one layer at one step, as pages.
 
     Args:
-        step: the latest step.
-        group_step: the step in the layer's group.
+        group_step: the latest step, in the layer's group.
         pages: the layer's pages.
         step_tokens: the step's keys and values, if `group_step.needs_step`.
 
@@ -47,19 +35,14 @@ class PagedRead:
         lock: held during reads, so that no page moves.
     """
 
-    __slots__ = ("group_step", "lock", "new_tokens", "pages", "step", "step_tokens")
+    __slots__ = ("group_step", "lock", "new_tokens", "pages", "step_tokens")
 
     def __init__(
-        self,
-        step: ReadStep,
-        group_step: GroupStep,
-        pages: LayerPages,
-        step_tokens: NewTokens | None,
+        self, group_step: GroupStep, pages: LayerPages, step_tokens: NewTokens | None
     ) -> None:
-        self.step = step
         self.group_step = group_step
         self.pages = pages
-        self.lock = step.lock
+        self.lock = group_step.pool.lock
         self.step_tokens = step_tokens
         self.new_tokens = step_tokens if group_step.read_first else None
 
@@ -77,16 +60,16 @@ class PagedRead:
         `Backend.attend_latent` with position queries. None if lengths and a window cannot express
         the mask, or if the sequences have changed since: the step then holds other tokens."""
         with self.lock:
-            step, group_step = self.step, self.group_step
+            group_step = self.group_step
             latest, count = group_step.seen, queries.shape[2]
             if latest.mask is not mask or latest.queries != count:
                 latest = group_step.see_by(mask, count)
             seen = latest.visibility
-            if seen is None or not step.progress.is_open:
+            if seen is None or not group_step.progress.is_open:
                 return None
             if group_step.moves != group_step.group.moves:
                 group_step.follow_moves()
-            step.is_unread = False
+            group_step.progress.is_unread = False
             attend: Callable[..., mx.array] = self.pages.attend
             step_queries, new_tokens = [queries], self.new_tokens
             if position_queries is not None:
@@ -130,13 +113,14 @@ class PagedRead:
             PagesNotRead: the sequences have changed since, so the pages may hold other tokens.
         """
         with self.lock:
-            if not self.step.progress.is_open:
-                raise PagesNotRead(self.step.pool.name)
-            self.step.is_unread = False
-            self.group_step.follow_moves()
-            self.step.pool.note_gather(self.group_step.group, self.pages)
+            group_step = self.group_step
+            if not group_step.progress.is_open:
+                raise PagesNotRead(group_step.pool.name)
+            group_step.progress.is_unread = False
+            group_step.follow_moves()
+            group_step.pool.note_gather(group_step.group, self.pages)
             gathered = self.gather_from_pages()
-            self.pages.lazy_reads.leave(gathered, self.group_step.metadata, current_thread())
+            self.pages.lazy_reads.leave(gathered, group_step.metadata, current_thread())
             return gathered
 
     def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array | None:
@@ -147,9 +131,9 @@ class PagedRead:
             group_step, geometry = self.group_step, self.pages.geometry
             is_in_pages = group_step.group.window is None and not group_step.needs_step
             has_one_head = (geometry.k_heads, geometry.v_heads) == (1, 1)
-            if not (self.step.progress.is_open and is_in_pages and has_one_head):
+            if not (group_step.progress.is_open and is_in_pages and has_one_head):
                 return None
-            self.step.is_unread = False
+            group_step.progress.is_unread = False
             group_step.follow_moves()
             keys, values = self.pages.gather_tokens(group_step.metadata, indices)
             tokens = values if of_values else keys
@@ -166,7 +150,7 @@ class GatheredRead(PagedRead):
     __slots__ = ("_is_attended", "_thread", "gathered")
 
     def __init__(self, read: PagedRead) -> None:
-        super().__init__(read.step, read.group_step, read.pages, read.step_tokens)
+        super().__init__(read.group_step, read.pages, read.step_tokens)
         self._is_attended = True  # for `__del__`, if `gather` raises
         self._thread = current_thread()
         self.gathered = read.gather_from_pages()
@@ -176,7 +160,7 @@ class GatheredRead(PagedRead):
         if not self._is_attended:
             # A graph may still hold the gathered arrays, and be computed later.
             self.pages.lazy_reads.leave(self.gathered, self.group_step.metadata, self._thread)
-            self.step.pool.note_gather(self.group_step.group, self.pages)
+            self.group_step.pool.note_gather(self.group_step.group, self.pages)
 
     def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
         output = super().attend(queries, mask, **options)

@@ -51,7 +51,7 @@ def write_pending(
     """Write a step of one layer that ends at `end`: first the pages that are cached out of window,
     then its last tokens into the ring."""
     start = end - len(pending.own)
-    _write_unseen(pages, table, out_of_window, pending, start, end)
+    _write_skipped(pages, table, out_of_window, pending, start, end)
     for first, last in window.kept_parts(start, end):
         base = first - first % PAGE_SIZE
         blocks = table.blocks_of(base, last)
@@ -59,7 +59,7 @@ def write_pending(
         pages.write(keys, values, AttentionMetadata((blocks,), (last - base,), (0,)))
 
 
-def _write_unseen(
+def _write_skipped(
     pages: LayerPages,
     table: BlockTable,
     out_of_window: Mapping[int, OutOfWindowBlock],

@@ -20,7 +20,7 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.group_step import GroupStep
-from paged_kv.sequences.out_of_window_pages import is_read_first, keep_unseen
+from paged_kv.sequences.out_of_window_pages import is_read_first, reserve_skipped
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.sequences.pending_step import PendingStep
 from paged_kv.sequences.sequence import Sequence
@@ -44,8 +44,6 @@ class Step:
         waiting: the layers that have not taken the step yet.
         progress: the layers that have, and whether the step is open.
         attending: in a model's step, the layers whose arrays only attention can read.
-        is_unread: whether attention has not read the latest layer's keys and values yet, where it
-            must.
     """
 
     def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
@@ -57,7 +55,6 @@ class Step:
         self.waiting: set[int] = set(layers) if count else set()
         self.progress = StepProgress()
         self.attending: frozenset[int] = frozenset()
-        self.is_unread = False
         self._reserved_groups = 0
         self._groups: dict[int, GroupStep] = {}
         for sequence, before, end, padding, _ in rows:
@@ -88,7 +85,7 @@ class Step:
         """Take the step in one layer; see `Batch.append`."""
         with self.lock:
             try:
-                if self.is_unread:
+                if self.progress.is_unread:
                     raise PagesNotRead(self.pool.name)
                 step = self._groups.get(layer)
                 pages = None if step is None else step.group.pages.get(layer)
@@ -108,14 +105,14 @@ class Step:
                     pages.defer(keys, values, step.metadata)
                 self.waiting.discard(layer)
                 self.progress.layers.append(layer)
-                read = PagedRead(self, step, pages, (keys, values) if step.needs_step else None)
+                read = PagedRead(step, pages, (keys, values) if step.needs_step else None)
                 if layer not in self.attending:
                     return gathered_arrays(read)
             except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
                 for row in self.rows:
                     row.sequence.undo_step()
                 raise
-            self.is_unread = self.pool.attends_in_order
+            self.progress.is_unread = self.pool.attends_in_order
             paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
             paged_keys.read = paged_values.read = read
             return paged_keys, paged_values
@@ -126,10 +123,11 @@ class Step:
         step = self._groups.get(layer)
         if step is None:
             group = self.pool.group_of(layer)
-            step = GroupStep(group, self.rows, read_first=new_tokens is not None)
+            read_first = new_tokens is not None
+            step = GroupStep(self.pool, group, self.rows, self.progress, read_first=read_first)
             self._groups[layer] = step
         step.follow_moves()
-        return PagedRead(self, step, step.group.pages[layer], new_tokens)
+        return PagedRead(step, step.group.pages[layer], new_tokens)
 
     def _prepare(
         self, layer: int, keys: mx.array, values: mx.array
@@ -139,23 +137,24 @@ class Step:
         pool, group, is_first = self.pool, self.pool.group_of(layer), not self._groups
         pages = group.pages.get(layer) or group.open_layer(layer, LayerGeometry.of(keys, values))
         for each in pool.groups if is_first else ():
-            if not each.is_settled and any(row.sequence.length for row in self.rows):
-                each.settle()
+            if not each.knows_all_layers and any(row.sequence.length for row in self.rows):
+                each.note_second_step()
         if self._reserved_groups < len(pool.groups):
             self._reserve()
         for row in self.rows:
             if is_first and row.sequence.caches_out_of_window:
-                keep_unseen(pool.reclaimer, pool.groups, row.sequence, row.end)
+                reserve_skipped(pool.reclaimer, pool.groups, row.sequence, row.end)
         for each in pool.groups:
             if each.is_open:
                 window = each.window
                 step = GroupStep(
+                    pool,
                     each,
                     self.rows,
+                    self.progress,
                     read_first=window is not None
                     and is_read_first(window, self.rows, self.shape[1]),
                     count=self.shape[1],
-                    scratch=self.progress.scratch.get(each),
                 )
                 self._groups.update(dict.fromkeys(each.layers, step))
         return self._groups[layer], pages

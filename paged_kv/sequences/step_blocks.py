@@ -11,7 +11,7 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
 from paged_kv.sequences.full_pages import SequenceWrite, recode_full_pages
-from paged_kv.sequences.out_of_window_pages import cache_leaving
+from paged_kv.sequences.out_of_window_pages import cache_overwritten
 from paged_kv.sequences.step_progress import Scratch, drop
 from paged_kv.sequences.step_row import StepRow
 
@@ -54,7 +54,7 @@ def _reserve_blocks(
     unreserved = [each for each in step_writes if not each.write.is_reserved]
     recode_full_pages(pool.reclaimer, unreserved)
     for group, sequence, write in unreserved:
-        cache_leaving(pool.out_of_window, group, sequence, write.end)
+        cache_overwritten(pool.out_of_window, group, sequence, write.end)
     scratch = _scratch_of(pool, step_writes)
     try:
         _reserve_tables(pool, _by_group(unreserved), rows)

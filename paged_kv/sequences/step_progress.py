@@ -16,13 +16,16 @@ class StepProgress:
     Attributes:
         is_open: whether the sequences have not changed otherwise since the step began.
         layers: the layers that have taken the step, in their order.
+        is_unread: whether attention has not read the latest layer's keys and values yet, where it
+            must.
         scratch: blocks that the step needs beside the block tables.
     """
 
-    __slots__ = ("is_open", "layers", "scratch")
+    __slots__ = ("is_open", "is_unread", "layers", "scratch")
 
     def __init__(self) -> None:
         self.is_open = True
+        self.is_unread = False
         self.layers: list[int] = []
         self.scratch: Scratch = {}
 
