@@ -74,12 +74,10 @@ def full_blocks(sequence: Sequence, group: LayerGroup) -> tuple[int, ...]:
 
 
 def common_len(sequence: Sequence, group: LayerGroup) -> int:
-    """The number of a sequence's tokens that the pages of all layers of a group hold; 0 while a
-    step is pending, which will be written to pages later."""
+    """The number of a sequence's tokens that the pages of all layers of a group hold. The group has
+    no window, so no step of its layers is pending."""
     # In the first steps, a layer without pages may not have had its turn.
     layers = group.pages if group.knows_all_layers else group.layers
-    if any(layer in sequence.pending for layer in layers):
-        return 0
     return min(sequence.context_lens[layer] for layer in layers)
 
 
