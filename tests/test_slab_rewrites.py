@@ -8,8 +8,11 @@ import pytest
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.cpu import native_backend
 from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
+from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.plain import plain_backend
 from paged_kv.pool import layer_group
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
@@ -28,6 +31,14 @@ def exact_memory() -> Any:
     limit = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(limit)
+
+
+@pytest.fixture
+def filled_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New slabs are filled. Otherwise one may get memory that was just freed, and the pages that
+    it held."""
+    for module in (native_backend, plain_backend):
+        monkeypatch.setattr(module, "untouched", lambda shape: mx.full(shape, 7, WORD))
 
 
 def new_caches(pool: PagePool) -> Caches:
@@ -135,6 +146,7 @@ def test_the_budget_bounds_what_mlx_holds_while_pages_move(exact_memory: None) -
 
 @pytest.mark.parametrize("fails_at", range(LAYERS))
 @pytest.mark.parametrize("after", ["map", "copy"])
+@pytest.mark.usefixtures("filled_slabs")
 def test_a_rewrite_that_fails_in_one_layer_changes_none(
     fails_at: int, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
