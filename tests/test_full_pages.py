@@ -300,9 +300,11 @@ def test_what_is_found_is_what_the_sequence_itself_goes_on_with() -> None:
     factory = PagedCacheFactory(model, page_format="q4", max_bytes=64 << 20)
     prompt = [(7 * i * i + 3 * i + 1) % 97 for i in range(600)]
     cache = factory.make_cache()
-    mx.eval(model(mx.array([prompt]), cache=cache))
-    factory.insert_cache(prompt, cache)
+    for part in (prompt[:200], prompt[200:]):
+        mx.eval(model(mx.array([part]), cache=cache))
     full = [layer for layer in cache if factory.pool.group_of(layer.layer).window is None]
+    assert all(formats(layer) == ["fp16", "q4", "fp16"] for layer in full)
+    factory.insert_cache(prompt, cache)
     assert all(formats(layer) == ["q4", "q4", "fp16"] for layer in full)
     found, cached = factory.fetch_cache([*prompt, 1])
     assert cached == 600

@@ -1,5 +1,6 @@
 """A lazy read keeps its values, whatever is written before it is computed.
 
+The reads come after `write_back`: a step that is not in its pages yet is read as it was given.
 Sequences keep their first token: the pool frees the memory of a slab without blocks, and the next
 step would be written elsewhere.
 """
@@ -38,7 +39,9 @@ def test_arrays_that_are_held(heads: int, tokens: int) -> None:
     """Of one head and whole pages, so these could be views of the slab."""
     cache = new_cache()
     given = step(tokens, 1, heads)
-    found = cache.update_and_fetch(*given)
+    cache.update_and_fetch(*given)
+    write_back(cache)
+    found = cache.keys_and_values()
     cache.trim(tokens - 1)
     cache.update_and_fetch(*step(tokens, 2, heads))
     write_back(cache)
@@ -50,7 +53,9 @@ def test_arrays_that_only_a_graph_holds() -> None:
     """Leave lazy arrays, as a model that gathers does if nobody waits for its output."""
     cache = new_cache()
     given = step(300, 1)
-    keys, values = cache.update_and_fetch(*given)
+    cache.update_and_fetch(*given)
+    write_back(cache)
+    keys, values = cache.keys_and_values()
     output = keys @ values.swapaxes(2, 3)
     del keys, values
     cache.trim(299)
@@ -76,7 +81,9 @@ def test_pages_that_another_sequence_takes_over() -> None:
     pool, given = cache.pool, step(300, 1)
     other = PagedKVCache(pool, 0, [Sequence(pool)])
     other.update_and_fetch(*step(1, 2))
-    keys, values = cache.update_and_fetch(*given)
+    cache.update_and_fetch(*given)
+    write_back(cache)
+    keys, values = cache.keys_and_values()
     blocks = cache.sequences[0].blocks(pool.groups[0])
     output = keys.sum(axis=2) + values.sum(axis=2)
     del keys, values, cache
@@ -90,7 +97,9 @@ def test_a_page_that_is_replaced_does_not_show_in_what_was_read() -> None:
     for operation in ("load", "copy"):
         cache = new_cache()
         given = step(512, 1)
-        found, _ = cache.update_and_fetch(*given)
+        cache.update_and_fetch(*given)
+        write_back(cache)
+        found, _ = cache.keys_and_values()
         pages = cache.pool.groups[0].pages[0]
         other = mx.array(np.array(pages.page(1)))
         getattr(pages, operation)({0: other} if operation == "load" else {1: 0})
@@ -104,6 +113,7 @@ def test_another_threads_arrays_are_left_to_it(is_held: bool) -> None:
     cache = new_cache()
     kept: list[Any] = []
     cache.update_and_fetch(*step(3, 1))
+    write_back(cache)
 
     def read() -> None:
         kept.append(cache.keys if is_held else cache.keys + 0)
@@ -122,6 +132,7 @@ def test_another_threads_arrays_wait_for_it() -> None:
     cache = new_cache()
     given = step(3, 1)
     cache.update_and_fetch(*given)
+    write_back(cache)
     kept: list[Any] = []
 
     def overwrite() -> bool:
