@@ -41,8 +41,12 @@ class Simulation:
         self.lengths = AdaptiveLengths()
         self.chosen: list[int] = []
         self.seconds = self.emitted = 0.0
-        self._candidates = [Candidate(Acceptance(), MOST) for _ in range(rows)]
         self._random = Random(5)
+        self.begin_replies()
+
+    def begin_replies(self) -> None:
+        """Replace all rows by new ones, of whose drafts nothing is known."""
+        self._candidates = [Candidate(Acceptance(), MOST) for _ in range(self.rows)]
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -73,6 +77,16 @@ class Simulation:
 def test_drafts_never_cost_more_than_three_percent(clock: Clock, chance: float, rows: int) -> None:
     simulation = Simulation(clock, rows, chance)
     simulation.run(200)
+    assert simulation.speed > 0.97
+
+
+def test_short_replies_without_accepted_drafts_share_an_allowance() -> None:
+    """Each reply begins with the chance at which drafts usually pay, and soon ends."""
+    simulation = Simulation(lambda rows, tokens: 1 + 0.25 * (tokens - 1), 1, 0.0)
+    for _ in range(200):
+        simulation.begin_replies()
+        simulation.run(2)
+    assert sum(simulation.chosen[:10]) > 0
     assert simulation.speed > 0.97
 
 
