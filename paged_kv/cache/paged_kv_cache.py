@@ -20,6 +20,7 @@ from paged_kv.sequences.batch import Batch
 from paged_kv.sequences.masks import step_mask
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step_row import offset_of
 
 
 class PagedKVCache:
@@ -70,8 +71,7 @@ class PagedKVCache:
                 return step.offset_before
             if layer in step.layers:
                 return step.offset_after
-        offsets = [sequence.offset(layer) for sequence in self.sequences]
-        return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
+        return offset_of([sequence.offset(layer) for sequence in self.sequences])
 
     def size(self) -> int:
         """Tokens of the longest sequence."""

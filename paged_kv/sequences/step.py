@@ -27,7 +27,7 @@ from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_metadata import StepPart
 from paged_kv.sequences.step_progress import StepProgress
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.sequences.step_row import StepRow, offset_of
 
 
 class Step:
@@ -64,12 +64,12 @@ class Step:
     def offset_before(self) -> int | mx.array:
         """The position of the first token: a number for one sequence, int32 [B] for a batch."""
         rows = self.rows
-        return rows[0].offset if len(rows) == 1 else _positions([row.offset for row in rows])
+        return rows[0].offset if len(rows) == 1 else offset_of([row.offset for row in rows])
 
     @cached_property
     def offset_after(self) -> int | mx.array:
         """The position after the last token."""
-        return _positions([row.offset_after for row in self.rows])
+        return offset_of([row.offset_after for row in self.rows])
 
     def begin_in_model(self) -> None:
         """Note that a model takes the step, and reserve blocks for it.
@@ -171,10 +171,6 @@ class Step:
                     row.sequence.write_pending(self.waiting)
             self.progress.scratch.update(reserve(self.pool, self.rows))
             self._reserved_groups = groups
-
-
-def _positions(positions: list[int]) -> int | mx.array:
-    return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
 
 
 def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from paged_kv.sequences.padding import NO_PADDING, Padding
 from paged_kv.sequences.sequence import Sequence
 
@@ -49,6 +51,12 @@ class StepRow(NamedTuple):
     def offset_after(self) -> int:
         """The position of the next step's first token."""
         return self.end + self.padding.right - self.padding.left
+
+
+def offset_of(positions: list[int]) -> int | mx.array:
+    """The positions of a batch as models take them: a number for one sequence, int32 [B] for
+    several."""
+    return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
 
 
 def layers_of_step(sequences: Iterable[Sequence], layer: int, num_layers: int) -> Set[int]:
