@@ -276,6 +276,20 @@ def page_store_faults(figures: Figures) -> str:
     return table(("page store", "count"), rows)
 
 
+def store_writes(figures: Figures) -> str:
+    """Hits and bytes written of each rule, by load and memory."""
+    rows = [
+        (name, f"{int(tokens):,}", *(_kept_of(of[rule]) for rule in figures["rules"][1:]))
+        for name, load in figures["loads"].items()
+        for tokens, of in load["memory"].items()
+    ]
+    return table(("load", "tokens in memory", *figures["rules"][1:]), rows)
+
+
+def _kept_of(told: Figures) -> str:
+    return f"{percent(told['bytes'])} of bytes, {100 * told['hits']:.1f}% of hits"
+
+
 _GETS = {
     "paged": "Attention reads pages",
     "decode": "Attention reads pages while decoding",
@@ -378,6 +392,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         step_lengths,
         page_store,
         page_store_faults,
+        store_writes,
         model_families,
         vision_families,
     )

@@ -34,7 +34,9 @@ from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.prefix.store_options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
+from paged_kv.prefix.unstored import inner_salt, may_store
 from paged_kv.sequences.batch import Batch
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
@@ -67,6 +69,7 @@ class PagedCacheFactory:
         store: a folder on disk for the pages of inserted prompts; `fetch_cache` reuses them, in
             this process or a later one. None keeps prompts in memory only.
         store_bytes: the most that the folder may take on disk, as for `max_bytes`.
+        store_options: which prefixes are written, and how much in a day.
         eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
             the least recently used. Pass an object with a method `rank`, see `EvictionPolicy`.
         always_gather: give every layer keys and values that can be computed. Only a model that uses
@@ -109,6 +112,7 @@ class PagedCacheFactory:
         trace: str | os.PathLike[str] | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: float | str = DEFAULT_STORE_BYTES,
+        store_options: StoreOptions = WRITE_EVERYTHING,
         eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
         always_gather: bool = False,
         processor: Any = None,
@@ -144,7 +148,7 @@ class PagedCacheFactory:
         self.store: BackgroundStore | None = None
         self._stored: StoredPrefixes | None = None
         if folder is not None:
-            self._put_store_below(folder_of_rank(folder, self.ranks), most_stored)
+            self._put_store_below(folder_of_rank(folder, self.ranks), most_stored, store_options)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -178,8 +182,9 @@ class PagedCacheFactory:
 
         Sequences share pages, and copy one when they write to it. Only prompts inserted with the
         same `salt` can hit: give each user one, and add to it anything else that the results depend
-        on. Give what `tokens` have placeholders for as `images`, `audio` and `videos`, in the order
-        of the prompt: only prompts with equal ones share what follows.
+        on. `Unstored(salt)` keeps a prompt out of the store. Give what `tokens` have placeholders
+        for as `images`, `audio` and `videos`, in the order of the prompt: only prompts with equal
+        ones share what follows.
 
         Example:
             >>> cache, cached = factory.fetch_cache(tokens)
@@ -198,7 +203,8 @@ class PagedCacheFactory:
             return prompt_cache, 0
         version = caches[0].sequences[0].model_version
         namespace = self._namespace(page_format.name, salt, version)
-        prefix = self.prefixes.fetch(namespace, known, page_format)
+        stored = may_store(salt)
+        prefix = self.prefixes.fetch(namespace, known, page_format, may_store=stored)
         prefix.sequence.model_version = version
         for cache in caches:
             cache.batch = Batch.of(cache.pool, [prefix.sequence])
@@ -232,7 +238,8 @@ class PagedCacheFactory:
             return 0
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
-        return self.prefixes.insert(namespace, known, sequence, unpaged_caches(prompt_cache))
+        states, stored = unpaged_caches(prompt_cache), may_store(salt)
+        return self.prefixes.insert(namespace, known, sequence, states, may_store=stored)
 
     def pin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Do not evict the cached prefix of a prompt until `unpin`; returns its length in tokens,
@@ -318,7 +325,7 @@ class PagedCacheFactory:
             self.store.close()
         self.clear()
 
-    def _put_store_below(self, path: Path, max_bytes: int) -> None:
+    def _put_store_below(self, path: Path, max_bytes: int, options: StoreOptions) -> None:
         if not self.pool.num_layers:
             raise ValueError("this model has no layers with pages, so there is nothing to store")
         codec = StoredStates()
@@ -326,18 +333,22 @@ class PagedCacheFactory:
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
-        self.store = BackgroundStore(PageStore(path, max_bytes, policy=self._eviction_policy))
+        daily, policy = options.most_bytes_a_day, self._eviction_policy
+        pages = PageStore(path, max_bytes, policy=policy, daily_bytes=daily)
+        self.store = BackgroundStore(pages)
+        self.pool.counts.of_store = self.store.counts_by_tier
         if not self.pool.is_open:
             self._learn_geometry()
         identity = PageIdentity(self._version, self.pool, model_file(self._model))
-        self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec)
+        self._stored = StoredPrefixes(self.prefixes, self.store, identity, codec, options.rule)
         self.prefixes.put_below(self._stored)
 
     def _namespace(self, page_format: str, salt: Hashable, version: int | None = None) -> Hashable:
         """Everything besides the tokens that the content of pages depends on. `version` None means
         the model's present one."""
         require_hashable("salt", salt)
-        return self._version.count if version is None else version, page_format, salt
+        count = self._version.count if version is None else version
+        return count, page_format, inner_salt(salt)
 
     def _layers(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache of a new sequence."""

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
+    from paged_kv.prefix.store_options import StoreOptions
+    from paged_kv.prefix.unstored import Unstored
     from paged_kv.sequences.sequence import Sequence
     from paged_kv.store.errors import StoreError
 
@@ -73,7 +75,9 @@ __all__ = [
     "Sequence",
     "SpeculativeBatchGenerator",
     "StoreError",
+    "StoreOptions",
     "ThreadConflict",
+    "Unstored",
     "__version__",
     "embedded_model",
     "generate_samples",
@@ -99,6 +103,8 @@ _HOMES = {
     "PromptCacheTaken": "integrations.batching.last_responses",
     "Sequence": "sequences.sequence",
     "StoreError": "store.errors",
+    "StoreOptions": "prefix.store_options",
+    "Unstored": "prefix.unstored",
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",
     "embedded_model": "embedded",

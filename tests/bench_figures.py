@@ -387,6 +387,12 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "damaged": {"files": 10000, "accepted": 0},
     },
+    "store_writes": {
+        "rules": ["everything", "second sight"],
+        "loads": {
+            "chat": {"memory": {"32768": {"second sight": {"bytes": 0.25, "hits": 0.987}}}},
+        },
+    },
     "copying": {
         "tokens": 1920,
         "rows": {

@@ -275,7 +275,10 @@ def soaked(
     with these options."""
     with server_process(*calm) as (process, port), read_log(process):
         expected = asyncio.run(calm_answers(port, asked_of))
-    with server_process(*busy, "--store", str(store)) as (process, port), read_log(process) as log:
+    with (
+        server_process(*busy, "--store", str(store), "--store-after", "1") as (process, port),
+        read_log(process) as log,
+    ):
         began, soak = monotonic(), Soak(port, asked_of, expected)
         soak.run(min(FIRST, requests))
         first = meters(process.pid)

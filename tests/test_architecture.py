@@ -32,6 +32,7 @@ ARROWS: dict[str, set[str]] = {
         "recognition",
     },
     "cache": {"kernels.pages", "pool", "recognition", "sequences"},
+    "prefix.store_options": {"store"},
     "prefix": {"allocator", "allocator.prefixes", "kernels.pages", "pool", "sequences", "store"},
     "monitor": {"allocator", "pool"},
     "trace": {
@@ -39,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "commands": {
         *("kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"),
-        "trace.recorder",
+        *("prefix.store_options", "trace.recorder"),
     },
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
@@ -48,8 +49,8 @@ ARROWS: dict[str, set[str]] = {
     "integrations.distributed": {"allocator", "pool"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("integrations.distributed", "kernels.pages", "pool", "prefix", "recognition"),
-        *("sequences", "store"),
+        *("integrations.distributed", "kernels.pages", "pool", "prefix", "prefix.store_options"),
+        *("recognition", "sequences", "store"),
     },
     "integrations.mlx_vlm": {
         *("cache", "integrations", "integrations.batching", "integrations.generation"),
@@ -61,7 +62,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),
-        *("integrations.distributed", "integrations.speculation", "pool", "store"),
+        *("integrations.distributed", "integrations.speculation", "pool", "prefix.store_options"),
+        "store",
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "integrations.batching"),
@@ -75,10 +77,11 @@ ARROWS: dict[str, set[str]] = {
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
+        "commands",
     },
     "integrations.server.completions": {
         *("integrations", "integrations.batching"),
-        *("integrations.server.generation", "integrations.server.http"),
+        *("integrations.server.generation", "integrations.server.http", "prefix"),
     },
     "integrations.server": {
         *("allocator", "commands", "integrations.distributed"),

@@ -238,7 +238,7 @@ def test_images_are_found_on_disk_by_the_same_model_only(
     messages = user(LONG * 2, picture(folder, "red"), TEXT)
     other = tmp_path / "model"
     write_model(other, vision_seed=1)
-    stored = ("--store", str(tmp_path / "store"))
+    stored = ("--store", str(tmp_path / "store"), "--store-after", "1")
     for model, cached in ((folder / "model", False), (folder / "model", True), (other, False)):
         with paged_server(*options(model.parent, *stored)) as server:
             text, found = ask(server.client(), messages)

@@ -16,6 +16,7 @@ from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.folder import TAG, default_folder
 from paged_kv.store.index import FILES, NAME
 from paged_kv.store.keys import Link, Place
+from paged_kv.store.ledger import LEDGER
 from paged_kv.store.lookup import CHECKPOINT
 from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
 from tests.store_entries import PAGES, bytes_in, entry, is_right, links, open_store, prompt
@@ -70,7 +71,7 @@ def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
     for path in (tmp_path / "store").iterdir():
         assert path.stat().st_mode & 0o077 == 0 or path.name in FILES
     names = {path.name for path in (tmp_path / "store").iterdir()} - set(FILES)
-    assert names == {file_name(Place(links(prompt(0))[0], PAGES).key), TAG, "lock"}
+    assert names == {*(file_name(Place(links(prompt(0))[0], PAGES).key), TAG, "lock", LEDGER)}
     text = (tmp_path / "store" / TAG).read_text()
     assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 

@@ -345,7 +345,7 @@ def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str)
 def test_a_server_that_is_started_again_begins_with_what_is_stored(
     model: str, system: str, tmp_path: Path
 ) -> None:
-    store = ["--store", str(tmp_path / "store"), "--store-bytes", "1GB"]
+    store = ["--store", str(tmp_path / "store"), "--store-after", "1", "--store-bytes", "1GB"]
     answers, cached = [], []
     for _ in range(2):
         with paged_server(*options(model, "--max-kv-bytes", "64MB", *store)) as running:

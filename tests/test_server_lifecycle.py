@@ -33,7 +33,10 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    with server_process("--max-tokens", "4", "--store", str(store)) as (process, port):
+    with server_process("--max-tokens", "4", "--store", str(store), "--store-after", "1") as (
+        process,
+        port,
+    ):
         said = json.loads(post(port, prompt=[5] * 300, max_tokens=1, logprobs=True).read())
         known = [5] * 300 + [said["choices"][0]["logprobs"]["content"][0]["id"]]
         stream = post(port, stream=True, max_tokens=150, logit_bias=GO_ON)
@@ -55,7 +58,7 @@ def test_a_signal_finishes_what_runs_and_stores_what_is_known(
         assert "terminate called" not in log
         assert "Traceback" not in log
     # The whole first prompt and its answer, with their last block.
-    running = PagedRunningServer(*OPTIONS, "--store", str(store))
+    running = PagedRunningServer(*OPTIONS, "--store", str(store), "--store-after", "1")
     answer = json.loads(post(running.port, prompt=[*known, 6, 6], max_tokens=1).read())
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 301
     running.end()

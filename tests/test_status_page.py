@@ -24,8 +24,9 @@ PARTS = [label.removeprefix("+ ") for label in LABELS if not label.startswith("=
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[PagedRunningServer]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedRunningServer]:
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "8"]
+    options += ["--store", str(tmp_path_factory.mktemp("pages") / "store")]
     with in_float32(), paged_server(*options, "--max-kv-bytes", "64MB") as server:
         ask(server, "import os\n" * 200)
         yield server

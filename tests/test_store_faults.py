@@ -172,7 +172,11 @@ def test_a_file_is_flushed_before_it_has_its_name_and_the_folder_afterwards(
         calls = SystemCalls(0, lambda: None, ("write", "fsync", "rename"))
         monkeypatch.setattr(folder_module, "os", calls)
         store.put([entry(link) for link in links(TEXT[:512])])
-    assert calls.names_called == 2 * ["write", "write", "fsync", "rename"] + ["fsync"]
+    assert calls.names_called == [
+        *(2 * ["write", "write", "fsync", "rename"]),  # the entries
+        *("write", "fsync", "rename"),  # the count of bytes
+        "fsync",
+    ]
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:

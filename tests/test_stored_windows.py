@@ -316,11 +316,11 @@ class Emptying:
         self.pool = pool
         self.asked = 0
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], may_store: bool) -> None:
         self.asked += 1
         self.pool.clear()
 
-    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
+    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int) -> None:
         pass
 
     def on_evict(self, node: Node) -> None:

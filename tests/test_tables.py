@@ -51,6 +51,7 @@ ROWS = {
     "page_store": "| float32: first token of 4,096 tokens, from disk | 250 ms | 5,000 ms cold, "
     "20 times; logits equal |",
     "page_store_faults": "| writers killed at a random moment | 1,000 |",
+    "store_writes": "| chat | 32,768 | 25% of bytes, 98.7% of hits |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
     "copying": "| q4 | 35% | 94.3% | 35% | 94.3% |",
     "step_lengths": "| stdlib-gemma3: 7 | 9.4e-06 | 3.0e-03 | 102 and 102 | 8.1e-06 |",

@@ -17,6 +17,7 @@ from paged_kv.commands.cache_options import (
     examples,
     require_complete,
     require_folders,
+    store_options,
 )
 from paged_kv.commands.interrupts import raised
 from paged_kv.embedded import embedded_model
@@ -124,6 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         store=arguments.store,
         store_bytes=arguments.store_bytes,
+        store_options=store_options(arguments),
         draft=arguments.draft_model,
         num_draft_tokens=arguments.num_draft_tokens,
         dtype=arguments.dtype,

@@ -32,6 +32,7 @@ from paged_kv.integrations.speculation.generator import (
     SpeculativeBatchGenerator,
 )
 from paged_kv.pool.stats import PoolStats
+from paged_kv.prefix.store_options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 
@@ -50,6 +51,7 @@ class TextGeneration:
         seed: int | None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int | str = DEFAULT_STORE_BYTES,
+        store_options: StoreOptions = WRITE_EVERYTHING,
         draft: str | None = None,
         num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
         dtype: str | None = None,
@@ -74,6 +76,7 @@ class TextGeneration:
             page_format=page_format,
             store=store,
             store_bytes=store_bytes,
+            store_options=store_options,
         )
         self._factory = self._factories[0]
         self._draft = make_draft(draft, draft_model, self._factories)

@@ -11,6 +11,10 @@ from paged_kv.commands.arguments import MOST_SECONDS, Parser, positive
 from paged_kv.commands.cache_options import add_cache_options, add_dtype_option, examples
 from paged_kv.sizes import parse_size
 
+# Of the replayed loads in benches/store_writes.py this halves the bytes written, or better where
+# prompts come once, and loses few hits.
+STORE_AFTER = 2
+
 
 def server_parser() -> argparse.ArgumentParser:
     """The parser of all options."""
@@ -25,7 +29,7 @@ def server_parser() -> argparse.ArgumentParser:
             "paged-kv server --model MODEL --draft-model ngram --num-draft-tokens 8",
         ),
     )
-    add_cache_options(parser.add_argument_group("paged caches"))
+    add_cache_options(parser.add_argument_group("paged caches"), after=STORE_AFTER)
     _add_api_options(parser.add_argument_group("models and clients"))
     _add_drafts(parser.add_argument_group("drafts"))
     _add_limits(parser.add_argument_group("limits"))

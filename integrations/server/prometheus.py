@@ -50,21 +50,7 @@ class _Collector(Collector):
         yield _histogram("time_to_first_token_seconds", counted.first_token)
         yield _histogram("request_time_per_output_token_seconds", counted.output_token)
         yield _histogram("e2e_request_latency_seconds", counted.whole_request)
-        yield from self._of_stores()
         yield from self._of_ranks()
-
-    def _of_stores(self) -> Iterator[Metric]:
-        stores = [
-            factory.store.stats()
-            for factory in self._service.thread.provider.factories
-            if factory.store is not None
-        ]
-        for name, meaning, field in (
-            ("store_hit_tokens", "Tokens of prompts that were stored", "tokens_found"),
-            ("store_read_bytes", "Bytes read from disk", "bytes_read"),
-            ("store_written_bytes", "Bytes written to disk", "bytes_written"),
-        ):
-            yield _counter(name, meaning, sum(getattr(each, field) for each in stores))
 
     def _of_ranks(self) -> Iterator[Metric]:
         """The bytes of each process, where several share the model."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paged_kv.commands.arguments import page_format, path, store_size
+from paged_kv.commands.arguments import page_format, path, positive, store_size
 from paged_kv.commands.model_names import require_model
+from paged_kv.prefix.store_options import StoreOptions
 from paged_kv.sizes import parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
 
 
-def add_cache_options(parser: argparse._ActionsContainer) -> None:
-    """The memory of pages, their format, and where they persist."""
+def add_cache_options(parser: argparse._ActionsContainer, *, after: int = 1) -> None:
+    """The memory of pages, their format, and where they persist. `after` is the default of
+    --store-after."""
     parser.add_argument(
         "--max-kv-bytes",
         type=parse_size,
@@ -47,6 +49,33 @@ def add_cache_options(parser: argparse._ActionsContainer) -> None:
         help="the most that the folder of --store may take on disk (default: "
         f"{DEFAULT_STORE_BYTES})",
     )
+    parser.add_argument(
+        "--store-after",
+        type=positive,
+        default=after,
+        metavar="N",
+        help="write a prefix to the store once N prompts have begun with it; counts outlive the "
+        f"process (default: {after})",
+    )
+    parser.add_argument(
+        "--store-at-once",
+        type=positive,
+        metavar="TOKENS",
+        help="write a prefix of at least so many tokens when it is first seen (default: no such "
+        "length)",
+    )
+    parser.add_argument(
+        "--store-daily-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="the most to write to the folder of --store in a day, such as 20GB, over restarts; "
+        "then it is only read (default: no limit)",
+    )
+
+
+def store_options(arguments: argparse.Namespace) -> StoreOptions:
+    """The store's options of a command."""
+    return StoreOptions(arguments.store_after, arguments.store_at_once, arguments.store_daily_bytes)
 
 
 def add_dtype_option(parser: argparse._ActionsContainer) -> None:
@@ -67,6 +96,10 @@ def require_complete(arguments: argparse.Namespace) -> None:
     """
     if arguments.store is None and arguments.store_bytes != parse_size(DEFAULT_STORE_BYTES):
         raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
+    for option in ("store_at_once", "store_daily_bytes"):
+        if arguments.store is None and getattr(arguments, option) is not None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} is an option of --store: add --store, or leave it out")
 
 
 def require_folders(arguments: argparse.Namespace) -> None:

@@ -200,6 +200,22 @@ COLUMNS = [
         "tokens read", "tokens_read", kind=Kind.COUNTER,
     ),
     Column(
+        "store_hits", "tokens of prompts that were read, by tier of the store",
+        "tokens from tiers", "store_hit_tokens", kind=Kind.COUNTER, by="tier",
+    ),
+    Column(
+        "store_bytes_read", "bytes read, by tier of the store",
+        "read", "store_read_bytes", Unit.BYTES, kind=Kind.COUNTER, by="tier",
+    ),
+    Column(
+        "store_bytes_today", "bytes written since midnight UTC, by tier of the store",
+        "written today", "store_written_bytes_today", Unit.BYTES, by="tier",
+    ),
+    Column(
+        "store_bytes_in_all", "bytes written so far, by tier of the store",
+        "written in all", "store_written_bytes", Unit.BYTES, kind=Kind.COUNTER, by="tier",
+    ),
+    Column(
         "drafts", "steps of sequences in which tokens were drafted",
         "drafts", "spec_decode_num_drafts", kind=Kind.COUNTER,
     ),

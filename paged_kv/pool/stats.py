@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -57,6 +57,11 @@ class PoolStats(BlockTotals):
         tokens_recomputed: tokens of preempted sequences that were computed again.
         tokens_reread: tokens of preempted sequences that were read again from a store.
         tokens_read: tokens of all prompts that were read from a store.
+        store_hits: tokens of all prompts that were read from each tier of the store.
+        store_bytes_read: bytes of pages read from each tier.
+        store_bytes_today: bytes written to each tier since midnight, UTC.
+        store_bytes_in_all: bytes written to each tier so far. For a folder both counts are those of
+            all processes that share it.
         drafts: steps of sequences in which tokens were drafted for them.
         draft_tokens: drafted tokens.
         accepted_tokens: drafted tokens that the model accepted.
@@ -84,6 +89,10 @@ class PoolStats(BlockTotals):
     bytes_steps: int = 0
     bytes_states: int = 0
     bytes_scratch: int = 0
+    store_hits: Mapping[str, int] = field(default_factory=dict)
+    store_bytes_read: Mapping[str, int] = field(default_factory=dict)
+    store_bytes_today: Mapping[str, int] = field(default_factory=dict)
+    store_bytes_in_all: Mapping[str, int] = field(default_factory=dict)
     formats: tuple[FormatStats, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,6 +191,10 @@ class PoolStats(BlockTotals):
             tokens_recomputed=self.tokens_recomputed + other.tokens_recomputed,
             tokens_reread=self.tokens_reread + other.tokens_reread,
             tokens_read=self.tokens_read + other.tokens_read,
+            store_hits=sum_counts([self.store_hits, other.store_hits]),
+            store_bytes_read=sum_counts([self.store_bytes_read, other.store_bytes_read]),
+            store_bytes_today=sum_counts([self.store_bytes_today, other.store_bytes_today]),
+            store_bytes_in_all=sum_counts([self.store_bytes_in_all, other.store_bytes_in_all]),
             drafts=self.drafts + other.drafts,
             draft_tokens=self.draft_tokens + other.draft_tokens,
             accepted_tokens=self.accepted_tokens + other.accepted_tokens,
@@ -254,9 +267,11 @@ class PoolCounts:
 
     Attributes:
         events: notified of look-ups, which the allocators do not know.
+        of_store: returns the counts of a store, by name and tier.
     """
 
     events: Events
+    of_store: Callable[[], Mapping[str, Mapping[str, int]]] = dict
     evictions: Counter[str] = field(default_factory=Counter)
     requantisations: Counter[str] = field(default_factory=Counter)
     prefix_queries: int = 0
@@ -283,9 +298,11 @@ class PoolCounts:
 
     def frozen(self) -> dict[str, Any]:
         """A copy of the counts, by name."""
-        counts = {name: value for name, value in vars(self).items() if name != "events"}
+        aside = ("events", "of_store")
+        counts = {name: value for name, value in vars(self).items() if name not in aside}
         return {
             **counts,
+            **self.of_store(),
             "evictions": dict(self.evictions),
             "requantisations": dict(self.requantisations),
         }

@@ -62,13 +62,14 @@ class LowerTier(Protocol):
     """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
     disk."""
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], may_store: bool) -> None:
         """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
-        evict other prefixes."""
+        evict other prefixes. With `may_store` this counts that the prompt was seen."""
         ...
 
-    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
-        """Note that the index holds these nodes: a path from a root's child down."""
+    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int) -> None:
+        """Note that the index holds these nodes, a path from a root's child down, and that the
+        first `num_tokens` tokens in them may be kept."""
         ...
 
     def on_evict(self, node: Node) -> None:
@@ -131,12 +132,18 @@ class PrefixCache:
 
     @locked
     def fetch(
-        self, namespace: Hashable, tokens: abc.Sequence[int], page_format: PageFormat
+        self,
+        namespace: Hashable,
+        tokens: abc.Sequence[int],
+        page_format: PageFormat,
+        *,
+        may_store: bool = True,
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
-        last token. O(tokens). Its full pages get `page_format`."""
+        last token. O(tokens). Its full pages get `page_format`. Without `may_store` the tier below
+        does not learn of the prompt."""
         if self._lower is not None:
-            self._lower.load(namespace, tokens)
+            self._lower.load(namespace, tokens, may_store)
         match = self.pool.index.match(namespace, tokens)
         start = self._common_start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
@@ -148,12 +155,19 @@ class PrefixCache:
 
     @locked
     def insert(
-        self, namespace: Hashable, tokens: abc.Sequence[int], sequence: Sequence, states: Any
+        self,
+        namespace: Hashable,
+        tokens: abc.Sequence[int],
+        sequence: Sequence,
+        states: Any,
+        *,
+        may_store: bool = True,
     ) -> int:
         """Cache what a sequence holds of these tokens; returns how many of them a longer prompt can
         now reuse. Copies no page, but recodes full ones, as the sequence's next step would: so what
         is found is what the sequence itself goes on with. `states` are the states of the layers
         that are not paged, after all tokens of the sequence; the caller must not change them later.
+        Without `may_store` they stay in memory.
         """
         sequence.commit()
         # If memory is too short, the next step recodes them, of this sequence or of one that finds
@@ -176,8 +190,8 @@ class PrefixCache:
         nodes = self.pool.index.insert(namespace, known, blocks, windows, snapshot)
         for group in self._shared_groups():
             group.allocator.events.inserted(sequence.table(group), num_tokens)
-        if self._lower is not None:
-            self._lower.keep(namespace, nodes)
+        if self._lower is not None and may_store:
+            self._lower.keep(namespace, nodes, num_tokens)
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked

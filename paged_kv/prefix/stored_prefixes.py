@@ -15,6 +15,10 @@ several ranks share a model, each has a store with its shard: blocks are loaded 
 and can read. They are left on disk where `Rates` estimates that computing them is quicker. The last
 block may hold tokens that the prompt does not have; the index matches the part that it has, unless
 the page is quantised.
+
+What is written depends on the `WriteRule`: by default everything, or only what several prompts have
+begun with. Prompts that no store may keep have nodes like others. So each node notes how many of
+its tokens are from prompts that a store may keep.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from paged_kv.store.background import READ_AHEAD, BackgroundStore
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted
+from paged_kv.store.sights import WRITE_ALL, WriteRule
 
 
 class StateCodec(Protocol):
@@ -68,6 +73,7 @@ class StoredPrefixes:
         store: the page store; the caller closes it.
         identify: returns the identity of a namespace's pages; None if they are not to be stored.
         codec: packs states.
+        rule: which prefixes to write.
     """
 
     def __init__(
@@ -76,20 +82,28 @@ class StoredPrefixes:
         store: BackgroundStore,
         identify: Callable[[Hashable], Identity | None],
         codec: StateCodec,
+        rule: WriteRule = WRITE_ALL,
     ) -> None:
         self._prefixes = prefixes
         self._pool = prefixes.pool
         self._store = store
         self._identify = identify
         self._codec = codec
+        self._rule = rule
+        # How many first tokens of each cached block may be stored.
+        self._storable: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
         # Each cached block's link; for the index's roots, the root of their chain.
         self._links: weakref.WeakKeyDictionary[Node, Link] = weakref.WeakKeyDictionary()
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int]) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], may_store: bool) -> None:
         """See `LowerTier`."""
-        known = self._prefixes.known(namespace, tokens)
         identity = self._identify(namespace)
-        if identity is None or known >= len(tokens) - 1:
+        if identity is None:
+            return
+        if may_store and self._rule.after > 1:
+            self._see(namespace, identity, tokens)
+        known = self._prefixes.known(namespace, tokens)
+        if known >= len(tokens) - 1:
             return
         failed: list[str] = []
         most = len(tokens)
@@ -142,15 +156,16 @@ class StoredPrefixes:
         failed += damaged
         return ranks.agree("readable", not damaged)
 
-    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node]) -> None:
+    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is not None:
-            self._name(Link.root(identity), nodes)
+            self._name(Link.root(identity), nodes, num_tokens)
             parts = [
                 part
                 for at in range(len(nodes))
                 for end in sorted(self._ends(nodes[at]))
+                if self._is_due(nodes[at], end, num_tokens)
                 for part in self._parts(nodes, at, end)
             ]
             self._store.touch(self._save(parts))
@@ -159,8 +174,10 @@ class StoredPrefixes:
         """See `LowerTier`."""
         if node in self._links:
             path = path_to(node)
-            ends = self._ends(node) | {len(node.tokens)}
-            self._save([part for end in ends for part in self._parts(path, len(path) - 1, end)])
+            ends = self._ends(node) | {self._storable[node]}
+            num_tokens = (len(path) - 1) * PAGE_SIZE + self._storable[node]
+            due = [end for end in ends if self._is_due(node, end, num_tokens)]
+            self._save([part for end in due for part in self._parts(path, len(path) - 1, end)])
 
     def keep_all(self) -> None:
         """Store every cached block that is not stored yet. It waits for the queue, so none is
@@ -220,13 +237,49 @@ class StoredPrefixes:
         slots = [slots for allocator in node.windows for slots in node.slots_of(allocator)]
         return full | {each.last for each in slots if each.is_end and not each.first}
 
-    def _name(self, root: Link, nodes: abc.Sequence[Node]) -> None:
-        """Note the links of a path of nodes."""
+    def _name(self, root: Link, nodes: abc.Sequence[Node], num_tokens: int) -> None:
+        """Note the links of a path of nodes, and what of them may be stored."""
         link = root
-        for node in nodes:
+        for at, node in enumerate(nodes):
             assert node.parent is not None
             self._links[node.parent] = link
             link = self._links.setdefault(node, link.then(node.tokens))
+            storable = min(PAGE_SIZE, num_tokens - at * PAGE_SIZE)
+            self._storable[node] = max(storable, self._storable.get(node, 0))
+
+    def _see(self, namespace: Hashable, identity: Identity, tokens: abc.Sequence[int]) -> None:
+        """Count the blocks of a prompt as seen, and the ends within them that are in memory."""
+        chain = [Link.root(identity)]
+        for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
+            chain.append(chain[-1].then(tokens[start : start + PAGE_SIZE]))
+        seen = {link.digest for link in chain[1:]}
+        match = self._pool.index.match(namespace, tokens)
+        for at, node in enumerate(match.nodes):
+            most = match.num_tokens - at * PAGE_SIZE
+            ends = {end for end in self._ends(node) if end <= most}
+            if at == len(match.nodes) - 1:
+                ends.add(self._storable.get(node, len(node.tokens)))
+            seen |= {chain[at].then(node.tokens[:end]).digest for end in ends}
+        for digest in seen:
+            self._store.see(digest)
+
+    def _is_due(self, node: Node, end: int, num_tokens: int) -> bool:
+        """Whether to write the first `end` tokens of a node, in a prefix of `num_tokens` tokens."""
+        if end > self._storable[node]:
+            return False
+        if self._rule.after == 1:
+            return True
+        digest = self._link(node, end).digest
+        if not self._store.sights[digest]:
+            self._store.see(digest)
+        return self._rule.is_due(self._store.sights[digest], num_tokens)
+
+    def _link(self, node: Node, end: int) -> Link:
+        """The block of the first `end` tokens of a named node."""
+        if end == len(node.tokens):
+            return self._links[node]
+        assert node.parent is not None
+        return self._links[node.parent].then(node.tokens[:end])
 
     def _save(self, parts: abc.Sequence[_Part]) -> list[str]:
         """Store the parts that are not stored yet; returns the keys of all of them."""
@@ -248,10 +301,7 @@ class StoredPrefixes:
         node = path[at]
         if not self._prefixes.can_resume(node, end):
             return
-        link = self._links[node]
-        if end < len(node.tokens):
-            assert node.parent is not None
-            link = self._links[node.parent].then(node.tokens[:end])
+        link = self._link(node, end)
         for group in self._groups:
             page = node_page(group, path, at, end)
             if page is not None:

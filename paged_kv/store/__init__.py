@@ -4,6 +4,8 @@
     entry_file    the bytes of a file
     folder        the folder and its system calls
     index         entries and the order of their use; rebuilt from the files when it is lost
+    sights        which prefixes prompts begin with again; only these need to be written
+    ledger        bytes written today and in all
     eviction      chooses entries to evict
     page_store    all of these together, with one writing process at a time
     lookup        finds the stored blocks of a prompt

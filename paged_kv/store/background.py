@@ -23,6 +23,7 @@ from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.keys import Place
 from paged_kv.store.lookup import Stored, Wanted, find
 from paged_kv.store.page_store import FAULTS, PageStore
+from paged_kv.store.sights import Sights
 from paged_kv.store.write_queue import Faults, WriteQueue
 
 # Two reader threads saturate decoding with a disk of 1 GB/s; a few more hide its latency.
@@ -30,6 +31,9 @@ READERS = 4
 READ_AHEAD = 8
 READ_PATIENCE_S = 5.0
 QUEUE_BYTES = 512 << 20
+TIER = "folder"
+# A process that is killed loses so many sights. Saving them writes 128 kB.
+UNSAVED_SIGHTS = 1000
 
 Result = TypeVar("Result")
 
@@ -44,6 +48,8 @@ class StoreStats:
         bytes_read: of their arrays.
         entries_written: files that were stored.
         bytes_written: of their arrays.
+        bytes_today: bytes that all processes have written to the disk since midnight, UTC.
+        bytes_in_all: bytes that all processes have written to the disk since the store was made.
         dropped: entries that were not stored, by reason.
         errors: failures, by kind.
     """
@@ -53,6 +59,8 @@ class StoreStats:
     bytes_read: int
     entries_written: int
     bytes_written: int
+    bytes_today: int
+    bytes_in_all: int
     dropped: Mapping[str, int]
     errors: Mapping[str, int]
 
@@ -64,6 +72,9 @@ class BackgroundStore:
         store: the page store; `close` closes it.
         queue_bytes: the most bytes that wait to be written.
         patience_s: seconds that reading one file may take.
+
+    Attributes:
+        sights: how often blocks of prompts were looked up, in earlier processes too.
     """
 
     def __init__(
@@ -78,9 +89,11 @@ class BackgroundStore:
         self._late: list[Future[Any]] = []
         self._faults = Faults(str(store.path))
         self._queue = WriteQueue(store, queue_bytes, self._faults)
+        self.sights = Sights(self._saved_sights())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         # At interpreter exit too, so that queued entries are written.
-        self._close = weakref.finalize(self, _close, self._queue, self._readers, store)
+        parts = self._queue, self._readers, store, self.sights
+        self._close = weakref.finalize(self, _close, *parts)
 
     def close(self) -> None:
         """Write the queued entries and close the folder. Later calls do nothing."""
@@ -111,6 +124,12 @@ class BackgroundStore:
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as used, the first of them most recently."""
         self._queue.touch(keys)
+
+    def see(self, digest: str) -> None:
+        """Count that a block was seen."""
+        self.sights.see(digest)
+        if self.sights.num_unsaved >= UNSAVED_SIGHTS:
+            self._queue.add_sights(self.sights.unsaved())
 
     def find(self, wanted: Wanted, without: Sequence[str] = ()) -> Stored | None:
         """The stored blocks that a prompt can begin with; None if there are none, or the lookup
@@ -152,9 +171,28 @@ class BackgroundStore:
             bytes_read=counts["bytes_read"],
             entries_written=written["entries_written"],
             bytes_written=written["bytes_written"],
+            bytes_today=self.store.written.bytes_today,
+            bytes_in_all=self.store.written.in_all,
             dropped=dict(self._faults.dropped),
             errors=dict(self._faults.errors),
         )
+
+    def _saved_sights(self) -> bytes:
+        try:
+            return self.store.read_sights()
+        except FAULTS as error:
+            self._faults.note(error)
+            return b""
+
+    def counts_by_tier(self) -> dict[str, dict[str, int]]:
+        """Columns of `PoolStats`, by tier."""
+        stats = self.stats()
+        return {
+            "store_hits": {TIER: stats.tokens_found},
+            "store_bytes_read": {TIER: stats.bytes_read},
+            "store_bytes_today": {TIER: stats.bytes_today},
+            "store_bytes_in_all": {TIER: stats.bytes_in_all},
+        }
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
         """Give work to a reader; None while a reader hangs on a disk that does not answer."""
@@ -185,7 +223,11 @@ class BackgroundStore:
         return None
 
 
-def _close(queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore) -> None:
+def _close(
+    queue: WriteQueue, readers: ThreadPoolExecutor, store: PageStore, sights: Sights
+) -> None:
+    if sights.num_unsaved:
+        queue.add_sights(sights.unsaved())
     has_ended = queue.close()
     readers.shutdown(wait=False, cancel_futures=True)
     # A hanging writer may resume later: its folder's descriptor must not be reused by then.

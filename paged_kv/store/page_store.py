@@ -39,11 +39,15 @@ from paged_kv.store.eviction import Limits, victims
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
 from paged_kv.store.index import OpenIndex, Row
 from paged_kv.store.keys import Place
+from paged_kv.store.ledger import LEDGER, Written, read_written, write_written
+from paged_kv.store.sights import SAVED_BYTES
 
 MIN_BYTES = 8 << 20
 MIN_FREE_BYTES = 1 << 30
-# Bytes that the index and the folder itself may grow by while one file is written.
-_MARGIN = index_file.ROOM + (64 << 10)
+SIGHTS = "sights"
+# Bytes that the index, the folder itself and its two small files may grow by while one file is
+# written; a small file and its replacement are there at once.
+_MARGIN = index_file.ROOM + (64 << 10) + 2 * SAVED_BYTES + (16 << 10)
 
 FAULTS = (OSError, sqlite3.Error, MemoryError, InvalidEntry)
 """The errors that a faulty disk can cause."""
@@ -61,6 +65,7 @@ class Outcome(Enum):
     STORED = "stored"
     KNOWN = "known"
     NO_ROOM = "no room"
+    BUDGET_SPENT = "the day's budget is spent"
 
 
 @dataclass
@@ -106,9 +111,11 @@ class PageStore:
         min_free_bytes: bytes that the disk must still have free.
         patience_s: seconds to wait for other processes that write.
         policy: which entries to evict first.
+        daily_bytes: the most bytes to write to the folder in a day; None for any number.
 
     Attributes:
         discarded: useless files found in the folder so far.
+        written: the bytes written by all processes, as far as this one has seen.
 
     Raises:
         ValueError: max_bytes is too small for the index and any entry.
@@ -123,6 +130,7 @@ class PageStore:
         min_free_bytes: int = MIN_FREE_BYTES,
         patience_s: float = 10.0,
         policy: EvictionPolicy = LEAST_RECENTLY_USED,
+        daily_bytes: int | None = None,
     ) -> None:
         if max_bytes < MIN_BYTES:
             raise ValueError(
@@ -131,6 +139,8 @@ class PageStore:
             )
         self.limits = Limits(max_bytes, min_free_bytes)
         self._policy = policy
+        self._daily_bytes = daily_bytes
+        self.written = Written()
         self.discarded: list[Finding] = []
         self.path = Path(path).expanduser().absolute()
         self.folder = Folder(self.path)
@@ -142,6 +152,7 @@ class PageStore:
             with self._alone():
                 self.folder.claim()
                 self._contents()
+                self.written = read_written(self.folder)
         except FAULTS as error:
             self.close()
             raise unusable(self.path, error) from None
@@ -201,6 +212,7 @@ class PageStore:
         """`put` for entries that are already encoded as files."""
         outcomes, added = [], []
         with self.exclusive() as contents:
+            before = self.written = read_written(self.folder)
             try:
                 for known, data in files:
                     outcomes.append(self._put(contents, known[0], data, keep))
@@ -209,8 +221,26 @@ class PageStore:
             finally:
                 with self._index.use() as index:
                     index.add(added)
+                if self.written != before:
+                    write_written(self.folder, self.written)
                 self.folder.sync()
         return outcomes
+
+    def may_write(self, nbytes: int) -> bool:
+        """Whether the day's budget holds so many bytes more."""
+        return self._daily_bytes is None or (self.written.bytes_today + nbytes <= self._daily_bytes)
+
+    def read_sights(self) -> bytes:
+        """The sights that processes have saved, the latest last."""
+        try:
+            return self.folder.read(SIGHTS, SAVED_BYTES)
+        except FileNotFoundError:
+            return b""
+
+    def add_sights(self, sights: bytes) -> None:
+        """Append sights to the saved ones; the earliest are dropped."""
+        with self._alone():
+            self.folder.write(SIGHTS, [(self.read_sights() + sights)[-SAVED_BYTES:]])
 
     def eviction_order(self) -> list[str]:
         """The keys of all entries, the first to evict first."""
@@ -258,6 +288,8 @@ class PageStore:
     ) -> Outcome:
         if row.key in contents.files:
             return Outcome.KNOWN
+        if not self.may_write(row.nbytes):
+            return Outcome.BUDGET_SPENT
         more = row.nbytes + _MARGIN
         excess = self.limits.excess(contents.used, self.folder.free_bytes(), more)
         if excess > 0:
@@ -268,6 +300,7 @@ class PageStore:
             self._discard(evicted)
             contents.used -= sum(contents.files.pop(key, 0) for key in evicted)
         self.folder.write(file_name(row.key), data)
+        self.written = self.written.plus(row.nbytes)
         contents.files[row.key] = row.nbytes
         # Count the index's row too: it is added when all files are written.
         contents.used += row.nbytes + index_file.ROW_BYTES
@@ -291,7 +324,8 @@ class PageStore:
         if self._index.is_damaged or self._lookups.is_damaged or not self._align(files):
             self._remove_index()
             self._align(files)
-        own = {file_name(key) for key in files} | set(index_file.FILES) | {LOCK, TAG}
+        own = {file_name(key) for key in files} | set(index_file.FILES)
+        own |= {LOCK, TAG, LEDGER, SIGHTS}
         others = {name: size for name, size in sizes.items() if name not in own}
         # Scan again: the index may have grown.
         return Contents(sum(self.folder.scan().values()), files, others)

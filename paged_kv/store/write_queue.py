@@ -21,11 +21,13 @@ CLOSE_PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class _Job:
-    """A job for the writer: store an entry, note entries as used, or remove damaged ones."""
+    """A job for the writer: store an entry, note entries as used, remove damaged ones, or save
+    sights."""
 
     entry: Entry | None = None
     path: Sequence[str] = ()
     damaged: Sequence[str] | None = None
+    sights: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +93,9 @@ class WriteQueue:
             fits = not self._waiting_bytes or self._waiting_bytes + nbytes <= self._max_bytes
         if not fits:
             self._faults.drop("the disk is slower than what it is given")
+        elif not self._store.may_write(nbytes):
+            self._faults.drop(Outcome.BUDGET_SPENT.value)
+            return False
         return fits
 
     def save(self, entry: Entry, path: Sequence[str]) -> None:
@@ -105,6 +110,10 @@ class WriteQueue:
         """Queue the removal of damaged entries."""
         self._known.difference_update(keys)
         self._add(_Job(damaged=keys))
+
+    def add_sights(self, sights: bytes) -> None:
+        """Queue sights to be saved."""
+        self._add(_Job(sights=sights))
 
     def mend(self) -> None:
         """Queue a repair of the index, if it is damaged."""
@@ -173,6 +182,8 @@ class WriteQueue:
                 outcomes = self._store.put(entries, {key for path in paths for key in path})
             for path in dict.fromkeys(map(tuple, paths)):
                 self._store.touch(path)
+            if sights := b"".join(job.sights for job in jobs):
+                self._store.add_sights(sights)
         except Exception as error:
             self._faults.note(error)
             if lost := len(entries) - len(outcomes):
@@ -189,6 +200,8 @@ class WriteQueue:
         self.counts["bytes_written"] += sum(entry.nbytes for entry in stored)
         if no_room := outcomes.count(Outcome.NO_ROOM):
             self._faults.drop("there is no room, and nothing that could go", no_room)
+        if spent := outcomes.count(Outcome.BUDGET_SPENT):
+            self._faults.drop(Outcome.BUDGET_SPENT.value, spent)
         if entries:
             stored_keys = self._stored_keys()
             with self._changed:

@@ -6,6 +6,7 @@ A reader thread does this: the client chooses how long it takes.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -59,7 +60,7 @@ class Plan:
 def make_plan(
     body: Body,
     model: ModelKey,
-    salt: str | None,
+    salt: Hashable,
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,
@@ -77,7 +78,7 @@ def make_plan(
 def _jobs_of(
     body: Body,
     model: ModelKey,
-    salt: str | None,
+    salt: Hashable,
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.request_body import parse_body, read_body
 from paged_kv.integrations.server.http.request_log import request_id
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
+from paged_kv.prefix.unstored import Unstored
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,10 @@ class Completions:
         """Runs on a reader thread."""
         service = self._service
         body = parse_body(content, self._kind)
-        model, salt = service.names.key_of(body), salt_of(key, body.cache_salt)
+        model = service.names.key_of(body)
+        salt: Hashable = salt_of(key, body.cache_salt)
+        if body.store is False:
+            salt = Unstored(salt)
         return make_plan(body, model, salt, name, service.options, channel)
 
     async def _answer(self, talk: Conversation, plan: Plan, nbytes: int, send: Send) -> None:

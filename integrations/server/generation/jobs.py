@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -70,7 +70,7 @@ class Job:
         arguments: mlx-lm's generation arguments, within their bounds.
         choices: the number of continuations.
         first_choice: the number of the first choice in the request.
-        salt: only jobs with the same salt share prompts.
+        salt: only jobs with the same salt share prompts; `Unstored` keeps them out of the store.
         channel: receives the events; None on ranks that have no clients.
         prompt: the prompt, if the model was loaded when the job was made.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
@@ -86,7 +86,7 @@ class Job:
     arguments: GenerationArguments
     choices: int
     first_choice: int
-    salt: str | None
+    salt: Hashable
     channel: Channel | None
     prompt: Prompt | None = None
     stage: Stage = Stage.WAITING

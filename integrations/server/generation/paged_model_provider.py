@@ -18,6 +18,7 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import _download, load, load_config
 
 from paged_kv.admission.pool_size import PoolSize
+from paged_kv.commands.cache_options import store_options
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
@@ -80,7 +81,8 @@ class PagedModelProvider(ModelProvider):
     """Loads one model, and maybe its draft model, at a time.
 
     Args:
-        cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, `store`, `store_bytes`.
+        cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, and those of the
+            store.
 
     Attributes:
         factories: of the loaded model and of its draft model. They are installed, and closed when
@@ -270,6 +272,7 @@ class PagedModelProvider(ModelProvider):
             store=options.store,
             page_format=options.page_format,
             store_bytes=options.store_bytes,
+            store_options=store_options(options),
         )
         for factory in self.factories:
             # This makes it learn the size of a block, which promises are computed from.

@@ -6,6 +6,7 @@ prompt reuses the longest cached prefix, and pages are evicted when memory gets 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -34,7 +35,7 @@ class PromptReuse:
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
 
-    def fetch(self, tokens: list[int], salt: str | None) -> tuple[list[Any] | None, int]:
+    def fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any] | None, int]:
         """A prompt cache with the longest cached prefix of a prompt, which may be empty, and its
         length in tokens; at least one token is left. None if the model has no pages.
 
@@ -44,7 +45,7 @@ class PromptReuse:
             return None, 0
         return self._factory.fetch_cache(tokens, salt=salt)
 
-    def insert(self, tokens: list[int], prompt_cache: list[Any], salt: str | None) -> None:
+    def insert(self, tokens: list[int], prompt_cache: list[Any], salt: Hashable) -> None:
         """Cache what a prompt cache holds of these tokens. This empties the list: its pages would
         stay in use as long as a reference to it exists."""
         if self._factory is not None:

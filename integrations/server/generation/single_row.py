@@ -4,7 +4,7 @@ cannot be batched. Nothing is drafted for it."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -120,7 +120,7 @@ class SingleRow:
             cache, _ = self._fetch(prompt.cache_key[:1], job.salt)
         return _Start(steps, cache, steps.start, ends if steps.in_parts else [])
 
-    def _fetch(self, tokens: list[int], salt: str | None) -> tuple[list[Any], int]:
+    def _fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any], int]:
         cache, cached = self._provider.reuse.fetch(tokens, salt)
         model: Any = self._provider.model
         return make_prompt_cache(model) if cache is None else cache, cached

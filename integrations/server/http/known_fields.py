@@ -18,7 +18,6 @@ WITHOUT_MEANING = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "store",
         "user",
     }
 )

@@ -80,6 +80,7 @@ class Body(BaseModel):
     draft_model: Name | None = None
     adapters: Name | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=256)] | None = None
+    store: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
 
     stream: bool | None = None
