@@ -21,7 +21,7 @@ from paged_kv import (
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.window import Window
-from paged_kv.sequences.batch import commit
+from paged_kv.sequences.batch import Batch, commit
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
 from tests.layer_calls import calls_of_layers
@@ -408,3 +408,19 @@ def test_attention_follows_pages_that_became_smaller_within_the_step() -> None:
     expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2)
     assert mx.allclose(found, expected, atol=0.1)
     assert pool.stats().gather_fallbacks == gathers
+
+
+def test_forks_know_the_pages_that_they_share_until_a_block_changes() -> None:
+    """And the next step knows it without another look."""
+    pool = PagePool(1, max_bytes=1 << 24)
+    parent = Sequence(pool)
+    Batch.of(pool, [parent]).append(0, *[normal((1, 2, 300, 32), mx.float32, 1)] * 2)
+    batch = Batch.of(pool, [parent.fork(0), parent.fork(0)])
+    found = []
+    for _ in range(3):
+        keys, _ = batch.append(0, *[normal((2, 2, 1, 32), mx.float32, 2)] * 2)
+        found.append(keys.read.group_step.metadata.shared_pages)
+    assert found[0] is found[1] is found[2]
+    assert found[0] is not None
+    # Each has copied the page that it writes.
+    assert found[0].shared.tolist() == [0, 1]

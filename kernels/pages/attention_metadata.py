@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.kernels.pages.block_tables import BlockTables, SharedPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 NewTokens = tuple[mx.array, mx.array]
@@ -75,11 +76,13 @@ class AttentionMetadata:
     def block_table_array(self) -> npt.NDArray[np.int32]:
         """The tables as int32 [B, entries of the longest]. Any valid entry fills up the shorter
         tables."""
-        longest = max(self.block_tables, key=len, default=())
-        tables = np.full((len(self.block_tables), len(longest)), longest[:1] or 0, np.int32)
-        for row, table in zip(tables, self.block_tables, strict=True):
-            row[: len(table)] = table
-        return tables
+        return BlockTables.of(self.block_tables).array
+
+    @cached_property
+    def shared_pages(self) -> SharedPages | None:
+        """Which sequences share pages; None if none do. Those of rings count as their own."""
+        is_ring = bool(self.first_tokens or self.head_tokens)
+        return None if is_ring else BlockTables.of(self.block_tables).shared_pages
 
     @cached_property
     def memo(self) -> dict[str, Any]:

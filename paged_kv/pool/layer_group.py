@@ -17,6 +17,7 @@ from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import MAX_SLAB_PAGES, slab_of
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.block_tables import BlockTables
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
@@ -50,6 +51,7 @@ class LayerGroup:
         pages: the pages of each layer that was written.
         gather_fallbacks: how often keys and values were gathered for an attention of the model's.
         moves: how often pages moved, which invalidates earlier copies of block tables.
+        latest_tables: the block tables of the latest step, most of which the next one has too.
         is_open: whether any layer has been written.
         knows_all_layers: whether the shapes of all layers that write are known.
         allocator: allocates the blocks; there is none before the group is open.
@@ -74,6 +76,7 @@ class LayerGroup:
         self.pages: dict[int, LayerPages] = {}
         self.gather_fallbacks = 0
         self.moves = 0
+        self.latest_tables = BlockTables()
         self._backend = backend
         self._budget = budget
         self._events = events

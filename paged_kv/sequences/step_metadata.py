@@ -36,7 +36,8 @@ def attention_metadata(
         tables.append(sequence.blocks(group))
         ends.append(end)
         right_padding.append(padding.right)
-    return AttentionMetadata(tuple(tables), tuple(ends), tuple(right_padding))
+    group.latest_tables = group.latest_tables.after(tables)
+    return AttentionMetadata(group.latest_tables, tuple(ends), tuple(right_padding))
 
 
 class StepPart(NamedTuple):
