@@ -155,6 +155,31 @@ def distributed(figures: Figures) -> str:
     return table(("processes", "pages in use on each", "tokens a second, least to most"), rows)
 
 
+def shared_pages(figures: Figures) -> str:
+    """Decode of rows that share pages, read together and apart; and the look for shared pages."""
+    rows = []
+    for dtype in ("bfloat16", "float16"):
+        for name, of in figures[dtype].items():
+            rows.append(
+                (
+                    f"{dtype}: {spaced(name)}",
+                    millis(of["together_seconds"]),
+                    millis(of["apart_seconds"]),
+                    f"{of['times']:.2f}",
+                    megabytes(of["together_bytes"]),
+                    megabytes(of["apart_bytes"]),
+                )
+            )
+    head = ("together", "apart", "times as fast", "read together", "read apart")
+    tree = figures["tree"]
+    look = (
+        f"The look for shared pages, {figures['tree_rows']} tables of {figures['tree_pages'] + 1} "
+        f"blocks: {micros(1e9 * tree['look_seconds'])}; "
+        f"{micros(1e9 * tree['nothing_changed_seconds'])} where no table has changed."
+    )
+    return table((f"{figures['instruction_set']} kernels", *head), rows) + f"\n\n{look}"
+
+
 def latent_attention(figures: Figures) -> str:
     """Decode of latent attention, beside mlx-lm's operations and numpy's products."""
     rows = []
@@ -437,6 +462,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         rings,
         prefix_reuse,
         publishing,
+        shared_pages,
         latent_attention,
         distributed,
         quantised_kernels,

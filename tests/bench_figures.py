@@ -186,6 +186,24 @@ FIGURES: dict[str, dict[str, Any]] = {
             "bytes_on_each_rank": [1 << 20] * 2,
         },
     },
+    "shared_pages": {
+        "instruction_set": "avx2",
+        "tree_rows": 64,
+        "tree_pages": 32,
+        "tree": {"look_seconds": 1.5e-5, "nothing_changed_seconds": 1e-6},
+        **{
+            dtype: {
+                "8_rows_behind_512": {
+                    "together_seconds": 0.005,
+                    "apart_seconds": 0.01,
+                    "times": 2.0,
+                    "together_bytes": 1_000_000,
+                    "apart_bytes": 8_000_000,
+                }
+            }
+            for dtype in ("bfloat16", "float16")
+        },
+    },
     "latent_attention": {
         "backend": "native",
         "step_heads": 8,

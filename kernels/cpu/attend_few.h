@@ -1,7 +1,8 @@
 // Attention of a few query rows: reading keys and values is what takes the time.
 //
-// Each row of keys or values is read from memory once for all query rows. A page's keys of one head
-// fit the second-level cache, so a second group of query rows reads them from there. While keys are
+// Each row of keys or values is read from memory once for all query rows, those of other sequences that
+// share its page among them. A page's keys of one head fit the second-level cache, so a second group of
+// query rows reads them from there. A query row's sums are the same in every company. While keys are
 // multiplied the page's values are fetched, and the next page's keys while values are.
 #pragma once
 
@@ -88,12 +89,12 @@ INLINE float online_softmax(float* scores, int count, int from, int to, float* m
   return rescale;
 }
 
-// The queries of a block, [rows, QUERY_FLOATS], arranged on demand for each kind of product of
+// The queries of a task, [rows, QUERY_FLOATS], arranged on demand for each kind of product of
 // `key_products` and each basis.
 class Queries {
  public:
-  Queries(const Attention& a, const QueryBlock& block, float* memory)
-      : a_(a), block_(block), rows_(block.queries * a.gqa_group_size), memory_(memory) {}
+  Queries(const Attention& a, const Task& task, float* memory)
+      : a_(a), task_(task), rows_(query_rows(a, task.blocks, task.block_count)), memory_(memory) {}
 
   static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
 
@@ -109,7 +110,7 @@ class Queries {
  private:
   static constexpr int ORDERS = 4;  // as they are, arranged for Q8 and for Q4, and in bytes
   const Attention& a_;
-  const QueryBlock& block_;
+  const Task& task_;
   int rows_;
   float* memory_;
   bool made_[2 * ORDERS] = {};
@@ -117,12 +118,13 @@ class Queries {
   void make(float* to, int products, bool rotated) {
     int dim = a_.k_dim;
     float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
-    for (int r = 0; r < rows_; r++, to += QUERY_FLOATS) {
-      read_query(a_, block_, r, rotated, is_quantised(products) ? row : to);
-      if (products == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
-      if (products == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
-      if (products == Q4_IN_BYTES) arrange_bytes(row, dim, (ByteRow*)to);
-    }
+    for (int i = 0; i < task_.block_count; i++)
+      for (int r = 0; r < query_rows(a_, task_.blocks[i]); r++, to += QUERY_FLOATS) {
+        read_query(a_, task_.blocks[i], r, rotated, is_quantised(products) ? row : to);
+        if (products == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
+        if (products == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
+        if (products == Q4_IN_BYTES) arrange_bytes(row, dim, (ByteRow*)to);
+      }
   }
 };
 
@@ -134,49 +136,65 @@ size_t few_scratch(const Attention& a, int rows) {
   return Queries::floats(rows) + (size_t)rows * (SCORES + 1) + scale_floats(a) + 3 * LANES;
 }
 
-void attend_few(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
-                float* scratch) {
-  int rows = block.queries * a.gqa_group_size, k_dim = a.k_dim, v_dim = a.v_dim;
-  int stride = padded(v_dim), length = a.metadata->context_lens[block.row];
-  Queries queries(a, block, scratch);
-  float* scores = scratch + Queries::floats(rows);
-  float* rescale = scores + (size_t)rows * SCORES;
-  float* scales = rescale + padded(rows);
-  for (int r = 0; r < rows; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
-  Sums sums(part, rows, v_dim);
-
-  int groups = (rows + MAX_GROUP - 1) / MAX_GROUP;
-  KeyRun run, following{};
-  if (begin < end) following = key_run(a, block, begin, end);
-  for (int at = begin; at < end; at += run.count) {
-    run = following;
-    following.count = 0;
-    if (at + run.count < end) following = key_run(a, block, at + run.count, end);
-    int products = key_products(a, run.keys);
-    const float* q = queries.for_products(products, run.keys.rotated);
-    for (int i = 0; i < groups; i++) {
-      int g = rows * i / groups, size = rows * (i + 1) / groups - g;
-      Next next = {run.values, i ? 0 : run.count, v_dim};
-      MULTIPLY_KEYS[products][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS, scales,
-                                        scores + g * SCORES, next);
-    }
-    for (int r = 0; r < rows; r++) {
-      if (a.softcap > 0.f) cap_logits(scores + r * SCORES, run.count, a.softcap);
+// Turns the scores [rows of the span, SCORES] of a run from position `at` on into weights.
+void weigh(const Attention& a, const Task& task, const Span& span, const KeyRun& run, int at,
+           const SplitPartial& part, float* scores, float* rescale) {
+  int row = 0;
+  for (int i = span.first; i < span.first + span.count; i++) {
+    const QueryBlock& block = task.blocks[i];
+    int length = a.metadata->context_lens[block.row];
+    for (int r = 0; r < query_rows(a, block); r++, row++, scores += SCORES) {
+      if (a.softcap > 0.f) cap_logits(scores, run.count, a.softcap);
       int position = block.position + r / a.gqa_group_size;
       int from = clamped(first_seen(a, position) - at, 0, run.count);
       int to = clamped(seen_end(a, position, length) - at, 0, run.count);
-      rescale[r] = online_softmax(scores + r * SCORES, run.count, from, to, part.maximum + r, part.sum + r);
-    }
-    sums.set_basis(run.values.rotated);
-    for (int i = 0; i < groups; i++) {
-      int g = rows * i / groups, size = rows * (i + 1) / groups - g;
-      Next next = {following.keys, i ? 0 : following.count, k_dim};
-      MULTIPLY_VALUES[run.values.format][size - 1](run.values, run.count, v_dim, scales,
-                                                   scores + g * SCORES, rescale + g,
-                                                   part.values + (size_t)g * stride, stride, next);
+      rescale[row] = online_softmax(scores, run.count, from, to, part.maximum + row, part.sum + row);
     }
   }
-  sums.set_basis(false);
+}
+
+int64_t attend_few(const Attention& a, const Task& task, float* scratch) {
+  int all = query_rows(a, task.blocks, task.block_count), k_dim = a.k_dim, v_dim = a.v_dim;
+  int stride = padded(v_dim);
+  Queries queries(a, task, scratch);
+  float* scores = scratch + Queries::floats(all);
+  float* rescale = scores + (size_t)all * SCORES;
+  float* scales = rescale + padded(all);
+  Sums sums(a, task);
+  int64_t bytes = 0;
+  for (int s = 0; s < task.span_count; s++) {
+    const Span& span = task.spans[s];
+    const QueryBlock* blocks = task.blocks + span.first;
+    SplitPartial part = sums.of(span);
+    int rows = query_rows(a, blocks, span.count), groups = (rows + MAX_GROUP - 1) / MAX_GROUP;
+    KeyRun run, following = key_run(a, *blocks, span.begin, span.end);
+    for (int at = span.begin; at < span.end; at += run.count) {
+      run = following;
+      following.count = 0;
+      if (at + run.count < span.end) following = key_run(a, *blocks, at + run.count, span.end);
+      bytes += page_bytes(run, k_dim, v_dim);
+      int products = key_products(a, run.keys);
+      const float* q = queries.for_products(products, run.keys.rotated) +
+                       (size_t)blocks->first_row * QUERY_FLOATS;
+      for (int i = 0; i < groups; i++) {
+        int g = rows * i / groups, size = rows * (i + 1) / groups - g;
+        Next next = share_of(run.values, run.count, v_dim, i, groups);
+        MULTIPLY_KEYS[products][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS, scales,
+                                          scores + g * SCORES, next);
+      }
+      weigh(a, task, span, run, at, part, scores, rescale);
+      sums.set_basis(span, run.values.rotated);
+      for (int i = 0; i < groups; i++) {
+        int g = rows * i / groups, size = rows * (i + 1) / groups - g;
+        Next next = share_of(following.keys, following.count, k_dim, i, groups);
+        MULTIPLY_VALUES[run.values.format][size - 1](run.values, run.count, v_dim, scales,
+                                                     scores + g * SCORES, rescale + g,
+                                                     part.values + (size_t)g * stride, stride, next);
+      }
+    }
+  }
+  sums.set_plain_basis();
+  return bytes;
 }
 
 }  // namespace

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int PANEL = TILE_VECTORS * W;
 constexpr int TILE_TOKENS = 128;
-constexpr int BLOCK_ROWS = 256;
 
 // C [R, N vectors] = rescale * C + A^T B for k in [0, depth): A is [R, a_row], or transposed.
 // rescale is null where C is to be overwritten.
@@ -78,6 +77,7 @@ struct Buffers {
   float* page_values;  // where the pages' values go: to `values`, or behind the latents
   float* scores;  // [TILE_TOKENS, PANEL]
   float* rescale;   // [PANEL]
+  float *maximum, *sum;  // [rows], those of columns without a query row included
   int key_stride, value_stride;
 
   Buffers(const Attention& a, int query_rows, float* scratch) {
@@ -92,11 +92,13 @@ struct Buffers {
     value_stride = a.position_queries ? key_stride : padded(a.v_dim);
     scores = keys + TILE_TOKENS * (key_stride + value_floats(a));
     rescale = scores + TILE_TOKENS * PANEL;
+    maximum = rescale + PANEL;
+    sum = maximum + rows;
   }
 
   static size_t floats(const Attention& a, int query_rows) {
     size_t rows = panels(query_rows) * PANEL;
-    return rows * (a.k_dim + 2) + TILE_TOKENS * (key_floats(a) + value_floats(a) + PANEL) + PANEL;
+    return rows * (a.k_dim + 4) + TILE_TOKENS * (key_floats(a) + value_floats(a) + PANEL) + PANEL;
   }
 
  private:
@@ -109,26 +111,42 @@ struct Buffers {
 
 size_t many_scratch(const Attention& a, int query_rows) { return Buffers::floats(a, query_rows); }
 
-// Which keys the queries see. Columns without one see none.
-void arrange_masks(const Attention& a, const QueryBlock& block, const Buffers& to) {
-  int rows = block.queries * a.gqa_group_size, length = a.metadata->context_lens[block.row];
-  for (int r = 0; r < panels(rows) * PANEL; r++) {
-    int position = block.position + r / a.gqa_group_size;
-    to.first[r] = r < rows ? (float)first_seen(a, position) : 0.f;
-    to.behind[r] = r < rows ? (float)seen_end(a, position, length) : 0.f;
+// Calls `visit` with each query row of a span: its number there, its block, and its number in that.
+template <class Visit>
+INLINE void for_rows(const Attention& a, const Task& task, const Span& span, Visit visit) {
+  int row = 0;
+  for (int i = span.first; i < span.first + span.count; i++)
+    for (int r = 0; r < query_rows(a, task.blocks[i]); r++, row++) visit(row, task.blocks[i], r);
+}
+
+// Which keys the queries see, and what they have summed so far. Columns without one see none.
+void begin_span(const Attention& a, const Task& task, const Span& span, const SplitPartial& part,
+                int rows, const Buffers& to) {
+  for (int r = rows; r < panels(rows) * PANEL; r++) {
+    to.first[r] = to.behind[r] = to.sum[r] = 0.f;
+    to.maximum[r] = LOWEST;
   }
+  for_rows(a, task, span, [&](int row, const QueryBlock& block, int r) {
+    int position = block.position + r / a.gqa_group_size;
+    to.first[row] = (float)first_seen(a, position);
+    to.behind[row] = (float)seen_end(a, position, a.metadata->context_lens[block.row]);
+  });
+  memcpy(to.maximum, part.maximum, sizeof(float) * rows);
+  memcpy(to.sum, part.sum, sizeof(float) * rows);
 }
 
 // Queries are put into columns, in the basis of keys of that run. Overwrites the tile of keys.
-void arrange_queries(const Attention& a, const QueryBlock& block, const KeyRun& run, const Buffers& to) {
-  int rows = block.queries * a.gqa_group_size, k_dim = a.k_dim;
-  for (int r = 0; r < panels(rows) * PANEL; r++) {
-    float* column = to.q + (size_t)(r / PANEL) * k_dim * PANEL + r % PANEL;
-    if (r < rows) read_query(a, block, r, run.keys.rotated, to.keys);
-    if (r < rows && a.position_queries)
+void arrange_queries(const Attention& a, const Task& task, const Span& span, const KeyRun& run,
+                     int rows, const Buffers& to) {
+  int k_dim = a.k_dim;
+  memset(to.q, 0, sizeof(float) * panels(rows) * PANEL * k_dim);
+  for_rows(a, task, span, [&](int row, const QueryBlock& block, int r) {
+    float* column = to.q + (size_t)(row / PANEL) * k_dim * PANEL + row % PANEL;
+    read_query(a, block, r, run.keys.rotated, to.keys);
+    if (a.position_queries)
       read_query_of(a, *a.position_queries, block, r, LOG2_E, run.values.rotated, to.keys + a.v_dim);
-    for (int d = 0; d < k_dim; d++) column[d * PANEL] = r < rows ? to.keys[d] : 0.f;
-  }
+    for (int d = 0; d < k_dim; d++) column[d * PANEL] = to.keys[d];
+  });
 }
 
 // Softmax of a panel's scores with the `count` tokens from position `at` on.
@@ -158,56 +176,75 @@ void online_softmax_panel(float* scores, int count, int vectors, int at, const f
   }
 }
 
-// Attention of one panel's query rows [from, from + rows) of the block to a tile of tokens.
-void attend_panel(const Attention& a, const Buffers& at, const SplitPartial& part, int from, int rows,
+// What all query rows [from, from + rows) see, and what at least one does.
+struct Seen {
+  int low, high, full_low, full_high;
+
+  Seen(const Buffers& at, int from, int rows)
+      : low((int)at.first[from]), high((int)at.behind[from]), full_low(low), full_high(high) {
+    for (int r = from + 1; r < from + rows; r++) {
+      int first = (int)at.first[r], behind = (int)at.behind[r];
+      low = smaller(low, first), full_low = larger(full_low, first);
+      high = larger(high, behind), full_high = smaller(full_high, behind);
+    }
+  }
+};
+
+// Attention of one panel's query rows [from, from + rows) of a span to a tile of tokens; `values` are
+// the weighted sums of the span's rows.
+void attend_panel(const Attention& a, const Buffers& at, float* values, int from, int rows,
                   int position, int count) {
   int stride = padded(a.v_dim);
-  int low = (int)at.first[from], high = (int)at.behind[from + rows - 1];
-  int full_low = (int)at.first[from + rows - 1], full_high = (int)at.behind[from];
-  // Rows ascend by position: the first row sees the earliest keys, the last row the latest.
-  int begin = larger(low - position, 0), end = smaller(high - position, count);
+  Seen seen(at, from, rows);
+  int begin = larger(seen.low - position, 0), end = smaller(seen.high - position, count);
   if (begin >= end) return;
   int vectors = (rows + W - 1) / W, tokens = end - begin;
   multiply(tokens, vectors, at.keys + (size_t)begin * at.key_stride, at.key_stride, 1,
            at.q + (size_t)from * a.k_dim, PANEL, at.scores, PANEL, a.k_dim, nullptr);
   if (a.softcap > 0.f)
     for (int t = 0; t < tokens; t++) cap_logits(at.scores + t * PANEL, vectors * W, a.softcap);
-  bool masked = full_low > position + begin || full_high < position + end;
+  bool masked = seen.full_low > position + begin || seen.full_high < position + end;
   (masked ? online_softmax_panel<true> : online_softmax_panel<false>)(
       at.scores, tokens, vectors, position + begin, at.first + from, at.behind + from,
-      part.maximum + from, part.sum + from, at.rescale);
+      at.maximum + from, at.sum + from, at.rescale);
   for (int d = 0; d < stride; d += PANEL)
     multiply(rows, smaller(TILE_VECTORS, (stride - d) / W), at.scores, 1, PANEL,
              at.values + (size_t)begin * at.value_stride + d, at.value_stride,
-             part.values + (size_t)from * stride + d, stride, tokens, at.rescale);
+             values + (size_t)from * stride + d, stride, tokens, at.rescale);
 }
 
-void attend_many(const Attention& a, const QueryBlock& block, int begin, int end, SplitPartial part,
-                 float* scratch) {
-  int rows = block.queries * a.gqa_group_size, all = panels(rows) * PANEL;
-  Buffers at(a, rows, scratch);
-  arrange_masks(a, block, at);
+int64_t attend_many(const Attention& a, const Task& task, float* scratch) {
+  Buffers at(a, query_rows(a, task.blocks, task.block_count), scratch);
   memset(at.values, 0, sizeof(float) * TILE_TOKENS * at.value_stride);
-  for (int r = 0; r < all; r++) part.maximum[r] = LOWEST, part.sum[r] = 0.f;
-  Sums sums(part, rows, a.v_dim);
-
-  KeyRun run;
-  int arranged = -1;
-  for (int position = begin; position < end; position += run.count) {
-    run = key_run(a, block, position, smaller(end, position + TILE_TOKENS));
-    int basis = run.keys.rotated + 2 * run.values.rotated;
-    if (basis != arranged) arrange_queries(a, block, run, at);
-    arranged = basis;
-    sums.set_basis(a.position_queries ? run.keys.rotated : run.values.rotated);
-    for (int t = 0; t < run.count; t++) {
-      READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * at.key_stride);
-      READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f,
-                                  at.page_values + t * at.value_stride);
+  Sums sums(a, task);
+  int64_t bytes = 0;
+  for (int s = 0; s < task.span_count; s++) {
+    const Span& span = task.spans[s];
+    const QueryBlock* blocks = task.blocks + span.first;
+    SplitPartial part = sums.of(span);
+    int rows = query_rows(a, blocks, span.count), arranged = -1;
+    begin_span(a, task, span, part, rows, at);
+    KeyRun run;
+    for (int position = span.begin; position < span.end; position += run.count) {
+      run = key_run(a, *blocks, position, smaller(span.end, position + TILE_TOKENS));
+      bytes += page_bytes(run, a.pages->k_dim, a.pages->v_dim);
+      int basis = run.keys.rotated + 2 * run.values.rotated;
+      if (basis != arranged) arrange_queries(a, task, span, run, rows, at);
+      arranged = basis;
+      sums.set_basis(span, a.position_queries ? run.keys.rotated : run.values.rotated);
+      for (int t = 0; t < run.count; t++) {
+        READ_ROW[run.keys.format](run.keys, t, a.pages->k_dim, 1.f, at.keys + t * at.key_stride);
+        READ_ROW[run.values.format](run.values, t, a.pages->v_dim, 1.f,
+                                    at.page_values + t * at.value_stride);
+      }
+      for (int from = 0; from < rows; from += PANEL)
+        attend_panel(a, at, part.values, from, smaller(PANEL, rows - from), position, run.count);
     }
-    for (int from = 0; from < rows; from += PANEL)
-      attend_panel(a, at, part, from, smaller(PANEL, rows - from), position, run.count);
+    memcpy(part.maximum, at.maximum, sizeof(float) * rows);
+    memcpy(part.sum, at.sum, sizeof(float) * rows);
   }
-  sums.set_basis(false);
+  sums.set_plain_basis();
+  return bytes;
 }
 
 }  // namespace

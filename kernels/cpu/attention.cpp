@@ -1,4 +1,4 @@
-// Plans attention: which query rows and which keys make a task, for how many threads.
+// Attention: checks what it is asked for, and runs the tasks of `plan.h` on the threads.
 #include "attention.h"
 
 #include <algorithm>
@@ -8,28 +8,17 @@
 #include <vector>
 
 #include "instruction_sets.h"
-#include "thread_pool.h"
+#include "plan.h"
 #include "tensors.h"
+#include "thread_pool.h"
 
 namespace paged_kv {
 namespace {
 
-// Query rows of one KV head up to which reading takes longer than computing. `attend_many` takes 1.04
-// times as long as `attend_few` with 16 rows, and 0.98 to 1.04 times with 24.
-constexpr int FEW_ROWS = 16;
-// So many tasks to a thread, so that none waits long for the last one. Half as many take 1.02 to
-// 1.16 times as long at 1K; twice as many take as long, within what is measured.
-constexpr int TASKS_PER_THREAD = 8;
 // Numbers of keys and values, for each query, below which waking a thread takes longer than it saves:
 // it takes 10 to 20 microseconds. At this many, 256 tokens of 8 heads of 128, one thread still takes
 // 0.93 of the time of two where the machine has other work to do, at 4 times as many 1.15 to 1.45.
 constexpr int64_t ALONE_NUMBERS = 512 << 10;
-
-struct Task {
-  int block;
-  int begin, end;
-  int part;
-};
 
 // A thread's working memory; it grows to what the largest call needed.
 class Scratch {
@@ -55,22 +44,22 @@ class Scratch {
 thread_local Scratch task_scratch;
 thread_local Scratch call_scratch;
 
-class Plan {
+std::atomic<int64_t> page_bytes_read{0};
+
+// Runs a plan's tasks, and merges the parts of a block after the last of them.
+class Run {
  public:
-  Plan(const Attention& attention, const Kernels& kernels) : a_(attention), kernels_(kernels) {
-    for (int row = 0; row < a_.metadata->batch; row++) add_blocks(row);
-    // Queries that see most come first: the last task to end should be a short one.
-    for (size_t i = blocks_.size(); i-- > 0;) add_tasks(static_cast<int>(i));
-    unfinished_ = std::vector<std::atomic<int>>(blocks_.size());
-    for (size_t i = 0; i < blocks_.size(); i++) unfinished_[i] = parts_[i];
+  Run(const Attention& attention, const Kernels& kernels)
+      : a_(attention), kernels_(kernels), plan_(attention, kernels.block_rows),
+        parts_(plan_.part_count), unfinished_(plan_.blocks.size()) {
+    for (size_t i = 0; i < plan_.blocks.size(); i++) unfinished_[i] = plan_.blocks[i].parts;
   }
 
-  void run() {
-    size_t width = part_floats();
-    float* shared = call_scratch.floats(width * shared_parts_);
-    auto run_task = [&](int i) { run_one(tasks_[i], shared, width); };
-    int count = static_cast<int>(tasks_.size());
-    if (numbers_ < ALONE_NUMBERS)
+  void operator()() {
+    shared_ = call_scratch.floats(plan_.shared_floats);
+    auto run_task = [&](int i) { run_one(plan_.tasks[i]); };
+    int count = static_cast<int>(plan_.tasks.size());
+    if (plan_.numbers < ALONE_NUMBERS)
       for (int i = 0; i < count; i++) run_task(i);
     else
       parallel_for(count, run_task);
@@ -79,78 +68,30 @@ class Plan {
  private:
   const Attention& a_;
   const Kernels& kernels_;
-  std::vector<QueryBlock> blocks_;
-  std::vector<int> parts_, first_parts_;
+  const Plan plan_;
+  std::vector<SplitPartial> parts_;
   std::vector<std::atomic<int>> unfinished_;
-  std::vector<Task> tasks_;
-  int most_rows_ = 0, shared_parts_ = 0;
-  int64_t numbers_ = 0, keys_ = 0;
+  float* shared_ = nullptr;
 
-  // All heads share a latent, so that it is read as floats once for all of them.
-  bool is_few(const QueryBlock& block) const {
-    return !a_.position_queries && block.queries * a_.gqa_group_size <= FEW_ROWS;
-  }
-
-  void add_blocks(int row) {
-    int length = a_.metadata->context_lens[row];
-    Own own = own_tokens(*a_.metadata, row, a_.steps);
-    int count = own.end - own.begin;
-    int most = std::max(1, kernels_.block_rows / a_.gqa_group_size);
-    if (count * a_.gqa_group_size <= FEW_ROWS) most = count;
-    for (int head = 0; head < a_.pages->kv_heads; head++)
-      for (int first = 0; first < count; first += most) {
-        int queries = std::min(most, count - first), position = length - count + first;
-        bool hides_later = a_.causal || a_.window;
-        int begin = a_.window ? std::max(0, position - a_.window + 1) : 0;
-        int end = hides_later ? position + queries : length;
-        blocks_.push_back({row, head, own.begin + first, position, queries, begin, end});
-        most_rows_ = std::max(most_rows_, queries * a_.gqa_group_size);
-        keys_ += end - begin;
-      }
-    parts_.resize(blocks_.size());
-    first_parts_.resize(blocks_.size());
-  }
-
-  // Cuts a block's keys at the ends of pages.
-  void add_tasks(int index) {
-    const QueryBlock& block = blocks_[index];
-    int64_t wanted = keys_ / (TASKS_PER_THREAD * thread_count()) + 1;
-    int64_t step = (wanted + PAGE_SIZE - 1) / PAGE_SIZE * PAGE_SIZE;
-    int64_t first = block.key_begin / PAGE_SIZE * PAGE_SIZE;
-    int count = static_cast<int>((block.key_end - first + step - 1) / step);
+  void run_one(const PlannedTask& planned) {
+    const QueryBlock* blocks = &plan_.task_blocks[planned.first_block];
+    int rows = planned.rows, count = planned.block_count;
+    size_t width = plan_.part_floats(rows), stride = padded(a_.v_dim);
+    size_t needed = (planned.few ? kernels_.few_scratch : kernels_.many_scratch)(a_, rows);
+    float* own = task_scratch.floats(width + needed + stride);
+    float* memory = planned.is_alone ? own : shared_ + planned.part_at;
+    size_t columns = padded(rows);
+    Task task{blocks, &plan_.spans[planned.first_span], count, planned.span_count,
+              {memory, memory + columns, memory + 2 * columns}, planned.few};
+    page_bytes_read += (planned.few ? kernels_.attend_few : kernels_.attend_many)(a_, task, own + width);
     for (int i = 0; i < count; i++) {
-      int64_t begin = std::max<int64_t>(first + i * step, block.key_begin);
-      int64_t end = std::min<int64_t>(first + (i + 1) * step, block.key_end);
-      tasks_.push_back({index, static_cast<int>(begin), static_cast<int>(end), i});
+      int number = plan_.block_numbers[planned.first_block + i], first = blocks[i].first_row;
+      const PlannedBlock& block = plan_.blocks[number];
+      parts_[block.first_part + planned.step - block.first_step] = {
+          task.part.maximum + first, task.part.sum + first, task.part.values + first * stride};
+      if (unfinished_[number].fetch_sub(1, std::memory_order_acq_rel) == 1)
+        kernels_.finish(a_, blocks[i], &parts_[block.first_part], block.parts, own + width);
     }
-    parts_[index] = count;
-    first_parts_[index] = shared_parts_;
-    if (count > 1) shared_parts_ += count;
-    int64_t row = a_.k_dim + a_.v_dim;
-    numbers_ += (block.key_end - block.key_begin) * row * block.queries;
-  }
-
-  size_t padded_rows() const { return (most_rows_ + kernels_.panel - 1) / kernels_.panel * kernels_.panel; }
-  size_t part_floats() const { return padded_rows() * (2 + padded(a_.v_dim)); }
-
-  SplitPartial part_in(float* memory) const {
-    return {memory, memory + padded_rows(), memory + 2 * padded_rows()};
-  }
-
-  void run_one(const Task& task, float* shared, size_t width) {
-    const QueryBlock& block = blocks_[task.block];
-    bool few = is_few(block), alone = parts_[task.block] == 1;
-    size_t needed = (few ? kernels_.few_scratch : kernels_.many_scratch)(a_, most_rows_);
-    float* own = task_scratch.floats(width + needed + padded(a_.v_dim));
-    float* first = shared + width * first_parts_[task.block];
-    float* mine = alone ? own : first + width * task.part;
-    (few ? kernels_.attend_few : kernels_.attend_many)(a_, block, task.begin, task.end,
-                                                       part_in(mine), own + width);
-    if (unfinished_[task.block].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    int count = parts_[task.block];
-    std::vector<SplitPartial> parts;
-    for (int i = 0; i < count; i++) parts.push_back(part_in(alone ? own : first + width * i));
-    kernels_.finish(a_, block, parts.data(), count, own + width);
   }
 };
 
@@ -218,24 +159,20 @@ bool fits(const PagedKvPages& pages, const PagedKvMetadata& metadata, const Page
 }  // namespace
 
 KeyRun key_run(const Attention& a, const QueryBlock& block, int position, int end) {
-  int in_pages = a.metadata->context_lens[block.row];
-  Own fresh{0, 0};
-  if (a.new_k) {
-    fresh = own_tokens(*a.metadata, block.row, a.new_tokens);
-    in_pages -= fresh.end - fresh.begin;
-  }
+  int in_pages = tokens_in_pages(a, block.row);
   if (position >= in_pages) {
+    Own fresh = own_tokens(*a.metadata, block.row, a.new_tokens);
     int token = fresh.begin + position - in_pages;
     return {rows_of(*a.new_k, block.row, block.kv_head, token),
             rows_of(*a.new_v, block.row, block.kv_head, token),
-            std::min(PAGE_SIZE - position % PAGE_SIZE, end - position)};
+            std::min(PAGE_SIZE - position % PAGE_SIZE, end - position), false};
   }
   int64_t place = static_cast<int64_t>(block.row) * a.metadata->table_stride + position / PAGE_SIZE;
   int32_t entry = a.metadata->block_tables[place];
   int page_end = std::min(in_pages, (position / PAGE_SIZE + 1) * PAGE_SIZE);
   return {keys_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
           values_at(*a.pages, entry, block.kv_head, position % PAGE_SIZE),
-          std::min(page_end, end) - position};
+          std::min(page_end, end) - position, true};
 }
 
 }  // namespace paged_kv
@@ -287,7 +224,9 @@ int paged_kv_attend_latent(const PagedKvPages* pages, const PagedKvMetadata* met
       a.sinks = sinks.data();
     }
     clear_padding(a);
-    Plan(a, chosen_kernels()).run();
+    Run(a, chosen_kernels())();
     return PAGED_KV_OK;
   });
 }
+
+int64_t paged_kv_page_bytes_read(void) { return page_bytes_read; }

@@ -23,6 +23,7 @@ static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES
 
 constexpr int GROUP = 32;  // numbers that share a scale
 constexpr int LONGEST_HEAD = 576;
+constexpr int MOST_ROWS = 256;  // query rows of a task of several blocks
 
 constexpr bool is_quantised(int format) { return format >= PAGED_KV_Q8; }
 
@@ -40,6 +41,7 @@ struct RowRun {
 struct KeyRun {
   RowRun keys, values;
   int count;
+  bool in_page;
 };
 
 // One call, decoded. In latent attention keys are latents, values are position keys, and a head's key
@@ -70,6 +72,7 @@ struct QueryBlock {
   int position;     // and in its row
   int queries;
   int key_begin, key_end;  // what at least one query sees
+  int first_row;    // its first query row among those of its task
 };
 
 // Softmax over a part of the keys, unfinished: per query row the maximum, the sum of weights and
@@ -78,15 +81,29 @@ struct SplitPartial {
   float *maximum, *sum, *values;
 };
 
+// Blocks [first, first + count) of a task attend to keys [begin, end). Where there are several, these
+// lie in whole pages that all of them share, and each of their queries sees all of it.
+struct Span {
+  int first, count, begin, end;
+};
+
+// Blocks of one KV head that attend to a part of their keys. The spans of each block ascend.
+struct Task {
+  const QueryBlock* blocks;
+  const Span* spans;
+  int block_count, span_count;
+  SplitPartial part;  // of all query rows of the blocks
+  bool few;           // whether `attend_few` takes them
+};
+
 struct Kernels {
   const char* name;
-  int panel;         // query rows are padded to a multiple of this in `attend_many`
-  int block_rows;    // query rows of a block for `attend_many`
+  int block_rows;  // query rows of a block for `attend_many`
   size_t (*few_scratch)(const Attention&, int query_rows);
   size_t (*many_scratch)(const Attention&, int query_rows);
-  // Both attend from a block to keys [begin, end), of which runs are found by `key_run`.
-  void (*attend_few)(const Attention&, const QueryBlock&, int begin, int end, SplitPartial, float* scratch);
-  void (*attend_many)(const Attention&, const QueryBlock&, int begin, int end, SplitPartial, float* scratch);
+  // Both attend as a task says; they return the bytes of pages that they read.
+  int64_t (*attend_few)(const Attention&, const Task&, float* scratch);
+  int64_t (*attend_many)(const Attention&, const Task&, float* scratch);
   // Merges the parts of a block and writes its outputs.
   void (*finish)(const Attention&, const QueryBlock&, const SplitPartial* parts, int count, float* scratch);
   // The rows of a page, of `dim` numbers in whole groups, from one format and basis to another.

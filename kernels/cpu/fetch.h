@@ -19,6 +19,14 @@ struct Next {
   int count, dim;
 };
 
+// The i-th of so many shares of a run that is to be read soon.
+INLINE Next share_of(RowRun run, int count, int dim, int i, int shares) {
+  int first = count * i / shares;
+  run.data += first * run.stride;
+  if (is_quantised(run.format)) run.scales += first * (dim / GROUP) * sizeof(uint16_t);
+  return {run, count * (i + 1) / shares - first, dim};
+}
+
 // Fetches the rows of a run into the second-level cache, spread evenly over the steps of a loop:
 // all at once they would take the place of the loop's own loads. Scales come first; they are few.
 class Fetch {

@@ -153,7 +153,7 @@ void multiply_group_keys(const RowRun& keys, int count, int dim, const float* q,
       for (; word + W <= slot_words; word += W) step(Constant<false>(), word);
       if (word < slot_words) step(Constant<true>(), word);
     }
-    sum_lanes(total, sums);
+    sum_lanes<ACCUMULATORS>(total, sums);
 #pragma GCC unroll 16
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 16

@@ -11,13 +11,14 @@ template <int FORMAT, int G>
 void multiply_row_keys(const RowRun& keys, int count, int dim, const float* q, int q_stride,
                        float* scores, const Next& next) {
   typedef Loader<FORMAT> L;
-  constexpr int R = ACCUMULATORS / G;
+  // A few query rows wait for memory, and gain nothing by more.
+  constexpr int ALL = G < 5 ? ACCUMULATORS : SCORE_ACCUMULATORS, R = ALL / G;
   Fetch fetch(next, (count + R - 1) / R);
-  alignas(64) float sums[ACCUMULATORS];
+  alignas(64) float sums[ALL];
   for (int t = 0; t < count; t += R) {
-    vec acc[ACCUMULATORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < ACCUMULATORS; i++) acc[i] = zero();
+    vec acc[ALL];
+#pragma GCC unroll 32
+    for (int i = 0; i < ALL; i++) acc[i] = zero();
     typename L::Row rows[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) rows[r] = L::at(keys, smaller(t + r, count - 1));
@@ -37,11 +38,9 @@ void multiply_row_keys(const RowRun& keys, int count, int dim, const float* q, i
     int d = 0;
     for (; d + W <= dim; d += W) step(Constant<false>(), d);
     if (d < dim) step(Constant<true>(), d);
-    sum_lanes(acc, sums);
+    sum_lanes<ALL>(acc, sums);
 #pragma GCC unroll 16
-    for (int g = 0; g < G; g++)
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) scores[g * SCORES + t + r] = sums[g * R + r];
+    for (int g = 0; g < G; g++) memcpy(scores + g * SCORES + t, sums + g * R, R * sizeof(float));
   }
 }
 

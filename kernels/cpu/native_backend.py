@@ -291,6 +291,10 @@ def _metadata_struct(metadata: AttentionMetadata) -> MetadataStruct:
             batch=len(metadata.context_lens),
             table_stride=tables.shape[1],
         )
+        shared = metadata.shared_pages
+        if shared is not None:
+            struct.row_order = shared.order.ctypes.data
+            struct.shared_pages = shared.shared.ctypes.data
         # Keeps the arrays alive: the struct points to them.
         metadata.memo[STRUCT] = struct, context_lens, right_padding
     result: MetadataStruct = metadata.memo[STRUCT][0]

@@ -62,6 +62,8 @@ class MetadataStruct(ctypes.Structure):
         ("right_padding", ctypes.c_void_p),
         ("batch", ctypes.c_int32),
         ("table_stride", ctypes.c_int32),
+        ("row_order", ctypes.c_void_p),
+        ("shared_pages", ctypes.c_void_p),
     )
 
 
@@ -119,6 +121,8 @@ class NativeLibrary:
         self._ask_for_huge_pages = self._library.paged_kv_ask_for_huge_pages
         self._ask_for_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._ask_for_huge_pages.restype = None
+        self._page_bytes_read = self._library.paged_kv_page_bytes_read
+        self._page_bytes_read.restype = ctypes.c_int64
         self._instruction_set = self.instruction_sets[0]
 
     @property
@@ -131,6 +135,12 @@ class NativeLibrary:
         """The library's instruction sets that this machine supports, the best first."""
         names: bytes = self._library.paged_kv_instruction_sets()
         return tuple(names.decode().split(","))
+
+    @property
+    def page_bytes_read(self) -> int:
+        """The bytes of pages that attention has read so far, what rows read together counted
+        once."""
+        return int(self._page_bytes_read())
 
     def use_instruction_set(self, name: str) -> None:
         """Use an instruction set from now on.

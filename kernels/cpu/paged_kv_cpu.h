@@ -59,6 +59,10 @@ typedef struct {
   const int32_t* context_lens;   // [batch]
   const int32_t* right_padding;  // [batch]
   int32_t batch, table_stride;
+  // Rows that share pages: the rows in an order in which these follow each other, and how many first
+  // pages each shares with the one before it; both [batch], or null where no row shares any. Only
+  // what is read changes by it, not a bit of the outputs.
+  const int32_t *row_order, *shared_pages;
 } PagedKvMetadata;
 
 typedef struct {
@@ -102,6 +106,8 @@ PAGED_KV_EXPORT int paged_kv_attend_latent(const PagedKvPages* pages, const Page
                                            const PagedKvTensor* position_queries,
                                            const PagedKvTensor* outputs,
                                            const PagedKvOptions* options);
+// The bytes of pages that attention has read so far, what rows read together counted once.
+PAGED_KV_EXPORT int64_t paged_kv_page_bytes_read(void);
 // Copies whole pages, also into pages of another layout: what both hold alike is the same bytes. No
 // entry is both a source and a target.
 PAGED_KV_EXPORT int paged_kv_copy(const PagedKvPages* pages, const int32_t* sources,

@@ -5,24 +5,59 @@
 
 namespace {
 
+INLINE int query_rows(const Attention& a, const QueryBlock& block) {
+  return block.queries * a.gqa_group_size;
+}
+
+INLINE int query_rows(const Attention& a, const QueryBlock* blocks, int count) {
+  const QueryBlock& last = blocks[count - 1];
+  return last.first_row + query_rows(a, last) - blocks->first_row;
+}
+
+// The softmax of a task's query rows. Each block is in a basis of its own: what others read does not
+// change its sums.
 class Sums {
  public:
-  // Begins with zeros, in the plain basis. `rows` is the number of used rows of a part's values.
-  Sums(const SplitPartial& part, int rows, int dim) : part_(part), rows_(rows), dim_(dim) {
-    memset(part.values, 0, sizeof(float) * rows * padded(dim));
+  // Begins with zeros, in the plain basis.
+  Sums(const Attention& a, const Task& task) : a_(a), task_(task) {
+    int rows = query_rows(a, task.blocks, task.block_count);
+    for (int r = 0; r < rows; r++) task.part.maximum[r] = LOWEST, task.part.sum[r] = 0.f;
+    memset(task.part.values, 0, sizeof(float) * rows * padded(a.v_dim));
+  }
+
+  // Those of a span's rows.
+  SplitPartial of(const Span& span) const {
+    int first = task_.blocks[span.first].first_row;
+    const SplitPartial& part = task_.part;
+    return {part.maximum + first, part.sum + first, part.values + (size_t)first * padded(a_.v_dim)};
   }
 
   // Sums of rotated values are the rotated sums, so that both can be added up in one place.
-  void set_basis(bool rotated) {
-    if (rotated == rotated_) return;
-    for (int r = 0; r < rows_; r++) rotate(part_.values + (size_t)r * padded(dim_), dim_);
-    rotated_ = rotated;
+  void set_basis(const Span& span, bool rotated) {
+    for (int i = span.first; i < span.first + span.count; i++) {
+      if (rotated == rotated_[i]) continue;
+      const QueryBlock& block = task_.blocks[i];
+      for (int r = block.first_row; r < block.first_row + query_rows(a_, block); r++)
+        rotate(task_.part.values + (size_t)r * padded(a_.v_dim), a_.v_dim);
+      rotated_[i] = rotated;
+    }
   }
 
+  void set_plain_basis() { set_basis({0, task_.block_count, 0, 0}, false); }
+
  private:
-  const SplitPartial& part_;
-  int rows_, dim_;
-  bool rotated_ = false;
+  const Attention& a_;
+  const Task& task_;
+  bool rotated_[MOST_ROWS] = {};
 };
+
+// The bytes of a run's page that are read.
+INLINE int64_t page_bytes(const KeyRun& run, int k_dim, int v_dim) {
+  if (!run.in_page) return 0;
+  int64_t bytes = run.keys.stride + run.values.stride;
+  if (is_quantised(run.keys.format)) bytes += k_dim / GROUP * sizeof(uint16_t);
+  if (is_quantised(run.values.format)) bytes += v_dim / GROUP * sizeof(uint16_t);
+  return bytes * run.count;
+}
 
 }  // namespace

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int W = 8;
 constexpr int ACCUMULATORS = 12;  // of the 16 registers
+constexpr int SCORE_ACCUMULATORS = ACCUMULATORS;
 constexpr int MAX_GROUP = 4;     // query rows that share one pass over keys
 constexpr int TILE_ROWS = 6;     // register tile of a matrix product, 6 x 2 vectors
 constexpr int TILE_VECTORS = 2;
@@ -138,8 +139,9 @@ INLINE vec sum_fours(const vec* x) {
   return _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
 }
 // sums[i] is the sum of the lanes of x[i].
+template <int COUNT>
 INLINE void sum_lanes(const vec* x, float* sums) {
-  for (int i = 0; i < ACCUMULATORS; i += 4) {
+  for (int i = 0; i < COUNT; i += 4) {
     vec s = sum_fours(x + i);
     _mm_storeu_ps(sums + i, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
   }

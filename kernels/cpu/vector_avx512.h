@@ -11,6 +11,8 @@ namespace {
 
 constexpr int W = 16;
 constexpr int ACCUMULATORS = 16;   // of the 32 registers
+// Of scores: with 24, 8 query rows take 0.9 of the time of 16, which load queries more often.
+constexpr int SCORE_ACCUMULATORS = 24;
 constexpr int MAX_GROUP = 8;       // query rows that share one pass over keys
 constexpr int TILE_ROWS = 6;       // register tile of a matrix product, 6 x 4 vectors
 constexpr int TILE_VECTORS = 4;
@@ -145,12 +147,17 @@ INLINE vec sum_fours(vec a, vec b) {
 INLINE vec sum_blocks(vec a, vec b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
-// sums[i] is the sum of the lanes of x[i].
+INLINE vec sums_of_four(const vec* x) {
+  return sum_fours(sum_pairs(x[0], x[1]), sum_pairs(x[2], x[3]));
+}
+// sums[i] is the sum of the lanes of x[i], for 16 or 24 of these.
+template <int COUNT>
 INLINE void sum_lanes(const vec* x, float* sums) {
-  vec s[4];
-  for (int i = 0; i < 4; i++)
-    s[i] = sum_fours(sum_pairs(x[4 * i], x[4 * i + 1]), sum_pairs(x[4 * i + 2], x[4 * i + 3]));
-  store(sums, sum_blocks(sum_blocks(s[0], s[1]), sum_blocks(s[2], s[3])));
+  vec first = sum_blocks(sums_of_four(x), sums_of_four(x + 4));
+  store(sums, sum_blocks(first, sum_blocks(sums_of_four(x + 8), sums_of_four(x + 12))));
+  if (COUNT == 16) return;
+  vec last = sum_blocks(sums_of_four(x + 16), sums_of_four(x + 20));
+  _mm256_storeu_ps(sums + 16, _mm512_castps512_ps256(sum_blocks(last, last)));
 }
 
 // The products of unsigned with signed bytes, added up in twos to 16 bits.

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int W = 4;
 constexpr int ACCUMULATORS = 8;
+constexpr int SCORE_ACCUMULATORS = ACCUMULATORS;
 constexpr int MAX_GROUP = 4;   // query rows that share one pass over keys
 constexpr int TILE_ROWS = 6;   // register tile of a matrix product, 6 x 2 vectors
 constexpr int TILE_VECTORS = 2;
@@ -171,8 +172,9 @@ INLINE words load_byte_words(const char* p) {
 }
 
 // sums[i] is the sum of the lanes of x[i].
+template <int COUNT>
 INLINE void sum_lanes(const vec* x, float* sums) {
-  for (int i = 0; i < ACCUMULATORS; i++) sums[i] = reduce_add(x[i]);
+  for (int i = 0; i < COUNT; i++) sums[i] = reduce_add(x[i]);
 }
 
 }  // namespace

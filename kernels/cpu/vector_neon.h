@@ -12,6 +12,7 @@ namespace {
 
 constexpr int W = 4;
 constexpr int ACCUMULATORS = 16;  // of the 32 registers
+constexpr int SCORE_ACCUMULATORS = ACCUMULATORS;
 constexpr int MAX_GROUP = 8;      // query rows that share one pass over keys
 constexpr int TILE_ROWS = 6;      // register tile of a matrix product, 6 x 4 vectors
 constexpr int TILE_VECTORS = 4;
@@ -122,8 +123,9 @@ INLINE words load_byte_words(const char* p) {
 }
 
 // sums[i] is the sum of the lanes of x[i].
+template <int COUNT>
 INLINE void sum_lanes(const vec* x, float* sums) {
-  for (int i = 0; i < ACCUMULATORS; i += 4)
+  for (int i = 0; i < COUNT; i += 4)
     store(sums + i, vpaddq_f32(vpaddq_f32(x[i], x[i + 1]), vpaddq_f32(x[i + 2], x[i + 3])));
 }
 
