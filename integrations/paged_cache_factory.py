@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import abc
 from collections.abc import Hashable
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
@@ -17,7 +17,7 @@ from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPo
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.checks import TokenIds, file_path, require_hashable, whole_number
+from paged_kv.checks import TokenIds, require_hashable, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
@@ -34,15 +34,16 @@ from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.prefix.store_options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.prefix.unstored import inner_salt, may_store
 from paged_kv.sequences.batch import Batch
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
-from paged_kv.store.background import BackgroundStore
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
-from paged_kv.store.page_store import PageStore
+from paged_kv.tiers.address import Address
+from paged_kv.tiers.opening import Place, open_tiers, store_addresses
+from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
+from paged_kv.tiers.tiered_store import TieredStore
 
 # mlx-lm's load_prompt_cache looks classes up by name in its own module.
 for _each in (PagedKVCache, PagedChunkedKVCache):
@@ -67,7 +68,8 @@ class PagedCacheFactory:
         trace: a new file to record block allocations in, for `paged-kv trace replay`. None means
             the file that PAGED_KV_TRACE names, if it is set.
         store: a folder on disk for the pages of inserted prompts; `fetch_cache` reuses them, in
-            this process or a later one. None keeps prompts in memory only.
+            this process or a later one. Or several tiers, quickest first: a folder and addresses of
+            servers such as "redis://host". None keeps prompts in memory only.
         store_bytes: the most that the folder may take on disk, as for `max_bytes`.
         store_options: which prefixes are written, and how much in a day.
         eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
@@ -110,7 +112,7 @@ class PagedCacheFactory:
         max_bytes: float | str | None = None,
         write_chunk: int | None = None,
         trace: str | os.PathLike[str] | None = None,
-        store: str | os.PathLike[str] | None = None,
+        store: Place | abc.Sequence[Place] | None = None,
         store_bytes: float | str = DEFAULT_STORE_BYTES,
         store_options: StoreOptions = WRITE_EVERYTHING,
         eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
@@ -122,7 +124,7 @@ class PagedCacheFactory:
         require_model(model)
         if write_chunk is not None:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
-        folder = None if store is None else file_path("store", store)
+        tiers = [] if store is None else store_addresses(store)
         most_stored = size_in_bytes("store_bytes", store_bytes)
         self._model = model
         self._library = library_of(model)
@@ -145,10 +147,10 @@ class PagedCacheFactory:
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
-        self.store: BackgroundStore | None = None
+        self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
-        if folder is not None:
-            self._put_store_below(folder_of_rank(folder, self.ranks), most_stored, store_options)
+        if tiers:
+            self._put_store_below(tiers, most_stored, store_options)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A prompt cache for one sequence: what mlx-lm's `make_prompt_cache` returns, with a
@@ -325,7 +327,7 @@ class PagedCacheFactory:
             self.store.close()
         self.clear()
 
-    def _put_store_below(self, path: Path, max_bytes: int, options: StoreOptions) -> None:
+    def _put_store_below(self, tiers: list[Address], max_bytes: int, options: StoreOptions) -> None:
         if not self.pool.num_layers:
             raise ValueError("this model has no layers with pages, so there is nothing to store")
         codec = StoredStates()
@@ -333,9 +335,8 @@ class PagedCacheFactory:
         if not codec.knows(states):
             kinds = ", ".join(sorted({type(state).__name__ for state in states}))
             raise ValueError(f"a store cannot hold this model's caches without pages: {kinds}")
-        daily, policy = options.most_bytes_a_day, self._eviction_policy
-        pages = PageStore(path, max_bytes, policy=policy, daily_bytes=daily)
-        self.store = BackgroundStore(pages)
+        ours = [folder_of_rank(each, self.ranks) for each in tiers]
+        self.store = open_tiers(ours, max_bytes, options, self._eviction_policy)
         self.pool.counts.of_store = self.store.counts_by_tier
         if not self.pool.is_open:
             self._learn_geometry()

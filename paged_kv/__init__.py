@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
-    from paged_kv.prefix.store_options import StoreOptions
     from paged_kv.prefix.unstored import Unstored
     from paged_kv.sequences.sequence import Sequence
     from paged_kv.store.errors import StoreError
+    from paged_kv.tiers.store_options import StoreOptions
 
 __version__ = "0.2.0"
 
@@ -103,7 +103,7 @@ _HOMES = {
     "PromptCacheTaken": "integrations.batching.last_responses",
     "Sequence": "sequences.sequence",
     "StoreError": "store.errors",
-    "StoreOptions": "prefix.store_options",
+    "StoreOptions": "tiers.store_options",
     "Unstored": "prefix.unstored",
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",

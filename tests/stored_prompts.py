@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv import PagedCacheFactory
-from paged_kv.store.background import BackgroundStore
+from paged_kv.tiers.tiered_store import TieredStore
 from tests.generation import Run, greedy
 
 TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1200)]
@@ -18,7 +18,7 @@ def stored_factory(model: Any, folder: Path, **options: Any) -> PagedCacheFactor
     )
 
 
-def store_of(factory: PagedCacheFactory) -> BackgroundStore:
+def store_of(factory: PagedCacheFactory) -> TieredStore:
     assert factory.store is not None
     return factory.store
 

@@ -32,15 +32,23 @@ ARROWS: dict[str, set[str]] = {
         "recognition",
     },
     "cache": {"kernels.pages", "pool", "recognition", "sequences"},
-    "prefix.store_options": {"store"},
-    "prefix": {"allocator", "allocator.prefixes", "kernels.pages", "pool", "sequences", "store"},
+    "tiers": {"allocator.prefixes", "store"},
+    "prefix": {
+        "allocator",
+        "allocator.prefixes",
+        "kernels.pages",
+        "pool",
+        "sequences",
+        "store",
+        "tiers",
+    },
     "monitor": {"allocator", "pool"},
     "trace": {
         *("admission", "allocator", "allocator.prefixes", "monitor", "pool", "trace.recorder"),
     },
     "commands": {
         *("kernels", "kernels.cpu", "kernels.pages", "monitor", "pool", "store", "trace"),
-        *("prefix.store_options", "trace.recorder"),
+        *("tiers", "trace.recorder"),
     },
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
@@ -49,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "integrations.distributed": {"allocator", "pool"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("integrations.distributed", "kernels.pages", "pool", "prefix", "prefix.store_options"),
+        *("integrations.distributed", "kernels.pages", "pool", "prefix", "tiers"),
         *("recognition", "sequences", "store"),
     },
     "integrations.mlx_vlm": {
@@ -62,7 +70,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),
-        *("integrations.distributed", "integrations.speculation", "pool", "prefix.store_options"),
+        *("integrations.distributed", "integrations.speculation", "pool", "tiers"),
         "store",
     },
     "integrations.bench": {

@@ -22,6 +22,7 @@ from paged_kv import command_line, embedded_model
 from paged_kv.integrations.generation.generate_command import add_generate_parser
 from paged_kv.integrations.server.options import server_parser
 from paged_kv.pool.columns import COLUMNS, Unit
+from paged_kv.tiers.seal import LEAST_SECRET_BYTES
 from tests.vision_zoo import IMAGE, whole_model
 from tests.zoo import small_model
 
@@ -182,6 +183,8 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert find_spec(module)
         case ["python", "my_program.py"]:
             pass
+        case ["head", "-c", number, "/dev/urandom", *_]:
+            assert int(number) >= LEAST_SECRET_BYTES
         case ["curl", url, "-d", body]:
             assert url == "http://127.0.0.1:8080/v1/chat/completions"
             assert json.loads(body)

@@ -169,7 +169,8 @@ def test_a_factory_hands_its_policy_to_all_of_them(policy: EvictionPolicy, tmp_p
         factory.prefixes.snapshots._order,
     ]
     assert all(order._policy is policy for order in orders)
-    assert factory.store.store._policy is policy
+    assert factory.store.folder is not None
+    assert factory.store.folder.store._policy is policy
     factory.close()
 
 

@@ -138,8 +138,8 @@ def test_what_is_evicted_is_read_again_if_that_is_quicker(
     store = factory.store
     assert store is not None
     # On a busy machine pages would be wanted before they are written.
-    find = store.find
-    monkeypatch.setattr(store, "find", lambda *wanted: find(*wanted) if store.flush() else None)
+    offers = store.offers
+    monkeypatch.setattr(store, "offers", lambda *wanted: offers(*wanted) if store.flush() else [])
     expected = served(PagedCacheFactory(model, max_bytes=LARGE), model)
     assert_same_runs(served(factory, model), expected, TOLERANCE)
     stats = factory.stats()

@@ -22,25 +22,31 @@ def test_later_measurements_count_more() -> None:
 def rates(computing_s: float, reading_s: float) -> Rates:
     both = Rates()
     both.computing.note(100, computing_s)
-    both.reading.note(100, reading_s)
+    both.reading("folder").note(100, reading_s)
     return both
 
 
 def test_the_quicker_is_chosen() -> None:
-    assert rates(2.0, 1.0).is_reading_quicker(50)
-    assert not rates(1.0, 2.0).is_reading_quicker(50)
+    assert rates(2.0, 1.0).is_reading_quicker(50, "folder")
+    assert not rates(1.0, 2.0).is_reading_quicker(50, "folder")
+
+
+def test_tiers_have_rates_of_their_own() -> None:
+    both = rates(1.0, 2.0)
+    assert not both.is_reading_quicker(50, "folder")
+    assert both.is_reading_quicker(50, "redis")
 
 
 def test_what_was_not_measured_is_read() -> None:
     only_read = Rates()
-    only_read.reading.note(1, 100.0)
-    assert Rates().is_reading_quicker(1)
-    assert only_read.is_reading_quicker(1)
+    only_read.reading("folder").note(1, 100.0)
+    assert Rates().is_reading_quicker(1, "folder")
+    assert only_read.is_reading_quicker(1, "folder")
 
 
 def test_a_slow_disk_is_tried_again() -> None:
     slow = rates(1.0, 10.0)
-    answers = [slow.is_reading_quicker(50) for _ in range(20)]
+    answers = [slow.is_reading_quicker(50, "folder") for _ in range(20)]
     assert answers[0] is False
     assert answers[-1] is True
 
@@ -56,5 +62,5 @@ def test_a_store_that_is_slower_is_left_alone(tmp_path: Path) -> None:
         _, cached = factory.fetch_cache(TEXT[:600])
         assert cached == (0 if is_slow else 599)
         assert factory.stats().tokens_read == cached
-        assert (factory.prefixes.rates.reading.seconds_for(1) or 0) > 0
+        assert (factory.prefixes.rates.reading("folder").seconds_for(1) or 0) > 0
         factory.close()

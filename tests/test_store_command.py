@@ -291,6 +291,6 @@ def test_a_folder_that_cannot_be_used_is_an_error_and_not_a_traceback(
 
 def test_the_server_takes_the_same_options() -> None:
     parsed = server_parser().parse_args(["--store", "pages", "--store-bytes", "20GB"])
-    assert (parsed.store, parsed.store_bytes) == (Path("pages"), 20 * 10**9)
+    assert (parsed.store, parsed.store_bytes) == ([Path("pages")], 20 * 10**9)
     assert server_parser().parse_args([]).store is None
-    assert server_parser().parse_args(["--store"]).store.name == "pages"
+    assert server_parser().parse_args(["--store"]).store[0].name == "pages"

@@ -322,7 +322,8 @@ def test_a_disk_that_fails_changes_no_token(folder: Path, monkeypatch: pytest.Mo
         raise OSError(5, "Input/output error")
 
     for name in ("read", "write", "scan"):
-        monkeypatch.setattr(store.store.folder, name, fail)
+        assert store.folder is not None
+        monkeypatch.setattr(store.folder.store.folder, name, fail)
     cold = greedy(model, TEXT[:600], PagedCacheFactory(model).make_cache(), 4)
     for _ in range(2):
         run, _ = warm(model, factory, TEXT[:600])

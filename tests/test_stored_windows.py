@@ -24,6 +24,7 @@ from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import decode
 from paged_kv.store.keys import Identity
 from paged_kv.store.page_store import PageStore
+from paged_kv.tiers.tiered_store import TieredStore
 from tests.generation import Run, assert_same_run, greedy
 from tests.grids import plain_cases, plain_only
 from tests.store_entries import identity, open_store
@@ -186,7 +187,8 @@ class StoredTold(Told):
 
     def __init__(self, folder: Path, max_bytes: int, **options: Any) -> None:
         super().__init__(max_bytes, **options)
-        self.store = BackgroundStore(PageStore(folder, 1 << 30, min_free_bytes=0))
+        pages = BackgroundStore(PageStore(folder, 1 << 30, min_free_bytes=0))
+        self.store = TieredStore([pages])
         self.stored = StoredPrefixes(self.prefixes, self.store, self.identify, StoredStates())
         self.prefixes.put_below(self.stored)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -11,6 +12,8 @@ from mlx.nn.layers.base import Module
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.pool.arguments import chosen_budget
 from paged_kv.ranks import ALONE, Ranks
+
+Tier = TypeVar("Tier")
 
 
 def ranks_of(model: Module) -> Ranks:
@@ -43,8 +46,11 @@ def agreed_budget(max_bytes: float | str | None, ranks: Ranks) -> int:
     return ranks.least("max_bytes", chosen_budget(max_bytes, None).max_bytes)
 
 
-def folder_of_rank(store: Path, ranks: Ranks) -> Path:
-    """The folder for this rank's pages, which hold its shard of each key and value."""
+def folder_of_rank(store: Tier, ranks: Ranks) -> Tier | Path:
+    """The folder for this rank's pages, which hold its shard of each key and value. Servers tell
+    ranks apart by the weights in their keys."""
+    if not isinstance(store, Path):
+        return store
     return store if ranks.size == 1 else store / f"rank-{ranks.rank}-of-{ranks.size}"
 
 

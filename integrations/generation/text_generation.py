@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -32,9 +31,9 @@ from paged_kv.integrations.speculation.generator import (
     SpeculativeBatchGenerator,
 )
 from paged_kv.pool.stats import PoolStats
-from paged_kv.prefix.store_options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
+from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
 
 
 class TextGeneration:
@@ -49,7 +48,7 @@ class TextGeneration:
         max_tokens: int,
         temp: float,
         seed: int | None,
-        store: str | os.PathLike[str] | None = None,
+        store: Any = None,
         store_bytes: int | str = DEFAULT_STORE_BYTES,
         store_options: StoreOptions = WRITE_EVERYTHING,
         draft: str | None = None,

@@ -113,6 +113,19 @@ def path(text: str) -> Path:
     return Path(name(text)).expanduser()
 
 
+def tier(text: str) -> str | Path:
+    """A folder, or the address of a server."""
+    from paged_kv.tiers.address import parse_address
+
+    if "://" not in text:
+        return path(text)
+    try:
+        parse_address(text)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _integer(text: str) -> int | None:
     """The non-negative integer that the digits of a text spell; None if it has other characters."""
     # int() raises above 4,300 digits; no option takes a number near 100 digits.

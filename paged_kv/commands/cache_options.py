@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from paged_kv.commands.arguments import page_format, path, positive, store_size
+from paged_kv.commands.arguments import page_format, path, positive, store_size, tier
 from paged_kv.commands.model_names import require_model
-from paged_kv.prefix.store_options import StoreOptions
 from paged_kv.sizes import parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, default_folder
+from paged_kv.tiers.store_options import StoreOptions
 
 
 def add_cache_options(parser: argparse._ActionsContainer, *, after: int = 1) -> None:
@@ -34,12 +35,14 @@ def add_cache_options(parser: argparse._ActionsContainer, *, after: int = 1) -> 
     )
     parser.add_argument(
         "--store",
-        type=path,
+        type=tier,
         nargs="?",
+        action="append",
         const=default_folder(),
-        metavar="FOLDER",
-        help=f"persist prompts' pages on disk and reuse them; without a folder, in "
-        f"{default_folder()}",
+        metavar="PLACE",
+        help="persist prompts' pages and reuse them: in a folder, or on a server that machines "
+        "share, as redis://HOST, rediss://HOST or s3://BUCKET (extras redis and s3). Give it "
+        f"several times for several tiers, quickest first. Without a place, in {default_folder()}",
     )
     parser.add_argument(
         "--store-bytes",
@@ -63,6 +66,18 @@ def add_cache_options(parser: argparse._ActionsContainer, *, after: int = 1) -> 
         metavar="TOKENS",
         help="write a prefix of at least so many tokens when it is first seen (default: no such "
         "length)",
+    )
+    parser.add_argument(
+        "--store-secret",
+        type=path,
+        metavar="FILE",
+        help="a file of at least 32 bytes, the same on all machines, with which entries on servers "
+        "are verified",
+    )
+    parser.add_argument(
+        "--store-unauthenticated",
+        action="store_true",
+        help="take servers without --store-secret: whoever can write there can change answers",
     )
     parser.add_argument(
         "--store-daily-bytes",
@@ -96,7 +111,7 @@ def require_complete(arguments: argparse.Namespace) -> None:
     """
     if arguments.store is None and arguments.store_bytes != parse_size(DEFAULT_STORE_BYTES):
         raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
-    for option in ("store_at_once", "store_daily_bytes"):
+    for option in ("store_at_once", "store_daily_bytes", "store_secret"):
         if arguments.store is None and getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is an option of --store: add --store, or leave it out")
@@ -111,8 +126,9 @@ def require_folders(arguments: argparse.Namespace) -> None:
     for option, name in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
         if name not in (None, "ngram"):
             require_model(option, name)
-    if arguments.store is not None and arguments.store.is_file():
-        raise NotADirectoryError(f"{arguments.store} is a file: name a folder for the pages")
+    for place in arguments.store or ():
+        if isinstance(place, Path) and place.is_file():
+            raise NotADirectoryError(f"{place} is a file: name a folder for the pages")
 
 
 def examples(*commands: str) -> dict[str, Any]:

@@ -31,17 +31,21 @@ class Rate:
 
 @dataclass
 class Rates:
-    """The rates at which this process computes tokens of prompts, and reads them."""
+    """The rates at which this process computes tokens of prompts, and reads them from each tier."""
 
     computing: Rate = field(default_factory=Rate)
-    reading: Rate = field(default_factory=Rate)
+    _reading: dict[str, Rate] = field(default_factory=dict)
 
-    def is_reading_quicker(self, tokens: int) -> bool:
-        """Whether to read so many tokens instead of computing them. What was not measured yet is
-        read: that measures it."""
+    def reading(self, tier: str) -> Rate:
+        """The rate of a tier."""
+        return self._reading.setdefault(tier, Rate())
+
+    def is_reading_quicker(self, tokens: int, tier: str) -> bool:
+        """Whether to read so many tokens from a tier instead of computing them. What was not
+        measured yet is read: that measures it."""
         computing = self.computing.seconds_for(tokens)
-        reading = self.reading.seconds_for(tokens)
+        reading = self.reading(tier).seconds_for(tokens)
         if computing is None or reading is None or reading <= computing:
             return True
-        self.reading.forgive()
+        self.reading(tier).forgive()
         return False

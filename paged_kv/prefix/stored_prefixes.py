@@ -42,11 +42,12 @@ from paged_kv.prefix.page_bytes import block_bytes, load_blocks
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.sequences.sequence import Sequence
-from paged_kv.store.background import READ_AHEAD, BackgroundStore
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted
+from paged_kv.store.read_ahead import READ_AHEAD
 from paged_kv.store.sights import WRITE_ALL, WriteRule
+from paged_kv.tiers.tiered_store import Offer, TieredStore
 
 
 class StateCodec(Protocol):
@@ -79,7 +80,7 @@ class StoredPrefixes:
     def __init__(
         self,
         prefixes: PrefixCache,
-        store: BackgroundStore,
+        store: TieredStore,
         identify: Callable[[Hashable], Identity | None],
         codec: StateCodec,
         rule: WriteRule = WRITE_ALL,
@@ -111,47 +112,50 @@ class StoredPrefixes:
             # A load that failed may have evicted blocks that were held before.
             held = self._held(namespace, tokens)
             wanted = self._wanted(Link.root(identity), tokens, most, len(held), known)
-            stored = self._offer(wanted, failed)
-            end = None if stored is None else _end(stored)
-            offers = self._prefixes.ranks.gather("stored prefix", end)
-            if stored is None or None in offers:
+            offer = self._offer(wanted, failed)
+            end = None if offer is None else _end(offer.stored)
+            ends = self._prefixes.ranks.gather("stored prefix", end)
+            if offer is None or None in ends:
                 return
-            if len(set(offers)) > 1:
+            if len(set(ends)) > 1:
                 # Blocks that end within a page can differ on each rank: look for full ones.
-                shortest = min(offer[0] for offer in offers if offer is not None)
+                shortest = min(each[0] for each in ends if each is not None)
                 most = min(shortest, most - 1) // PAGE_SIZE * PAGE_SIZE
                 continue
             began = time.perf_counter()
-            if not self._is_readable(stored, failed):
+            if not self._is_readable(offer, failed):
                 continue
             try:
-                unusable = self._load(namespace, stored, held)
+                unusable = self._load(namespace, offer, held)
             except (PoolExhausted, MemoryError):
                 return
             found = self._prefixes.known(namespace, tokens)
             if unusable is None and found > known:
-                self._prefixes.rates.reading.note(found - known, time.perf_counter() - began)
+                reading = self._prefixes.rates.reading(offer.tier)
+                reading.note(found - known, time.perf_counter() - began)
                 self._pool.counts.tokens_read += found - known
-                self._store.note_found(found - known)
-                self._store.touch(stored.keys)
+                self._store.note_found(found - known, offer.tier)
+                self._store.touch(offer.stored.keys)
                 return
-            failed.append(unusable or stored.end_key)
+            failed.append(unusable or offer.stored.end_key)
 
-    def _offer(self, wanted: Wanted, failed: list[str]) -> Stored | None:
+    def _offer(self, wanted: Wanted, failed: list[str]) -> Offer | None:
         """What this rank has stored, fits its pool and is quicker to read than to compute."""
-        stored = self._store.find(wanted, failed)
-        if stored is None or not self._pool.can_admit(stored.num_tokens):
-            return None
-        is_quicker = self._prefixes.rates.is_reading_quicker(stored.num_tokens - wanted.beyond)
-        return stored if is_quicker else None
+        for offer in self._store.offers(wanted, failed):
+            num_tokens = offer.stored.num_tokens
+            if self._pool.can_admit(num_tokens) and self._prefixes.rates.is_reading_quicker(
+                num_tokens - wanted.beyond, offer.tier
+            ):
+                return offer
+        return None
 
-    def _is_readable(self, stored: Stored, failed: list[str]) -> bool:
+    def _is_readable(self, offer: Offer, failed: list[str]) -> bool:
         """Whether every rank can read what it has stored; else adds this rank's damaged entry to
         `failed`. Only then pages are loaded: loading may evict, and all ranks evict the same."""
         ranks = self._prefixes.ranks
         if ranks.size == 1:
             return True  # `_load` finds out, and reads once
-        entries = zip(stored.places, self._store.read(stored.places), strict=False)
+        entries = zip(offer.stored.places, self._store.read(offer), strict=False)
         damaged = [place.key for place, entry in entries if entry is None]
         failed += damaged
         return ranks.agree("readable", not damaged)
@@ -285,14 +289,14 @@ class StoredPrefixes:
         """Store the parts that are not stored yet; returns the keys of all of them."""
         path = [part.place.key for part in parts]
         for part in parts:
-            if not self._store.knows(part.place.key) and self._store.has_room(part.nbytes):
+            if takers := self._store.takers(part.place, part.nbytes):
                 try:
                     entry = part.entry()
                 except (MemoryError, TypeError) as error:
                     # A step may be running: drop the entry instead of failing the step.
                     self._store.drop(f"no bytes could be made of them: {error}")
                 else:
-                    self._store.save(entry, path)
+                    self._store.save(entry, takers, path)
         return path
 
     def _parts(self, path: abc.Sequence[Node], at: int, end: int) -> Iterator[_Part]:
@@ -317,17 +321,17 @@ class StoredPrefixes:
         about, arrays = self._codec.pack(states)
         return Entry(place, arrays, json.dumps(about))
 
-    def _load(self, namespace: Hashable, stored: Stored, held: list[Node]) -> str | None:
+    def _load(self, namespace: Hashable, offer: Offer, held: list[Node]) -> str | None:
         """Load stored blocks into the index; returns the key of an entry that could not be used, or
         None."""
-        sequence = Sequence(self._pool)
+        stored, sequence = offer.stored, Sequence(self._pool)
         num_held = sum(len(node.tokens) for node in held)
         for group in self._shared_groups if held else []:
             sequence.adopt(group, [node.blocks[group.allocator] for node in held], num_held)
         states: Any = None
         written: dict[LayerGroup, int] = {}
         waiting: list[Entry] = []
-        for place, entry in zip(stored.places, self._store.read(stored.places), strict=False):
+        for place, entry in zip(stored.places, self._store.read(offer), strict=False):
             if entry is None:
                 return place.key
             try:

@@ -14,24 +14,22 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.keys import Place
-from paged_kv.store.lookup import Stored, Wanted, find
+from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find
 from paged_kv.store.page_store import FAULTS, PageStore
+from paged_kv.store.read_ahead import read_ahead
 from paged_kv.store.sights import Sights
 from paged_kv.store.write_queue import Faults, WriteQueue
 
 # Two reader threads saturate decoding with a disk of 1 GB/s; a few more hide its latency.
 READERS = 4
-READ_AHEAD = 8
 READ_PATIENCE_S = 5.0
 QUEUE_BYTES = 512 << 20
-TIER = "folder"
 # A process that is killed loses so many sights. Saving them writes 128 kB.
 UNSAVED_SIGHTS = 1000
 
@@ -43,7 +41,7 @@ class StoreStats:
     """Counts of what a store did for this process.
 
     Attributes:
-        tokens_found: tokens of prefix hits that came from the store.
+        tokens_found: tokens of prefix hits that came from the store; a `TieredStore` counts them.
         entries_read: files whose content was used.
         bytes_read: of their arrays.
         entries_written: files that were stored.
@@ -64,6 +62,20 @@ class StoreStats:
     dropped: Mapping[str, int]
     errors: Mapping[str, int]
 
+    def __add__(self, other: StoreStats) -> StoreStats:
+        """The sum of two tiers."""
+        counts = {
+            name: value + getattr(other, name)
+            for name, value in vars(self).items()
+            if isinstance(value, int)
+        }
+        return replace(
+            self,
+            **counts,
+            dropped=Counter(self.dropped) + Counter(other.dropped),
+            errors=Counter(self.errors) + Counter(other.errors),
+        )
+
 
 class BackgroundStore:
     """Reads and writes a page store without blocking on writes and without raising.
@@ -74,8 +86,13 @@ class BackgroundStore:
         patience_s: seconds that reading one file may take.
 
     Attributes:
+        label: names this kind of tier.
+        queue: what waits to be written.
+        faults: counts what went wrong.
         sights: how often blocks of prompts were looked up, in earlier processes too.
     """
+
+    label = "folder"
 
     def __init__(
         self,
@@ -87,12 +104,12 @@ class BackgroundStore:
         self._patience_s = patience_s
         self._counts: Counter[str] = Counter()
         self._late: list[Future[Any]] = []
-        self._faults = Faults(str(store.path))
-        self._queue = WriteQueue(store, queue_bytes, self._faults)
+        self.faults = Faults(str(store.path))
+        self.queue = WriteQueue(store, queue_bytes, self.faults)
         self.sights = Sights(self._saved_sights())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="paged-kv-read")
         # At interpreter exit too, so that queued entries are written.
-        parts = self._queue, self._readers, store, self.sights
+        parts = self.queue, self._readers, store, self.sights
         self._close = weakref.finalize(self, _close, *parts)
 
     def close(self) -> None:
@@ -106,93 +123,76 @@ class BackgroundStore:
 
     def flush(self) -> bool:
         """Wait until every queued entry is written or dropped; false if that takes too long."""
-        return self._queue.flush()
+        return self.queue.flush()
 
     def knows(self, key: str) -> bool:
         """Whether an entry is stored or queued, as far as this process has seen."""
-        return self._queue.knows(key)
+        return self.queue.knows(key)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the queue takes `nbytes` now; if not, this counts a drop."""
-        return self._queue.has_room(nbytes)
+        return self.queue.has_room(nbytes)
 
     def save(self, entry: Entry, path: Sequence[str] = ()) -> None:
         """Queue an entry to be written; ask `has_room` first. `path` are the keys of entries that
         are needed together with it: storing it does not evict them."""
-        self._queue.save(entry, path)
+        self.queue.save(entry, path)
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note entries as used, the first of them most recently."""
-        self._queue.touch(keys)
+        self.queue.touch(keys)
 
     def see(self, digest: str) -> None:
         """Count that a block was seen."""
         self.sights.see(digest)
         if self.sights.num_unsaved >= UNSAVED_SIGHTS:
-            self._queue.add_sights(self.sights.unsaved())
+            self.queue.add_sights(self.sights.unsaved())
 
-    def find(self, wanted: Wanted, without: Sequence[str] = ()) -> Stored | None:
-        """The stored blocks that a prompt can begin with; None if there are none, or the lookup
-        failed."""
-        return self._wait(self._submit(find, wanted, self.store, without))
+    def find(
+        self, wanted: Wanted, without: Sequence[str] = (), *, beside: Sequence[BlockLookup] = ()
+    ) -> Stored | None:
+        """The stored blocks that a prompt can begin with, here and in other lookups; None if there
+        are none, or the lookup failed."""
+        return self._wait(self._submit(find, wanted, Union([self.store, *beside]), without))
 
     def read(self, places: Sequence[Place]) -> Iterator[Entry | None]:
         """The entries at `places`, in order, read ahead. Yields None for one that cannot be read,
         and ends."""
-        waiting: list[Future[Entry] | None] = []
-        more = iter(places)
-        for place in places:
-            waiting += [
-                self._submit(self.store.get, each)
-                for each in islice(more, READ_AHEAD - len(waiting))
-            ]
-            entry = self._wait(waiting.pop(0), place)
-            if entry is not None:
-                self._counts["entries_read"] += 1
-                self._counts["bytes_read"] += entry.nbytes
-            yield entry
-            if entry is None:
-                return
+        return read_ahead(places, self.start, self.finish)
 
-    def note_found(self, num_tokens: int) -> None:
-        """Count tokens of a prefix hit that came from the store."""
-        self._counts["tokens_found"] += num_tokens
+    def start(self, place: Place) -> Future[Entry] | None:
+        """Begin to read an entry; None while a reader hangs."""
+        return self._submit(self.store.get, place)
 
-    def drop(self, reason: str) -> None:
-        """Count an entry that was not stored."""
-        self._faults.drop(reason)
+    def finish(self, reading: Future[Entry] | None, place: Place) -> Entry | None:
+        """The entry that `start` has begun to read; None if it cannot be had."""
+        entry = self._wait(reading, place)
+        if entry is not None:
+            self._counts["entries_read"] += 1
+            self._counts["bytes_read"] += entry.nbytes
+        return entry
 
     def stats(self) -> StoreStats:
         """The counts so far."""
-        counts, written = self._counts, self._queue.counts
+        counts, written = self._counts, self.queue.counts
         return StoreStats(
-            tokens_found=counts["tokens_found"],
+            tokens_found=0,
             entries_read=counts["entries_read"],
             bytes_read=counts["bytes_read"],
             entries_written=written["entries_written"],
             bytes_written=written["bytes_written"],
             bytes_today=self.store.written.bytes_today,
             bytes_in_all=self.store.written.in_all,
-            dropped=dict(self._faults.dropped),
-            errors=dict(self._faults.errors),
+            dropped=dict(self.faults.dropped),
+            errors=dict(self.faults.errors),
         )
 
     def _saved_sights(self) -> bytes:
         try:
             return self.store.read_sights()
         except FAULTS as error:
-            self._faults.note(error)
+            self.faults.note(error)
             return b""
-
-    def counts_by_tier(self) -> dict[str, dict[str, int]]:
-        """Columns of `PoolStats`, by tier."""
-        stats = self.stats()
-        return {
-            "store_hits": {TIER: stats.tokens_found},
-            "store_bytes_read": {TIER: stats.bytes_read},
-            "store_bytes_today": {TIER: stats.bytes_today},
-            "store_bytes_in_all": {TIER: stats.bytes_in_all},
-        }
 
     def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
         """Give work to a reader; None while a reader hangs on a disk that does not answer."""
@@ -210,16 +210,16 @@ class BackgroundStore:
             return None
         if not wait([future], self._patience_s).done:
             self._late.append(future)
-            self._faults.note(TimeoutError(f"no answer in {self._patience_s:g} s"))
+            self.faults.note(TimeoutError(f"no answer in {self._patience_s:g} s"))
             return None
         try:
             return future.result()
         except FAULTS as error:
-            self._faults.note(error)
+            self.faults.note(error)
             if place is not None and isinstance(error, InvalidEntry):
-                self._queue.discard([place.key])
+                self.queue.discard([place.key])
             if isinstance(error, sqlite3.Error):
-                self._queue.mend()
+                self.queue.mend()
         return None
 
 

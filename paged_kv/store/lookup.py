@@ -37,6 +37,19 @@ class BlockLookup(Protocol):
 
 
 @dataclass(frozen=True)
+class Union:
+    """Several lookups as one."""
+
+    lookups: Sequence[BlockLookup]
+
+    def children(self, parent: str) -> list[tuple[int, str]]:
+        return list({each for lookup in self.lookups for each in lookup.children(parent)})
+
+    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        return [each for lookup in self.lookups for each in lookup.closest(parent, tokens)]
+
+
+@dataclass(frozen=True)
 class Wanted:
     """A prompt to look up.
 

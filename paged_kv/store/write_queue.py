@@ -79,13 +79,18 @@ class WriteQueue:
         self._waiting_bytes = 0
         self._is_writing = self._is_closing = False
         self._changed = threading.Condition()
-        self._known = self._stored_keys()
+        self._stored = self._stored_keys()
+        self._known = set(self._stored)
         self._thread = threading.Thread(target=self._run, name="paged-kv-write", daemon=True)
         self._thread.start()
 
     def knows(self, key: str) -> bool:
         """Whether an entry is stored or queued."""
         return key in self._known
+
+    def has_stored(self, key: str) -> bool:
+        """Whether an entry was there after the last write."""
+        return key in self._stored
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more fit in the queue; an empty queue takes any number."""
@@ -203,10 +208,10 @@ class WriteQueue:
         if spent := outcomes.count(Outcome.BUDGET_SPENT):
             self._faults.drop(Outcome.BUDGET_SPENT.value, spent)
         if entries:
-            stored_keys = self._stored_keys()
+            self._stored = self._stored_keys()
             with self._changed:
                 jobs = [job.entry.place.key for job in self._jobs if job.entry is not None]
-                self._known = stored_keys.union(jobs)
+                self._known = self._stored.union(jobs)
 
     def _stored_keys(self) -> set[str]:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from paged_kv.checks import whole_number
+from paged_kv.checks import file_path, whole_number
 from paged_kv.sizes import size_in_bytes
 from paged_kv.store.sights import WriteRule
 
@@ -20,6 +21,9 @@ class StoreOptions:
             such length.
         daily_bytes: the most to write to the folder in a day (UTC), by all processes that share it,
             in bytes or as a text such as "20GB". Then it is only read. None means no limit.
+        secret: a file with at least 32 bytes that only the machines that share a server know.
+            Entries on servers are verified with it. A server needs one.
+        unauthenticated: take servers without a secret: whoever can write there can change answers.
 
     Raises:
         TypeError, ValueError: an option is of the wrong type or out of its range; the message says
@@ -29,6 +33,8 @@ class StoreOptions:
     after: int = 1
     at_once: int | None = None
     daily_bytes: float | str | None = None
+    secret: str | os.PathLike[str] | None = None
+    unauthenticated: bool = False
 
     def __post_init__(self) -> None:
         whole_number("after", self.after, least=1)
@@ -36,6 +42,8 @@ class StoreOptions:
             whole_number("at_once", self.at_once, least=1)
         if self.daily_bytes is not None:
             size_in_bytes("daily_bytes", self.daily_bytes)
+        if self.secret is not None:
+            file_path("secret", self.secret)
 
     @property
     def rule(self) -> WriteRule:

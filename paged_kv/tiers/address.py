@@ -1,0 +1,156 @@
+"""The texts that name tiers.
+
+    ~/pages                                              a folder
+    redis://host:6379/0                                  Redis or Valkey; rediss:// with TLS
+    redis://user@host?password=env:NAME                  with the password of a variable, or a file
+    rediss://host?ca=FILE                                with the certificate of one's own authority
+    s3://bucket/prefix                                   S3, with credentials of variables AWS_...
+    s3://bucket?endpoint=http://host:9000&region=here    what speaks its protocol
+    s3://bucket?credentials=FILE                         two lines: the key's id, and the key
+
+A text with a password in it is refused, as other users can read command lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+_ENVIRONMENT = "env:"
+_REDIS = ("redis", "rediss")
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """A server that speaks the protocol of Redis."""
+
+    host: str
+    port: int = 6379
+    db: int = 0
+    tls: bool = False
+    user: str | None = None
+    ca: Path | None = None
+    password: str | None = field(default=None, repr=False)
+
+    label = "redis"
+
+    def __str__(self) -> str:
+        scheme = "rediss" if self.tls else "redis"
+        return f"{scheme}://{self.host}:{self.port}/{self.db}"
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """A bucket of S3, or of a server that speaks its protocol."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+
+    label = "s3"
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+RemoteAddress = RedisAddress | S3Address
+Address = Path | RedisAddress | S3Address
+
+
+def parse_address(text: str | os.PathLike[str]) -> Address:
+    """The folder or server that a text names. Passwords are read here.
+
+    Raises:
+        ValueError: the text is no address; the message does not repeat passwords.
+        OSError: a file of a password cannot be read.
+    """
+    scheme, mark, _ = os.fspath(text).partition("://")
+    if not mark:
+        return Path(text)
+    try:
+        url = urlsplit(os.fspath(text))
+        port = url.port
+    except ValueError:
+        raise ValueError(f"the address of a store, {scheme}://..., cannot be read") from None
+    if scheme not in (*_REDIS, "s3"):
+        raise ValueError(
+            f"a store cannot be at {scheme}://...: name a folder, redis://, rediss:// or s3://"
+        )
+    if not url.hostname:
+        raise ValueError(f"the address of a store, {scheme}://..., names no host or bucket")
+    if url.password is not None:
+        raise ValueError(
+            f"the address of a store, {scheme}://..., has a password in it, which other users of "
+            "this machine can read: give it as ?password=env:NAME, or ?password=FILE"
+        )
+    return _redis(url, port) if scheme in _REDIS else _s3(url)
+
+
+def _redis(url: SplitResult, port: int | None) -> RedisAddress:
+    options = _options(url, ("password", "ca"))
+    db = url.path.strip("/") or "0"
+    if not db.isdecimal():
+        raise ValueError(f"{url.scheme}://{url.hostname}: the database must be a number, as in /0")
+    return RedisAddress(
+        host=str(url.hostname),
+        port=port or 6379,
+        db=int(db),
+        tls=url.scheme == "rediss",
+        user=unquote(url.username) if url.username else None,
+        ca=Path(options["ca"]).expanduser() if "ca" in options else None,
+        password=_said(options["password"]) if "password" in options else None,
+    )
+
+
+def _s3(url: SplitResult) -> S3Address:
+    options = _options(url, ("endpoint", "region", "credentials"))
+    keys: list[str | None] = [None, None]
+    if "credentials" in options:
+        lines = Path(options["credentials"]).expanduser().read_text("utf-8").split()
+        if len(lines) != 2:
+            raise ValueError(
+                f"{options['credentials']} must have two lines: the id of an access key, and the "
+                "key"
+            )
+        keys = [*lines]
+    return S3Address(
+        bucket=url.netloc.rpartition("@")[2],
+        prefix=url.path.strip("/"),
+        endpoint=options.get("endpoint"),
+        region=options.get("region"),
+        access_key=keys[0],
+        secret_key=keys[1],
+    )
+
+
+def _options(url: SplitResult, known: tuple[str, ...]) -> Mapping[str, str]:
+    options = dict(parse_qsl(url.query))
+    if unknown := sorted(options.keys() - set(known)):
+        raise ValueError(
+            f"{url.scheme}://{url.hostname} has the option {unknown[0]}: only {', '.join(known)} "
+            "are known"
+        )
+    return options
+
+
+def _said(source: str) -> str:
+    """A password from a variable or a file."""
+    if not source.startswith(_ENVIRONMENT):
+        try:
+            return Path(source).expanduser().read_text("utf-8").strip()
+        except (OSError, ValueError):
+            # Who has written the password itself here must not find it in a log.
+            raise ValueError(
+                "the file of a store's password cannot be read: write password=env:NAME, or "
+                "password=FILE"
+            ) from None
+    name = source.removeprefix(_ENVIRONMENT)
+    if name not in os.environ:
+        raise ValueError(f"the variable {name}, which should hold a store's password, is not set")
+    return os.environ[name]

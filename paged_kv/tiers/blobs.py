@@ -1,0 +1,60 @@
+"""What a tier needs of a server: bytes under names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from paged_kv.store.entry_file import Buffer
+
+# Of Llama 70B a page of 256 tokens has 84 MB. What claims more is left alone.
+MOST_ENTRY_BYTES = 512 << 20
+
+
+class RemoteFault(OSError):
+    """A call to a server has failed. It names the kind of error alone: texts of errors may hold
+    passwords, keys or addresses.
+
+    Attributes:
+        kind: the name of the client's exception.
+        is_full: whether the server had no memory left.
+    """
+
+    def __init__(self, error: BaseException, *, is_full: bool = False) -> None:
+        super().__init__("a call to the server failed")
+        self.kind = type(error).__name__
+        self.is_full = is_full
+
+
+class Blobs(Protocol):
+    """Entries on a server. Every method may raise RemoteFault, and ends within the time-outs that
+    the client was made with. Threads may share it."""
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """The bytes of each entry, 0 where there is none. One round trip, or as long as one."""
+        ...
+
+    def get(self, name: str, nbytes: int) -> Buffer:
+        """The first `nbytes` bytes of an entry; fewer if it has become shorter."""
+        ...
+
+    def put(self, name: str, data: Sequence[Buffer]) -> None:
+        """Write an entry. It is there as a whole or not at all."""
+        ...
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """The names of all entries of this package, and their bytes; the oldest first where the
+        server knows their age."""
+        ...
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove entries; those that are not there are ignored."""
+        ...
+
+    def interrupt(self) -> None:
+        """Let calls that run now fail, where the client can."""
+        ...
+
+    def close(self) -> None:
+        """Close all connections."""
+        ...

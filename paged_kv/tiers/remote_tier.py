@@ -1,0 +1,211 @@
+"""A tier on a server that several machines share.
+
+It holds what follows from a prompt's tokens alone: the parts of its full blocks. So one question
+asks for a whole prompt. Blocks that end within a page stay in folders.
+
+Every failure is a miss, and the server is left alone for a while after it. No call waits longer
+than the time-outs: half a second, and for entries what they take at 20 MB/s besides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paged_kv.store.background import StoreStats
+from paged_kv.store.entry_file import Entry, decode
+from paged_kv.store.errors import InvalidEntry, OtherEntry
+from paged_kv.store.keys import Link, Place
+from paged_kv.store.lookup import CHECKPOINT, Wanted
+from paged_kv.store.write_queue import Faults
+from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
+from paged_kv.tiers.pause import Pause
+from paged_kv.tiers.remote_writer import RemoteWriter
+from paged_kv.tiers.seal import HEADER_BYTES, Seal
+
+PATIENCE_S = 0.5
+_SLOWEST_BYTES_A_SECOND = 20 << 20
+# Two threads saturate Redis on loopback; more hide the latency of servers far away.
+_READERS = 4
+QUEUE_BYTES = 256 << 20
+# Of a prompt of 262,144 tokens with two groups of layers and states.
+_MOST_ASKED = 4096
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Presence:
+    """The entries that a server has said to hold. It is a `BlockLookup`.
+
+    Attributes:
+        sizes: bytes of each, by key.
+        after: token counts and keys of those whose block follows one, by its digest.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    after: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, place: Place, nbytes: int) -> None:
+        """Note that an entry is there."""
+        self.sizes[place.key] = nbytes
+        self.after.setdefault(place.link.parent, []).append((len(place.link.tokens), place.key))
+
+    def children(self, parent: str) -> list[tuple[int, str]]:
+        return self.after.get(parent, [])
+
+    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        return ()
+
+
+class RemoteTier:
+    """Entries on a server. No method raises because of it.
+
+    Args:
+        label: names the tier in statistics.
+        name: names it in logs, without passwords.
+        blobs: the server; `close` closes it.
+        seal: makes and verifies entries.
+        patience_s: seconds that a question may take.
+
+    Attributes:
+        label: as given.
+        queue: what waits to be written.
+        faults: counts what went wrong.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        name: str,
+        blobs: Blobs,
+        seal: Seal,
+        *,
+        queue_bytes: int = QUEUE_BYTES,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.label = label
+        self._counts: Counter[str] = Counter()
+        self.faults = Faults(name)
+        self.queue = RemoteWriter(blobs, seal, self.faults, queue_bytes)
+        self._blobs = blobs
+        self._seal = seal
+        self._patience_s = patience_s
+        self._pause = Pause()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="paged-kv-read")
+        parts = self.queue, self._readers, blobs
+        self._close = weakref.finalize(self, _close, *parts)
+
+    def close(self) -> None:
+        """Write the queued entries and close the connections. Later calls do nothing."""
+        self._close()
+
+    def ask(self, wanted: Wanted) -> Presence:
+        """Which full blocks of a prompt the server holds, in one question."""
+        places = list(_askable(wanted))[:_MOST_ASKED]
+        names = [self._seal.name(place.key) for place in places]
+        sizes = self._wait(self._submit(self._blobs.sizes, names), self._patience_s)
+        presence = Presence()
+        for place, nbytes in zip(places, sizes or (), strict=False):
+            is_there = HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES
+            self.queue.note(place.key, is_there=is_there)
+            if is_there:
+                presence.add(place, nbytes)
+            elif nbytes:
+                self.faults.note(WrongSize(f"an entry has {nbytes:,} bytes"))
+        return presence
+
+    def start(self, place: Place, nbytes: int) -> Future[Entry] | None:
+        """Begin to read an entry of so many bytes; None during a pause."""
+        return self._submit(self._get, place, nbytes)
+
+    def finish(self, reading: Future[Entry] | None, place: Place, nbytes: int) -> Entry | None:
+        """The entry that `start` has begun to read; None if it cannot be had."""
+        entry = self._wait(reading, self._patience_s + nbytes / _SLOWEST_BYTES_A_SECOND)
+        if entry is None:
+            self.queue.note(place.key, is_there=False)
+        else:
+            self._counts["entries_read"] += 1
+            self._counts["bytes_read"] += entry.nbytes
+        return entry
+
+    def stats(self) -> StoreStats:
+        """The counts so far."""
+        counts = self._counts + self.queue.counts
+        return StoreStats(
+            tokens_found=0,
+            entries_read=counts["entries_read"],
+            bytes_read=counts["bytes_read"],
+            entries_written=counts["entries_written"],
+            bytes_written=counts["bytes_written"],
+            bytes_today=self.queue.written.bytes_today,
+            bytes_in_all=self.queue.written.in_all,
+            dropped=dict(self.faults.dropped),
+            errors=dict(self.faults.errors),
+        )
+
+    def _get(self, place: Place, nbytes: int) -> Entry:
+        """Runs on a reader thread."""
+        name = self._seal.name(place.key)
+        data = self._blobs.get(name, nbytes)
+        entry = decode(self._seal.opened(name, data), place.key)
+        if entry.place != place:
+            raise OtherEntry("it holds other tokens, or pages of another model")
+        return entry
+
+    def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result] | None:
+        if self._pause.is_on or not self._close.alive:
+            return None
+        try:
+            return self._readers.submit(work, *arguments)
+        except RuntimeError:
+            return None  # the interpreter is exiting
+
+    def _wait(self, future: Future[Result] | None, seconds: float) -> Result | None:
+        if future is None:
+            return None
+        if not wait([future], seconds).done:
+            self.faults.note(TimeoutError(f"no answer in {seconds:g} s"))
+            self._pause.note_failure()
+            future.cancel()
+            self._blobs.interrupt()
+            return None
+        try:
+            result = future.result()
+        except InvalidEntry as error:
+            self.faults.note(error)
+            return None
+        except Exception as error:
+            self.faults.note(error)
+            self._pause.note_failure()
+            return None
+        self._pause.note_success()
+        return result
+
+
+class WrongSize(InvalidEntry):
+    """An entry that claims more bytes than any page has, or fewer than its header."""
+
+    kind = "wrong size"
+
+
+def _askable(wanted: Wanted) -> Iterable[Place]:
+    """The parts of a prompt's full blocks that a hit may need."""
+    rings = [part for part, _ in wanted.rings]
+    states = [CHECKPOINT] if wanted.needs_checkpoint else []
+    link: Link = wanted.root
+    while link.end + wanted.page_size <= len(wanted.tokens):
+        link = link.then(wanted.tokens[link.end : link.end + wanted.page_size])
+        pages = wanted.parts if link.end > wanted.held else ()
+        for part in (*pages, *rings, *(states if link.end > wanted.beyond else ())):
+            yield Place(link, part)
+
+
+def _close(writer: RemoteWriter, readers: ThreadPoolExecutor, blobs: Blobs) -> None:
+    writer.close()
+    readers.shutdown(wait=False, cancel_futures=True)
+    blobs.close()

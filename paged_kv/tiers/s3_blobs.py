@@ -1,0 +1,98 @@
+"""Entries in a bucket of S3, or of a server that speaks its protocol.
+
+Needs the extra "s3".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from paged_kv.store.entry_file import Buffer
+from paged_kv.tiers.address import S3Address
+from paged_kv.tiers.blobs import RemoteFault
+
+FOLDER = "paged-kv/"
+# The protocol has no question for many names at once, so they are asked side by side.
+_ASKED_AT_ONCE = 32
+
+
+class S3Blobs:
+    """See `Blobs`.
+
+    Args:
+        address: of the bucket.
+        patience_s: seconds that connecting may take.
+        longest_s: seconds that a call may take.
+    """
+
+    def __init__(self, address: S3Address, patience_s: float, longest_s: float) -> None:
+        # What the address does not name, such as credentials, comes from variables AWS_...
+        config: dict[str, Any] = {
+            "endpoint": address.endpoint,
+            "region": address.region,
+            "access_key_id": address.access_key,
+            "secret_access_key": address.secret_key,
+        }
+        options: Any = {
+            "connect_timeout": timedelta(seconds=patience_s),
+            "timeout": timedelta(seconds=longest_s),
+            "allow_http": (address.endpoint or "").startswith("http://"),
+        }
+        self._store = S3Store(
+            address.bucket,
+            prefix=address.prefix or None,
+            client_options=options,
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=longest_s)},
+            **{name: value for name, value in config.items() if value is not None},
+        )
+        self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="paged-kv-s3")
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return list(self._askers.map(self._size, names))
+
+    def get(self, name: str, nbytes: int) -> Buffer:
+        with _faults():
+            return memoryview(obstore.get_range(self._store, FOLDER + name, start=0, length=nbytes))
+
+    def put(self, name: str, data: Sequence[Buffer]) -> None:
+        with _faults():
+            obstore.put(self._store, FOLDER + name, b"".join(data), use_multipart=False)
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        with _faults():
+            found = [each for some in obstore.list(self._store, FOLDER) for each in some]
+        for each in sorted(found, key=lambda each: each["last_modified"]):
+            yield each["path"].rpartition("/")[2], each["size"]
+
+    def remove(self, names: Sequence[str]) -> None:
+        with _faults():
+            obstore.delete(self._store, [FOLDER + name for name in names])
+
+    def interrupt(self) -> None:
+        pass  # calls end with their time-outs
+
+    def close(self) -> None:
+        self._askers.shutdown(wait=False, cancel_futures=True)
+
+    def _size(self, name: str) -> int:
+        with _faults():
+            try:
+                return obstore.head(self._store, FOLDER + name)["size"]
+            except FileNotFoundError:
+                return 0
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except (BaseError, OSError, ValueError, RuntimeError) as error:
+        raise RemoteFault(error) from None

@@ -1,0 +1,222 @@
+"""All tiers of a store, quickest first: folders on disk, and servers that machines share.
+
+Reads go through the tiers, and what a slower one holds is kept in the quicker ones too. Writes go
+to all of them, each behind its own queue.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from paged_kv.store.background import BackgroundStore, StoreStats
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.keys import Place
+from paged_kv.store.lookup import Stored, Union, Wanted, find
+from paged_kv.store.read_ahead import read_ahead
+from paged_kv.store.sights import Sights
+from paged_kv.tiers.remote_tier import Presence, RemoteTier
+
+Tier = BackgroundStore | RemoteTier
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Stored blocks that a prompt can begin with, and who holds them.
+
+    Attributes:
+        stored: the blocks.
+        tier: the slowest tier that is needed.
+        remote: what the servers have said to hold, of the tiers up to that one.
+    """
+
+    stored: Stored
+    tier: str
+    remote: Mapping[RemoteTier, Presence]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A read on the way from the first of an entry's holders."""
+
+    holders: Sequence[Tier]
+    future: Future[Entry] | None
+
+
+class TieredStore:
+    """Reads and writes tiers without blocking on writes and without raising.
+
+    Args:
+        tiers: the tiers, quickest first; at most one is a folder. `close` closes them.
+
+    Attributes:
+        folder: the tier on disk, if there is one.
+        sights: how often blocks of prompts were looked up; without a folder, in this process.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = list(tiers)
+        folders = [tier for tier in tiers if isinstance(tier, BackgroundStore)]
+        self.folder = folders[0] if folders else None
+        self.sights = self.folder.sights if self.folder else Sights()
+        self._labels = {tier: _label(tier, at, self._tiers) for at, tier in enumerate(tiers)}
+        self._tokens_found: Counter[str] = Counter()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Write what is queued and close all tiers. Later calls do nothing."""
+        self._is_open = False
+        for tier in self._tiers:
+            tier.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called yet."""
+        return self._is_open
+
+    def flush(self) -> bool:
+        """Wait until every queued entry is written or dropped; false if that takes too long."""
+        done = [tier.queue.flush() for tier in self._tiers]
+        return all(done)
+
+    def takers(self, place: Place, nbytes: int) -> list[Tier]:
+        """The tiers that lack an entry and have room for it now. Those without room count a
+        drop."""
+        return _takers(self._tiers, place, nbytes)
+
+    def save(self, entry: Entry, takers: Sequence[Tier], path: Sequence[str] = ()) -> None:
+        """Queue an entry for these tiers. `path` are the keys of entries that are needed together
+        with it: storing it does not evict them."""
+        for tier in takers:
+            tier.queue.save(entry, path)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Note entries as used, the first of them most recently. Servers note it themselves."""
+        if self.folder is not None:
+            self.folder.touch(keys)
+
+    def see(self, digest: str) -> None:
+        """Count that a block was seen."""
+        (self.folder or self.sights).see(digest)
+
+    def offers(self, wanted: Wanted, without: Sequence[str] = ()) -> list[Offer]:
+        """What a prompt can begin with, the longest first: from all tiers, and from the quicker
+        ones alone if that is shorter. A tier is asked only if those before it hold less than all
+        full blocks."""
+        found: list[Offer] = []
+        remote: dict[RemoteTier, Presence] = {}
+        folder: BackgroundStore | None = None
+        for tier in self._tiers:
+            if isinstance(tier, RemoteTier):
+                remote[tier] = tier.ask(wanted)
+                if not remote[tier].sizes:
+                    continue
+            else:
+                folder = tier
+            stored = _found(folder, remote, wanted, without)
+            longest = found[0].stored.num_tokens if found else 0
+            if stored is not None and stored.num_tokens > longest:
+                found.insert(0, Offer(stored, self._labels[tier], dict(remote)))
+                longest = stored.num_tokens
+            if longest >= len(wanted.tokens) // wanted.page_size * wanted.page_size:
+                break
+        return found
+
+    def read(self, offer: Offer) -> Iterator[Entry | None]:
+        """The entries of an offer, in order, read ahead. Yields None for one that no tier can
+        give, and ends."""
+
+        def start(place: Place) -> _Reading:
+            holders = self._holders(place, offer)
+            return _Reading(holders, _start(holders[0], place, offer))
+
+        def finish(reading: _Reading, place: Place) -> Entry | None:
+            first, *others = reading.holders
+            entry, source = _finish(first, reading.future, place, offer), first
+            for tier in others:
+                if entry is None:
+                    entry, source = _finish(tier, _start(tier, place, offer), place, offer), tier
+            if entry is not None:
+                quicker = self._tiers[: self._tiers.index(source)]
+                self.save(entry, _takers(quicker, place, entry.nbytes), offer.stored.keys)
+            return entry
+
+        return read_ahead(offer.stored.places, start, finish)
+
+    def note_found(self, num_tokens: int, tier: str) -> None:
+        """Count tokens of a prefix hit that came from a tier."""
+        self._tokens_found[tier] += num_tokens
+
+    def drop(self, reason: str) -> None:
+        """Count an entry that was not stored."""
+        self._tiers[0].faults.drop(reason)
+
+    def stats(self) -> StoreStats:
+        """The counts of all tiers so far."""
+        first, *others = [self._stats_of(tier) for tier in self._tiers]
+        return sum(others, first)
+
+    def counts_by_tier(self) -> dict[str, dict[str, int]]:
+        """Columns of `PoolStats`, by tier."""
+        stats = {self._labels[tier]: self._stats_of(tier) for tier in self._tiers}
+        return {
+            "store_hits": {name: each.tokens_found for name, each in stats.items()},
+            "store_bytes_read": {name: each.bytes_read for name, each in stats.items()},
+            "store_bytes_today": {name: each.bytes_today for name, each in stats.items()},
+            "store_bytes_in_all": {name: each.bytes_in_all for name, each in stats.items()},
+        }
+
+    def _stats_of(self, tier: Tier) -> StoreStats:
+        return replace(tier.stats(), tokens_found=self._tokens_found[self._labels[tier]])
+
+    def _holders(self, place: Place, offer: Offer) -> list[Tier]:
+        """The tiers that hold an entry, quickest first."""
+        holders: list[Tier] = []
+        for tier in self._tiers:
+            if isinstance(tier, RemoteTier):
+                if place.key in offer.remote.get(tier, Presence()).sizes:
+                    holders.append(tier)
+            elif tier.queue.has_stored(place.key):
+                holders.append(tier)
+        # What no server holds was found in the folder: another process has just written it.
+        return holders or [tier for tier in self._tiers if tier is self.folder]
+
+
+def _found(
+    folder: BackgroundStore | None,
+    remote: Mapping[RemoteTier, Presence],
+    wanted: Wanted,
+    without: Sequence[str],
+) -> Stored | None:
+    if folder is not None:
+        stored = folder.find(wanted, without, beside=list(remote.values()))
+        if stored is not None:
+            return stored
+    return find(wanted, Union(list(remote.values())), without) if remote else None
+
+
+def _start(tier: Tier, place: Place, offer: Offer) -> Future[Entry] | None:
+    if isinstance(tier, BackgroundStore):
+        return tier.start(place)
+    return tier.start(place, offer.remote[tier].sizes[place.key])
+
+
+def _finish(tier: Tier, future: Future[Entry] | None, place: Place, offer: Offer) -> Entry | None:
+    if isinstance(tier, BackgroundStore):
+        return tier.finish(future, place)
+    return tier.finish(future, place, offer.remote[tier].sizes[place.key])
+
+
+def _takers(tiers: Sequence[Tier], place: Place, nbytes: int) -> list[Tier]:
+    # Servers are asked for full blocks only.
+    able = [tier for tier in tiers if isinstance(tier, BackgroundStore) or place.link.is_full]
+    lacking = [tier for tier in able if not tier.queue.knows(place.key)]
+    return [tier for tier in lacking if tier.queue.has_room(nbytes)]
+
+
+def _label(tier: Tier, at: int, tiers: Sequence[Tier]) -> str:
+    """The name of a tier's kind, with a number if there are several of the kind before it."""
+    before = sum(each.label == tier.label for each in tiers[:at])
+    return f"{tier.label} {before + 1}" if before else tier.label
