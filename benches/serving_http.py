@@ -150,16 +150,17 @@ def run(port: int, requests: Sequence[Request], load: Load) -> None:
 
 
 @contextmanager
-def server(name: str, model: Path, *more: str) -> Iterator[int]:
+def server(name: str, model: Path, *more: str, python: str = sys.executable) -> Iterator[int]:
     """A server in a process of its own, once it answers; its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--model", str(model), "--port", str(port), "--log-level", "ERROR", *more]
     environment = {**os.environ, **({"LD_PRELOAD": LIBRARY} if LIBRARY else {})}
-    command = [sys.executable, *COMMANDS[name], *options]
+    command = [python, *COMMANDS[name], *options]
     # mlx-lm's logs every request there.
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    # Not here: a server of another environment would import this checkout's code.
+    process = subprocess.Popen(command, cwd=model, env=environment, stderr=subprocess.DEVNULL)
     try:
         deadline = perf_counter() + START_S
         while not _answers(port):

@@ -428,6 +428,22 @@ def serving_http(figures: Figures) -> str:
     )
 
 
+def serving_shared(figures: Figures) -> str:
+    """Servers whose clients all ask behind one prompt."""
+    rows = []
+    for name in [name for name in figures if name.endswith("_clients")]:
+        of = figures[name]
+        for side in figures["sides"]:
+            gain = of["paged"]["tokens_per_second"] / of[side]["tokens_per_second"]
+            first = millis(of[side]["first_token_seconds"]["p50"])
+            rate = count(of[side]["tokens_per_second"])
+            label = {"mlx_lm": "mlx_lm.server", "paged": "paged-kv server"}.get(side, side)
+            rows.append((f"{spaced(name)}: {label}", rate, f"{gain:.2f}", first))
+    head = ("tokens a second", "times as many now", "first token, p50")
+    load = f"{figures['shared_tokens']:,} shared tokens, {figures['model']} in {figures['dtype']}"
+    return table((load, *head), rows)
+
+
 def admission(figures: Figures) -> str:
     """Two policies of admission on the same arrivals."""
     loads = {
@@ -455,6 +471,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         admission,
         serving,
         serving_http,
+        serving_shared,
         cpu_kernels,
         host_cost,
         whole_model,

@@ -33,7 +33,7 @@ from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
-from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.prefix.unstored import inner_salt, may_store
 from paged_kv.sequences.batch import Batch
@@ -213,6 +213,10 @@ class PagedCacheFactory:
         if prefix.states is not None:
             prompt_cache = with_unpaged(prompt_cache, prefix.states)
         return prompt_cache, prefix.num_tokens
+
+    def peek(self, tokens: list[int], *, salt: Hashable = None) -> Expected:
+        """What `fetch_cache` would find in memory now; nothing counts as used."""
+        return self.prefixes.peek(self._namespace(self.pool.page_format.name, salt), tokens)
 
     def insert_cache(
         self,

@@ -120,6 +120,13 @@ FIGURES: dict[str, dict[str, Any]] = {
         "mlx_lm": SERVED,
         "paged": {**SERVED, "tokens_per_second": 123.4},
     },
+    "serving_shared": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "shared_tokens": 2048,
+        "sides": ["mlx_lm", "paged"],
+        "16_clients": {"mlx_lm": SERVED, "paged": {**SERVED, "tokens_per_second": 123.4}},
+    },
     "server_soak": {
         "requests": 2000,
         "truth": {"kinds": {"greedy": 900, "tools": 103}, "wrong": [], "behaviours": {"reads": 9}},

@@ -1,14 +1,14 @@
 """Requests begin in order, each only when the pools can promise all that it may need."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
-from paged_kv.admission.policies import Optimistic
+from paged_kv.admission.policies import Optimistic, Policy, Reserve
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 
 
@@ -245,6 +245,22 @@ def test_optimistic_asks_what_is_free_now_and_one_choice_must_fit_alone() -> Non
         requests.arrive(demand(2000, 561))
 
 
+@pytest.mark.parametrize("policy", [Reserve(), Optimistic(lambda _: True)])
+def test_who_awaits_a_prefix_begins_once_it_is_there_and_others_behind_it(policy: Policy) -> None:
+    awaited = [True]
+    requests = admission(FULL)
+    requests.policy = policy
+    requests.demand_of = lambda each: replace(
+        each, awaits_prefix=each.prompt_tokens == 2 and awaited[0]
+    )
+    first, second, third = demand(1), demand(2), demand(3)
+    for each in (first, second, third):
+        requests.arrive(each)
+    assert [requests.next(), requests.next(), requests.next()] == [first, None, None]
+    awaited[0] = False
+    assert [requests.next(), requests.next()] == [second, third]
+
+
 @pytest.mark.parametrize(
     ("request_of", "nbytes"),
     [
@@ -253,6 +269,10 @@ def test_optimistic_asks_what_is_free_now_and_one_choice_must_fit_alone() -> Non
         (demand(200, 56), 100),
         (demand(1025, 100, choices=4), 500 + 3 * 100),
         (demand(1000, 1000, choices=4), 500 + 3 * 200),
+        (demand(1000, 1000, shared_tokens=512), 500 - 200),
+        (demand(1000, 1000, choices=4, shared_tokens=768), 500 + 3 * 200 - 300),
+        # A prompt's last token is computed in a page of its own.
+        (demand(512, 0, shared_tokens=512), 200 - 100),
     ],
 )
 def test_to_begin_a_request_needs_its_prompt_and_a_few_tokens(

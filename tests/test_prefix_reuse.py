@@ -62,6 +62,21 @@ def test_the_same_prompt_again_computes_one_token(qwen3: Any) -> None:
     assert_same_run(again, first, TOLERANCE)
 
 
+def test_what_a_prompt_would_find_and_which_of_its_pages_are_in_use(qwen3: Any) -> None:
+    factory = PagedCacheFactory(qwen3)
+    assert factory.peek(TEXT[:700]) == (0, 0)
+    warm(qwen3, factory, TEXT[:600])
+    assert factory.peek(TEXT[:700]) == (600, 0)
+    assert factory.peek(TEXT[:500], salt="other") == (0, 0)
+    cache, _ = factory.fetch_cache(TEXT[:300])
+    # The second page is copied before it is written, so only the first one is shared for good.
+    assert factory.peek(TEXT[:500]) == (499, 256)
+    greedy(qwen3, TEXT[299:300], cache, 1)
+    assert factory.peek(TEXT[:500]) == (499, 256)
+    del cache
+    assert factory.peek(TEXT[:500]) == (499, 0)
+
+
 def test_a_conversation_computes_only_what_is_new(qwen3: Any) -> None:
     factory = PagedCacheFactory(qwen3)
     text: list[int] = []

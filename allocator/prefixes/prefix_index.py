@@ -89,9 +89,14 @@ class PrefixIndex:
         """The longest prefix of a prompt that was inserted, without the prompt's last token, which
         the model must compute again."""
         with self.lock:
-            nodes, num_tokens = self._path(namespace, tokens, len(tokens) - 1)
-            self._touch(nodes)
-            return Match(nodes, num_tokens)
+            found = self.peek(namespace, tokens)
+            self._touch(found.nodes)
+            return found
+
+    def peek(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
+        """As `match`, but nothing counts as used: the prompt is not computed yet."""
+        with self.lock:
+            return Match(*self._path(namespace, tokens, len(tokens) - 1))
 
     def insert(
         self,

@@ -27,7 +27,8 @@ class Policy(Protocol):
 
 class Reserve:
     """Promises each request all that it may need until it ends: its prompt and `max_tokens` for
-    each choice. So nothing that has begun is ever preempted.
+    each choice. So nothing that has begun is ever preempted. Pages that requests share are promised
+    to each of them, because the others may end first.
 
     Cached pages are not counted, as the pool evicts them for promised memory.
     """
@@ -38,7 +39,7 @@ class Reserve:
     def has_room(
         self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
     ) -> bool:
-        return all(
+        return not demand.awaits_prefix and all(
             sum(each.bytes_in(pool) for each in begun) + demand.bytes_in(pool) <= pool.promisable
             for pool in pools
         )
@@ -63,7 +64,7 @@ class Optimistic:
     def has_room(
         self, demand: Demand, begun: Collection[Demand], pools: Collection[PoolSize]
     ) -> bool:
-        return self.fits(demand)
+        return not demand.awaits_prefix and self.fits(demand)
 
 
 @dataclass(frozen=True)

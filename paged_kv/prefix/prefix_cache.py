@@ -13,7 +13,8 @@ from collections import abc
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.errors import PoolExhausted
@@ -47,6 +48,21 @@ class Prefix:
     sequence: Sequence
     num_tokens: int
     states: Any
+
+
+class Expected(NamedTuple):
+    """What a prompt would find.
+
+    Attributes:
+        num_tokens: the length of its longest cached prefix.
+        in_use: tokens of its first full pages that sequences hold: these take no memory.
+    """
+
+    num_tokens: int
+    in_use: int
+
+
+NOTHING = Expected(0, 0)
 
 
 @dataclass(frozen=True)
@@ -195,6 +211,16 @@ class PrefixCache:
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked
+    def peek(self, namespace: Hashable, tokens: abc.Sequence[int]) -> Expected:
+        """What `fetch` would find in memory now. Nothing counts as used. O(tokens)."""
+        for group in self._shared_groups():
+            group.allocator.drain()  # what sequences held that are gone is not in use
+        match = self.pool.index.peek(namespace, tokens)
+        num_tokens = self._start(match).num_tokens
+        pages = takewhile(self._is_in_use, match.nodes[: num_tokens // PAGE_SIZE])
+        return Expected(num_tokens, PAGE_SIZE * sum(1 for _ in pages))
+
+    @locked
     def known(self, namespace: Hashable, tokens: abc.Sequence[int]) -> int:
         """How many tokens of a prompt all layers can reuse, without its last token. O(tokens)."""
         return self._start(self.pool.index.match(namespace, tokens)).num_tokens
@@ -292,6 +318,14 @@ class PrefixCache:
             or (group.recodes and len(node.tokens) == PAGE_SIZE)
             for group in self._shared_groups()
             if group.allocator in node.blocks
+        )
+
+    def _is_in_use(self, node: Node) -> bool:
+        """Whether a sequence holds a node's page, in all layers without a window."""
+        allocators = [group.allocator for group in self._shared_groups()]
+        return all(
+            allocator in node.blocks and allocator.refs.holders(node.blocks[allocator])
+            for allocator in allocators
         )
 
     def _shared_groups(self) -> list[LayerGroup]:

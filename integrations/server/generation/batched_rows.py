@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
 from paged_kv.admission.demand import Demand
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.shared_prefill import without_first
+from paged_kv.integrations.batching.shared_prefill import WORTH_SHARING, without_first
 from paged_kv.integrations.server.generation.jobs import (
     Event,
     Job,
@@ -66,6 +67,7 @@ class BatchedRows:
         self._stops = [make_stop_sequences(provider.tokenizer)]
         self._rows: dict[int, _Row] = {}
         self._reading: set[int] = set()
+        self._left: dict[int, int] = {}  # tokens of prompts to compute, by uid
         sizes = {
             "completion_batch_size": options.decode_concurrency,
             "prefill_batch_size": options.prompt_concurrency,
@@ -90,6 +92,28 @@ class BatchedRows:
         if self._preemption is None:
             return True
         return self._preemption.can_begin(demand.bytes_to_begin(pool_size(self._pool)))
+
+    def sharing(self, prompt: Prompt, salt: Hashable) -> tuple[int, bool]:
+        """How many first tokens of a prompt are in full pages of running choices, and whether one
+        of these is about to have computed more of them.
+
+        A prompt that waits for that is not computed twice, and begins at most one step later than
+        it would have been computed.
+        """
+        expected = self._reuse.peek(prompt.tokens, salt)
+        return expected.in_use, any(
+            self._is_worth_waiting(uid, prompt, expected.num_tokens)
+            for uid in self._reading
+            if self._rows[uid].job.salt == salt
+        )
+
+    def _is_worth_waiting(self, uid: int, prompt: Prompt, cached: int) -> bool:
+        theirs, least = self._rows[uid].prompt.tokens, cached + WORTH_SHARING
+        if theirs[:least] != prompt.tokens[:least]:  # quicker than what follows
+            return False
+        missing = common_prefix(theirs, prompt.tokens) - cached
+        # It is cached once the choice's whole prompt is computed.
+        return missing >= WORTH_SHARING and self._left[uid] <= missing + self._step_tokens
 
     def expect(self, job: Job, prompt: Prompt) -> None:
         """Note in a trace that a job waits; each of its choices is a request there."""
@@ -138,7 +162,7 @@ class BatchedRows:
         caches = self._generator.remove(uids, return_prompt_caches=True)
         for uid in uids:
             row = self._rows.pop(uid)
-            self._reading.discard(uid)
+            self._note_computed(uid)
             cache, tokens = caches.pop(uid)
             if tokens:
                 self._keep(row, tokens, cache)
@@ -160,8 +184,9 @@ class BatchedRows:
         rest: Iterable[list[int]],
         sampling: Sampling,
     ) -> int:
+        segments = list(rest)
         (uid,) = self._generator.insert_segments(
-            segments=[list(rest)],
+            segments=[segments],
             max_tokens=[row.job.arguments.max_tokens],
             caches=[cache],  # type: ignore[list-item]  # mlx-lm makes one for None
             all_tokens=[known],
@@ -174,6 +199,7 @@ class BatchedRows:
             self._preemption.requests[uid] = _requests(row.job)[row.number - row.job.first_choice]
         self._rows[uid] = row
         self._reading.add(uid)
+        self._left[uid] = sum(map(len, segments))
         return int(uid)
 
     def _fork(self, uid: int) -> None:
@@ -192,16 +218,22 @@ class BatchedRows:
         uid, row = response.uid, self._rows[response.uid]
         if uid not in self._reading:
             return  # a preempted choice, whose tokens are computed again
+        done, total = response.progress
+        self._left[uid] = total - done
         if response.end_of_prompt:
-            self._reading.discard(uid)
+            self._note_computed(uid)
         elif response.end_of_segment:
             cache, tokens = self._generator.extract_cache([uid])[uid]
             self._keep(row, tokens[:], cache)
-        done, total = response.progress
         if done == total - 1:
             self._fork(uid)
         if row.number == row.job.first_choice:
             yield row.job, Progress(row.job.cached_tokens + done, row.job.cached_tokens + total)
+
+    def _note_computed(self, uid: int) -> None:
+        """Note that no more of a choice's prompt is computed."""
+        self._reading.discard(uid)
+        self._left.pop(uid, None)
 
     def _drafting(self, uid: int) -> RowOptions:
         job = self._rows[uid].job

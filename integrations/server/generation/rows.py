@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -44,14 +45,12 @@ class Rows:
 
     def demand(self, job: Job, prompt: Prompt) -> Demand:
         """The most that a job may need."""
-        is_alone = self._is_alone(prompt)
-        return Demand(
-            len(prompt.tokens),
-            job.arguments.max_tokens,
-            # A job that runs alone computes its choices one after the other.
-            choices=1 if is_alone else job.choices,
-            is_alone=is_alone,
-        )
+        demand = Demand(len(prompt.tokens), job.arguments.max_tokens)
+        if self._is_alone(prompt):
+            # It computes its choices one after the other.
+            return replace(demand, is_alone=True)
+        shared, awaits = self._batch.sharing(prompt, job.salt)
+        return replace(demand, choices=job.choices, shared_tokens=shared, awaits_prefix=awaits)
 
     def fits(self, demand: Demand) -> bool:
         """Whether a job could begin at once, beside what is in use now."""
