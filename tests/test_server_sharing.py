@@ -79,10 +79,11 @@ def test_no_prompt_waits_for_a_much_longer_one() -> None:
     options = [*LLAMA, "--max-kv-bytes", "64MB", "--prefill-step-size", "128"]
     with paged_server(*options) as running:
         running.hold_until_submitted(2)
-        arrived = running.service.thread._mailbox._commands
+        mailbox = running.service.thread._mailbox
+        wait_until(lambda: not mailbox._commands)  # the thread waits for both
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(asked, running, long)
-            wait_until(lambda: len(arrived) == 1)
+            wait_until(lambda: len(mailbox._commands) == 1)
             second = clients.submit(asked, running, prompts()[0])
         assert (first.result()[1], second.result()[1]) == (0, 0)
 

@@ -105,6 +105,16 @@ class SharedPrefill:
         return cached
 
 
+def shared_beyond(cached: int, prompt: Tokens, other: Tokens) -> int:
+    """How many tokens behind the first `cached` ones two prompts share; 0 if these are not worth
+    sharing."""
+    least = cached + WORTH_SHARING
+    if prompt[:least] != other[:least]:  # quicker than what follows
+        return 0
+    missing = common_prefix(prompt, other) - cached
+    return missing if missing >= WORTH_SHARING else 0
+
+
 def without_first(segments: Sequence[Tokens], count: int) -> list[Tokens]:
     """Segments of a prompt without its first `count` tokens; empty segments are left out."""
     rest = []

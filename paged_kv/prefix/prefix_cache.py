@@ -62,9 +62,6 @@ class Expected(NamedTuple):
     in_use: int
 
 
-NOTHING = Expected(0, 0)
-
-
 @dataclass(frozen=True)
 class _Start:
     """The position from which all layers can resume, with the rings and snapshot that they need."""

@@ -12,10 +12,9 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
 from paged_kv.admission.demand import Demand
-from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
-from paged_kv.integrations.batching.shared_prefill import WORTH_SHARING, without_first
+from paged_kv.integrations.batching.shared_prefill import shared_beyond, without_first
 from paged_kv.integrations.server.generation.jobs import (
     Event,
     Job,
@@ -100,20 +99,17 @@ class BatchedRows:
         A prompt that waits for that is not computed twice, and begins at most one step later than
         it would have been computed.
         """
-        expected = self._reuse.peek(prompt.tokens, salt)
-        return expected.in_use, any(
-            self._is_worth_waiting(uid, prompt, expected.num_tokens)
+        cached, in_use = self._reuse.peek(prompt.tokens, salt)
+        return in_use, any(
+            self._is_worth_waiting(uid, prompt, cached)
             for uid in self._reading
             if self._rows[uid].job.salt == salt
         )
 
     def _is_worth_waiting(self, uid: int, prompt: Prompt, cached: int) -> bool:
-        theirs, least = self._rows[uid].prompt.tokens, cached + WORTH_SHARING
-        if theirs[:least] != prompt.tokens[:least]:  # quicker than what follows
-            return False
-        missing = common_prefix(theirs, prompt.tokens) - cached
+        missing = shared_beyond(cached, prompt.tokens, self._rows[uid].prompt.tokens)
         # It is cached once the choice's whole prompt is computed.
-        return missing >= WORTH_SHARING and self._left[uid] <= missing + self._step_tokens
+        return missing > 0 and self._left[uid] <= missing + self._step_tokens
 
     def expect(self, job: Job, prompt: Prompt) -> None:
         """Note in a trace that a job waits; each of its choices is a request there."""

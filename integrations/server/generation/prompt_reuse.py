@@ -10,7 +10,6 @@ from collections.abc import Hashable
 from typing import Any
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.prefix.prefix_cache import NOTHING, Expected
 
 
 class PromptReuse:
@@ -46,9 +45,10 @@ class PromptReuse:
             return None, 0
         return self._factory.fetch_cache(tokens, salt=salt)
 
-    def peek(self, tokens: list[int], salt: Hashable) -> Expected:
-        """What `fetch` would find in memory now."""
-        return NOTHING if self._factory is None else self._factory.peek(tokens, salt=salt)
+    def peek(self, tokens: list[int], salt: Hashable) -> tuple[int, int]:
+        """The length of the prefix that `fetch` would find in memory now, and how many first tokens
+        are in full pages that sequences hold."""
+        return (0, 0) if self._factory is None else self._factory.peek(tokens, salt=salt)
 
     def insert(self, tokens: list[int], prompt_cache: list[Any], salt: Hashable) -> None:
         """Cache what a prompt cache holds of these tokens. This empties the list: its pages would
