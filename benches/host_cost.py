@@ -35,11 +35,11 @@ CONTEXTS, BATCHES, STEPS = (300, 8192), (1, 8), 120
 Step = Callable[[], float]
 
 
-def small_llama() -> Any:
+def small_llama(layers: int = LAYERS) -> Any:
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         intermediate_size=64,
         num_attention_heads=14,
         num_key_value_heads=KV_HEADS,
@@ -78,6 +78,21 @@ class ArrayMaker:
     def call(self, build: Callable[[mx.array], float], tokens: mx.array) -> float:
         """What `build` returns for these tokens."""
         return build(tokens)
+
+
+class GraphMaker(ArrayMaker):
+    """As `ArrayMaker`, but a call is one operation of MLX's graph with the kernel's inputs and
+    outputs, as a compiled step has it. MLX's own kernels cannot be compiled without a GPU."""
+
+    def __call__(self, **text: Any) -> Callable[..., Any]:
+        super().__call__(**text)
+
+        def kernel(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any) -> Any:
+            self.launches += 1
+            outputs = list(map(mx.zeros, output_shapes, output_dtypes))
+            return mx.depends(outputs, inputs)
+
+        return kernel
 
 
 class RecordedMaker(ArrayMaker):

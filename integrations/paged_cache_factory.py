@@ -21,6 +21,9 @@ from paged_kv.checks import TokenIds, require_hashable, whole_number
 from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
+from paged_kv.integrations.compiled.choice import compiles
+from paged_kv.integrations.compiled.model_call import compile_steps
+from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
@@ -77,6 +80,10 @@ class PagedCacheFactory:
         always_gather: give every layer keys and values that can be computed. Only a model that uses
             them later in other ways than in the factory's trial needs this; without it, such a use
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
+        compile: let steps of one token per sequence be recorded once by `mx.compile` and repeated
+            without Python, for models whose steps depend on no number: with the same tokens. None
+            means what PAGED_KV_COMPILE says, 0 or 1, or else on Metal and CUDA unless `paged-kv
+            doctor` found it wrong or slower.
         processor: mlx-vlm's processor of the model. Its settings tell images of cached prompts
             apart that would be equal otherwise; without it, use one processor for a factory.
 
@@ -89,6 +96,7 @@ class PagedCacheFactory:
         prefixes: the prefix cache.
         num_caches: the length of a prompt cache.
         ranks: the processes that share the model, if it is sharded.
+        recordings: the recorded steps of each pool, if steps are compiled.
         store: the store on disk, if there is one; `store.stats()` returns its counts.
 
     Raises:
@@ -117,6 +125,7 @@ class PagedCacheFactory:
         store_options: StoreOptions = WRITE_EVERYTHING,
         eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,
         always_gather: bool = False,
+        compile: bool | None = None,
         processor: Any = None,
     ) -> None:
         self._media = MediaKeys(model, processor)
@@ -130,6 +139,7 @@ class PagedCacheFactory:
         self._library = library_of(model)
         self._always_gather = always_gather
         self._trial: Trial | None = None
+        self.recordings: dict[PagePool, Recordings] = {}
         self._closed = False
         self._installed_on_entry: list[bool] = []
         self._write_chunk = write_chunk
@@ -139,6 +149,7 @@ class PagedCacheFactory:
         self._eviction_policy = eviction_policy
         self.pool = self._new_pool(None, max_bytes=agreed_budget(max_bytes, self.ranks))
         self.pool.ranks = self.ranks
+        self._compiles = compiles(compile, self.pool.backend)
         self._pools: dict[int | None, PagePool] = {None: self.pool}
         self._pins = Pins(self.pool.index)
         # Pages of images depend on the parts that see them, too.
@@ -414,6 +425,8 @@ class PagedCacheFactory:
         if not self._always_gather:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
             pool.attending_in_decode = trial.attending_in_decode
+        if self._compiles:
+            self.recordings[pool] = compile_steps(self._model, pool)
 
     def _learn_geometry(self) -> None:
         """Tell the pool the geometry of all layers."""

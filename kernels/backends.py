@@ -9,7 +9,7 @@ from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import Maker
-from paged_kv.kernels.left_out import left_out
+from paged_kv.kernels.left_out import COMPILED_STEPS, left_out
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.warn_once import warn_once
@@ -70,7 +70,9 @@ def choose_backend() -> Backend:
     backend = whole_backend()
     if "PAGED_KV_BACKEND" in os.environ:
         return backend
-    return _without(backend, left_out(variant(backend)))
+    kernels = left_out(variant(backend))
+    kernels.pop(COMPILED_STEPS, None)
+    return _without(backend, kernels)
 
 
 def whole_backend() -> Backend:

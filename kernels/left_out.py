@@ -15,6 +15,9 @@ import mlx.core as mx
 
 from paged_kv.kernels.pages.warn_once import warn_once
 
+# Stands among the kernels for steps that are recorded: what is left out then is the recording.
+COMPILED_STEPS = "compiled steps"
+
 
 def left_out_file() -> Path:
     """left-out-kernels.json in the folder paged-kv of $XDG_CACHE_HOME, or of ~/.cache."""

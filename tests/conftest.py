@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches() -> Iterator[None]:
-    """Kernels that the doctor left out for this user do not matter to tests, nor the opposite."""
+    """Kernels that the doctor left out for this user do not matter to tests, nor the opposite.
+
+    Steps are compiled in tests that say so, or where the whole run says so.
+    """
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setenv("PAGED_KV_COMPILE", os.environ.get("PAGED_KV_COMPILE", "0"))
         yield
 
 

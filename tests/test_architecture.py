@@ -28,8 +28,8 @@ ARROWS: dict[str, set[str]] = {
     "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages", "trace.recorder"},
     "recognition": set(),
     "sequences": {
-        *("allocator", "allocator.prefixes", "kernels.pages", "kernels.plain", "pool"),
-        "recognition",
+        *("allocator", "allocator.prefixes", "kernels", "kernels.pages", "kernels.plain"),
+        *("pool", "recognition"),
     },
     "cache": {"kernels.pages", "pool", "recognition", "sequences"},
     "tiers": {"allocator.prefixes", "store"},
@@ -55,14 +55,20 @@ ARROWS: dict[str, set[str]] = {
         *("prefix", "sequences"),
     },
     "integrations.distributed": {"allocator", "pool"},
+    "integrations.rebinding": set(),
+    "integrations.compiled": {
+        *("cache", "integrations.batching", "integrations.rebinding", "kernels"),
+        *("kernels.pages", "pool", "sequences"),
+    },
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
-        *("integrations.distributed", "kernels.pages", "pool", "prefix", "tiers"),
-        *("recognition", "sequences", "store"),
+        *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),
+        *("kernels.pages", "pool", "prefix", "recognition", "sequences", "store"),
+        "tiers",
     },
     "integrations.mlx_vlm": {
         *("cache", "integrations", "integrations.batching", "integrations.generation"),
-        *("kernels.pages", "sequences"),
+        *("integrations.rebinding", "kernels.pages", "sequences"),
     },
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),

@@ -12,7 +12,6 @@ from paged_kv.command_line import main
 from paged_kv.integrations.doctor import examination
 from paged_kv.kernels import backends as backend_module
 from paged_kv.kernels.backends import choose_backend
-from paged_kv.kernels.gpu import arrays as gpu_arrays
 from paged_kv.kernels.gpu import tuning as gpu_tuning
 from paged_kv.kernels.gpu.arrays import PARAMETERS
 from paged_kv.kernels.gpu.backend import GpuBackend
@@ -23,6 +22,7 @@ from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.tables import ROW_FIELDS
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
 from tests.arrays import normal
@@ -95,7 +95,7 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
         return [int(number) for number in re.findall(rf"CONSTANT uint {name} = (\d+)", text)]
 
     assert set(constants("SLABS")) == {MAX_SLABS}
-    assert set(constants("ROW_FIELDS")) == {gpu_arrays.ROW_FIELDS}
+    assert set(constants("ROW_FIELDS")) == {ROW_FIELDS}
     assert set(constants("PAGE_SIZE")) == {PAGE_SIZE}
     assert set(constants("TILE")) == {gpu_tuning.TILE}
     assert set(constants("SLOT_SIMDGROUPS")) == {gpu_tuning.SLOT_SIMDGROUPS}

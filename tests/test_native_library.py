@@ -83,7 +83,7 @@ def test_a_layer_that_native_cannot_hold_is_plain() -> None:
     step, odd = mx.ones((1, 2, 3, 16)), mx.ones((1, 2, 3, 12))
     for layer, array in enumerate((step, odd)):
         PagedKVCache(pool, layer, [sequence]).update_and_fetch(array, array)
-    names = [pages.backend_name for pages in pool.groups[0].pages.values()]
+    names = [pages.backend.name for pages in pool.groups[0].pages.values()]
     assert names == ["native", "plain"]
 
 

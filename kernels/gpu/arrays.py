@@ -1,21 +1,19 @@
-"""Makes the arrays that describe pages and batches to GPU kernels. kernels/gpu/pages.h reads them.
+"""Makes the arrays that describe pages to GPU kernels. kernels/gpu/pages.h reads them, and those of
+kernels/pages/tables.py."""
 
-An entry of a table is slab * slab_stride + page, as everywhere, but numbers only the bound slabs.
-"""
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, LayerMemory
 from paged_kv.kernels.pages.number_format import Encoding
@@ -41,11 +39,8 @@ PARAMETERS = (
     "softcap",
 )
 PLACES = 16
-ROW_FIELDS = 4
 LAYOUT_FIELDS = 8
 LOG2_E = math.log2(math.e)
-# The width of tables is a multiple of this, so that few different widths occur.
-TABLE_WIDTH = 16
 
 
 # Typed, because 1 and 1.0 have different bits.
@@ -109,59 +104,6 @@ def inputs_of(attention: Attention) -> list[mx.array]:
     return [] if sinks is None else [sinks]
 
 
-@dataclass(frozen=True)
-class Tables:
-    """A batch's block tables, whose entries number only the slabs that occur.
-
-    Attributes:
-        array: int32 [B, width]: context length, right padding, head tokens, first token after
-            them, then the table entries.
-        slabs: the numbers of the slabs that occur.
-        plans: launch plans shared by layers of one kind, by all that they depend on.
-    """
-
-    array: mx.array
-    slabs: tuple[int, ...]
-    plans: dict[Any, Any] = field(default_factory=dict)
-
-
-# The key of a batch's `Tables` in its `memo`.
-TABLES = "gpu"
-
-
-def tables_of(metadata: AttentionMetadata, slab_stride: int) -> Tables:
-    """Made once for all layers that read the same batch."""
-    if TABLES not in metadata.memo:
-        metadata.memo[TABLES] = _new_tables(metadata, slab_stride)
-    tables: Tables = metadata.memo[TABLES]
-    return tables
-
-
-def _new_tables(metadata: AttentionMetadata, slab_stride: int) -> Tables:
-    entries, slabs = _table_entries(metadata.block_tables, slab_stride)
-    array = entries.copy()
-    array[:, 0], array[:, 1] = metadata.context_lens, metadata.right_padding
-    array[:, 2], array[:, 3] = metadata.head_tokens or 0, metadata.first_tokens or 0
-    return Tables(mx.array(array), slabs)
-
-
-@lru_cache(maxsize=64)
-def _table_entries(
-    block_tables: tuple[tuple[int, ...], ...], slab_stride: int
-) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
-    """The array of `Tables` without its first fields, and the slabs that occur. Cached, because
-    most steps only lengthen the context: do not change the array."""
-    longest = max(map(len, block_tables), default=0)
-    width = -(-(ROW_FIELDS + longest) // TABLE_WIDTH) * TABLE_WIDTH
-    array = np.zeros((len(block_tables), width), np.int32)
-    slabs = sorted({entry // slab_stride for table in block_tables for entry in table})
-    first = {slab: (number - slab) * slab_stride for number, slab in enumerate(slabs)}
-    for row, table in zip(array, block_tables, strict=True):
-        bound = [entry + first[entry // slab_stride] for entry in table]
-        row[ROW_FIELDS : ROW_FIELDS + len(table)] = bound
-    return array, tuple(slabs)
-
-
 @dataclass(frozen=True, eq=False)
 class PageKind:
     """The properties of a call's pages on which a kernel and its parameters depend. Equal kinds are
@@ -199,10 +141,27 @@ class BoundSlabs:
     Attributes:
         inputs: the memory of 16 slabs, the first one repeated if there are fewer, then their
             layouts, int32 [16, 8]; see kernels/gpu/pages.h.
+        count: how many of the slabs differ, rounded up to a power of two.
     """
 
     inputs: tuple[mx.array, ...]
     kind: PageKind
+    count: int
+
+    @cached_property
+    def handles(self) -> list[mx.array]:
+        """The first `count` slabs as arrays of one shape, and their layouts. Each has the address
+        of its slab's memory, which is all that a kernel takes of it."""
+        *slabs, layouts = self.inputs
+        handles = [mx.as_strided(slab, (LEAST_ELEMENTS,), (1,)) for slab in slabs[: self.count]]
+        mx.eval(handles)
+        return [*handles, layouts]
+
+    def standing_for(self, handles: list[mx.array]) -> BoundSlabs:
+        """The same, of other handles."""
+        *slabs, layouts = handles
+        spare = MAX_SLABS - len(slabs)
+        return BoundSlabs((*slabs, *slabs[:1] * spare, layouts), self.kind, self.count)
 
 
 def bound_slabs(pages: LayerMemory, numbers: tuple[int, ...]) -> BoundSlabs:
@@ -232,7 +191,8 @@ def bind(slabs: Sequence[tuple[mx.array, PageLayout]], slab_stride: int) -> Boun
         frozenset(layout.page_format.values.is_rotated for layout in layouts),
     )
     array = mx.array(np.array(fields, np.int32))
-    return BoundSlabs((*memory, *memory[:1] * spare, array), kind)
+    count = min(MAX_SLABS, 1 << (len(slabs) - 1).bit_length())
+    return BoundSlabs((*memory, *memory[:1] * spare, array), kind, count)
 
 
 def _fields(layout: PageLayout) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from paged_kv.kernels.gpu.arrays import TABLES, BoundSlabs, Tables, bind, bound_slabs, tables_of
+from paged_kv.kernels.gpu.arrays import BoundSlabs, bind, bound_slabs
 from paged_kv.kernels.gpu.decode import Decode
 from paged_kv.kernels.gpu.kernels import GpuKernels, Maker
 from paged_kv.kernels.gpu.latent import Latent
@@ -18,6 +18,7 @@ from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
+from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain import row_attention
 from paged_kv.kernels.plain.plain_backend import PlainBackend
@@ -165,7 +166,7 @@ class GpuBackend:
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
         if queries.shape[2] == 1 and new_tokens is None:
-            output = self._decode(pages, slabs, tables, queries, metadata, attention, None)
+            output = self._decode(pages, slabs, tables, queries, attention, None)
         else:
             new_tokens = self._in_dtype(pages, new_tokens)
             output = self._prefill(pages, slabs, tables, queries, attention, new_tokens)
@@ -191,7 +192,6 @@ class GpuBackend:
                 tables,
                 queries.astype(own),
                 position_queries.astype(own),
-                metadata,
                 attention,
             )
             return output.astype(dtype)
@@ -222,7 +222,7 @@ class GpuBackend:
             pages.require_writable(metadata, 1)
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        output = self._decode(pages, slabs, tables, queries, metadata, attention, step)
+        output = self._decode(pages, slabs, tables, queries, attention, step)
         return output if dtype == own else output.astype(dtype)
 
     def _bound(

@@ -13,17 +13,17 @@ from paged_kv.kernels.gpu.arrays import (
     BoundSlabs,
     PageKind,
     Scores,
-    Tables,
     inputs_of,
     parameters,
     scores_of,
 )
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.tuning import LANES, TILE, DecodeShape, decode_shape
+from paged_kv.kernels.gpu.tuning import LANES, TILE, decode_shape
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.tables import Tables
 
 
 class Asked(NamedTuple):
@@ -53,7 +53,7 @@ class Decode:
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels
         self._order = order
-        self._new_plan = lru_cache(maxsize=256)(self._plan_of)
+        self._plan = lru_cache(maxsize=256)(self._plan_of)
 
     def __call__(
         self,
@@ -61,7 +61,6 @@ class Decode:
         slabs: BoundSlabs,
         tables: Tables,
         queries: mx.array,
-        metadata: AttentionMetadata,
         attention: Attention,
         step: NewTokens | None,
     ) -> mx.array:
@@ -70,7 +69,8 @@ class Decode:
         key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
-            plan = tables.plans[key] = self._plan(Asked(*key), tables, metadata)
+            plan = self._plan(Asked(*key), tables.reach, *tables.array.shape)
+            tables.plans[key] = plan
         inputs = [queries, *step] if step is not None else [queries]
         of_sinks = [] if attention.sinks is None else inputs_of(attention)
         if plan.merge is None:
@@ -83,21 +83,16 @@ class Decode:
         partials, measures, _ = outputs
         return plan.merge(inputs=[partials, measures, *of_sinks, plan.params])[0]
 
-    def _plan(self, asked: Asked, tables: Tables, metadata: AttentionMetadata) -> _Plan:
-        """Context lengths that split into the same parts share a plan."""
-        longest = max(metadata.context_lens)
+    def _plan_of(self, asked: Asked, reach: int, batch: int, width: int) -> _Plan:
+        """The plan for tables [batch, width] of that reach. Cached."""
+        longest = reach
         if asked.scores.window:
             longest = min(longest, asked.scores.window) + TILE
-        batch, width = tables.array.shape
-        geometry = asked.kind.geometry
-        rotates = "HAS_CODES" in asked.kind.flags
+        kind, geometry = asked.kind, asked.kind.geometry
+        rotates = "HAS_CODES" in kind.flags
         shape = decode_shape(
             batch, asked.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
         )
-        return self._new_plan(asked, shape, batch, width)
-
-    def _plan_of(self, asked: Asked, shape: DecodeShape, batch: int, width: int) -> _Plan:
-        kind, geometry = asked.kind, asked.kind.geometry
         bases = len(kind.bases)
         is_whole = shape.splits * bases == 1
         params = parameters(

@@ -12,7 +12,6 @@ from paged_kv.kernels.gpu.arrays import (
     BoundSlabs,
     PageKind,
     Scores,
-    Tables,
     parameters,
     scores_of,
 )
@@ -20,8 +19,8 @@ from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launc
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, LATENT_ROWS, LATENT_SIMDGROUPS, latent_parts
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.tables import Tables
 
 
 class _Plan(NamedTuple):
@@ -38,7 +37,7 @@ class Latent:
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels
         self._order = order
-        self._new_plan = lru_cache(maxsize=256)(self._plan_of)
+        self._plan = lru_cache(maxsize=256)(self._plan_of)
 
     def __call__(
         self,
@@ -47,7 +46,6 @@ class Latent:
         tables: Tables,
         queries: mx.array,
         position_queries: mx.array,
-        metadata: AttentionMetadata,
         attention: Attention,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, k_dim] of queries [B, q_heads, 1, k_dim] and position queries [B,
@@ -55,37 +53,27 @@ class Latent:
         key = (slabs.kind, queries.shape[1], scores_of(attention))
         plan: _Plan | None = tables.plans.get(key)
         if plan is None:
-            plan = tables.plans[key] = self._plan(*key, tables, metadata)
+            plan = self._plan(*key, tables.reach, *tables.array.shape)
+            tables.plans[key] = plan
         inputs = [queries, position_queries, *slabs.inputs, tables.array, plan.params]
         partials, measures, _ = self._order.run(pages, plan.attend, inputs)
         return plan.merge(inputs=[partials, measures, plan.params])[0]
 
-    def _plan(
-        self,
-        kind: PageKind,
-        heads: int,
-        scores: Scores,
-        tables: Tables,
-        metadata: AttentionMetadata,
-    ) -> _Plan:
-        """Context lengths that split into the same parts share a plan."""
-        longest = max(metadata.context_lens)
-        if scores.window:
-            longest = min(longest, scores.window) + LATENT_SIMDGROUPS
-        batch, width = tables.array.shape
-        parts = latent_parts(batch, heads, longest)
-        return self._new_plan(kind, batch, heads, scores, parts, width)
-
     def _plan_of(
         self,
         kind: PageKind,
-        batch: int,
         heads: int,
         scores: Scores,
-        parts: tuple[int, int],
+        reach: int,
+        batch: int,
         width: int,
     ) -> _Plan:
-        geometry, (tiles, splits) = kind.geometry, parts
+        """The plan for tables [batch, width] of that reach. Cached."""
+        longest = reach
+        if scores.window:
+            longest = min(longest, scores.window) + LATENT_SIMDGROUPS
+        tiles, splits = latent_parts(batch, heads, longest)
+        geometry = kind.geometry
         params = parameters(
             slab_stride=kind.slab_stride,
             table_stride=width,

@@ -22,7 +22,15 @@ from paged_kv.kernels.pages.lazy_reads import require_computed
 
 
 @dataclass
-class _Chain:
+class Chain:
+    """The order of one layer's kernels.
+
+    Attributes:
+        latest: the token of the latest kernel.
+        thread: the thread that ran it.
+        is_shared: whether kernels are sent to the GPU at once.
+    """
+
     latest: mx.array
     thread: int
     is_shared: bool = False
@@ -34,7 +42,7 @@ class Order:
     def run(self, pages: LayerMemory, launch: Launch, inputs: list[mx.array]) -> list[mx.array]:
         """Run a kernel that touches pages after all earlier ones; returns its outputs, the token
         last."""
-        chain: _Chain | None = pages.kept
+        chain: Chain | None = pages.kept
         if chain is None or chain.thread != get_ident():
             chain = self._chain(pages)
         outputs = launch(inputs=[*inputs, chain.latest])
@@ -42,6 +50,13 @@ class Order:
         if chain.is_shared:
             mx.async_eval(chain.latest)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         return outputs
+
+    def follow(self, pages: LayerMemory, token: mx.array) -> None:
+        """Let the next kernel wait for a token, which a kernel after all earlier ones has made."""
+        chain = self._chain(pages)
+        chain.latest = token
+        if chain.is_shared:
+            mx.async_eval(token)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
 
     def latest(self, pages: LayerMemory) -> mx.array:
         """The token for the next kernel.
@@ -51,11 +66,11 @@ class Order:
         """
         return self._chain(pages).latest
 
-    def _chain(self, pages: LayerMemory) -> _Chain:
+    def _chain(self, pages: LayerMemory) -> Chain:
         """The chain of a layer, for this thread."""
-        chain: _Chain | None = pages.kept
+        chain: Chain | None = pages.kept
         if chain is None:
-            chain = pages.kept = _Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
+            chain = pages.kept = Chain(mx.zeros(DONE.shape, DONE.dtype), get_ident())
         elif chain.thread != get_ident():
             require_computed(chain.latest)
             chain.thread, chain.is_shared = get_ident(), True

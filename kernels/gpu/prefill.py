@@ -9,7 +9,6 @@ from paged_kv.kernels.gpu.arrays import (
     BoundSlabs,
     PageKind,
     Scores,
-    Tables,
     inputs_of,
     parameters,
     scores_of,
@@ -20,6 +19,7 @@ from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
+from paged_kv.kernels.pages.tables import Tables
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from paged_kv.kernels.gpu.arrays import TABLE_WIDTH, BoundSlabs, PageKind, Tables, parameters
+from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SLOT_SIMDGROUPS
 from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.tables import TABLE_WIDTH, Tables
 
 
 class SlotKernels:

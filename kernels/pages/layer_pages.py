@@ -50,26 +50,23 @@ class LayerPages(LayerMemory):
         slab_stride: a table entry is slab * slab_stride + page.
 
     Attributes:
+        backend: see above.
         lazy_reads: gathered arrays that may not be computed yet; computed before a page changes.
     """
 
     def __init__(self, geometry: LayerGeometry, backend: Backend, slab_stride: int) -> None:
         super().__init__(geometry, slab_stride)
         self.lazy_reads = LazyReads()
-        self._backend = backend
+        self.backend = backend
         self._deferred: _DeferredWrite | None = None
         self._thread: int | None = None  # the thread that deferred the last step
         self._is_shared = False
         self._attentions: dict[tuple[Any, ...], Attention] = {}
 
     @property
-    def backend_name(self) -> str:
-        return self._backend.name
-
-    @property
     def padding_bytes(self) -> int:
         """Bytes of the slabs' memory beyond those of their pages."""
-        return len(self.slabs) * self._backend.slab_padding
+        return len(self.slabs) * self.backend.slab_padding
 
     @property
     def deferred(self) -> NewTokens | tuple[()]:
@@ -79,7 +76,7 @@ class LayerPages(LayerMemory):
     def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
         """Add a slab of `pages` pages with undefined contents."""
         layout = PageLayout(page_format, self.geometry)
-        memory = self._backend.new_slab(pages, layout.page_units, layout.unit_words)
+        memory = self.backend.new_slab(pages, layout.page_units, layout.unit_words)
         self.slabs[slab] = Slab(memory, layout)
         self.memo.clear()
 
@@ -98,7 +95,7 @@ class LayerPages(LayerMemory):
         Do not keep it: a later write may show in it, or may have to copy the whole slab.
         """
         self.write_back()
-        self._backend.synchronize(self)
+        self.backend.synchronize(self)
         return self.view(entry)
 
     def defer(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
@@ -115,17 +112,32 @@ class LayerPages(LayerMemory):
         if self._deferred is not None:
             self.write_back()
         if self._thread != get_ident():
-            self._is_shared |= self._thread is not None
-            self._thread = get_ident()
-        if self._is_shared or not self._backend.writes_in_place:
+            self.note_thread()
+        if self._is_shared or not self.backend.writes_in_place:
             self.write(keys, values, metadata)
             return
-        deferred = _DeferredWrite((keys, values), metadata)
         # Not later: until then, reads of the same batch get the step as `new_tokens`.
         if self.lazy_reads.noted:
-            self._compute_lazy_reads(deferred)
-        self._backend.begin(keys, values)
-        self._deferred = deferred
+            self._compute_lazy_reads(metadata, keys.shape[2])
+        self.backend.begin(keys, values)
+        self._deferred = _DeferredWrite((keys, values), metadata)
+
+    def begin_write(self, metadata: AttentionMetadata, count: int) -> None:
+        """Do what must be done before a step of `count` tokens is written.
+
+        Raises:
+            ThreadConflict: see `write_back` and `LazyReads.compute`.
+        """
+        if self._deferred is not None:
+            self.write_back()
+        if self.lazy_reads.noted:
+            self._compute_lazy_reads(metadata, count)
+
+    def note_thread(self) -> None:
+        """Note that this thread writes a step."""
+        if self._thread != get_ident():
+            self._is_shared |= self._thread is not None
+            self._thread = get_ident()
 
     def write_back(self) -> None:
         """Write the deferred step.
@@ -137,27 +149,25 @@ class LayerPages(LayerMemory):
         if deferred is not None:
             if self._thread != get_ident():
                 require_computed(*deferred.step)
-            self._backend.write(self, *deferred.step, deferred.metadata)
+            self.backend.write(self, *deferred.step, deferred.metadata)
             self._deferred = None
 
     def write(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
         """See `Backend.write`."""
-        self.write_back()
-        if self.lazy_reads.noted:
-            self._compute_lazy_reads(_DeferredWrite((keys, values), metadata))
-        self._backend.write(self, keys, values, metadata)
+        self.begin_write(metadata, keys.shape[2])
+        self.backend.write(self, keys, values, metadata)
 
     def load(self, contents: Mapping[int, mx.array]) -> None:
         """See `Backend.load`."""
         self._before_change(lambda: set(contents))
-        self._backend.load(self, contents)
+        self.backend.load(self, contents)
 
     def copy(self, copies: Mapping[int, int]) -> None:
         """See `Backend.copy`."""
         if not copies:
             return
         self._before_change(lambda: set(copies.values()))
-        self._backend.copy(self, copies)
+        self.backend.copy(self, copies)
 
     def gather(
         self, metadata: AttentionMetadata, new_tokens: NewTokens | None = None
@@ -168,16 +178,16 @@ class LayerPages(LayerMemory):
             new_tokens = deferred.step
         else:
             self.write_back()
-        return self._backend.gather(self, metadata, new_tokens)
+        return self.backend.gather(self, metadata, new_tokens)
 
     def gather_tokens(
         self, metadata: AttentionMetadata, indices: mx.array
     ) -> tuple[mx.array, mx.array]:
         """See `Backend.gather_tokens`. Writes a deferred step first."""
         if self._deferred is not None:
-            self._backend.begin(indices)  # computed together with the step
+            self.backend.begin(indices)  # computed together with the step
             self.write_back()
-        return self._backend.gather_tokens(self, metadata, indices)
+        return self.backend.gather_tokens(self, metadata, indices)
 
     def attention(
         self,
@@ -208,8 +218,8 @@ class LayerPages(LayerMemory):
         deferred = self._deferred
         if deferred is None or deferred.metadata is not metadata:
             self.write_back()
-            return self._backend.attend(self, queries, metadata, attention, new_tokens)
-        output = self._backend.write_and_attend(self, deferred.step, queries, metadata, attention)
+            return self.backend.attend(self, queries, metadata, attention, new_tokens)
+        output = self.backend.write_and_attend(self, deferred.step, queries, metadata, attention)
         self._deferred = None
         return output
 
@@ -223,9 +233,9 @@ class LayerPages(LayerMemory):
     ) -> mx.array:
         """See `Backend.attend_latent`. Writes a deferred step first."""
         if self._deferred is not None:
-            self._backend.begin(queries, position_queries)  # computed together with the step
+            self.backend.begin(queries, position_queries)  # computed together with the step
             self.write_back()
-        return self._backend.attend_latent(
+        return self.backend.attend_latent(
             self, queries, position_queries, metadata, attention, new_tokens
         )
 
@@ -236,14 +246,14 @@ class LayerPages(LayerMemory):
             ThreadConflict: another thread has not yet done its part.
         """
         self._before_change(lambda: set(moves.values()))
-        self._backend.synchronize(self)
+        self.backend.synchronize(self)
 
     def rewrite(self, new: NewSlab, moves: Mapping[int, int], emptied: Iterable[int]) -> None:
         """Map a slab, copy pages (from entry, to entry), and free the memory of emptied slabs."""
         if new.pages:
             self.map_slab(*new)
         self.copy(moves)
-        self._backend.synchronize(self)
+        self.backend.synchronize(self)
         for slab in emptied:
             self.unmap_slab(slab)
 
@@ -256,20 +266,18 @@ class LayerPages(LayerMemory):
             self.map_slab(slab, pages, new.page_format)
         stride = self.slab_stride
         self.copy({to: entry for entry, to in moves.items() if entry // stride in lost})
-        self._backend.synchronize(self)
+        self.backend.synchronize(self)
         if new.pages:
             self.unmap_slab(new.slab)
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
         """Write the deferred step, and compute lazy reads before these entries change."""
         self.write_back()
-        self.lazy_reads.compute(entries if self._backend.writes_in_place else set)
+        self.lazy_reads.compute(entries if self.backend.writes_in_place else set)
 
-    def _compute_lazy_reads(self, deferred: _DeferredWrite) -> None:
-        count, in_place = deferred.step[0].shape[2], self._backend.writes_in_place
-        self.lazy_reads.compute(
-            lambda: deferred.metadata.last_entries(count) if in_place else set()
-        )
+    def _compute_lazy_reads(self, metadata: AttentionMetadata, count: int) -> None:
+        in_place = self.backend.writes_in_place
+        self.lazy_reads.compute(lambda: metadata.last_entries(count) if in_place else set())
 
     def _write_back_before_unmapping(self, slab: int) -> None:
         """Write a deferred step that goes to this slab, which holds no used block any more. If

@@ -27,7 +27,10 @@ def attend(
         keys, values = read(row)
         asked = queries[row : row + 1, :, own]
         if attention.softcap is not None:
-            return _softcapped(asked, keys, values, attention, attention.softcap)
+            seen = None
+            if attention.hides_later:
+                seen = causal_window_mask(keys.shape[2], asked.shape[2], attention.window)
+            return softcapped(asked, keys, values, attention, seen)
         mask = _row_mask(keys.shape[2], asked.shape[2], attention)
         return mx.fast.scaled_dot_product_attention(
             asked, keys, values, scale=attention.scale, mask=mask, sinks=attention.sinks
@@ -48,33 +51,50 @@ def attend_latent(
     def attend_row(row: int, own: slice) -> mx.array:
         latents, position_keys = read(row)
         asked, length = queries[row : row + 1, :, own], latents.shape[2]
-        scores = position_queries[row : row + 1, :, own] @ position_keys.swapaxes(-1, -2)
+        seen = None
         if attention.hides_later:
             seen = causal_window_mask(length, asked.shape[2], attention.window)
-            scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
-        return mx.fast.scaled_dot_product_attention(
-            asked, latents, latents, scale=attention.scale, mask=scores.astype(asked.dtype)
-        )
+        asked_positions = position_queries[row : row + 1, :, own]
+        return latent_attention(asked, asked_positions, latents, position_keys, attention, seen)
 
     return _by_row(queries, metadata, queries.shape[3], attend_row)
 
 
-def _softcapped(
+def latent_attention(
+    queries: mx.array,
+    position_queries: mx.array,
+    latents: mx.array,
+    position_keys: mx.array,
+    attention: Attention,
+    seen: mx.array | None,
+) -> mx.array:
+    """Latent attention to tokens in one array; `seen` is the mask, boolean [..., S, T]."""
+    scores = position_queries @ position_keys.swapaxes(-1, -2)
+    if seen is not None:
+        scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
+    return mx.fast.scaled_dot_product_attention(
+        queries, latents, latents, scale=attention.scale, mask=scores.astype(queries.dtype)
+    )
+
+
+def softcapped(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     attention: Attention,
-    softcap: float,
+    seen: mx.array | None,
 ) -> mx.array:
-    """Attention [1, q_heads, S, v_dim] of one sequence, computed in float32."""
+    """Attention [B, q_heads, S, v_dim] with a softcap to tokens in one array, computed in float32;
+    `seen` is the mask, boolean [..., S, T]."""
+    softcap = attention.softcap
+    assert softcap is not None
     wide_queries, wide_keys, wide_values = (
         each.astype(mx.float32) for each in (queries, keys, values)
     )
     by_kv_head = mx.unflatten(wide_queries, 1, (keys.shape[1], -1))
     scores = mx.flatten(by_kv_head @ wide_keys[:, :, None].swapaxes(-1, -2), 1, 2)
     scores = softcap * mx.tanh(scores * attention.scale / softcap)
-    if attention.hides_later:
-        seen = causal_window_mask(keys.shape[2], queries.shape[2], attention.window)
+    if seen is not None:
         scores = mx.where(seen, scores, mx.finfo(mx.float32).min)
     # MLX adds the mask to scores of its own: of no queries, it is all the scores.
     output = mx.fast.scaled_dot_product_attention(

@@ -73,6 +73,11 @@ class PagedKVCache:
                 return step.offset_after
         return offset_of([sequence.offset(layer) for sequence in self.sequences])
 
+    @property
+    def has_dependency(self) -> bool:
+        """Whether an array was assigned to `keys` or `values` that the next write depends on."""
+        return self._dependency is not None
+
     def size(self) -> int:
         """Tokens of the longest sequence."""
         return max((sequence.context_lens[self.layer] for sequence in self.sequences), default=0)

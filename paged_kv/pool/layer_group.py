@@ -259,7 +259,7 @@ class LayerGroup:
             window=self.window.size if self.window else None,
             gather_fallbacks=self.gather_fallbacks,
             plain_layers=sum(
-                pages.backend_name != self._backend.name for pages in self.pages.values()
+                pages.backend.name != self._backend.name for pages in self.pages.values()
             ),
         )
 

@@ -129,13 +129,14 @@ class Step:
         step.follow_moves()
         return PagedRead(step, step.group.pages[layer], new_tokens)
 
-    def _prepare(
-        self, layer: int, keys: mx.array, values: mx.array
-    ) -> tuple[GroupStep, LayerPages]:
-        """Prepare everything that writes need, so that they cannot fail. Called for the first layer
-        of the step, and for layers that were never written."""
-        pool, group, is_first = self.pool, self.pool.group_of(layer), not self._groups
-        pages = group.pages.get(layer) or group.open_layer(layer, LayerGeometry.of(keys, values))
+    def group_steps(self) -> dict[int, GroupStep]:
+        """The step in each layer's group, for groups that are open. Prepares everything that writes
+        need, so that they cannot fail.
+
+        Raises:
+            PoolExhausted: the budget does not hold the step's blocks.
+        """
+        pool, is_first = self.pool, not self._groups
         for each in pool.groups if is_first else ():
             if not each.knows_all_layers and any(row.sequence.length for row in self.rows):
                 each.note_second_step()
@@ -157,7 +158,21 @@ class Step:
                     count=self.shape[1],
                 )
                 self._groups.update(dict.fromkeys(each.layers, step))
-        return self._groups[layer], pages
+        return self._groups
+
+    def take(self, layers: list[int]) -> None:
+        """Note that these layers have taken the step."""
+        self.waiting.difference_update(layers)
+        self.progress.layers.extend(layers)
+
+    def _prepare(
+        self, layer: int, keys: mx.array, values: mx.array
+    ) -> tuple[GroupStep, LayerPages]:
+        """The step and the pages of the first layer of the step, or of one that was never written,
+        which is opened."""
+        group = self.pool.group_of(layer)
+        pages = group.pages.get(layer) or group.open_layer(layer, LayerGeometry.of(keys, values))
+        return self.group_steps()[layer], pages
 
     def _reserve(self) -> None:
         """Reserve blocks in all open groups. The block size of other groups is unknown until their

@@ -1,0 +1,62 @@
+"""Describes the graph of a function, so that two can be compared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from paged_kv.integrations.rebinding import rebind
+from paged_kv.sequences.recorded_step import NotRecordable
+
+# Longer constants are weights: no model makes such from the numbers of a step.
+LONGEST_COMPARED = 4096
+
+_stock_contiguous: Callable[..., mx.array] = mx.contiguous
+_exporting = threading.local()
+
+Function = Callable[..., Iterable[mx.array]]
+
+
+def exported_graph(function: Function, arrays: list[mx.array]) -> list[str]:
+    """The operations of a function of these arrays with their arguments, and its constants.
+
+    Raises:
+        NotRecordable: a constant cannot be computed.
+        Exception: whatever the function raises.
+        ValueError: MLX cannot export one of the operations.
+    """
+    rebind(_stock_contiguous, contiguous)
+    found: list[dict[str, Any]] = []
+    _exporting.is_on = True
+    try:
+        mx.export_function(found.append, function, *arrays)
+    finally:
+        _exporting.is_on = False
+    return [
+        str(each) if each["type"] != "constants" else str(list(map(_described, each["constants"])))
+        for each in found
+    ]
+
+
+def contiguous(a: mx.array, /, allow_col_major: bool = False, *, stream: Any = None) -> mx.array:
+    """`mx.contiguous`; another operation without effect while this thread exports, because MLX
+    cannot export this one."""
+    if getattr(_exporting, "is_on", False):
+        return mx.stop_gradient(a)
+    return _stock_contiguous(a, allow_col_major, stream=stream)
+
+
+def _described(constant: tuple[str, mx.array]) -> tuple[Any, ...]:
+    """A constant's name, shape, dtype and, unless it is long, contents."""
+    name, array = constant
+    if array.size > LONGEST_COMPARED:
+        return name, array.shape, array.dtype
+    try:
+        contents = np.asarray(mx.flatten(array).view(mx.uint8)).tobytes()
+    except RuntimeError as error:
+        raise NotRecordable("it computes with keys, values or a mask of all tokens") from error
+    return name, array.shape, array.dtype, contents

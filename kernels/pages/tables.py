@@ -1,0 +1,78 @@
+"""Makes the array that describes a batch to code whose numbers are arrays: to the GPU kernels, and
+to recorded steps.
+
+An entry of a table is slab * slab_stride + page, as everywhere, but numbers only the slabs that
+occur.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+
+ROW_FIELDS = 4
+# The width of tables is a multiple of this, so that few different widths occur.
+TABLE_WIDTH = 16
+# The reach of tables is a multiple of this, and of an eighth of itself: so few different reaches
+# occur, and all that is planned for one lasts for many steps.
+LEAST_REACH = 1024
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A batch's block tables, whose entries number only the slabs that occur.
+
+    Attributes:
+        array: int32 [B, width]: context length, right padding, head tokens, first token after
+            them, then the table entries.
+        slabs: the numbers of the slabs that occur.
+        reach: the longest context length that plans made for these tables must hold.
+        plans: launch plans shared by layers of one kind, by all that they depend on.
+    """
+
+    array: mx.array
+    slabs: tuple[int, ...]
+    reach: int
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+
+# The key of a batch's `Tables` in its `memo`.
+TABLES = "bound tables"
+
+
+def tables_of(metadata: AttentionMetadata, slab_stride: int) -> Tables:
+    """Made once for all layers that read the same batch."""
+    if TABLES not in metadata.memo:
+        longest = max(metadata.context_lens, default=0)
+        step = max(LEAST_REACH, (1 << longest.bit_length()) // 16)
+        reach = max(1, -(-longest // step)) * step
+        entries, slabs = _table_entries(metadata.block_tables, slab_stride, reach // PAGE_SIZE)
+        array = entries.copy()
+        array[:, 0], array[:, 1] = metadata.context_lens, metadata.right_padding
+        array[:, 2], array[:, 3] = metadata.head_tokens or 0, metadata.first_tokens or 0
+        metadata.memo[TABLES] = Tables(mx.array(array), slabs, reach)
+    tables: Tables = metadata.memo[TABLES]
+    return tables
+
+
+@lru_cache(maxsize=64)
+def _table_entries(
+    block_tables: tuple[tuple[int, ...], ...], slab_stride: int, pages: int
+) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
+    """The array of `Tables` for `pages` pages or more, without its first fields, and the slabs that
+    occur. Cached, because most steps only lengthen the context: do not change the array."""
+    longest = max(pages, max(map(len, block_tables), default=0))
+    width = -(-(ROW_FIELDS + longest) // TABLE_WIDTH) * TABLE_WIDTH
+    array = np.zeros((len(block_tables), width), np.int32)
+    slabs = sorted({entry // slab_stride for table in block_tables for entry in table})
+    first = {slab: (number - slab) * slab_stride for number, slab in enumerate(slabs)}
+    for row, table in zip(array, block_tables, strict=True):
+        bound = [entry + first[entry // slab_stride] for entry in table]
+        row[ROW_FIELDS : ROW_FIELDS + len(table)] = bound
+    return array, tuple(slabs)

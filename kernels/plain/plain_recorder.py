@@ -1,0 +1,179 @@
+"""Lets plain operations be recorded: they find tokens by arrays instead of Python numbers.
+
+They read all pages that the tables have room for, and hide what is no token. MLX cannot write a
+slab in place while its memory is shared, so a step replaces it.
+"""
+
+from collections.abc import Callable, Hashable
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, Plane
+from paged_kv.kernels.pages.tables import ROW_FIELDS, Tables, tables_of
+from paged_kv.kernels.plain import row_attention
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+
+
+class PlainRecorder:
+    """See `StepRecorder` for the operations."""
+
+    pays = False
+
+    def key(self, pages: LayerPages, tables: Tables) -> Hashable:
+        slabs = [pages.slabs[number] for number in tables.slabs]
+        return tuple((slab.memory.shape, slab.layout) for slab in slabs)
+
+    def arrays(self, pages: LayerPages, tables: Tables) -> list[mx.array]:
+        return [pages.slabs[number].memory for number in tables.slabs]
+
+    def stand_in(self, pages: LayerPages, tables: Tables, arrays: list[mx.array]) -> LayerPages:
+        stand_in = LayerPages(pages.geometry, _RecordedOperations(), pages.slab_stride)
+        for number, memory in zip(tables.slabs, arrays, strict=True):
+            stand_in.slabs[number] = Slab(memory, pages.slabs[number].layout)
+        return stand_in
+
+    def changes(self, tables: Tables) -> int:
+        return len(tables.slabs)
+
+    def changed(self, stand_in: LayerPages, tables: Tables) -> list[mx.array]:
+        return self.arrays(stand_in, tables)
+
+    def keep(self, pages: LayerPages, tables: Tables, changed: list[mx.array]) -> None:
+        """Computes them, as every write of plain operations does."""
+        for number, memory in zip(tables.slabs, changed, strict=True):
+            pages.slabs[number].memory = memory
+        mx.eval(changed)
+
+
+class _RecordedOperations(PlainBackend):
+    """Plain operations of a step of one token per sequence, by the arrays of `Tables`."""
+
+    def write(
+        self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
+    ) -> None:
+        tables = tables_of(metadata, pages.slab_stride)
+        position = tables.array[:, :1] - 1
+        entries = tables.array[:, ROW_FIELDS:]
+        entry = mx.take_along_axis(entries, position // PAGE_SIZE, axis=1)[:, 0]
+        slot = position[:, 0] % PAGE_SIZE
+        for at, number in enumerate(tables.slabs):
+            slab, is_here = pages.slabs[number], entry // pages.slab_stride == at
+            if slab.layout.page_format == FP16:
+                page = mx.where(is_here, entry % pages.slab_stride, 0)
+                _write(slab, keys, values, page, slot, is_here)
+
+    def attend(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
+    ) -> mx.array:
+        keys, values, is_seen = _read(pages, metadata, attention)
+        if attention.softcap is not None:
+            return row_attention.softcapped(queries, keys, values, attention, is_seen)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=attention.scale, mask=is_seen, sinks=attention.sinks
+        )
+
+    def attend_latent(
+        self,
+        pages: LayerMemory,
+        queries: mx.array,
+        position_queries: mx.array,
+        metadata: AttentionMetadata,
+        attention: Attention,
+        new_tokens: NewTokens | None = None,
+    ) -> mx.array:
+        latents, position_keys, is_seen = _read(pages, metadata, attention)
+        return row_attention.latent_attention(
+            queries, position_queries, latents, position_keys, attention, is_seen
+        )
+
+
+def _write(
+    slab: Slab,
+    keys: mx.array,
+    values: mx.array,
+    page: mx.array,
+    slot: mx.array,
+    is_here: mx.array,
+) -> None:
+    """Write a token of each sequence to a page and slot of a slab, int32 [B], if it is here."""
+    layout = slab.layout
+    encoded = layout.page_format.encode(keys, values)
+    for plane, offset, words in zip(layout.planes, layout.offsets, encoded, strict=True):
+        if plane.words:
+            first = page * layout.page_units + offset // layout.unit_words
+            lines = _slot_lines(first, slot, plane, layout.unit_words)
+            new = words.reshape(-1, layout.unit_words)
+            is_new = mx.repeat(is_here, lines.size // is_here.size)[:, None]
+            # Added, so that a token of another slab changes nothing wherever it points.
+            difference = mx.where(is_new, new - slab.memory[lines], 0)
+            slab.memory = slab.memory.at[lines].add(difference)
+
+
+def _slot_lines(first: mx.array, slot: mx.array, plane: Plane, unit_words: int) -> mx.array:
+    """Lines of a slab, [B * heads * units], of slots whose plane begins at line `first`."""
+    units = plane.slot_words // unit_words
+    heads = mx.arange(plane.heads)[None, :, None] * PAGE_SIZE
+    in_plane = (heads + slot[:, None, None]) * units + mx.arange(units)
+    return (first[:, None, None] + in_plane).reshape(-1)
+
+
+def _read(
+    pages: LayerMemory, metadata: AttentionMetadata, attention: Attention
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Keys and values [B, heads, T, dim] of all pages that the tables have room for, zeros where
+    there is no token, and which of them the query sees, boolean [B, 1, 1, T]."""
+    tables = tables_of(metadata, pages.slab_stride)
+    length, _, head_tokens, first_token = (tables.array[:, at : at + 1] for at in range(ROW_FIELDS))
+    count = tables.reach // PAGE_SIZE
+    entries = tables.array[:, ROW_FIELDS : ROW_FIELDS + count]
+    at = mx.arange(count * PAGE_SIZE)[None]
+    is_token = (at < length) & ((at < head_tokens) | (at >= first_token))
+    is_seen = is_token
+    if attention.window is not None:
+        is_seen = is_token & (at >= length - attention.window)
+    keys, values = _in_slabs(pages, tables, entries)
+    is_token, is_seen = is_token[:, None, :, None], is_seen[:, None, None]
+    return mx.where(is_token, keys, 0), mx.where(is_token, values, 0), is_seen
+
+
+def _in_slabs(pages: LayerMemory, tables: Tables, entries: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values of whole pages, of whichever slab each is in."""
+    found: tuple[mx.array, mx.array] | None = None
+    slab_of_entry, page = entries // pages.slab_stride, entries % pages.slab_stride
+    for at, number in enumerate(tables.slabs):
+        is_here = slab_of_entry == at
+        here = _in_slab(pages.slabs[number], mx.where(is_here, page, 0))
+        choose = _chooser(mx.repeat(is_here, PAGE_SIZE, axis=1)[:, None, :, None])
+        found = here if found is None else (choose(here[0], found[0]), choose(here[1], found[1]))
+    assert found is not None, "a sequence has pages"
+    return found
+
+
+def _chooser(condition: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
+    return lambda here, other: mx.where(condition, here, other)
+
+
+def _in_slab(slab: Slab, page: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values [B, heads, pages * 256, dim] of a slab's pages, int32 [B, pages]."""
+    layout, planes = slab.layout, []
+    pages = slab.memory.shape[0] // layout.page_units
+    for plane, offset in zip(layout.planes, layout.offsets, strict=True):
+        heads, words = plane.heads, plane.slot_words
+        view = mx.as_strided(
+            slab.memory,
+            (pages, heads, PAGE_SIZE * words),
+            (layout.page_words, PAGE_SIZE * words, 1),
+            offset,
+        )
+        chosen = view[page].swapaxes(1, 2)
+        planes.append(chosen.reshape(page.shape[0], heads, -1, words))
+    return layout.page_format.decode(layout.geometry, planes)

@@ -1,0 +1,260 @@
+"""A step of one token per sequence, for `mx.compile` to record.
+
+The shapes of such a step do not change from token to token: slabs are fixed, and block tables have
+room to spare. So what a model does in it can be recorded once, and repeated without Python on other
+arrays. A `RecordableStep` is a step whose numbers are in arrays. While it is recorded, the model
+gets a `RecordedStep` in its place, and so arrays of MLX's graph, or such as cannot be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.kernels.pages.step_recorder import StepRecorder
+from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
+from paged_kv.kernels.recorders import recorder_of
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.sequences.group_step import GroupStep
+from paged_kv.sequences.masks import PagedMask, step_mask
+from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.sequences.step import Step
+from paged_kv.sequences.step_progress import StepProgress
+from paged_kv.sequences.step_row import StepRow
+
+
+class NotRecordable(Exception):
+    """A model cannot take recorded steps; the message says why."""
+
+
+class RecordableLayer(NamedTuple):
+    """A layer of a pool, and what records the operations of its backend."""
+
+    number: int
+    group: LayerGroup
+    pages: LayerPages
+    recorder: StepRecorder
+
+
+def recordable_layers(pool: PagePool) -> list[RecordableLayer]:
+    """The pool's layers that have pages.
+
+    Raises:
+        NotRecordable: MLX cannot record the operations of a layer, or other code than attention
+            uses its keys and values.
+    """
+    layers = []
+    for group in pool.groups:
+        for number, pages in group.pages.items():
+            recorder = recorder_of(pages.backend)
+            if recorder is None:
+                raise NotRecordable(f"MLX cannot record the {pages.backend.name} backend")
+            if number not in pool.attending_in_decode:
+                raise NotRecordable(f"layer {number} gathers its keys and values")
+            layers.append(RecordableLayer(number, group, pages, recorder))
+    return layers
+
+
+class RecordableStep:
+    """A step that a recording can take.
+
+    Attributes:
+        step: the step.
+        layers: the layers that take it.
+        tables: the block tables of each group.
+        key: all that a recording of it depends on, besides the layers.
+    """
+
+    def __init__(
+        self, step: Step, layers: list[RecordableLayer], tables: dict[LayerGroup, Tables]
+    ) -> None:
+        self.step = step
+        self.layers = layers
+        self.tables = tables
+        first = {group: (pages, recorder) for _, group, pages, recorder in reversed(layers)}
+        self.key: Hashable = (
+            step.shape,
+            *[
+                (each.reach, each.array.shape, first[group][1].key(first[group][0], each))
+                for group, each in tables.items()
+            ],
+        )
+
+    @classmethod
+    def of(cls, step: Step, layers: list[RecordableLayer]) -> RecordableStep | None:
+        """The step; None if only Python can take it, because of padding, because a ring is written
+        after its queries have attended, or because it has more slabs than a kernel takes.
+
+        Raises:
+            PoolExhausted: see `Step.group_steps`.
+            ThreadConflict: see `LayerPages.begin_write`.
+            QuantisedPage: a page that the step is written to has not 16 bits.
+        """
+        for row in step.rows:
+            if row.before < 1 or not row.padding.is_none or row.padding.right:
+                return None
+        tables: dict[LayerGroup, Tables] = {}
+        group_steps = step.group_steps()
+        for number, group, pages, _ in layers:
+            metadata = group_steps[number].metadata
+            if group not in tables:
+                pages.require_writable(metadata, 1)
+                tables[group] = tables_of(metadata, pages.slab_stride)
+                if group_steps[number].needs_step or len(tables[group].slabs) > MAX_SLABS:
+                    return None
+            pages.begin_write(metadata, 1)
+        return cls(step, layers, tables)
+
+    def arrays(self) -> list[mx.array]:
+        """What changes from step to step: positions int32 [B], the tables of each group, and the
+        arrays of each layer.
+
+        Raises:
+            ThreadConflict: another thread has yet to compute some of them.
+        """
+        positions = mx.array([row.offset for row in self.step.rows], mx.int32)
+        arrays = [positions, *[each.array for each in self.tables.values()]]
+        for _, group, pages, recorder in self.layers:
+            arrays += recorder.arrays(pages, self.tables[group])
+        return arrays
+
+    def keep(self, changed: list[mx.array], written: list[int]) -> None:
+        """Note that the step was taken: what it changed in each layer, and the layers that wrote,
+        in their order."""
+        at = 0
+        for _, group, pages, recorder in self.layers:
+            pages.note_thread()
+            end = at + recorder.changes(self.tables[group])
+            recorder.keep(pages, self.tables[group], changed[at:end])
+            at = end
+        self.step.take(written)
+
+
+class RecordedStep:
+    """Takes the place of a step while it is recorded.
+
+    Args:
+        recordable: the step.
+        arrays: MLX's own in the place of the step's.
+        earlier: how many tokens less than the step's Python numbers tell. A recording does not
+            depend on them.
+    """
+
+    def __init__(self, recordable: RecordableStep, arrays: list[mx.array], earlier: int) -> None:
+        step, given = recordable.step, iter(arrays)
+        self._offset = next(given)
+        self._offset_after = self._offset + 1
+        self._reads: dict[int, tuple[PagedRead, mx.array, mx.array]] = {}
+        self._shape, self._windows = step.shape, step.pool.windows
+        self._tables = recordable.tables
+        self._rows = [
+            row._replace(
+                before=row.before - earlier, end=row.end - earlier, offset=row.offset - earlier
+            )
+            for row in step.rows
+        ]
+        self._groups = {
+            group: _recorded(step, group, self._rows, replace(tables, array=next(given)))
+            for group, tables in recordable.tables.items()
+        }
+        self._layers: dict[int, RecordableLayer] = {}
+        for layer in recordable.layers:
+            tables = recordable.tables[layer.group]
+            own = [next(given) for _ in layer.recorder.arrays(layer.pages, tables)]
+            pages = layer.recorder.stand_in(layer.pages, tables, own)
+            self._layers[layer.number] = layer._replace(pages=pages)
+
+    @property
+    def written(self) -> list[int]:
+        """The layers that have taken the step, in their order."""
+        return list(self._reads)
+
+    def offset_of(self, layer: int) -> mx.array:
+        """The positions of a layer's next tokens, int32 [B]."""
+        return self._offset_after if layer in self._reads else self._offset
+
+    def mask(self, layer: int, *, return_array: bool, window_size: int | None) -> PagedMask | None:
+        """The step's mask in a layer, see `PagedKVCache.make_mask`; it cannot be computed.
+
+        Raises:
+            NotRecordable: the model asked for an array.
+        """
+        window = self._windows.get(layer)
+        mask = step_mask(self._rows, 1, window, return_array=return_array, window_size=window_size)
+        if not isinstance(mask, PagedMask):
+            return None
+        stand = PagedMask(stand_in(mask.shape, mx.bool_))
+        vars(stand).update(vars(mask))
+        return stand
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """Take the step in one layer; see `Batch.append`.
+
+        Raises:
+            NotRecordable: the layer has no pages, has written already, or gets another number of
+                tokens.
+            ValueError: see `GroupStep.arrays_for`.
+        """
+        if layer in self._reads or layer not in self._layers or keys.shape[::2] != self._shape:
+            raise NotRecordable(f"layer {layer} does not take one step like the others")
+        _, group, pages, _ = self._layers[layer]
+        group_step = self._groups[group]
+        arrays = group_step.arrays_for(layer, keys, values)
+        pages.defer(keys, values, group_step.metadata)
+        self._reads[layer] = _RecordedRead(group_step, pages, None), arrays.keys, arrays.values
+        return self.read(layer)
+
+    def read(self, layer: int) -> tuple[PagedKeys, PagedValues]:
+        """All keys and values of a layer that has taken the step.
+
+        Raises:
+            NotRecordable: it has not.
+        """
+        if layer not in self._reads:
+            raise NotRecordable(f"layer {layer} is read before it is written")
+        read, keys, values = self._reads[layer]
+        paged_keys, paged_values = PagedKeys(keys), PagedValues(values)
+        paged_keys.read = paged_values.read = read
+        return paged_keys, paged_values
+
+    def changed(self) -> list[mx.array]:
+        """What the step has changed, layer by layer, once all of them have taken it."""
+        changed = []
+        for _, group, pages, recorder in self._layers.values():
+            pages.write_back()
+            changed += recorder.changed(pages, self._tables[group])
+        return changed
+
+
+class _RecordedRead(PagedRead):
+    """A read that attention takes from pages, or not at all."""
+
+    __slots__ = ()
+
+    def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array:
+        output = super().attend(queries, mask, **options)
+        if output is None:
+            raise NotRecordable("no kernel takes the mask of its attention")
+        return output
+
+    def gather(self) -> tuple[mx.array, mx.array]:
+        raise NotRecordable("its own attention gathers keys and values")
+
+    def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array:
+        raise NotRecordable("it chooses tokens, which are gathered")
+
+
+def _recorded(step: Step, group: LayerGroup, rows: list[StepRow], tables: Tables) -> GroupStep:
+    """A group's part of a step whose tables are those."""
+    group_step = GroupStep(step.pool, group, rows, StepProgress(), read_first=False, count=1)
+    metadata: AttentionMetadata = group_step.metadata
+    metadata.memo.update({TABLES: tables, WRITABLE: True})
+    return group_step
