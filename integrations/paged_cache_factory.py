@@ -36,13 +36,14 @@ from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import PoolStats
+from paged_kv.prefix.keeping import inner_salt, keeping_of
 from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.prefix.unstored import inner_salt, may_store
 from paged_kv.sequences.batch import Batch
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
+from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.address import Address
 from paged_kv.tiers.opening import Place, open_tiers, store_addresses
 from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
@@ -70,9 +71,8 @@ class PagedCacheFactory:
             that is smaller.
         trace: a new file to record block allocations in, for `paged-kv trace replay`. None means
             the file that PAGED_KV_TRACE names, if it is set.
-        store: a folder on disk for the pages of inserted prompts; `fetch_cache` reuses them, in
-            this process or a later one. Or several tiers, quickest first: a folder and addresses of
-            servers such as "redis://host". None keeps prompts in memory only.
+        store: a folder for the pages of inserted prompts, which later processes reuse too; or a
+            list of tiers, quickest first, with servers such as "redis://host". None keeps none.
         store_bytes: the most that the folder may take on disk, as for `max_bytes`.
         store_options: which prefixes are written, and how much in a day.
         eviction_policy: which cached prefixes to evict first, in memory and on disk: by default
@@ -216,8 +216,7 @@ class PagedCacheFactory:
             return prompt_cache, 0
         version = caches[0].sequences[0].model_version
         namespace = self._namespace(page_format.name, salt, version)
-        stored = may_store(salt)
-        prefix = self.prefixes.fetch(namespace, known, page_format, may_store=stored)
+        prefix = self.prefixes.fetch(namespace, known, page_format, keeping=keeping_of(salt))
         prefix.sequence.model_version = version
         for cache in caches:
             cache.batch = Batch.of(cache.pool, [prefix.sequence])
@@ -255,8 +254,14 @@ class PagedCacheFactory:
             return 0
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
-        states, stored = unpaged_caches(prompt_cache), may_store(salt)
-        return self.prefixes.insert(namespace, known, sequence, states, may_store=stored)
+        states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
+        return self.prefixes.insert(namespace, known, sequence, states, keeping=keeping)
+
+    def wanted_blocks(self, tokens: TokenIds, *, salt: Hashable = None) -> Wanted | None:
+        """What `fetch_cache` would look up of a prompt in the store; None if nothing."""
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        known = self._media.keyed(tokens, {})
+        return None if self._stored is None else self._stored.wanted(namespace, known)
 
     def pin(self, tokens: TokenIds, *, salt: Hashable = None, **media: Unpack[Media]) -> int:
         """Do not evict the cached prefix of a prompt until `unpin`; returns its length in tokens,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
-    from paged_kv.prefix.unstored import Unstored
+    from paged_kv.prefix.keeping import Unstored
     from paged_kv.sequences.sequence import Sequence
     from paged_kv.store.errors import StoreError
     from paged_kv.tiers.store_options import StoreOptions
@@ -104,7 +104,7 @@ _HOMES = {
     "Sequence": "sequences.sequence",
     "StoreError": "store.errors",
     "StoreOptions": "tiers.store_options",
-    "Unstored": "prefix.unstored",
+    "Unstored": "prefix.keeping",
     "PagesNotRead": "kernels.pages.errors",
     "ThreadConflict": "kernels.pages.errors",
     "embedded_model": "embedded",

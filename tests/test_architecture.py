@@ -91,11 +91,12 @@ ARROWS: dict[str, set[str]] = {
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
-        "commands",
+        *("commands", "kernels.pages", "prefix", "store", "tiers"),
     },
     "integrations.server.completions": {
         *("integrations", "integrations.batching"),
-        *("integrations.server.generation", "integrations.server.http", "prefix"),
+        *("integrations.server.generation", "integrations.server.http", "commands", "prefix"),
+        "kernels.pages",
     },
     "integrations.server": {
         *("allocator", "commands", "integrations.distributed"),

@@ -17,6 +17,7 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.integrations.batching.shared_prefill import SharedPrefill
 from paged_kv.integrations.stored_states import StoredStates
+from paged_kv.prefix.keeping import Keeping
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
 from paged_kv.sequences.batch import Batch
@@ -318,11 +319,13 @@ class Emptying:
         self.pool = pool
         self.asked = 0
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], may_store: bool) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
         self.asked += 1
         self.pool.clear()
 
-    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int) -> None:
+    def keep(
+        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping
+    ) -> None:
         pass
 
     def on_evict(self, node: Node) -> None:

@@ -86,7 +86,8 @@ def test_what_a_server_holds_is_kept_on_disk_too(
     model, folder = small_model("qwen3"), tmp_path / "pages"
     filled(model, secret, redis.address, TEXT[:600])
     for tier in ("redis", "folder"):
-        factory = remote_factory(model, secret, folder, redis.address)
+        # Also what this machine sees for the first time: another one has seen it.
+        factory = remote_factory(model, secret, folder, redis.address, after=3)
         _, cached = factory.fetch_cache(TEXT[:600])
         assert cached == 512
         hits = factory.stats().store_hits

@@ -17,10 +17,11 @@ from starlette.routing import BaseRoute, Mount, Route
 from paged_kv.integrations.server import status_page
 from paged_kv.integrations.server.completions.completions import Completions
 from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.generation.prefill_request import PATH as PREFILL
 from paged_kv.integrations.server.http.api_errors import APIError, error_response
 from paged_kv.integrations.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.integrations.server.http.request_log import HEADER, RequestLog
-from paged_kv.integrations.server.http.schema import ChatBody, TextBody
+from paged_kv.integrations.server.http.schema import ChatBody, PrefillBody, TextBody
 
 
 def make_app(service: Service) -> Starlette:
@@ -50,6 +51,7 @@ def _api_routes(service: Service) -> list[BaseRoute]:
 
     return [
         Route("/v1/completions", Completions(service, TextBody), methods=["POST"]),
+        Route(PREFILL, Completions(service, PrefillBody), methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", models),

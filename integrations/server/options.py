@@ -6,6 +6,7 @@ import argparse
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
+from urllib.parse import urlsplit
 
 from paged_kv.commands.arguments import MOST_SECONDS, Parser, positive
 from paged_kv.commands.cache_options import add_cache_options, add_dtype_option, examples
@@ -32,6 +33,7 @@ def server_parser() -> argparse.ArgumentParser:
     add_cache_options(parser.add_argument_group("paged caches"), after=STORE_AFTER)
     _add_api_options(parser.add_argument_group("models and clients"))
     _add_drafts(parser.add_argument_group("drafts"))
+    _add_prefill(parser.add_argument_group("several servers"))
     _add_limits(parser.add_argument_group("limits"))
     _redefine(
         parser,
@@ -100,6 +102,24 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         "--allow-image-urls",
         action="store_true",
         help="fetch images that requests name by http URLs, from any host this machine can reach",
+    )
+
+
+def _add_prefill(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prefill-from",
+        type=_http_url,
+        metavar="URL",
+        help="another paged-kv server, which computes long prompts and publishes their pages in a "
+        "tier that both share (--store redis://... or s3://...), such as http://other:8080",
+    )
+    group.add_argument(
+        "--prefill-over",
+        type=positive,
+        default=2000,
+        metavar="TOKENS",
+        help="with --prefill-from: hand over prompts with more unknown tokens than this (default: "
+        "2000)",
     )
 
 
@@ -203,6 +223,15 @@ def _mlx_lm_parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _http_url(text: str) -> str:
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the address of a server, such as http://other:8080"
+        )
+    return text
 
 
 def _seconds(text: str) -> float:

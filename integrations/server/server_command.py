@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from paged_kv.commands.cache_options import require_complete, require_folders
+from paged_kv.commands.cache_options import has_servers, require_complete, require_folders
 from paged_kv.integrations.server.signals import ending_at_once
 
 
@@ -80,6 +80,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _require_usable(arguments: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for a value that mlx-lm's parser lets through."""
+    if arguments.prefill_from and not has_servers(arguments.store):
+        raise ValueError(
+            "--prefill-from needs a tier that both servers share: add --store redis://... or "
+            "s3://..., as the other server has it"
+        )
     if not 0 <= arguments.port <= 65535:
         raise ValueError(
             f"--port {arguments.port} is no port: give one up to 65535, or 0 for any free one"
@@ -104,7 +109,7 @@ def _require_mlx_lm() -> None:
 
 def _require_shareable(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option does not work with a model that several processes share."""
-    for option in ("adapter_path", "draft_model", "allow_model_switch"):
+    for option in ("adapter_path", "draft_model", "allow_model_switch", "prefill_from"):
         if getattr(arguments, option):
             raise ValueError(
                 f"--{option.replace('_', '-')} does not work with several processes for one model: "

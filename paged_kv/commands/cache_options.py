@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,18 @@ def add_cache_options(parser: argparse._ActionsContainer, *, after: int = 1) -> 
 
 def store_options(arguments: argparse.Namespace) -> StoreOptions:
     """The store's options of a command."""
-    return StoreOptions(arguments.store_after, arguments.store_at_once, arguments.store_daily_bytes)
+    return StoreOptions(
+        after=arguments.store_after,
+        at_once=arguments.store_at_once,
+        daily_bytes=arguments.store_daily_bytes,
+        secret=arguments.store_secret,
+        unauthenticated=arguments.store_unauthenticated,
+    )
+
+
+def has_servers(store: Sequence[str | Path] | None) -> bool:
+    """Whether some tiers of --store are servers."""
+    return any(isinstance(place, str) for place in store or ())
 
 
 def add_dtype_option(parser: argparse._ActionsContainer) -> None:
@@ -108,6 +120,7 @@ def require_complete(arguments: argparse.Namespace) -> None:
 
     Raises:
         ValueError: one does.
+        OSError: the file of --store-secret cannot be read.
     """
     if arguments.store is None and arguments.store_bytes != parse_size(DEFAULT_STORE_BYTES):
         raise ValueError("--store-bytes limits the folder of --store: add --store, or leave it out")
@@ -115,6 +128,10 @@ def require_complete(arguments: argparse.Namespace) -> None:
         if arguments.store is None and getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is an option of --store: add --store, or leave it out")
+    if has_servers(arguments.store):
+        from paged_kv.tiers.opening import read_seal
+
+        read_seal(store_options(arguments))
 
 
 def require_folders(arguments: argparse.Namespace) -> None:

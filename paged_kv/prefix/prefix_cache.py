@@ -24,6 +24,7 @@ from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.prefix.keeping import Keeping
 from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
@@ -75,12 +76,14 @@ class LowerTier(Protocol):
     """Keeps the index's prefixes outside memory and loads them back. No method raises because of a
     disk."""
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], may_store: bool) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
         """Load a prompt's kept blocks into the index if they lengthen its prefix hit. Loading may
-        evict other prefixes. With `may_store` this counts that the prompt was seen."""
+        evict other prefixes. Unless nothing may be kept, this counts that the prompt was seen."""
         ...
 
-    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int) -> None:
+    def keep(
+        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping
+    ) -> None:
         """Note that the index holds these nodes, a path from a root's child down, and that the
         first `num_tokens` tokens in them may be kept."""
         ...
@@ -150,13 +153,13 @@ class PrefixCache:
         tokens: abc.Sequence[int],
         page_format: PageFormat,
         *,
-        may_store: bool = True,
+        keeping: Keeping = Keeping.AS_RULED,
     ) -> Prefix:
         """A new sequence that holds the longest cached prefix of a prompt, without the prompt's
-        last token. O(tokens). Its full pages get `page_format`. Without `may_store` the tier below
-        does not learn of the prompt."""
+        last token. O(tokens). Its full pages get `page_format`. `keeping` says what the tier below
+        may learn of the prompt."""
         if self._lower is not None:
-            self._lower.load(namespace, tokens, may_store)
+            self._lower.load(namespace, tokens, keeping)
         match = self.pool.index.match(namespace, tokens)
         start = self._common_start(match)
         self.pool.counts.look_up(len(tokens), start.num_tokens)
@@ -174,13 +177,13 @@ class PrefixCache:
         sequence: Sequence,
         states: Any,
         *,
-        may_store: bool = True,
+        keeping: Keeping = Keeping.AS_RULED,
     ) -> int:
         """Cache what a sequence holds of these tokens; returns how many of them a longer prompt can
         now reuse. Copies no page, but recodes full ones, as the sequence's next step would: so what
         is found is what the sequence itself goes on with. `states` are the states of the layers
         that are not paged, after all tokens of the sequence; the caller must not change them later.
-        Without `may_store` they stay in memory.
+        `keeping` says what the tier below gets.
         """
         sequence.commit()
         # If memory is too short, the next step recodes them, of this sequence or of one that finds
@@ -203,8 +206,8 @@ class PrefixCache:
         nodes = self.pool.index.insert(namespace, known, blocks, windows, snapshot)
         for group in self._shared_groups():
             group.allocator.events.inserted(sequence.table(group), num_tokens)
-        if self._lower is not None and may_store:
-            self._lower.keep(namespace, nodes, num_tokens)
+        if self._lower is not None and keeping is not Keeping.NOTHING:
+            self._lower.keep(namespace, nodes, num_tokens, keeping)
         return self._start(Match(nodes, num_tokens)).num_tokens
 
     @locked

@@ -37,6 +37,7 @@ from paged_kv.allocator.prefixes.prefix_node import Node
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
+from paged_kv.prefix.keeping import Keeping
 from paged_kv.prefix.node_pages import NodePage, node_page, path_to
 from paged_kv.prefix.page_bytes import block_bytes, load_blocks
 from paged_kv.prefix.prefix_cache import PrefixCache
@@ -96,12 +97,12 @@ class StoredPrefixes:
         # Each cached block's link; for the index's roots, the root of their chain.
         self._links: weakref.WeakKeyDictionary[Node, Link] = weakref.WeakKeyDictionary()
 
-    def load(self, namespace: Hashable, tokens: abc.Sequence[int], may_store: bool) -> None:
+    def load(self, namespace: Hashable, tokens: abc.Sequence[int], keeping: Keeping) -> None:
         """See `LowerTier`."""
         identity = self._identify(namespace)
         if identity is None:
             return
-        if may_store and self._rule.after > 1:
+        if keeping is Keeping.AS_RULED and self._rule.after > 1:
             self._see(namespace, identity, tokens)
         known = self._prefixes.known(namespace, tokens)
         if known >= len(tokens) - 1:
@@ -131,23 +132,37 @@ class StoredPrefixes:
                 return
             found = self._prefixes.known(namespace, tokens)
             if unusable is None and found > known:
-                reading = self._prefixes.rates.reading(offer.tier)
-                reading.note(found - known, time.perf_counter() - began)
+                if not offer.has_landed:
+                    reading = self._prefixes.rates.reading(offer.tier)
+                    reading.note(found - known, time.perf_counter() - began)
                 self._pool.counts.tokens_read += found - known
                 self._store.note_found(found - known, offer.tier)
                 self._store.touch(offer.stored.keys)
                 return
             failed.append(unusable or offer.stored.end_key)
 
+    def wanted(self, namespace: Hashable, tokens: abc.Sequence[int]) -> Wanted | None:
+        """What to look up of a prompt in the tiers; None if nothing can be added to memory."""
+        known = self._prefixes.known(namespace, tokens)
+        identity = self._identify(namespace)
+        if identity is None or known >= len(tokens) - 1:
+            return None
+        held = len(self._held(namespace, tokens))
+        return self._wanted(Link.root(identity), tokens, len(tokens), held, known)
+
     def _offer(self, wanted: Wanted, failed: list[str]) -> Offer | None:
         """What this rank has stored, fits its pool and is quicker to read than to compute."""
         for offer in self._store.offers(wanted, failed):
-            num_tokens = offer.stored.num_tokens
-            if self._pool.can_admit(num_tokens) and self._prefixes.rates.is_reading_quicker(
-                num_tokens - wanted.beyond, offer.tier
+            if self._pool.can_admit(offer.stored.num_tokens) and (
+                offer.has_landed or self.is_quicker(offer, wanted)
             ):
                 return offer
         return None
+
+    def is_quicker(self, offer: Offer, wanted: Wanted) -> bool:
+        """Whether to read an offer instead of computing its tokens."""
+        num_tokens = offer.stored.num_tokens - wanted.beyond
+        return self._prefixes.rates.is_reading_quicker(num_tokens, offer.tier)
 
     def _is_readable(self, offer: Offer, failed: list[str]) -> bool:
         """Whether every rank can read what it has stored; else adds this rank's damaged entry to
@@ -160,8 +175,11 @@ class StoredPrefixes:
         failed += damaged
         return ranks.agree("readable", not damaged)
 
-    def keep(self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int) -> None:
+    def keep(
+        self, namespace: Hashable, nodes: abc.Sequence[Node], num_tokens: int, keeping: Keeping
+    ) -> None:
         """See `LowerTier`."""
+        is_awaited = keeping is Keeping.AT_ONCE
         identity = self._identify(namespace)
         if identity is not None:
             self._name(Link.root(identity), nodes, num_tokens)
@@ -169,10 +187,10 @@ class StoredPrefixes:
                 part
                 for at in range(len(nodes))
                 for end in sorted(self._ends(nodes[at]))
-                if self._is_due(nodes[at], end, num_tokens)
+                if self._is_due(nodes[at], end, num_tokens, is_awaited=is_awaited)
                 for part in self._parts(nodes, at, end)
             ]
-            self._store.touch(self._save(parts))
+            self._store.touch(self._save(parts, to_servers=is_awaited))
 
     def on_evict(self, node: Node) -> None:
         """See `LowerTier`."""
@@ -267,11 +285,11 @@ class StoredPrefixes:
         for digest in seen:
             self._store.see(digest)
 
-    def _is_due(self, node: Node, end: int, num_tokens: int) -> bool:
+    def _is_due(self, node: Node, end: int, num_tokens: int, *, is_awaited: bool = False) -> bool:
         """Whether to write the first `end` tokens of a node, in a prefix of `num_tokens` tokens."""
         if end > self._storable[node]:
             return False
-        if self._rule.after == 1:
+        if self._rule.after == 1 or is_awaited:
             return True
         digest = self._link(node, end).digest
         if not self._store.sights[digest]:
@@ -285,11 +303,11 @@ class StoredPrefixes:
         assert node.parent is not None
         return self._links[node.parent].then(node.tokens[:end])
 
-    def _save(self, parts: abc.Sequence[_Part]) -> list[str]:
+    def _save(self, parts: abc.Sequence[_Part], *, to_servers: bool = False) -> list[str]:
         """Store the parts that are not stored yet; returns the keys of all of them."""
         path = [part.place.key for part in parts]
         for part in parts:
-            if takers := self._store.takers(part.place, part.nbytes):
+            if takers := self._store.takers(part.place, part.nbytes, servers=to_servers):
                 try:
                     entry = part.entry()
                 except (MemoryError, TypeError) as error:

@@ -56,7 +56,7 @@ def open_tiers(
         OSError: the secret cannot be read.
         StoreError: the folder cannot be used.
     """
-    seal = _seal(options) if any(not isinstance(each, Path) for each in addresses) else None
+    seal = read_seal(options) if any(not isinstance(each, Path) for each in addresses) else None
     tiers: list[Tier] = []
     try:
         for address in addresses:
@@ -90,7 +90,13 @@ def open_blobs(address: RemoteAddress) -> Blobs:
     return blobs
 
 
-def _seal(options: StoreOptions) -> Seal:
+def read_seal(options: StoreOptions) -> Seal:
+    """What makes and verifies entries on servers.
+
+    Raises:
+        ValueError: there is no secret, or it is too short.
+        OSError: its file cannot be read.
+    """
     if options.secret is not None:
         return Seal(read_secret(Path(options.secret).expanduser()))
     if not options.unauthenticated:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paged_kv.store.background import StoreStats
@@ -24,6 +23,7 @@ from paged_kv.store.lookup import CHECKPOINT, Wanted
 from paged_kv.store.write_queue import Faults
 from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
 from paged_kv.tiers.pause import Pause
+from paged_kv.tiers.presence import Presence
 from paged_kv.tiers.remote_writer import RemoteWriter
 from paged_kv.tiers.seal import HEADER_BYTES, Seal
 
@@ -36,30 +36,6 @@ QUEUE_BYTES = 256 << 20
 _MOST_ASKED = 4096
 
 Result = TypeVar("Result")
-
-
-@dataclass
-class Presence:
-    """The entries that a server has said to hold. It is a `BlockLookup`.
-
-    Attributes:
-        sizes: bytes of each, by key.
-        after: token counts and keys of those whose block follows one, by its digest.
-    """
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    after: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-
-    def add(self, place: Place, nbytes: int) -> None:
-        """Note that an entry is there."""
-        self.sizes[place.key] = nbytes
-        self.after.setdefault(place.link.parent, []).append((len(place.link.tokens), place.key))
-
-    def children(self, parent: str) -> list[tuple[int, str]]:
-        return self.after.get(parent, [])
-
-    def closest(self, parent: str, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
-        return ()
 
 
 class RemoteTier:

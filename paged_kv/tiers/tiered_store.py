@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from threading import Event
 
 from paged_kv.store.background import BackgroundStore, StoreStats
 from paged_kv.store.entry_file import Entry
@@ -17,9 +18,12 @@ from paged_kv.store.keys import Place
 from paged_kv.store.lookup import Stored, Union, Wanted, find
 from paged_kv.store.read_ahead import read_ahead
 from paged_kv.store.sights import Sights
-from paged_kv.tiers.remote_tier import Presence, RemoteTier
+from paged_kv.tiers.landing import Landing
+from paged_kv.tiers.presence import Presence
+from paged_kv.tiers.remote_tier import RemoteTier
 
 Tier = BackgroundStore | RemoteTier
+Source = Tier | Landing
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,21 @@ class Offer:
     Attributes:
         stored: the blocks.
         tier: the slowest tier that is needed.
-        remote: what the servers have said to hold, of the tiers up to that one.
+        remote: what servers have said to hold, of the tiers up to that one, and what has landed.
+        has_landed: whether some of it has landed, and need not be waited for.
     """
 
     stored: Stored
     tier: str
-    remote: Mapping[RemoteTier, Presence]
+    remote: Mapping[Source, Presence]
+    has_landed: bool = False
 
 
 @dataclass(frozen=True)
 class _Reading:
     """A read on the way from the first of an entry's holders."""
 
-    holders: Sequence[Tier]
+    holders: Sequence[Source]
     future: Future[Entry] | None
 
 
@@ -53,6 +59,9 @@ class TieredStore:
 
     Attributes:
         folder: the tier on disk, if there is one.
+        servers: the tiers that machines share.
+        landing: what was read from servers in advance. If it is set, `offers` asks no server unless
+            it is told to.
         sights: how often blocks of prompts were looked up; without a folder, in this process.
     """
 
@@ -60,6 +69,8 @@ class TieredStore:
         self._tiers = list(tiers)
         folders = [tier for tier in tiers if isinstance(tier, BackgroundStore)]
         self.folder = folders[0] if folders else None
+        self.servers = [tier for tier in tiers if isinstance(tier, RemoteTier)]
+        self.landing: Landing | None = None
         self.sights = self.folder.sights if self.folder else Sights()
         self._labels = {tier: _label(tier, at, self._tiers) for at, tier in enumerate(tiers)}
         self._tokens_found: Counter[str] = Counter()
@@ -81,10 +92,10 @@ class TieredStore:
         done = [tier.queue.flush() for tier in self._tiers]
         return all(done)
 
-    def takers(self, place: Place, nbytes: int) -> list[Tier]:
-        """The tiers that lack an entry and have room for it now. Those without room count a
-        drop."""
-        return _takers(self._tiers, place, nbytes)
+    def takers(self, place: Place, nbytes: int, *, servers: bool = False) -> list[Tier]:
+        """The tiers, or only the servers, that lack an entry and have room for it now. Those
+        without room count a drop."""
+        return _takers(self.servers if servers else self._tiers, place, nbytes)
 
     def save(self, entry: Entry, takers: Sequence[Tier], path: Sequence[str] = ()) -> None:
         """Queue an entry for these tiers. `path` are the keys of entries that are needed together
@@ -101,32 +112,59 @@ class TieredStore:
         """Count that a block was seen."""
         (self.folder or self.sights).see(digest)
 
-    def offers(self, wanted: Wanted, without: Sequence[str] = ()) -> list[Offer]:
+    def offers(
+        self, wanted: Wanted, without: Sequence[str] = (), *, ask: bool | None = None
+    ) -> list[Offer]:
         """What a prompt can begin with, the longest first: from all tiers, and from the quicker
-        ones alone if that is shorter. A tier is asked only if those before it hold less than all
-        full blocks."""
+        ones alone if that is shorter. A server is asked only if the tiers before it hold less than
+        all full blocks."""
         found: list[Offer] = []
-        remote: dict[RemoteTier, Presence] = {}
+        remote: dict[Source, Presence] = {}
         folder: BackgroundStore | None = None
-        for tier in self._tiers:
-            if isinstance(tier, RemoteTier):
-                remote[tier] = tier.ask(wanted)
-                if not remote[tier].sizes:
-                    continue
-            else:
-                folder = tier
+        asks = self.landing is None if ask is None else ask
+        landing = [] if self.landing is None else [self.landing]
+        for tier in (*landing, *self._tiers):
+            match tier:
+                case BackgroundStore():
+                    folder = tier
+                case Landing():
+                    remote[tier] = tier.presence()
+                case RemoteTier() if asks:
+                    remote[tier] = tier.ask(wanted)
+            if tier is not folder and not (tier in remote and remote[tier].sizes):
+                continue
             stored = _found(folder, remote, wanted, without)
             longest = found[0].stored.num_tokens if found else 0
             if stored is not None and stored.num_tokens > longest:
-                found.insert(0, Offer(stored, self._labels[tier], dict(remote)))
+                landed = _landed(stored, remote)
+                label = landed.label if landed else self._labels[tier]  # type: ignore[index]  # not a landing that has landed nothing
+                found.insert(0, Offer(stored, label, dict(remote), landed is not None))
                 longest = stored.num_tokens
             if longest >= len(wanted.tokens) // wanted.page_size * wanted.page_size:
                 break
         return found
 
+    def land(self, offer: Offer, is_cancelled: Event) -> list[str]:
+        """Read what only servers hold of an offer, for a prompt that begins later, until that is
+        cancelled; returns the keys of what was read. Another thread may use the store meanwhile."""
+        landing = self.landing
+        assert landing is not None, "somebody takes what lands"
+        local = {place for place in offer.stored.places if _is_local(self._holders(place, offer))}
+        remote = [place for place in offer.stored.places if place not in local]
+        landed = []
+        for entry in self._read(remote, offer):
+            if entry is None or is_cancelled.is_set():
+                break
+            landing.put(entry, offer.tier)
+            landed.append(entry.place.key)
+        return landed
+
     def read(self, offer: Offer) -> Iterator[Entry | None]:
         """The entries of an offer, in order, read ahead. Yields None for one that no tier can
         give, and ends."""
+        return self._read(offer.stored.places, offer)
+
+    def _read(self, places: Sequence[Place], offer: Offer) -> Iterator[Entry | None]:
 
         def start(place: Place) -> _Reading:
             holders = self._holders(place, offer)
@@ -138,12 +176,12 @@ class TieredStore:
             for tier in others:
                 if entry is None:
                     entry, source = _finish(tier, _start(tier, place, offer), place, offer), tier
-            if entry is not None:
+            if entry is not None and not isinstance(source, Landing):
                 quicker = self._tiers[: self._tiers.index(source)]
                 self.save(entry, _takers(quicker, place, entry.nbytes), offer.stored.keys)
             return entry
 
-        return read_ahead(offer.stored.places, start, finish)
+        return read_ahead(places, start, finish)
 
     def note_found(self, num_tokens: int, tier: str) -> None:
         """Count tokens of a prefix hit that came from a tier."""
@@ -171,22 +209,23 @@ class TieredStore:
     def _stats_of(self, tier: Tier) -> StoreStats:
         return replace(tier.stats(), tokens_found=self._tokens_found[self._labels[tier]])
 
-    def _holders(self, place: Place, offer: Offer) -> list[Tier]:
+    def _holders(self, place: Place, offer: Offer) -> list[Source]:
         """The tiers that hold an entry, quickest first."""
-        holders: list[Tier] = []
-        for tier in self._tiers:
-            if isinstance(tier, RemoteTier):
-                if place.key in offer.remote.get(tier, Presence()).sizes:
+        landing = [] if self.landing is None else [self.landing]
+        holders: list[Source] = []
+        for tier in (*landing, *self._tiers):
+            if isinstance(tier, BackgroundStore):
+                if tier.queue.has_stored(place.key):
                     holders.append(tier)
-            elif tier.queue.has_stored(place.key):
+            elif place.key in offer.remote.get(tier, Presence()).sizes:
                 holders.append(tier)
-        # What no server holds was found in the folder: another process has just written it.
+        # What nobody else holds was found in the folder: another process has just written it.
         return holders or [tier for tier in self._tiers if tier is self.folder]
 
 
 def _found(
     folder: BackgroundStore | None,
-    remote: Mapping[RemoteTier, Presence],
+    remote: Mapping[Source, Presence],
     wanted: Wanted,
     without: Sequence[str],
 ) -> Stored | None:
@@ -197,13 +236,27 @@ def _found(
     return find(wanted, Union(list(remote.values())), without) if remote else None
 
 
-def _start(tier: Tier, place: Place, offer: Offer) -> Future[Entry] | None:
-    if isinstance(tier, BackgroundStore):
+def _landed(stored: Stored, remote: Mapping[Source, Presence]) -> Landing | None:
+    """Where some of these blocks have landed."""
+    for tier, presence in remote.items():
+        if isinstance(tier, Landing) and not presence.sizes.keys().isdisjoint(stored.keys):
+            return tier
+    return None
+
+
+def _is_local(holders: Sequence[Source]) -> bool:
+    return not isinstance(holders[0], RemoteTier)
+
+
+def _start(tier: Source, place: Place, offer: Offer) -> Future[Entry] | None:
+    if not isinstance(tier, RemoteTier):
         return tier.start(place)
     return tier.start(place, offer.remote[tier].sizes[place.key])
 
 
-def _finish(tier: Tier, future: Future[Entry] | None, place: Place, offer: Offer) -> Entry | None:
+def _finish(tier: Source, future: Future[Entry] | None, place: Place, offer: Offer) -> Entry | None:
+    if isinstance(tier, Landing):
+        return None if future is None else tier.finish(future)
     if isinstance(tier, BackgroundStore):
         return tier.finish(future, place)
     return tier.finish(future, place, offer.remote[tier].sizes[place.key])

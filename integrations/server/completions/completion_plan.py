@@ -19,7 +19,11 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from paged_kv.integrations.server.completions.prompt_reader import read_chat, read_text
+from paged_kv.integrations.server.completions.prompt_reader import (
+    read_chat,
+    read_prefill,
+    read_text,
+)
 from paged_kv.integrations.server.generation.choice_text import stop_machine
 from paged_kv.integrations.server.generation.jobs import Channel, Job, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
@@ -29,6 +33,7 @@ from paged_kv.integrations.server.http.schema import (
     MOST_CHOICES,
     Body,
     ChatBody,
+    PrefillBody,
     TextBody,
 )
 
@@ -85,7 +90,9 @@ def _jobs_of(
 ) -> list[Job]:
     arguments = generation_arguments(body, options)
     choices = body.n or 1
-    if isinstance(body, TextBody):
+    if isinstance(body, PrefillBody):
+        readers = [partial(read_prefill, prompt=each, options=options) for each in body.prompts]
+    elif isinstance(body, TextBody):
         readers = [partial(read_text, prompt=each, options=options) for each in body.prompts]
     else:
         assert isinstance(body, ChatBody)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paged_kv.commands.cache_options import has_servers
 from paged_kv.integrations.server.completions.answer_bodies import Answers, ChatAnswers, TextAnswers
 from paged_kv.integrations.server.completions.completion_plan import Plan, make_plan
 from paged_kv.integrations.server.completions.conversation import Conversation
@@ -25,8 +27,8 @@ from paged_kv.integrations.server.http.access import salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.request_body import parse_body, read_body
 from paged_kv.integrations.server.http.request_log import request_id
-from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
-from paged_kv.prefix.unstored import Unstored
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, PrefillBody, TextBody
+from paged_kv.prefix.keeping import Published, Unstored
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,9 @@ class Completions:
         salt: Hashable = salt_of(key, body.cache_salt)
         if body.store is False:
             salt = Unstored(salt)
+        elif isinstance(body, PrefillBody):
+            _require_servers(service.options)
+            salt = Published(salt)
         return make_plan(body, model, salt, name, service.options, channel)
 
     async def _answer(self, talk: Conversation, plan: Plan, nbytes: int, send: Send) -> None:
@@ -151,6 +156,13 @@ class Completions:
             yield
         finally:
             thread.cancel(jobs)
+
+
+def _require_servers(options: argparse.Namespace) -> None:
+    if not has_servers(options.store):
+        raise wrong_value(
+            "this server shares no tier: start it with --store redis://... or s3://...", "prompt"
+        )
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -27,6 +27,10 @@ from paged_kv.integrations.server.generation.jobs import Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+
+# Each part is published when it is computed, and the other server begins to read it.
+PUBLISHED_TOKENS = 4 * PAGE_SIZE
 
 
 def read_text(
@@ -41,6 +45,22 @@ def read_text(
     tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     return _checked(loaded, Prompt(tokens, [tokens]), limit)
+
+
+def read_prefill(
+    loaded: LoadedModel, prompt: str | Sequence[int], options: argparse.Namespace
+) -> Prompt:
+    """The prompt of another server, cut where its pages are published. All but its last token are
+    full pages.
+
+    Raises:
+        APIError: as `read_text`.
+    """
+    whole = read_text(loaded, prompt, options)
+    tokens, last = whole.tokens[:-1], whole.tokens[-1:]
+    starts = range(0, len(tokens), PUBLISHED_TOKENS)
+    parts = [tokens[start : start + PUBLISHED_TOKENS] for start in starts]
+    return replace(whole, segments=[*parts, last])
 
 
 def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) -> Prompt:

@@ -226,6 +226,28 @@ class GenerationThread:
             self._fail(job, self._refusal)
             return
         try:
+            if not self._fetch(job):
+                self._admit(job)
+        except Exception as error:
+            self._require_common(error)
+            self._fail(job, _told(error))
+
+    def _fetch(self, job: Job) -> bool:
+        """Let a job wait aside while its prompt's pages are read from servers; false if there is
+        nothing to read."""
+        fetcher, rows, prompt = self.provider.fetcher, self._rows, job.prompt
+        if fetcher is None or rows is None or prompt is None or prompt.media is not None:
+            return False
+        if rows.loaded.key != job.model:
+            return False
+        admit = partial(GenerationThread._admit, job=job)
+        return fetcher.begin(job.number, prompt.tokens, job.salt, partial(self._mailbox.put, admit))
+
+    def _admit(self, job: Job) -> None:
+        """Let a job wait for its turn, unless its client has left meanwhile."""
+        if job.number not in self.jobs:
+            return
+        try:
             self._admission.pools = self.provider.pool_sizes()
             self._admission.arrive(job)
             if self._rows is not None and job.prompt is not None:
@@ -266,6 +288,7 @@ class GenerationThread:
         self._admission.pools = self.provider.pool_sizes()
         self._admission.renew(job)
         rows.begin(job, job.prompt)
+        self._end_fetch(job)
         job.stage = Stage.RUNNING
         tokens, cached = len(job.prompt.tokens), job.cached_tokens
         self.metrics.note_prompt(tokens, cached)
@@ -357,10 +380,15 @@ class GenerationThread:
     def _leave(self, job: Job) -> None:
         job.stage = Stage.ENDED
         self.jobs.pop(job.number, None)
+        self._end_fetch(job)
         self._admission.leave(job)
         if self._rows is not None:
             self._rows.forget(job)
         self._has_left = True
+
+    def _end_fetch(self, job: Job) -> None:
+        if self.provider.fetcher is not None:
+            self.provider.fetcher.end(job.number)
 
     def _running(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]

@@ -29,6 +29,7 @@ from paged_kv.integrations.server.generation.image_support import (
     loading_with_mlx_vlm,
     refusal_of_mlx_vlm,
 )
+from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.speculation.draft_models import (
@@ -90,6 +91,7 @@ class PagedModelProvider(ModelProvider):
         loaded: the loaded model, if there is one; other threads may read this.
         draft: drafts for the loaded model; None without drafts.
         reuse: the cached prompts of the loaded models.
+        fetcher: reads prompts' pages from servers in advance; None if the store has no servers.
         ranks: the processes that share the model.
     """
 
@@ -99,6 +101,7 @@ class PagedModelProvider(ModelProvider):
         self.loaded: LoadedModel | None = None
         self.draft: Draft | None = None
         self.reuse = PromptReuse([])
+        self.fetcher: PromptFetcher | None = None
         self.model_key: Any = None
         self.draft_model: Any = None
         self.prompts: Any = None
@@ -110,6 +113,9 @@ class PagedModelProvider(ModelProvider):
         """Unload the model."""
         self.loaded = self.draft = None
         self.reuse = PromptReuse([])
+        if self.fetcher is not None:
+            self.fetcher.close()
+            self.fetcher = None
         for factory in self.factories:
             factory.close()
         self.factories = []
@@ -278,6 +284,10 @@ class PagedModelProvider(ModelProvider):
             # This makes it learn the size of a block, which promises are computed from.
             factory.can_admit(0)
             factory.install()
+        store = self.factories[0].store
+        # Several ranks must find the same, so they look for it together.
+        if store is not None and store.servers and self.ranks.size == 1:
+            self.fetcher = PromptFetcher(self.factories[0], options)
 
 
 @contextmanager

@@ -170,6 +170,10 @@ class TextBody(Body):
         return _prompts(self.prompt)
 
 
+class PrefillBody(TextBody):
+    """A request body of /v1/prefill: a prompt whose pages another server waits for."""
+
+
 _NO_PROMPT = "a text, a list of token ids, or a list of either is needed"
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), _at_most(MOST_TOOLS)]

@@ -1,0 +1,77 @@
+"""Asks another server to compute a prompt and to publish its pages."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import threading
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/prefill"
+_PROGRESS = re.compile(rb": keepalive (\d{1,12})/\d")
+_CONNECT_S = 2.0
+# The other server says at least every few seconds that it is there.
+_SILENT_S = 30.0
+_LONGEST_LINE = 1 << 16
+
+
+class PrefillRequest:
+    """One prompt on its way through another server. A thread follows the answer.
+
+    Attributes:
+        done: how many tokens the other server has computed.
+        has_ended: set once it has computed all, refused, or cannot be reached.
+        error: what went wrong.
+    """
+
+    def __init__(self, url: str, tokens: Sequence[int], salt: Hashable) -> None:
+        self.done = 0
+        self.has_ended = threading.Event()
+        self.error: str | None = None
+        self._url = urlsplit(url)
+        self._body = json.dumps(
+            {"prompt": list(tokens), "cache_salt": salt, "max_tokens": 1, "stream": True}
+        )
+        self._connection = self._connected()
+        self._thread = threading.Thread(target=self._run, name="paged-kv-prefill", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave: the other server stops computing."""
+        with suppress(OSError, AttributeError):
+            self._connection.sock.shutdown(2)
+
+    def _connected(self) -> http.client.HTTPConnection:
+        host, port = self._url.hostname or "", self._url.port
+        if self._url.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S)
+        return http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            self.error = type(error).__name__
+        finally:
+            self._connection.close()
+            self.has_ended.set()
+
+    def _follow(self) -> None:
+        connection = self._connection
+        connection.connect()
+        connection.sock.settimeout(_SILENT_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", self._url.path.rstrip("/") + PATH, self._body, headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            self.error = f"status {answer.status}"
+            return
+        while line := answer.readline(_LONGEST_LINE):
+            if progress := _PROGRESS.match(line):
+                self.done = int(progress[1])

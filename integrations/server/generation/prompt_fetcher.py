@@ -1,0 +1,178 @@
+"""Reads pages of prompts from servers before the prompts begin, while others are generated.
+
+A job whose prompt may be on a server waits aside until its pages have landed in memory. With
+--prefill-from, what no tier holds of a long prompt is computed by another server, which publishes
+pages as they are filled; they land here as they come. Whatever fails or takes too long costs that
+time, and the prompt is computed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Event
+from time import monotonic
+from typing import Any
+
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.server.generation.prefill_request import PrefillRequest
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.prefix.keeping import Keeping, keeping_of
+from paged_kv.store.lookup import Wanted
+from paged_kv.tiers.landing import Landing
+
+log = logging.getLogger(__name__)
+
+# Prompts that are fetched at once; others wait for these.
+_AT_ONCE = 4
+_POLL_S = 0.01
+# How long published pages may take after the other server has computed them.
+_PUBLISH_S = 2.0
+# How long a step of the other server may take: at least so long, and so many times as long as here.
+_STEP_S, _SLOWER = 5.0, 4.0
+_STEP_TOKENS = 2048
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A prompt whose pages are fetched.
+
+    Attributes:
+        landed: the keys of entries that were read.
+        tokens: how many tokens they hold.
+        tier: where they came from.
+        seconds: how long reading them took.
+        is_cancelled: set when nobody waits any more.
+    """
+
+    prompt: list[int]
+    salt: Hashable
+    wanted: Wanted
+    landed: list[str] = field(default_factory=list)
+    tokens: int = 0
+    tier: str = ""
+    seconds: float = 0.0
+    is_cancelled: Event = field(default_factory=Event)
+
+
+class PromptFetcher:
+    """Fetches prompts of one model. Its methods run on the generation thread.
+
+    Args:
+        factory: of the model; its store has servers.
+        options: of `paged-kv server`.
+    """
+
+    def __init__(self, factory: PagedCacheFactory, options: argparse.Namespace) -> None:
+        assert factory.store is not None, "there are tiers to fetch from"
+        self._factory = factory
+        self._store = factory.store
+        self._store.landing = self._landing = Landing()
+        self._url: str | None = options.prefill_from
+        self._over: int = options.prefill_over
+        self._fetches: dict[int, _Fetch] = {}
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="paged-kv-fetch")
+
+    def close(self) -> None:
+        """Fetch no more."""
+        for fetch in self._fetches.values():
+            fetch.is_cancelled.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def begin(
+        self, number: int, prompt: list[int], salt: Hashable, when_done: Callable[[], None]
+    ) -> bool:
+        """Fetch the prompt of a job if servers may hold some of it; false if not, and then
+        `when_done` is not called. Another thread calls it."""
+        if keeping_of(salt) is not Keeping.AS_RULED:
+            return False
+        wanted = self._factory.wanted_blocks(prompt, salt=salt)
+        if wanted is None or len(prompt) - wanted.beyond <= PAGE_SIZE:
+            return False
+        fetch = self._fetches[number] = _Fetch(prompt, salt, wanted)
+        self._threads.submit(self._run, fetch).add_done_callback(lambda _: when_done())
+        return True
+
+    def end(self, number: int) -> None:
+        """Forget what a job has not used: it has begun, or left."""
+        fetch = self._fetches.pop(number, None)
+        if fetch is None:
+            return
+        fetch.is_cancelled.set()
+        self._landing.discard(fetch.landed)
+        if fetch.seconds:
+            rate = self._factory.prefixes.rates.reading(fetch.tier)
+            rate.note(fetch.tokens, fetch.seconds)
+
+    # What follows runs on other threads.
+
+    def _run(self, fetch: _Fetch) -> None:
+        try:
+            began = monotonic()
+            known = self._land(fetch, fetch.wanted)
+            if known > fetch.wanted.beyond:
+                fetch.tokens, fetch.seconds = known - fetch.wanted.beyond, monotonic() - began
+            if self._url is not None and len(fetch.prompt) - known > self._over:
+                self._prefill(fetch, self._url, known)
+        except Exception:
+            log.exception("a prompt could not be fetched; it is computed here")
+        finally:
+            if fetch.is_cancelled.is_set():
+                self._landing.discard(fetch.landed)
+
+    def _land(self, fetch: _Fetch, wanted: Wanted, *, is_awaited: bool = False) -> int:
+        """Read what servers hold of a prompt; returns how many of its tokens are known then."""
+        rates = self._factory.prefixes.rates
+        for offer in self._store.offers(wanted, ask=True):
+            tokens = offer.stored.num_tokens
+            if is_awaited or rates.is_reading_quicker(tokens - wanted.beyond, offer.tier):
+                landed = self._store.land(offer, fetch.is_cancelled)
+                fetch.landed += landed
+                fetch.tier = offer.tier
+                # If an entry could not be read, the blocks before it are still of use.
+                return min(tokens, len(fetch.prompt)) if landed else wanted.beyond
+        return wanted.beyond
+
+    def _prefill(self, fetch: _Fetch, url: str, known: int) -> None:
+        """Let the other server compute a prompt's full pages, and read them as they come."""
+        full = (len(fetch.prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+        # One token more is generated behind the last full page.
+        request = PrefillRequest(url, fetch.prompt[: full + 1], fetch.salt)
+        try:
+            reached = self._follow(fetch, request, known, full)
+        finally:
+            request.close()
+        if reached < full:
+            why = request.error or "its pages do not come"
+            log.warning("%s does not compute a prompt (%s): it is computed here", url, why)
+
+    def _follow(self, fetch: _Fetch, request: PrefillRequest, known: int, full: int) -> int:
+        """Read pages as they are published; returns how many tokens are known in the end."""
+        wanted = fetch.wanted
+        # Rings and states are needed at the end alone, and would be read once more at each step.
+        is_piecewise = not wanted.rings and not wanted.needs_checkpoint
+        news, seen = monotonic(), 0
+        while known < full and not fetch.is_cancelled.is_set():
+            has_ended = request.has_ended.is_set()
+            done = request.done
+            computed = full if has_ended else done // PAGE_SIZE * PAGE_SIZE
+            is_behind = computed > known and (is_piecewise or computed >= full)
+            if is_behind:
+                reached = self._land(fetch, replace(wanted, beyond=known), is_awaited=True)
+                news = monotonic() if reached > known else news
+                known = max(known, reached)
+            if done > seen:
+                news, seen = monotonic(), done
+            if monotonic() - news > (_PUBLISH_S if is_behind else self._patience_s()):
+                break
+            if has_ended and request.error is not None and not request.done:
+                break
+            request.has_ended.wait(_POLL_S) if not has_ended else fetch.is_cancelled.wait(_POLL_S)
+        return known
+
+    def _patience_s(self) -> float:
+        here: Any = self._factory.prefixes.rates.computing.seconds_for(_STEP_TOKENS)
+        return max(_STEP_S, _SLOWER * (here or 0.0))

@@ -1,0 +1,124 @@
+"""A server reads a prompt's pages from other servers before it begins, and generates meanwhile."""
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_kv.store.entry_file import Entry
+from paged_kv.tiers.landing import Landing
+from paged_kv.tiers.remote_tier import RemoteTier
+from tests.conftest import MODEL_FOLDERS
+from tests.running_server import PagedRunningServer, in_float32, paged_server, wait_until
+from tests.store_entries import entry, is_right, links, prompt
+from tests.tier_servers import SECRET, redis_server
+
+TOKENS = [random.Random(0).randrange(1, 500) for _ in range(1100)]
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[PagedRunningServer, PagedRunningServer]]:
+    """Two servers that share a tier."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    with ExitStack() as stack:
+        tier = stack.enter_context(redis_server(tmp_path)).address
+        stack.enter_context(in_float32())
+        options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "4"]
+        options += ["--max-kv-bytes", "64MB", "--store-after", "1"]
+        options += ["--store", tier, "--store-secret", str(secret)]
+        yield (
+            stack.enter_context(paged_server(*options)),
+            stack.enter_context(paged_server(*options)),
+        )
+
+
+def ask(server: PagedRunningServer, tokens: list[int]) -> str:
+    answer = server.client().completions.create(model="default_model", prompt=tokens)
+    return answer.choices[0].text
+
+
+def store_of(server: PagedRunningServer) -> Any:
+    (factory,) = server.service.thread.provider.factories
+    return factory.store
+
+
+def test_others_are_generated_while_a_prompt_is_fetched(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    expected = ask(first, TOKENS)
+    assert store_of(first).flush()
+    is_asked, may_answer = threading.Event(), threading.Event()
+    asked = RemoteTier.ask
+
+    def slow(tier: RemoteTier, wanted: Any) -> Any:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return asked(tier, wanted)
+
+    monkeypatch.setattr(RemoteTier, "ask", slow)
+    told: list[str] = []
+    asking = threading.Thread(target=lambda: told.append(ask(second, TOKENS)))
+    asking.start()
+    assert is_asked.wait(60)
+    # A short prompt needs no page of a server, and is answered while the other one waits.
+    ask(second, TOKENS[:20])
+    assert not told
+    may_answer.set()
+    asking.join()
+    assert told == [expected]
+    assert second.service.metrics.cached_tokens == 1024
+    store = store_of(second)
+    wait_until(lambda: not store.landing.presence().sizes)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    ask(first, TOKENS)
+    assert store_of(first).flush()
+    is_asked, may_answer = threading.Event(), threading.Event()
+    asked = RemoteTier.ask
+
+    def slow(tier: RemoteTier, wanted: Any) -> Any:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return asked(tier, wanted)
+
+    monkeypatch.setattr(RemoteTier, "ask", slow)
+    client = second.client(timeout=0.5)
+    with pytest.raises(Exception, match="timed out"):
+        client.completions.create(model="default_model", prompt=TOKENS)
+    assert is_asked.is_set()
+    wait_until(lambda: not second.service.thread.jobs)
+    may_answer.set()
+    ask(second, TOKENS[:20])
+    store = store_of(second)
+    wait_until(lambda: not store.landing.presence().sizes)
+
+
+def test_what_lands_is_bounded_and_the_earliest_goes_first() -> None:
+    made = [entry(link) for link in links(prompt(0, 1024))]
+    landing = Landing(max_bytes=3 * made[0].nbytes)
+    for each in made:
+        landing.put(each, "redis")
+    assert landing.presence().sizes.keys() == {each.place.key for each in made[1:]}
+    assert landing.finish(landing.start(made[0].place)) is None
+    taken = landing.finish(landing.start(made[1].place))
+    assert taken is not None
+    assert is_right(taken)
+    # Each is taken once, and the memory of what was taken is free again.
+    assert landing.finish(landing.start(made[1].place)) is None
+    landing.put(made[0], "redis")
+    landing.put(made[0], "redis")
+    assert len(landing.presence().sizes) == 3
+    landing.discard([each.place.key for each in made])
+    landing.put(Entry(made[0].place, {"a": np.zeros(1, np.uint8)}, ""), "redis")
+    assert len(landing.presence().sizes) == 1

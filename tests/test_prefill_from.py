@@ -1,0 +1,168 @@
+"""A server that lets another one compute long prompts writes the texts that it would have written,
+whatever happens to either."""
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_kv.integrations.server.server_command import run
+from tests.conftest import MODEL_FOLDERS
+from tests.running_server import wait_until
+from tests.server_process import metrics, post, server_process
+from tests.tier_servers import SECRET, RedisServer, free_port, redis_server
+
+PAGE = 256
+EXACT = ("--dtype", "float32", "--max-tokens", "8")
+
+
+def prompt(seed: int, length: int = 1500) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(1, 500) for _ in range(length)]
+
+
+def text_of(port: int, tokens: list[int], **body: Any) -> str:
+    answer = post(port, prompt=tokens, **body)
+    content = json.loads(answer.read())
+    assert answer.status == 200, content
+    return str(content["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("secret") / "secret"
+    file.write_bytes(SECRET)
+    return file
+
+
+@pytest.fixture(scope="module")
+def tier(server: RedisServer, secret: Path) -> list[str]:
+    return ["--store", server.address, "--store-secret", str(secret)]
+
+
+@contextmanager
+def pair(tier: list[str], *options: str) -> Iterator[Any]:
+    """A server that computes prompts, and one that hands them over, each a process."""
+    with ExitStack() as stack:
+        other, there = stack.enter_context(server_process(*EXACT, *tier, *options))
+        url = f"http://127.0.0.1:{there}"
+        handing = ("--prefill-from", url, "--prefill-over", "500")
+        this, here = stack.enter_context(server_process(*EXACT, *tier, *options, *handing))
+        yield other, there, this, here
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[int]:
+    with server_process(*EXACT) as (_, port):
+        yield port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3"])
+def test_the_other_computes_the_prompt_and_this_one_writes_the_text(
+    tier: list[str], name: str
+) -> None:
+    model = ("--model", str(MODEL_FOLDERS[name]))
+    tokens = prompt(1)
+    with pair(tier, *model) as (_, there, _, here), server_process(*EXACT, *model) as (_, port):
+        assert text_of(here, tokens) == text_of(port, tokens)
+        counted = metrics(here)
+        assert counted["prompt_tokens_cached_total"] == 1500 // PAGE * PAGE
+        assert counted["store_hit_tokens_total"] == 1500 // PAGE * PAGE
+        assert metrics(there)["prompt_tokens_total"] == 1500 // PAGE * PAGE + 1
+        # A shorter one, one that must not be stored, and one that is known are computed here.
+        for asked, body in ((prompt(2, 400), {}), (prompt(3), {"store": False}), (tokens, {})):
+            assert text_of(here, asked, **body) == text_of(port, asked)
+        assert metrics(there)["prompt_tokens_total"] == 1500 // PAGE * PAGE + 1
+        # Of this one the rest alone is handed over.
+        longer = [*tokens, *prompt(4, 800)]
+        assert text_of(here, longer, cache_salt="a") == text_of(port, longer)
+        assert metrics(there)["prompt_tokens_total"] > 2 * 1500
+
+
+@pytest.mark.slow
+def test_another_that_is_not_there_or_has_other_weights_changes_nothing(
+    tier: list[str], alone: int
+) -> None:
+    tokens = prompt(5)
+    gemma = ("--model", str(MODEL_FOLDERS["stdlib-gemma3"]))
+    with server_process(*EXACT, *gemma, *tier) as (_, there):
+        for port in (there, free_port()):
+            handing = ("--prefill-from", f"http://127.0.0.1:{port}", "--prefill-over", "500")
+            with server_process(*EXACT, *tier, *handing) as (_, here):
+                assert text_of(here, tokens) == text_of(alone, tokens)
+                assert metrics(here)["prompt_tokens_cached_total"] == 0
+
+
+@pytest.mark.slow
+def test_either_side_may_be_killed_at_any_time(
+    server: RedisServer, tier: list[str], alone: int
+) -> None:
+    rng = random.Random(6)
+    for seed in range(6):
+        tokens = prompt(100 + seed, 3000)
+        with pair(tier) as (other, there, this, here):
+            server.client().flushall()
+            answers: list[str] = []
+
+            def ask(port: int = here, asked: list[int] = tokens, told: Any = answers) -> None:
+                try:
+                    told.append(text_of(port, asked))
+                except (OSError, ValueError):
+                    told.append("")
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            pages = rng.randrange(9)
+            wait_until(lambda n=pages, a=answers: server.client().dbsize() >= n or a)
+            killed = (other, this)[seed % 2]
+            killed.send_signal(signal.SIGKILL)
+            asking.join()
+            if killed is other:
+                assert answers == [text_of(alone, tokens)]
+            else:
+                # The other one notices that nobody waits, and serves its own clients.
+                wait_until(lambda at=there: metrics(at)["num_requests_running"] == 0)
+                assert text_of(there, tokens) == text_of(alone, tokens)
+
+
+@pytest.mark.slow
+def test_a_tier_that_is_killed_changes_nothing(tmp_path: Path, secret: Path, alone: int) -> None:
+    with redis_server(tmp_path) as own:
+        tier = ["--store", own.address, "--store-secret", str(secret)]
+        with pair(tier) as (_, _, _, here):
+            assert text_of(here, prompt(7)) == text_of(alone, prompt(7))
+            own.kill()
+            assert text_of(here, prompt(8)) == text_of(alone, prompt(8))
+
+
+def test_a_shared_tier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--prefill-from", "http://other:8080"]
+    with pytest.raises(ValueError, match="needs a tier that both servers share"):
+        run([*options, "--store"])
+    with pytest.raises(SystemExit):
+        run(["--prefill-from", "other:8080"])
+    assert "is not the address of a server" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_without_a_shared_tier_refuses_to_prefill(alone: int) -> None:
+    import http.client
+
+    client = http.client.HTTPConnection("127.0.0.1", alone, timeout=30)
+    client.request("POST", "/v1/prefill", json.dumps({"prompt": prompt(9), "max_tokens": 1}))
+    answer = client.getresponse()
+    assert answer.status == 400
+    assert "shares no tier" in answer.read().decode()
