@@ -4,26 +4,24 @@ needs no model."""
 from __future__ import annotations
 
 import argparse
-import json
 import sqlite3
-import sys
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paged_kv.commands.arguments import path, store_size
+from paged_kv.commands import server_store
+from paged_kv.commands.arguments import path, store_size, tier
 from paged_kv.commands.cache_options import examples
 from paged_kv.commands.output_files import removed_unless_complete, require_writable
+from paged_kv.commands.printed import print_findings, print_json, print_transfer
 from paged_kv.sizes import counted, format_size, parse_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES, TAG, default_folder
 
 if TYPE_CHECKING:
     from paged_kv.store.index import Row
-    from paged_kv.store.maintenance import Transfer
-    from paged_kv.store.page_store import Finding, PageStore
+    from paged_kv.store.page_store import PageStore
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -40,6 +38,7 @@ def add_store_parser(subparsers: Subparsers) -> None:
             "paged-kv store ls",
             "paged-kv store verify --store /data/pages",
             "paged-kv store gc --store-bytes 20GB",
+            "paged-kv store copy redis://192.168.1.7 --store-secret FILE",
             "paged-kv store export pages.tar",
         ),
     )
@@ -50,6 +49,15 @@ def add_store_parser(subparsers: Subparsers) -> None:
     _add_cap(gc, None, "evict least recently used entries until the folder takes at most this")
     clear = _add(commands, "clear", "remove all pages; other files stay", run_clear)
     clear.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    copy = _add(
+        commands, "copy", "copy entries to another tier that lacks them", server_store.run_copy
+    )
+    copy.add_argument("target", type=tier, help="the folder or server to copy to")
+    _add_cap(
+        copy,
+        DEFAULT_STORE_BYTES,
+        f"the most that a folder may take (default: {DEFAULT_STORE_BYTES})",
+    )
     export = _add(commands, "export", "write all pages into a tar file", run_export)
     export.add_argument("file", type=path, help="the tar file to write; it must not exist yet")
     import_ = _add(commands, "import", "add the pages of a tar file that you trust", run_import)
@@ -66,7 +74,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store:
         rows = store.rows()
     if arguments.json:
-        return _print_json([asdict(row) for row in rows])
+        return print_json([asdict(row) for row in rows])
     print(f"{arguments.store}: {_summary(rows)}")
     for (model, page_format, part), theirs in _grouped(rows).items():
         print(f"  {model}, {page_format}, {part}: {_summary(theirs)}")
@@ -80,9 +88,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store:
         findings, entries = verify(store), len(store.stored_keys())
     if arguments.json:
-        _print_json({"entries": entries, "findings": [asdict(each) for each in findings]})
+        print_json({"entries": entries, "findings": [asdict(each) for each in findings]})
     else:
-        _print_findings(findings)
+        print_findings(findings)
         print(f"{counted(entries, 'entry')} read, {counted(len(findings), 'fault')} found")
     return 1 if findings else 0
 
@@ -94,8 +102,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store:
         removed = gc(store)
     if arguments.json:
-        return _print_json([asdict(each) for each in removed])
-    _print_findings(removed)
+        return print_json([asdict(each) for each in removed])
+    print_findings(removed)
     nbytes = sum(each.nbytes for each in removed)
     print(f"{counted(len(removed), 'file')} removed, {format_size(nbytes)}")
     return 0
@@ -108,7 +116,7 @@ def run_clear(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store:
         files, nbytes = clear(store, dry_run=arguments.dry_run)
     if arguments.json:
-        return _print_json({"files": files, "nbytes": nbytes, "dry_run": arguments.dry_run})
+        return print_json({"files": files, "nbytes": nbytes, "dry_run": arguments.dry_run})
     verb = "would be removed" if arguments.dry_run else "removed"
     print(f"{counted(files, 'file')} {verb}, {format_size(nbytes)}")
     return 0
@@ -126,7 +134,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     require_writable(arguments.file)
     with _opened(arguments) as store, removed_unless_complete(arguments.file):
         done = export(store, arguments.file)
-    return _print_transfer(arguments, "exported", done)
+    return print_transfer(arguments, "exported", done)
 
 
 def run_import(arguments: argparse.Namespace) -> int:
@@ -136,7 +144,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     _require_archive(arguments.file)
     with _opened(arguments, must_exist=False) as store:
         done = import_(store, arguments.file)
-    return _print_transfer(arguments, "imported", done)
+    return print_transfer(arguments, "imported", done)
 
 
 def _add(
@@ -145,10 +153,16 @@ def _add(
     parser = commands.add_parser(name, help=meaning, description=f"{meaning.capitalize()}.")
     parser.add_argument(
         "--store",
-        type=path,
+        type=tier,
         default=default_folder(),
-        metavar="FOLDER",
-        help=f"the folder of pages (default: {default_folder()})",
+        metavar="PLACE",
+        help=f"the folder of pages, or a server such as redis://HOST (default: {default_folder()})",
+    )
+    parser.add_argument(
+        "--store-secret", type=path, metavar="FILE", help="the secret of entries on servers"
+    )
+    parser.add_argument(
+        "--store-unauthenticated", action="store_true", help="servers have no secret"
     )
     parser.add_argument("--json", action="store_true", help="print JSON to standard output")
     parser.set_defaults(run=lambda arguments: _run(run, arguments), store_bytes=NO_LIMIT)
@@ -166,6 +180,17 @@ def _add_cap(parser: argparse._ActionsContainer, default: str | None, meaning: s
 
 
 def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    if isinstance(arguments.store, str):
+        known = {
+            run_ls: server_store.run_ls,
+            run_verify: server_store.run_verify,
+            run_gc: server_store.run_gc,
+            run_clear: server_store.run_clear,
+            server_store.run_copy: server_store.run_copy,
+        }
+        if run not in known:
+            raise ValueError("only folders are exported and imported: copy takes servers")
+        return known[run](arguments)
     try:
         return run(arguments)
     except sqlite3.Error as error:
@@ -213,23 +238,3 @@ def _summary(rows: Sequence[Row]) -> str:
     tokens = sum(row.num_tokens for row in rows)
     nbytes = format_size(sum(row.nbytes for row in rows))
     return f"{counted(len(rows), 'entry')}, {counted(tokens, 'token')}, {nbytes}"
-
-
-def _print_findings(findings: Sequence[Finding]) -> None:
-    for finding in findings:
-        print(f"{finding.name}: {finding.problem} ({format_size(finding.nbytes)})")
-
-
-def _print_transfer(arguments: argparse.Namespace, verb: str, done: Transfer) -> int:
-    if arguments.json:
-        _print_json(asdict(done))
-    else:
-        print(f"{counted(done.entries, 'entry')} {verb}, {format_size(done.nbytes)}")
-        for reason, count in Counter(done.skipped.values()).items():
-            print(f"{count} skipped: {reason}", file=sys.stderr)
-    return 1 if done.skipped else 0
-
-
-def _print_json(value: Any) -> int:
-    print(json.dumps(value, indent=2))
-    return 0

@@ -90,8 +90,8 @@ def encode(entry: Entry) -> list[Buffer]:
     return [header[: found.start(1)] + digits + header[found.end(1) :], rest]
 
 
-def decode(data: Buffer, key: str) -> Entry:
-    """The entry in the bytes of a key's file.
+def decode(data: Buffer, key: str | None) -> Entry:
+    """The entry in the bytes of a key's file; None takes that of any key.
 
     Raises:
         InvalidEntry: the bytes are damaged, of another version, or another entry's.
@@ -110,7 +110,7 @@ def decode(data: Buffer, key: str) -> Entry:
     except (KeyError, TypeError, ValueError) as error:
         # Only a forged file has the right checksum and a wrong header.
         raise InvalidEntry(f"the header lacks something: {error!r}") from None
-    if place.key != key:
+    if key is not None and place.key != key:
         raise OtherEntry(f"the file holds entry {place.key}")
     return entry
 

@@ -52,7 +52,7 @@ def verify(store: PageStore) -> list[Finding]:
         Finding(name, "not a file of the store; it counts against the cap", size, False)
         for name, size in contents.others.items()
     ]
-    files = _shown("verify", contents.files.items())
+    files = shown("verify", contents.files.items())
     looked_at = [_look_at(store, key, size) for key, size in files]
     findings += [finding for finding in looked_at if finding is not None]
     return sorted([*store.discarded, *findings], key=lambda finding: finding.name)
@@ -84,7 +84,7 @@ def export(store: PageStore, path: Path) -> Transfer:
     """
     done, nbytes, skipped = 0, 0, {}
     with tarfile.open(path, "x") as archive:
-        for row in _shown("export", store.rows()):
+        for row in shown("export", store.rows()):
             name = file_name(row.key)
             try:
                 data = store.folder.read(name)
@@ -113,7 +113,7 @@ def import_(store: PageStore, path: Path) -> Transfer:
     kept: list[str] = []
     try:
         with tarfile.open(path) as archive:
-            for known, data in _shown("import", _imported(archive, skipped)):
+            for known, data in shown("import", _imported(archive, skipped)):
                 row, _ = known
                 kept.append(row.key)
                 (outcome,) = store.put_files([(known, data)], kept)
@@ -144,7 +144,7 @@ def _imported(archive: tarfile.TarFile, skipped: dict[str, str]) -> Iterator[Fil
         yield file_of(entry.place, [data])
 
 
-def _shown(work: str, entries: Iterable[T]) -> Iterator[T]:
+def shown(work: str, entries: Iterable[T]) -> Iterator[T]:
     """The entries, with a progress bar if standard error is a terminal."""
     return iter(tqdm(entries, desc=work, unit=" entries", leave=False, disable=None))
 

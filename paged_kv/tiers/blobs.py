@@ -21,8 +21,8 @@ class RemoteFault(OSError):
     """
 
     def __init__(self, error: BaseException, *, is_full: bool = False) -> None:
-        super().__init__("a call to the server failed")
         self.kind = type(error).__name__
+        super().__init__(f"a call to the server failed with {self.kind}")
         self.is_full = is_full
 
 
