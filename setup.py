@@ -31,7 +31,12 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 # GCC 12 warns of its own headers: __m512i __Y = __Y. Clang does not know the second of these.
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 INSTRUCTION_SETS: dict[str, dict[str, list[str]]] = {
-    "x86_64": {"avx512": AVX512, "avx2": AVX2, "generic": []},
+    "x86_64": {
+        "avx512": AVX512,
+        "avx512_bf16": [*AVX512, "-mavx512bf16"],
+        "avx2": AVX2,
+        "generic": [],
+    },
     "aarch64": {"neon": [], "generic": []},
 }
 

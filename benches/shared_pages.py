@@ -7,6 +7,7 @@ sides take turns in one process: the same kernels told which pages rows share (t
     N rows behind T   one query token for each row, behind a shared prompt and with tokens of its
                       own. Bytes of pages are what the kernels count
     N rows of T       rows that share nothing
+    in pairs          together, with avx512bf16, where the machine has it and pages are bfloat16
     tree              the look itself, for 64 rows: of tables of which none has changed since the
                       last step, of which one has, and of new ones; and an array of all tables,
                       which the kernels need besides
@@ -34,6 +35,7 @@ from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
 KV_HEADS, DIM, QUERY_HEADS = 8, 128, 32
 STRIDE = 1 << 16
 OWN = PAGE_SIZE
+PAIRS = "avx512bf16"
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
 # Rows, and tokens of the prompt that they share.
 SHARED = ((16, 8 * 1024), (8, 32 * 1024), (16, 2 * 1024), (32, 2 * 1024))
@@ -81,15 +83,29 @@ def decode(
     def attend(batch: AttentionMetadata) -> Callable[[], None]:
         return lambda: mx.eval(pages.attend(queries, batch, Attention(DIM**-0.5)))
 
-    sides = attend(metadata), attend(apart(metadata))
+    library, default = backend.library, backend.library.instruction_set
+
+    def in_pairs() -> None:
+        library.use_instruction_set(PAIRS)
+        attend(metadata)()
+        library.use_instruction_set(default)
+
+    sides = [attend(metadata), attend(apart(metadata))]
+    if dtype == mx.bfloat16 and PAIRS in library.instruction_sets:
+        sides.append(in_pairs)
     read = []
-    for side in sides:
+    for side in sides[:2]:
         before = backend.library.page_bytes_read
         side()
         read.append(backend.library.page_bytes_read - before)
-    together, alone = in_turns(*sides, repetitions=21)
+    together, alone, *paired = in_turns(*sides, repetitions=21)
     held = len(used) * pages.page_bytes(FP16)
-    return {
+    figures = (
+        {}
+        if not paired
+        else {"in_pairs_seconds": median(paired[0]), "in_pairs_times": ratio(alone, paired[0])}
+    )
+    return figures | {
         "together_seconds": median(together),
         "apart_seconds": median(alone),
         "times": ratio(alone, together),

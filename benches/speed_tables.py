@@ -168,9 +168,10 @@ def shared_pages(figures: Figures) -> str:
                     f"{of['times']:.2f}",
                     megabytes(of["together_bytes"]),
                     megabytes(of["apart_bytes"]),
+                    f"{of['in_pairs_times']:.2f}" if "in_pairs_times" in of else "",
                 )
             )
-    head = ("together", "apart", "times as fast", "read together", "read apart")
+    head = ("together", "apart", "times as fast", "read together", "read apart", "avx512bf16")
     tree = figures["tree"]
     look = (
         f"The look for shared pages, {figures['tree_rows']} tables of {figures['tree_pages'] + 1} "

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from paged_kv.integrations.server.generation.batched_rows import BatchedRows
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PagedRunningServer,
@@ -60,17 +61,35 @@ def test_prompts_that_come_together_compute_what_they_share_once(step_size: str)
         assert_idle_pools_hold_nothing(running)
 
 
-def test_users_of_other_salts_do_not_wait_for_each_other() -> None:
-    with paged_server(*LLAMA, "--max-kv-bytes", "64MB") as running:
+@pytest.mark.parametrize(("salts", "waits"), [("ab", False), ("aa", True)])
+def test_users_of_other_salts_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, salts: str, waits: bool
+) -> None:
+    """As they find nothing of each other."""
+    steps, begun = [0], []
+
+    def step(rows: BatchedRows) -> Any:
+        steps[0] += 1
+        return original_step(rows)
+
+    def begin(rows: BatchedRows, *job: Any) -> None:
+        begun.append(steps[0])
+        original_begin(rows, *job)
+
+    original_step, original_begin = BatchedRows.step, BatchedRows.begin
+    monkeypatch.setattr(BatchedRows, "step", step)
+    monkeypatch.setattr(BatchedRows, "begin", begin)
+    with paged_server(*LLAMA, "--max-kv-bytes", "64MB", "--prefill-step-size", "128") as running:
         running.hold_until_submitted(2)
         with ThreadPoolExecutor(2) as clients:
-            answers = list(
+            list(
                 clients.map(
                     lambda salt: asked(running, prompts()[0], extra_body={"cache_salt": salt}),
-                    ["a", "b"],
+                    salts,
                 )
             )
-        assert [cached for _, cached in answers] == [0, 0]
+    # A prompt takes 5 steps. One request begins in each.
+    assert (begun[1] - begun[0] > 1) == waits
 
 
 def test_no_prompt_waits_for_a_much_longer_one() -> None:
@@ -89,8 +108,8 @@ def test_no_prompt_waits_for_a_much_longer_one() -> None:
 
 
 def test_shared_pages_count_once_for_all_that_begin() -> None:
-    """Alone each takes 3 of the 12 blocks to begin, and behind a running one 1."""
-    with paged_server(*LLAMA, "--max-kv-bytes", str(12 * BLOCK)) as running:
+    """Alone each takes 3 of the 9 blocks to begin, and behind a running one 1."""
+    with paged_server(*LLAMA, "--max-kv-bytes", str(9 * BLOCK)) as running:
         create = running.client().completions.create
         streams = [
             create(model=NAME, prompt=prompt, max_tokens=100, stream=True, logit_bias=GO_ON)

@@ -233,3 +233,14 @@ def test_rows_that_end_early_do_not_part_those_around_them(pages: LayerPages) ->
     )
     token = pages.layout_of(0).page_bytes // PAGE_SIZE
     assert found == (2 * PAGE_SIZE + 88 + 98) * token
+
+
+@pytest.mark.parametrize("length", [1, 50, 51])
+def test_what_lies_behind_the_last_token_is_not_read(pages: LayerPages, length: int) -> None:
+    """It is not finite, and no weight hides that."""
+    pages.load({3: mx.full(pages.page(3).shape, 0xFFFF, dtype=WORD)})
+    metadata = unpadded(((3,),), (length,))
+    step = normal((1, 2, length, 64), mx.bfloat16, 1), normal((1, 2, length, 64), mx.bfloat16, 2)
+    pages.write(*step, metadata)
+    output, _ = attended(pages, metadata, [normal((1, 8, 1, 64), mx.bfloat16, 3)], scale=0.125)
+    assert np.isfinite(np.asarray(output.astype(mx.float32))).all()

@@ -6,6 +6,7 @@
 // multiplied the page's values are fetched, and the next page's keys while values are.
 #pragma once
 
+#include "bf16_pairs.h"
 #include "byte_keys.h"
 #include "multiply_groups.h"
 #include "multiply_rows.h"
@@ -15,10 +16,20 @@
 
 namespace {
 
-// How keys are multiplied: by the number of their format, or this.
-constexpr int Q4_IN_BYTES = FORMATS;
+// How keys and values are multiplied: by the number of their format, or one of these.
+constexpr int Q4_IN_BYTES = FORMATS, BF16_IN_PAIRS = FORMATS + 1;
+
+bool in_pairs(const Attention& a, const RowRun& run, int dim) {
+  return HAS_BF16_PRODUCTS && run.format == PAGED_KV_BF16 && a.q_format == PAGED_KV_BF16 &&
+         go_in_pairs(dim);
+}
+
+int value_products(const Attention& a, const RowRun& values) {
+  return in_pairs(a, values, a.v_dim) ? BF16_IN_PAIRS : values.format;
+}
 
 int key_products(const Attention& a, const RowRun& keys) {
+  if (in_pairs(a, keys, a.k_dim)) return BF16_IN_PAIRS;
   bool in_bytes = HAS_BYTE_PRODUCTS && keys.format == PAGED_KV_Q4 && a.q_format != PAGED_KV_F32;
   return in_bytes ? Q4_IN_BYTES : keys.format;
 }
@@ -26,7 +37,9 @@ int key_products(const Attention& a, const RowRun& keys) {
 template <int PRODUCTS, int G>
 void multiply_keys(const RowRun& keys, int count, int dim, const float* q, float* scales,
                    float* scores, const Next& next) {
-  if constexpr (PRODUCTS == Q4_IN_BYTES)
+  if constexpr (PRODUCTS == BF16_IN_PAIRS)
+    multiply_paired_keys<G>(keys, count, dim, q, scores, next);
+  else if constexpr (PRODUCTS == Q4_IN_BYTES)
     multiply_byte_keys<G>(keys, count, dim, q, scales, scores, next);
   else if constexpr (is_quantised(PRODUCTS))
     multiply_group_keys<PRODUCTS, G>(keys, count, dim, q, scales, scores, next);
@@ -34,39 +47,43 @@ void multiply_keys(const RowRun& keys, int count, int dim, const float* q, float
     multiply_row_keys<PRODUCTS, G>(keys, count, dim, q, QUERY_FLOATS, scores, next);
 }
 
-template <int FORMAT, int G>
-void multiply_values(const RowRun& values, int count, int dim, float* scales, const float* weights,
+template <int PRODUCTS, int G>
+void multiply_values(const RowRun& values, int count, int dim, float* scales, float* weights,
                      const float* rescale, float* out, int stride, const Next& next) {
-  if constexpr (is_quantised(FORMAT))
-    multiply_group_values<FORMAT, G>(values, count, dim, scales, weights, rescale, out, stride, next);
+  if constexpr (PRODUCTS == BF16_IN_PAIRS)
+    multiply_paired_values<G>(values, count, dim, weights, rescale, out, stride, next);
+  else if constexpr (is_quantised(PRODUCTS))
+    multiply_group_values<PRODUCTS, G>(values, count, dim, scales, weights, rescale, out, stride, next);
   else
-    multiply_row_values<FORMAT, G>(values, count, dim, weights, rescale, out, stride, next);
+    multiply_row_values<PRODUCTS, G>(values, count, dim, weights, rescale, out, stride, next);
 }
 
 typedef void (*MultiplyKeys)(const RowRun&, int, int, const float*, float*, float*, const Next&);
-typedef void (*MultiplyValues)(const RowRun&, int, int, float*, const float*, const float*, float*,
-                               int, const Next&);
+typedef void (*MultiplyValues)(const RowRun&, int, int, float*, float*, const float*, float*, int,
+                               const Next&);
 
-template <int FORMAT>
+template <int PRODUCTS>
 struct ForGroup {
   static constexpr MultiplyKeys keys[] = {
-      multiply_keys<FORMAT, 1>, multiply_keys<FORMAT, 2>, multiply_keys<FORMAT, 3>,
-      multiply_keys<FORMAT, 4>, multiply_keys<FORMAT, smaller(5, MAX_GROUP)>,
-      multiply_keys<FORMAT, smaller(6, MAX_GROUP)>, multiply_keys<FORMAT, smaller(7, MAX_GROUP)>,
-      multiply_keys<FORMAT, MAX_GROUP>};
+      multiply_keys<PRODUCTS, 1>, multiply_keys<PRODUCTS, 2>, multiply_keys<PRODUCTS, 3>,
+      multiply_keys<PRODUCTS, 4>, multiply_keys<PRODUCTS, smaller(5, MAX_GROUP)>,
+      multiply_keys<PRODUCTS, smaller(6, MAX_GROUP)>, multiply_keys<PRODUCTS, smaller(7, MAX_GROUP)>,
+      multiply_keys<PRODUCTS, MAX_GROUP>};
   static constexpr MultiplyValues values[] = {
-      multiply_values<FORMAT, 1>, multiply_values<FORMAT, 2>, multiply_values<FORMAT, 3>,
-      multiply_values<FORMAT, 4>, multiply_values<FORMAT, smaller(5, MAX_GROUP)>,
-      multiply_values<FORMAT, smaller(6, MAX_GROUP)>,
-      multiply_values<FORMAT, smaller(7, MAX_GROUP)>, multiply_values<FORMAT, MAX_GROUP>};
+      multiply_values<PRODUCTS, 1>, multiply_values<PRODUCTS, 2>, multiply_values<PRODUCTS, 3>,
+      multiply_values<PRODUCTS, 4>, multiply_values<PRODUCTS, smaller(5, MAX_GROUP)>,
+      multiply_values<PRODUCTS, smaller(6, MAX_GROUP)>,
+      multiply_values<PRODUCTS, smaller(7, MAX_GROUP)>, multiply_values<PRODUCTS, MAX_GROUP>};
 };
 
 constexpr const MultiplyKeys* MULTIPLY_KEYS[] = {
     ForGroup<0>::keys, ForGroup<1>::keys, ForGroup<2>::keys, ForGroup<3>::keys, ForGroup<4>::keys,
-    ForGroup<HAS_BYTE_PRODUCTS ? Q4_IN_BYTES : PAGED_KV_Q4>::keys};
-constexpr const MultiplyValues* MULTIPLY_VALUES[FORMATS] = {
+    ForGroup<HAS_BYTE_PRODUCTS ? Q4_IN_BYTES : PAGED_KV_Q4>::keys,
+    ForGroup<HAS_BF16_PRODUCTS ? BF16_IN_PAIRS : PAGED_KV_BF16>::keys};
+constexpr const MultiplyValues* MULTIPLY_VALUES[] = {
     ForGroup<0>::values, ForGroup<1>::values, ForGroup<2>::values, ForGroup<3>::values,
-    ForGroup<4>::values};
+    ForGroup<4>::values, nullptr,
+    ForGroup<HAS_BF16_PRODUCTS ? BF16_IN_PAIRS : PAGED_KV_BF16>::values};
 
 // Turns the scores [from, to) of `count` into weights, the others into 0; returns the factor that
 // rescales earlier weighted sums.
@@ -99,7 +116,7 @@ class Queries {
   static size_t floats(int rows) { return (size_t)(2 * ORDERS * rows + 1) * QUERY_FLOATS; }
 
   const float* for_products(int products, bool rotated) {
-    int order = is_quantised(products) ? products - PAGED_KV_Q8 + 1 : 0;
+    int order = products >= PAGED_KV_Q8 ? products - PAGED_KV_Q8 + 1 : 0;
     int which = 2 * order + rotated;
     float* q = memory_ + (size_t)which * rows_ * QUERY_FLOATS;
     if (!made_[which]) make(q, products, rotated);
@@ -108,7 +125,7 @@ class Queries {
   }
 
  private:
-  static constexpr int ORDERS = 4;  // as they are, arranged for Q8 and for Q4, and in bytes
+  static constexpr int ORDERS = 5;  // as they are, arranged for Q8 and for Q4, in bytes, and in pairs
   const Attention& a_;
   const Task& task_;
   int rows_;
@@ -120,6 +137,11 @@ class Queries {
     float* row = memory_ + (size_t)2 * ORDERS * rows_ * QUERY_FLOATS;
     for (int i = 0; i < task_.block_count; i++)
       for (int r = 0; r < query_rows(a_, task_.blocks[i]); r++, to += QUERY_FLOATS) {
+        if (products == BF16_IN_PAIRS) {
+          read_query_of(a_, *a_.queries, task_.blocks[i], r, 1.f, false, row);
+          arrange_pairs(row, dim, a_.scale, to);
+          continue;
+        }
         read_query(a_, task_.blocks[i], r, rotated, is_quantised(products) ? row : to);
         if (products == PAGED_KV_Q8) arrange<PAGED_KV_Q8>(row, dim, to);
         if (products == PAGED_KV_Q4) arrange<PAGED_KV_Q4>(row, dim, to);
@@ -174,11 +196,14 @@ int64_t attend_few(const Attention& a, const Task& task, float* scratch) {
       if (at + run.count < span.end) following = key_run(a, *blocks, at + run.count, span.end);
       bytes += page_bytes(run, k_dim, v_dim);
       int products = key_products(a, run.keys);
+      // Memory then needs the time of a whole page: fetched later, unshared pages take 1.3 times as long.
+      bool is_quick = products == BF16_IN_PAIRS;
       const float* q = queries.for_products(products, run.keys.rotated) +
                        (size_t)blocks->first_row * QUERY_FLOATS;
       for (int i = 0; i < groups; i++) {
         int g = rows * i / groups, size = rows * (i + 1) / groups - g;
-        Next next = share_of(run.values, run.count, v_dim, i, groups);
+        Next next = is_quick ? share_of(following.keys, following.count, k_dim, i, groups)
+                             : share_of(run.values, run.count, v_dim, i, groups);
         MULTIPLY_KEYS[products][size - 1](run.keys, run.count, k_dim, q + g * QUERY_FLOATS, scales,
                                           scores + g * SCORES, next);
       }
@@ -186,8 +211,9 @@ int64_t attend_few(const Attention& a, const Task& task, float* scratch) {
       sums.set_basis(span, run.values.rotated);
       for (int i = 0; i < groups; i++) {
         int g = rows * i / groups, size = rows * (i + 1) / groups - g;
-        Next next = share_of(following.keys, following.count, k_dim, i, groups);
-        MULTIPLY_VALUES[run.values.format][size - 1](run.values, run.count, v_dim, scales,
+        Next next = is_quick ? share_of(following.values, following.count, v_dim, i, groups)
+                             : share_of(following.keys, following.count, k_dim, i, groups);
+        MULTIPLY_VALUES[value_products(a, run.values)][size - 1](run.values, run.count, v_dim, scales,
                                                      scores + g * SCORES, rescale + g,
                                                      part.values + (size_t)g * stride, stride, next);
       }

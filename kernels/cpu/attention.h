@@ -113,6 +113,6 @@ struct Kernels {
 // The run of tokens that begins at a position of a row and ends before `end`.
 KeyRun key_run(const Attention&, const QueryBlock&, int position, int end);
 
-extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
+extern const Kernels avx512_kernels, avx512_bf16_kernels, avx2_kernels, neon_kernels, generic_kernels;
 
 }  // namespace paged_kv

@@ -39,13 +39,20 @@ bool has_avx512() {
   return has_avx2() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & ALL) == ALL &&
          system_saves(0xe6);
 }
+
+bool has_avx512_bf16() {
+  unsigned a, b, c, d;
+  constexpr unsigned BF16 = 1u << 5;
+  return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & BF16);
+}
 #endif
 
-// The best first.
+// The one to use first; the others where they are asked for by name.
 std::vector<const Kernels*> usable() {
   std::vector<const Kernels*> found;
 #if defined(__x86_64__)
   if (has_avx512()) found.push_back(&avx512_kernels);
+  if (has_avx512_bf16()) found.push_back(&avx512_bf16_kernels);
   if (has_avx2()) found.push_back(&avx2_kernels);
 #elif defined(__aarch64__)
   found.push_back(&neon_kernels);

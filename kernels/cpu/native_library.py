@@ -132,7 +132,7 @@ class NativeLibrary:
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """The library's instruction sets that this machine supports, the best first."""
+        """The library's instruction sets that this machine supports; the first is the default."""
         names: bytes = self._library.paged_kv_instruction_sets()
         return tuple(names.decode().split(","))
 

@@ -76,10 +76,10 @@ typedef struct {
   float* log_sum_exp;           // [batch, q_heads, S] natural logarithms, or null
 } PagedKvOptions;
 
-// The instruction sets that this library has and this machine supports, the best first, separated
-// by commas.
+// The instruction sets that this library has and this machine supports, separated by commas. The
+// first is the default.
 PAGED_KV_EXPORT const char* paged_kv_instruction_sets(void);
-// Which of them later calls use; nonzero if there is no such set. The best, until one is chosen.
+// Which of them later calls use; nonzero if there is no such set. The first, until one is chosen.
 PAGED_KV_EXPORT int paged_kv_use_instruction_set(const char* name);
 // How many threads later calls use, the caller's included.
 PAGED_KV_EXPORT void paged_kv_use_threads(int32_t count);

@@ -6,6 +6,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define HAS_BYTE_PRODUCTS 1  // `byte_keys.h` is for this instruction set
+#ifdef __AVX512BF16__
+#define HAS_BF16_PRODUCTS 1  // and `bf16_pairs.h` too
+#else
+#define HAS_BF16_PRODUCTS 0
+#endif
 
 namespace {
 
@@ -157,7 +162,7 @@ INLINE void sum_lanes(const vec* x, float* sums) {
   store(sums, sum_blocks(first, sum_blocks(sums_of_four(x + 8), sums_of_four(x + 12))));
   if (COUNT == 16) return;
   vec last = sum_blocks(sums_of_four(x + 16), sums_of_four(x + 20));
-  _mm256_storeu_ps(sums + 16, _mm512_castps512_ps256(sum_blocks(last, last)));
+  _mm512_mask_storeu_ps(sums + 16, 0x00ff, sum_blocks(last, last));
 }
 
 // The products of unsigned with signed bytes, added up in twos to 16 bits.
@@ -185,5 +190,32 @@ INLINE void sum_every_fourth(const vec* x, float* sums) {
   }
   store(sums, sum_blocks(sum_blocks(rows[0], rows[1]), sum_blocks(rows[2], rows[3])));
 }
+
+#if HAS_BF16_PRODUCTS
+// The products of bfloat16 numbers, added up in twos and to the sums.
+INLINE vec add_paired_products(vec sums, words x, words y) {
+  return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)y);
+}
+// Numbers of two rows in pairs: those of the lower halves of each 128 bits, and of the upper halves.
+INLINE words paired_low(words x, words y) { return _mm512_unpacklo_epi16(x, y); }
+INLINE words paired_high(words x, words y) { return _mm512_unpackhi_epi16(x, y); }
+// 32 floats in the order of these pairs, and back.
+INLINE vec low_of_pairs(vec first, vec second) {
+  const __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  return _mm512_permutex2var_ps(first, at, second);
+}
+INLINE vec high_of_pairs(vec first, vec second) {
+  const __m512i at = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  return _mm512_permutex2var_ps(first, at, second);
+}
+INLINE vec first_of_pairs(vec low, vec high) {
+  const __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  return _mm512_permutex2var_ps(low, at, high);
+}
+INLINE vec second_of_pairs(vec low, vec high) {
+  const __m512i at = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  return _mm512_permutex2var_ps(low, at, high);
+}
+#endif
 
 }  // namespace

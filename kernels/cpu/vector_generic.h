@@ -6,6 +6,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define HAS_BYTE_PRODUCTS 0
+#define HAS_BF16_PRODUCTS 0
 
 namespace {
 
