@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -94,6 +94,27 @@ def test_pages_that_fill_and_windows_that_wrap(name: str, page_format: str) -> N
     )
     assert got == expected
     assert recordings.repeated >= 20
+
+
+def test_prompts_that_are_read_token_by_token() -> None:
+    """In a ragged batch, whose shorter rows get padding."""
+    model = small_model("qwen3_next")
+
+    def run(factory: PagedCacheFactory) -> Any:
+        generator = BatchGenerator(
+            model, max_tokens=4, prefill_step_size=1, prefill_batch_size=2, completion_batch_size=2
+        )
+        prompts = [PROMPT, PROMPT[:3]]
+        uids = generator.insert(prompts, caches=[factory.make_cache() for _ in prompts])
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        for _ in range(30):
+            for response in generator.next()[1]:
+                tokens[response.uid].append(response.token)
+        return list(tokens.values())
+
+    expected, got, recordings = both(model, run)
+    assert got == expected
+    assert recordings.reason is None
 
 
 def test_forks_go_on_by_themselves() -> None:

@@ -35,7 +35,7 @@ class Recording:
     def __init__(
         self, call: ModelCall, tokens: mx.array, caches: list[Any], step: RecordableStep
     ) -> None:
-        trace = _Trace(call, caches, step)
+        trace = StepFunction(call, caches, step)
         arrays = [tokens, *step.arrays(), *cache_states.arrays_of(_unpaged(caches))]
         waiting = [trace]  # not kept afterwards: it holds the step
         self._repeat = mx.compile(lambda *given: waiting.pop()(*given))
@@ -67,14 +67,14 @@ def require_no_numbers(
         NotRecordable: the graphs differ, so that a recording would hold a number of its step.
         Exception: see `Recording` and `exported_graph`.
     """
-    trace = _Trace(call, caches, step)
+    trace = StepFunction(call, caches, step)
     arrays = [tokens, *step.arrays(), *cache_states.arrays_of(_unpaged(caches))]
     one, other = (exported_graph(trace.earlier_by(count), arrays) for count in (0, 1))
     if one != other:
         raise NotRecordable("its operations depend on how many tokens there are")
 
 
-class _Trace:
+class StepFunction:
     """A model's step as a function of arrays, for MLX to trace.
 
     Attributes:
