@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -96,25 +96,28 @@ def test_pages_that_fill_and_windows_that_wrap(name: str, page_format: str) -> N
     assert recordings.repeated >= 20
 
 
-def test_prompts_that_are_read_token_by_token() -> None:
-    """In a ragged batch, whose shorter rows get padding."""
-    model = small_model("qwen3_next")
+def test_steps_of_padding_are_not_recorded() -> None:
+    model = small_model("llama")
 
     def run(factory: PagedCacheFactory) -> Any:
-        generator = BatchGenerator(
-            model, max_tokens=4, prefill_step_size=1, prefill_batch_size=2, completion_batch_size=2
-        )
-        prompts = [PROMPT, PROMPT[:3]]
-        uids = generator.insert(prompts, caches=[factory.make_cache() for _ in prompts])
-        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-        for _ in range(30):
-            for response in generator.next()[1]:
-                tokens[response.uid].append(response.token)
-        return list(tokens.values())
+        rows = [factory.make_cache() for _ in range(2)]
+        for row in rows:
+            mx.eval(model(mx.array([PROMPT]), cache=row))
+            mx.eval(model(mx.array([[7]]), cache=row))
+        cache = [one.merge([one, other]) for one, other in zip(*rows, strict=True)]
+        for each in cache:
+            each.prepare(lengths=[4, 1], right_padding=[0, 3])
+        tokens = mx.array([[5, 6, 7, 8], [9, 0, 0, 0]])
+        for at in range(4):
+            mx.eval(model(tokens[:, at : at + 1], cache=cache))
+        for each in cache:
+            each.finalize()
+        logits = [model(mx.array([[3], [token]]), cache=cache) for token in range(3)]
+        return mx.argmax(mx.stack(logits), axis=-1).tolist()
 
     expected, got, recordings = both(model, run)
     assert got == expected
-    assert recordings.reason is None
+    assert recordings.repeated == 2 + 3
 
 
 def test_forks_go_on_by_themselves() -> None:
@@ -262,6 +265,56 @@ def small_llama_that(asks: Any) -> Any:
     model: Any = small_model("llama")
     model.__class__ = type("Asking", (AsksForNumbers,), {"asks": staticmethod(asks)})
     return model
+
+
+class Counts(llama.Model):
+    """A llama that counts its steps in an array of its own."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        self.steps = getattr(self, "steps", mx.zeros(())) + 1
+        return super().__call__(inputs, cache, **options) * self.steps
+
+
+def test_a_model_that_counts_its_steps_goes_on_counting() -> None:
+    model: Any = small_model("llama")
+    model.__class__ = Counts
+    factory = new_factory(model)
+    cache = factory.make_cache()
+    model.steps = mx.zeros(())
+    for token in (PROMPT, [1], [2], [3]):
+        mx.eval(model(mx.array([token]), cache=cache))
+    assert model.steps.item() == 4
+    reason = recordings_of(factory).reason
+    assert reason == "it replaces its own arrays or settings in each step"
+
+
+def test_a_model_may_ask_for_positions_after_its_write() -> None:
+    def of_the_positions(cache: Any, logits: mx.array) -> Any:
+        positions = mx.array(cache.offset).reshape(-1, 1, 1)
+        return 9 * mx.sin(positions * mx.arange(logits.shape[-1]))
+
+    model = small_llama_that(of_the_positions)
+    expected, got, recordings = both(
+        model, lambda factory: greedy(model, PROMPT, factory.make_cache(), 6)
+    )
+    assert got == expected
+    assert recordings.repeated >= 4
+
+
+def test_another_model_of_the_class_takes_no_recording() -> None:
+    model, other = small_model("llama"), small_model("llama", seed=1)
+    factory = new_factory(model)
+    cache = factory.make_cache()
+    greedy(model, PROMPT, cache, 4)
+    expected = greedy(other, PROMPT, new_factory(other, compile=False).make_cache(), 8)
+    assert greedy(other, PROMPT, factory.make_cache(), 8) == expected
+
+
+def test_keys_and_values_that_are_gathered_are_not_recorded() -> None:
+    model = small_model("llama")
+    factory = new_factory(model, always_gather=True)
+    greedy(model, PROMPT, factory.make_cache(), 4)
+    assert recordings_of(factory).reason == "layer 0 gathers its keys and values"
 
 
 def test_a_full_pool_refuses_a_recorded_step_like_any_other() -> None:
