@@ -290,6 +290,60 @@ def _kept_of(told: Figures) -> str:
     return f"{percent(told['bytes'])} of bytes, {100 * told['hits']:.1f}% of hits"
 
 
+def tier_faults(figures: Figures) -> str:
+    """Killed servers and writers, and forged entries."""
+    servers, writers, forged = (figures[name] for name in ("servers", "writers", "forged"))
+    rows = [
+        ("servers killed at a random moment", count(servers["kills"])),
+        ("writers killed at a random moment", count(writers["kills"])),
+        ("entries read meanwhile and afterwards", count(servers["reads"] + writers["reads"])),
+        ("of them wrong", count(servers["wrong"] + writers["wrong"])),
+        ("longest wait of a caller", f"{millis(servers['longest_seconds'])}"),
+        ("forged and damaged entries read", count(forged["entries"])),
+        ("of them accepted", count(forged["accepted"])),
+    ]
+    return table(("tier on Redis", "count"), rows)
+
+
+def tiers(figures: Figures) -> str:
+    """What a server gives, beside a folder and beside computing."""
+    read, first, other = (figures[name] for name in ("read", "first_token", "other_server"))
+    alone, handed = other["alone"], other["handed"]
+    rows = [
+        (
+            "pages read from Redis on loopback",
+            _rate(read["redis_bytes_per_second"]),
+            f"{_rate(read['folder_bytes_per_second'])}, a folder in the page cache",
+        ),
+        (
+            f"first token of {first['prompt_tokens']:,} tokens, found on Redis",
+            millis(first["found_seconds"]),
+            f"{millis(first['computed_seconds'])} computed, "
+            f"{first['computed_over_found']:.1f} times",
+        ),
+        (
+            f"first token of {other['prompt_tokens']:,} tokens, computed by another process",
+            millis(handed["quiet"]),
+            f"{millis(alone['quiet'])} in one process",
+        ),
+        (
+            f"the same beside {other['running']} running texts",
+            millis(handed["busy"]),
+            f"{millis(alone['busy'])} in one process",
+        ),
+        (
+            "share of their rate that these texts lose meanwhile",
+            percent(max(0.0, handed["lost"])),
+            f"{percent(alone['lost'])} in one process",
+        ),
+    ]
+    return table(("tier", "measured", "beside"), rows)
+
+
+def _rate(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2g} GB/s"
+
+
 _GETS = {
     "paged": "Attention reads pages",
     "decode": "Attention reads pages while decoding",
@@ -393,6 +447,8 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         page_store,
         page_store_faults,
         store_writes,
+        tier_faults,
+        tiers,
         model_families,
         vision_families,
     )

@@ -418,6 +418,26 @@ FIGURES: dict[str, dict[str, Any]] = {
             "chat": {"memory": {"32768": {"second sight": {"bytes": 0.25, "hits": 0.987}}}},
         },
     },
+    "tiers": {
+        "read": {"redis_bytes_per_second": 6e8, "folder_bytes_per_second": 2e9},
+        "first_token": {
+            "prompt_tokens": 8192,
+            "found_seconds": 0.4,
+            "computed_seconds": 4.0,
+            "computed_over_found": 10.0,
+        },
+        "other_server": {
+            "prompt_tokens": 4096,
+            "running": 8,
+            "alone": {"quiet": 2.0, "busy": 2.5, "lost": 0.9},
+            "handed": {"quiet": 2.1, "busy": 3.5, "lost": -0.1},
+        },
+    },
+    "tier_faults": {
+        "servers": {"kills": 100, "reads": 3000, "wrong": 0, "longest_seconds": 0.12},
+        "writers": {"kills": 100, "reads": 900, "wrong": 0},
+        "forged": {"entries": 10000, "accepted": 0},
+    },
     "copying": {
         "tokens": 1920,
         "rows": {

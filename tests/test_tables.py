@@ -53,6 +53,8 @@ ROWS = {
     "page_store": "| float32: first token of 4,096 tokens, from disk | 250 ms | 5,000 ms cold, "
     "20 times; logits equal |",
     "page_store_faults": "| writers killed at a random moment | 1,000 |",
+    "tiers": "| share of their rate that these texts lose meanwhile | 0% | 90% in one process |",
+    "tier_faults": "| of them accepted | 0 |",
     "store_writes": "| chat | 32,768 | 25% of bytes, 98.7% of hits |",
     "model_families": "- **Attention reads pages** (1): `gpt_oss`",
     "copying": "| q4 | 35% | 94.3% | 35% | 94.3% |",

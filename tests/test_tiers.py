@@ -19,6 +19,7 @@ from paged_kv.tiers.pause import FIRST_S, LONGEST_S, Pause
 from paged_kv.tiers.remote_writer import FULL, PAUSED
 from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
 from tests.generation import greedy
+from tests.store_damage import forged
 from tests.stored_prompts import TEXT, computed, store_of, stored_factory, warm
 from tests.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
 from tests.zoo import small_model
@@ -180,34 +181,6 @@ def test_names_say_nothing_and_entries_are_whole(redis: RedisServer, secret: Pat
         assert name.encode() not in data
 
 
-def damaged(rng: random.Random, entries: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """The entries as somebody without the secret could leave them."""
-    names = list(entries)
-    changed = {}
-    for name, data in entries.items():
-        other = entries[rng.choice(names)]
-        match rng.randrange(7):
-            case 0:
-                at = rng.randrange(len(data))
-                data = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-            case 1:
-                data = data[: rng.randrange(len(data))]
-            case 2:
-                data = data + b"\0"
-            case 3 if other != data:
-                data = other
-            case 4:
-                # Sealed with a guess.
-                sealed = Seal(b"guess" * 8).sealed(name.decode()[9:], [data[HEADER_BYTES:]])
-                data = b"".join(sealed)
-            case 5:
-                data = data[:HEADER_BYTES] + rng.randbytes(len(data) - HEADER_BYTES)
-            case _:
-                data = rng.randbytes(rng.randrange(1, 200))
-        changed[name] = data
-    return changed
-
-
 @pytest.mark.slow
 def test_no_forged_entry_is_used(redis: RedisServer, secret: Path) -> None:
     model, rng = small_model("qwen3"), random.Random(0)
@@ -217,7 +190,7 @@ def test_no_forged_entry_is_used(redis: RedisServer, secret: Path) -> None:
     factory = remote_factory(model, secret, redis.address)
     refused = 0
     for _ in range(60):
-        for key, data in damaged(rng, entries).items():
+        for key, data in forged(rng, entries).items():
             client.set(key, data)
         cache, cached = factory.fetch_cache(TEXT[:1100])
         assert cached == 0

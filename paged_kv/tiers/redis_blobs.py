@@ -21,6 +21,8 @@ from paged_kv.tiers.blobs import RemoteFault
 PREFIX = "paged-kv:"
 # Of reads of 4 MB on loopback, 64 kB gave 2.4 GB/s, 1 MiB 4.4 GB/s and 4 MiB 3.0 GB/s.
 _READ_BYTES = 1 << 20
+# An entry of 16 MB that is read as one piece comes half as fast as one of 4 MB.
+_PIECE_BYTES = 4 << 20
 _REMOVED_AT_ONCE = 1000
 
 
@@ -59,9 +61,16 @@ class RedisBlobs:
             return [int(size) for size in asked.execute()]
 
     def get(self, name: str, nbytes: int) -> Buffer:
+        data, end = memoryview(bytearray(nbytes)), 0
         with _faults():
-            found: Any = self._client.getrange(PREFIX + name, 0, nbytes - 1)
-            return memoryview(found)
+            for start in range(0, nbytes, _PIECE_BYTES):
+                last = min(start + _PIECE_BYTES, nbytes) - 1
+                piece: Any = self._client.getrange(PREFIX + name, start, last)
+                end = start + len(piece)
+                data[start:end] = piece
+                if end <= last:
+                    break
+        return data[:end]
 
     def put(self, name: str, data: Sequence[Buffer]) -> None:
         with _faults():

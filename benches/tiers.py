@@ -1,0 +1,241 @@
+"""Times tiers on servers of this machine: python -m benches.tiers
+
+    read           entries of 16 MB, from a folder in the page cache and from Redis on loopback,
+                   read ahead and verified, in turns
+    first token    of a prompt of 8,192 tokens on stdlib-llama in float32: computed, and found on
+                   Redis by a factory that has nothing else, in turns
+    other server   the first token of a prompt of 4,096 tokens from a server that computes it, and
+                   from one that another process computes it for; and what eight running texts lose
+                   meanwhile. Both processes share the cores of one machine, which is the worst case
+
+Each figure is the median of its repetitions.
+"""
+
+import http.client
+import json
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step
+
+from benches.page_store import model_in, random_tokens
+from benches.results_file import write_result
+from paged_kv import PagedCacheFactory, StoreOptions
+from paged_kv.integrations.bench.timing import ratio, seconds
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.keys import Identity, Link, Place
+from paged_kv.store.lookup import Wanted
+from paged_kv.tiers.opening import open_tiers, store_addresses
+from paged_kv.tiers.tiered_store import TieredStore
+from tests.server_process import server_process
+from tests.tier_servers import SECRET, redis_server
+
+ENTRIES, ENTRY_BYTES, ROUNDS = 16, 16 << 20, 7
+PROMPT, TURNS = 8192, 2
+HANDED, SERVED_TURNS = 4096, 3
+RUNNING, QUIET_S = 8, 4.0
+MEMORY = 1 << 30
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name, redis_server(Path(name)) as server:
+        folder = Path(name)
+        secret = folder / "secret"
+        secret.write_bytes(SECRET)
+        options = StoreOptions(secret=secret)
+        figures = {
+            "blas": BLAS,
+            "read": read(folder / "pages", server.address, options),
+            "first_token": first_token(server.address, options),
+            "other_server": other_server(server.address, secret),
+        }
+    print(figures)
+    print(f"written to {write_result('tiers', figures)}")
+
+
+def read(folder: Path, address: str, options: StoreOptions) -> dict[str, Any]:
+    """Bytes a second of both tiers."""
+    numbers = np.random.default_rng(0)
+    link = Link.root(Identity("bench", "", "", "", "", "fp16", "none", PAGE_SIZE))
+    tokens, entries = random.Random(0).choices(range(1000), k=ENTRIES * PAGE_SIZE), []
+    wanted = Wanted(link, tokens, 0, 0, ("pages 0",), False, PAGE_SIZE)
+    for start in range(0, len(tokens), PAGE_SIZE):
+        link = link.then(tokens[start : start + PAGE_SIZE])
+        words = numbers.integers(0, 1 << 16, ENTRY_BYTES // 2, np.uint16)
+        entries.append(Entry(Place(link, "pages 0"), {"layer.0": words}, ""))
+    times: dict[str, list[float]] = {"folder": [], "redis": []}
+    stores = {
+        name: open_tiers(store_addresses(place), 4 << 30, options)
+        for name, place in (("folder", folder), ("redis", address))
+    }
+    for store in stores.values():
+        for entry in entries:
+            store.save(entry, store.takers(entry.place, 0))
+            store.flush()
+
+    def read_all(store: TieredStore) -> None:
+        (offer, *_) = store.offers(wanted)
+        assert sum(entry is not None for entry in store.read(offer)) == ENTRIES
+
+    for _ in range(ROUNDS):
+        for name, store in stores.items():
+            times[name].append(seconds(partial(read_all, store)))
+    for store in stores.values():
+        store.close()
+    nbytes = ENTRIES * ENTRY_BYTES
+    return {
+        "entry_bytes": ENTRY_BYTES,
+        **{f"{name}_bytes_per_second": nbytes / median(each) for name, each in times.items()},
+        "redis_over_folder": ratio(times["folder"], times["redis"]),
+    }
+
+
+def first_token(address: str, options: StoreOptions) -> dict[str, Any]:
+    """Seconds to the first token of a prompt, computed and found."""
+    model = model_in("float32")
+    tokens = random_tokens(model, PROMPT)
+    answers: list[tuple[int, Any]] = []
+
+    def answered(rest: list[int], cache: Any) -> None:
+        steps = generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=1)
+        answers.extend((int(token), logprobs) for token, logprobs in steps)
+
+    def opened() -> PagedCacheFactory:
+        return PagedCacheFactory(
+            model, store=address, store_options=options, store_bytes=4 << 30, max_bytes=MEMORY
+        )
+
+    def computed() -> None:
+        answered(tokens, PagedCacheFactory(model, max_bytes=MEMORY).make_cache())
+
+    def found() -> None:
+        cache, cached = factory.fetch_cache(tokens)
+        assert cached == (PROMPT - 1) // PAGE_SIZE * PAGE_SIZE, cached
+        answered(tokens[cached:], cache)
+
+    factory = opened()
+    cache = factory.make_cache()
+    answered(tokens, cache)
+    factory.insert_cache(tokens[: PROMPT - 1], cache)
+    factory.close()
+    colds, founds = [], []
+    for _ in range(TURNS):
+        colds.append(seconds(computed))
+        factory = opened()
+        founds.append(seconds(found))
+        factory.close()
+    return {
+        "prompt_tokens": PROMPT,
+        "computed_seconds": median(colds),
+        "found_seconds": median(founds),
+        "computed_over_found": ratio(colds, founds),
+        "tokens_are_equal": len({token for token, _ in answers}) == 1,
+    }
+
+
+def other_server(address: str, secret: Path) -> dict[str, Any]:
+    """What it gains and costs that another process computes a prompt."""
+    tier = ("--store", address, "--store-secret", str(secret), "--dtype", "float32")
+    common = (*tier, "--max-tokens", "2000", "--max-kv-bytes", "1GB")
+    sides: dict[str, dict[str, list[float]]] = {}
+    for turn in range(SERVED_TURNS):
+        for name in ("alone", "handed"):
+            with ExitStack() as stack:
+                port = stack.enter_context(served(common))
+                if name == "handed":
+                    text(port, prompt(999, 300), 2)  # nothing is loaded for the first time later
+                    url = f"http://127.0.0.1:{port}"
+                    handing = ("--prefill-from", url, "--prefill-over", "500")
+                    port = stack.enter_context(served((*common, *handing)))
+                text(port, prompt(1000, 300), 2)
+                quiet = text(port, prompt(2 * turn, HANDED), 1)
+                busy, lost = with_running(port, prompt(2 * turn + 1, HANDED))
+            side = sides.setdefault(name, {})
+            for what, value in (("quiet", quiet), ("busy", busy), ("lost", lost)):
+                side.setdefault(what, []).append(value)
+    medians = {
+        name: {what: median(values) for what, values in side.items()}
+        for name, side in sides.items()
+    }
+    return {
+        "prompt_tokens": HANDED,
+        "running": RUNNING,
+        **medians,
+        "first_token_over_alone": ratio(sides["handed"]["quiet"], sides["alone"]["quiet"]),
+        "lost_over_alone": medians["handed"]["lost"] / medians["alone"]["lost"],
+    }
+
+
+@contextmanager
+def served(options: tuple[str, ...]) -> Iterator[int]:
+    with server_process(*options) as (process, port):
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+        yield port
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(1, 500) for _ in range(length)]
+
+
+def text(port: int, tokens: list[int], most: int) -> float:
+    """Seconds to the first token of an answer."""
+    began = perf_counter()
+    return next(streamed(port, tokens, most)) - began
+
+
+def streamed(port: int, tokens: list[int], most: int) -> Iterator[float]:
+    """The times at which tokens of an answer come."""
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    body = {"prompt": tokens, "max_tokens": most, "stream": True, "store": True}
+    body |= {"logit_bias": {"0": -100}}
+    client.request("POST", "/v1/completions", json.dumps(body))
+    answer = client.getresponse()
+    while line := answer.readline():
+        if line.startswith(b"data: {"):
+            yield perf_counter()
+    client.close()
+
+
+def with_running(port: int, tokens: list[int]) -> tuple[float, float]:
+    """Seconds to a prompt's first token while texts run, and the share of their rate that they
+    lose meanwhile."""
+    times: list[float] = []
+    is_over = threading.Event()
+
+    def run(seed: int) -> None:
+        for at in streamed(port, prompt(500 + seed, 100), 2000):
+            times.append(at)
+            if is_over.is_set():
+                return
+
+    threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in range(RUNNING)]
+    for thread in threads:
+        thread.start()
+    sleep(QUIET_S)
+    began = perf_counter()
+    took = text(port, tokens, 1)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    before = sum(began - QUIET_S / 2 <= at < began for at in times) / (QUIET_S / 2)
+    meanwhile = sum(began <= at < began + took for at in times) / took
+    return took, 1 - meanwhile / before
+
+
+if __name__ == "__main__":
+    main()
