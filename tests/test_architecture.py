@@ -84,8 +84,8 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.generation", "kernels.pages", "sequences"),
     },
     "integrations.doctor": {
-        *("commands", "integrations.bench", "kernels", "kernels.cpu", "kernels.pages"),
-        "kernels.plain",
+        *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
+        *("kernels.pages", "kernels.plain"),
     },
     "integrations.server.http": set(),
     "integrations.server.generation": {

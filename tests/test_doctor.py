@@ -12,13 +12,19 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
-from paged_kv.integrations.doctor import examination, kernel_times, report
+from paged_kv.integrations.doctor import compiled_steps, examination, kernel_times, report
 from paged_kv.integrations.doctor.kernel_times import KernelTime, Size
 from paged_kv.kernels import left_out as left_out_module
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
-from paged_kv.kernels.left_out import forget_left_out, leave_out, left_out, left_out_file
+from paged_kv.kernels.left_out import (
+    COMPILED_STEPS,
+    forget_left_out,
+    leave_out,
+    left_out,
+    left_out_file,
+)
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.backend import Backend
@@ -26,6 +32,9 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FP16
 from paged_kv.kernels.partial_backend import READS, STEP_DECODE, PartialBackend
+from paged_kv.kernels.plain.plain_recorder import PlainRecorder
+from paged_kv.kernels.self_test import Check
+from paged_kv.sequences.recorded_step import NotRecordable, RecordedStep
 from tests.arrays import normal
 from tests.backends import instruction_sets, native_library
 from tests.generation import assert_same_run, greedy
@@ -120,6 +129,110 @@ def test_a_time_is_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.kernel_s, first.plain_s, first.ratio, first.least_ratio) == (6.0, 2.0, 3.0, 2.0)
 
 
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain operations whose recorded steps pay, and few steps."""
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+    monkeypatch.setattr(PlainRecorder, "pays", True)
+    monkeypatch.setattr(compiled_steps, "STEPS", 10)
+    monkeypatch.setattr(compiled_steps, "PROMPT_TOKENS", 252)
+    monkeypatch.setattr(compiled_steps, "LAYERS", 1)
+    monkeypatch.setattr(compiled_steps, "TIMED_STEPS", 1)
+
+
+@pytest.mark.usefixtures("quick", "compiles")
+def test_compiled_steps_are_compared_and_kept_where_they_are_right_and_quick(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_times, "LEAST_LOSS", 1e9)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "pass  compiled steps " in out
+    assert "time  compiled steps " in out
+    assert "ms, steps that Python takes " in out
+    assert not left_out("plain")
+
+
+def _wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RecordedStep.offset_of
+    monkeypatch.setattr(RecordedStep, "offset_of", lambda step, layer: right(step, layer) - 1)
+
+
+def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedStep, "changed", lambda step: [])
+    monkeypatch.setattr(PlainRecorder, "changes", lambda self, tables: 0)
+    monkeypatch.setattr(PlainRecorder, "keep", lambda self, pages, tables, changed: None)
+
+
+def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(step: RecordedStep) -> list[mx.array]:
+        raise NotRecordable("the compiler refuses it")
+
+    monkeypatch.setattr(RecordedStep, "changed", changed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_wrong_positions, "off by 1."),
+        (_nothing_written, "off by nan"),
+        (_refused, "RuntimeError: the compiler refuses it"),
+    ],
+)
+@pytest.mark.usefixtures("quick", "compiles")
+def test_compiled_steps_that_are_wrong_are_left_out(
+    fault: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault(monkeypatch)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  compiled steps " in out
+    assert said in out
+    assert "1 of the checks failed\nsteps are not compiled from now on" in out
+    assert "stand in" not in out
+    assert "slower than" not in out
+    assert list(left_out("plain")) == [COMPILED_STEPS]
+
+
+@pytest.mark.usefixtures("quick", "compiles")
+def test_compiled_steps_that_are_slow_are_left_out_until_they_are_quick_or_reset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiled_steps, "check", lambda: Check(COMPILED_STEPS, lambda: 0.0, 0.1))
+    for undo in (["doctor", "--reset"], ["doctor"]):
+        with monkeypatch.context() as here:
+            here.setattr(compiled_steps, "time", lambda: slow(COMPILED_STEPS))
+            assert main(["doctor"]) == 0
+        out = capsys.readouterr().out
+        assert "SLOW  compiled steps " in out
+        assert "all checks passed\nsteps are not compiled from now on" in out
+        assert "slower than plain operations" not in out
+        assert list(left_out("plain")) == [COMPILED_STEPS]
+        monkeypatch.setattr(
+            compiled_steps, "time", lambda: KernelTime(COMPILED_STEPS, 1.0, 2.0, 0.5, 0.5)
+        )
+        assert main(undo) == 0
+        assert not left_out("plain")
+        capsys.readouterr()
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_says_why_steps_are_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        main(["doctor"])
+        out = capsys.readouterr().out
+        return out[out.index("steps are not compiled: ") :].splitlines()[0][24:]
+
+    assert said() == "MLX cannot record the native backend"
+    with monkeypatch.context() as here:
+        here.setattr(examination, "kernel_times", lambda *_, **__: [slow("decode fp16 float16")])
+        assert said() == "plain operations stand in for some kernels"
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+    assert said() == "they are not known to pay on the plain backend"
+
+
 class Counted(NativeBackend):
     """Notes which reads its kernels serve."""
 
@@ -206,6 +319,11 @@ def test_a_model_without_reading_kernels_gives_the_same_tokens(
 def test_a_wrong_write_leaves_all_kernels_out() -> None:
     leave_out(variant(whole_backend()), {"copy q4 bfloat16": "off by 3"})
     assert choose_backend().name == "plain"
+
+
+def test_compiled_steps_that_are_left_out_leave_the_kernels_in() -> None:
+    leave_out(variant(whole_backend()), {COMPILED_STEPS: "off by 3"})
+    assert choose_backend().name == "native"
 
 
 def test_a_backend_that_is_named_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

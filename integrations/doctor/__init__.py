@@ -2,7 +2,8 @@
 
 doctor_command  the command
 blas            which BLAS MLX runs on
-examination     runs every kernel, and leaves out those that are wrong or slow
+examination     runs every kernel and compiled steps, and leaves out what is wrong or slow
+compiled_steps  compares compiled steps with steps that Python takes
 kernel_times    times reading kernels and plain operations in turns
 report          one file for an issue: this, a quick bench, versions and the log
 """

@@ -15,9 +15,10 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
             "Says which backend is active and why. Runs every kernel once on this device, and "
             "compares its results with attention in float64. Then times the kernels that read "
             "pages beside plain MLX operations. A kernel that is wrong or slower is left out from "
-            "then on: plain operations stand in for it. PAGED_KV_BACKEND selects a whole backend, "
-            "PAGED_KV_ISA the instruction set of the CPU kernels. Exit status 1 if a kernel is "
-            "wrong."
+            "then on: plain operations stand in for it. On GPUs, decode steps that are compiled "
+            "once are compared with steps that Python takes, and left out in the same way. "
+            "PAGED_KV_BACKEND selects a whole backend, PAGED_KV_ISA the instruction set of the CPU "
+            "kernels. Exit status 1 if a kernel or a compiled step is wrong."
         ),
         **examples(
             "paged-kv doctor",
@@ -35,7 +36,9 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "results, chip, memory, versions and the log, without names of users, hosts or folders",
     )
     choice.add_argument(
-        "--reset", action="store_true", help="use all kernels again, and examine none"
+        "--reset",
+        action="store_true",
+        help="use all kernels and compiled steps again, and examine none",
     )
     parser.set_defaults(run=run_doctor)
 
@@ -49,6 +52,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     if arguments.reset:
         forget_left_out()
-        print("no kernel is left out any more")
+        print("nothing is left out any more")
         return 0
     return write_report(arguments.report) if arguments.report else examine()

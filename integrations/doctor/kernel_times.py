@@ -58,7 +58,7 @@ ON_CPU, ON_GPU = Size(2, 1024, 32), Size(8, 8192, 512)
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A kernel beside plain operations.
+    """A kernel beside plain operations, or beside what `other` says.
 
     Attributes:
         name: the kernel's; see `kernel_name`.
@@ -66,6 +66,7 @@ class KernelTime:
         plain_s: the median of theirs.
         ratio: the median of the ratios within a turn, the kernel's time to theirs.
         least_ratio: the least of these ratios.
+        other: what it is compared with.
     """
 
     name: str
@@ -73,15 +74,16 @@ class KernelTime:
     plain_s: float
     ratio: float
     least_ratio: float
+    other: str = "plain operations"
 
     @property
     def is_slow(self) -> bool:
-        """Whether plain operations are quicker in every turn: on a busy machine, equal works differ
+        """Whether the other is quicker in every turn: on a busy machine, equal works differ
         by more than this in some of them."""
         return self.least_ratio > LEAST_LOSS
 
     def __str__(self) -> str:
-        return f"{1e3 * self.kernel_s:.2f} ms, plain operations {1e3 * self.plain_s:.2f} ms"
+        return f"{1e3 * self.kernel_s:.2f} ms, {self.other} {1e3 * self.plain_s:.2f} ms"
 
 
 def kernel_times(backend: Backend, without: Collection[str] = ()) -> Iterator[KernelTime]:
@@ -95,13 +97,20 @@ def kernel_times(backend: Backend, without: Collection[str] = ()) -> Iterator[Ke
             for operation in works[0]:
                 name = kernel_name(operation, page_format, dtype)
                 if name not in without:
-                    yield _timed(name, *(each[operation] for each in works))
+                    kernel, plain = (each[operation] for each in works)
+                    yield timed(name, kernel, plain)
 
 
-def _timed(name: str, kernel: Callable[[], None], plain: Callable[[], None]) -> KernelTime:
+def timed(
+    name: str,
+    kernel: Callable[[], None],
+    plain: Callable[[], None],
+    other: str = KernelTime.other,
+) -> KernelTime:
+    """Time two works in turns."""
     ours, theirs = in_turns(kernel, plain, repetitions=REPETITIONS)
-    least = min(one / other for one, other in zip(ours, theirs, strict=True))
-    return KernelTime(name, median(ours), median(theirs), ratio(ours, theirs), least)
+    least = min(one / two for one, two in zip(ours, theirs, strict=True))
+    return KernelTime(name, median(ours), median(theirs), ratio(ours, theirs), least, other)
 
 
 class _Reads:
