@@ -4,8 +4,15 @@ A decode step of a small llama of 24 layers is built but not computed, in turns 
 caches: a GPU would wait for this. Kernels only make arrays here ("metal", "cuda"), and calls of the
 CPU library return at once ("native"; there a step's awaited arrays are computed as well). "metal,
 recorded" calls the real `mx.fast.metal_kernel`, which MLX takes without a GPU while it exports a
-function: mlx-lm's step is recorded in the same way. Figures are microseconds of the calling
-thread's time a layer, medians, and medians of the ratios within a turn.
+function: mlx-lm's step is recorded in the same way. "metal, compiled" and "cuda, compiled" repeat
+recorded steps, in which each kernel is one operation of MLX's graph. Figures are microseconds of
+the calling thread's time a layer, medians, and medians of the ratios within a turn. Rows of
+compiled steps also have:
+
+    uncompiled_microseconds    the same step, taken by Python
+    recording_steps            what a recording costs, in such steps
+    comparison_steps           what comparing two traces costs, in such steps: a pool does so before
+                               its first recording of one sequence, and of several
 """
 
 import gc
@@ -24,13 +31,20 @@ from mlx_lm.models.cache import make_prompt_cache
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.integrations.bench.timing import ratio, spread
+from paged_kv.integrations.compiled import recordings
 from paged_kv.kernels import backends
 from paged_kv.kernels.cpu.native_library import NativeLibrary
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import DONE
+from paged_kv.kernels.gpu.order import Chain
+from paged_kv.pool.page_pool import PagePool
 
 LAYERS, KV_HEADS, HEAD_DIM = 24, 2, 64
-CONTEXTS, BATCHES, STEPS = (300, 8192), (1, 8), 120
+BACKENDS = ("metal", "metal, compiled", "metal, recorded", "cuda", "cuda, compiled", "native")
+CONTEXTS, BATCHES, TURNS, RECORDINGS = (300, 8192), (1, 8), 60, 7
+# Of a side in a turn, the last one counts: a run takes the same step again and again, and the first
+# finds a processor's caches full of what the other side did.
+STEPS_OF_A_TURN = 3
 
 Step = Callable[[], float]
 
@@ -105,18 +119,12 @@ class RecordedMaker(ArrayMaker):
     def __call__(self, **text: Any) -> Callable[..., Any]:
         made = super().__call__(**text)
         real: Any = mx.fast.metal_kernel(**text)
-        done = mx.zeros(DONE.shape, DONE.dtype)
-        mx.eval(done)
-        is_ordered = text["output_names"][-1] == "done"
 
         def kernel(**arguments: Any) -> Any:
             if not self.is_recording:
                 return made(**arguments)
             self.launches += 1
-            outputs = real(**arguments)
-            if is_ordered:
-                outputs[-1] = done  # the next step must not refer to a recorded token
-            return outputs
+            return real(**arguments)
 
         return kernel
 
@@ -163,9 +171,11 @@ def filled(caches: list[Any], batch: int, context: int) -> list[Any]:
 
 
 def step(model: Any, caches: list[Any], batch: int, maker: ArrayMaker) -> Step:
-    """A step of a token a row. Caches of mlx-lm's are then put back: nothing of it is computed."""
+    """A step of a token a row. Caches of mlx-lm's are then put back, and the next kernel waits for
+    nothing: nothing of the step is computed."""
     tokens = mx.ones((batch, 1), mx.int32)
-    stock = [] if isinstance(caches[0], PagedKVCache) else caches
+    first = caches[0]
+    stock = [] if isinstance(first, PagedKVCache) else caches
 
     def build(inputs: mx.array) -> float:
         # Malloc sorts what earlier steps freed at the next large request, so not within the time.
@@ -181,9 +191,20 @@ def step(model: Any, caches: list[Any], batch: int, maker: ArrayMaker) -> Step:
         took = maker.call(build, tokens)
         for cache, attributes in zip(stock, before, strict=True):
             vars(cache).update(attributes)
+        if isinstance(first, PagedKVCache):
+            _wait_for_nothing(first.pool)
         return took
 
     return seconds
+
+
+def _wait_for_nothing(pool: PagePool) -> None:
+    """Let no kernel wait for the graph of an earlier step, which would grow."""
+    done = mx.zeros(DONE.shape, DONE.dtype)
+    mx.eval(done)
+    for pages in (pages for group in pool.groups for pages in group.pages.values()):
+        if isinstance(pages.kept, Chain):
+            pages.kept.latest = done
 
 
 def _attributes(cache: Any) -> dict[str, Any]:
@@ -196,19 +217,29 @@ def _attributes(cache: Any) -> dict[str, Any]:
 
 def measured(name: str, batch: int, context: int) -> dict[str, Any]:
     """One backend beside mlx-lm's caches."""
-    model = small_llama()
-    maker = RecordedMaker() if "recorded" in name else ArrayMaker()
+    model, maker, is_compiled = small_llama(), maker_of(name), "compiled" in name
     with backend(name, maker):
-        factory = PagedCacheFactory(model, max_bytes=1 << 30)
-        paged = step(model, filled(factory.make_cache(), batch, context), batch, maker)
         stock = step(model, filled(make_prompt_cache(model), batch, context), batch, maker)
-        stock(), paged()
+        _, caches = paged(model, batch, context, compile=False)
+        uncompiled = step(model, caches, batch, maker)
+        sides = [stock, uncompiled]
+        if is_compiled:
+            factory, caches = paged(model, batch, context, compile=True)
+            sides.append(step(model, caches, batch, maker))
+        for side in sides:
+            side()
         launches = maker.launches
-        paged()
+        uncompiled()
         launches = maker.launches - launches
         gc.collect()
-        turns = [(stock(), paged()) for _ in range(STEPS)]
-    ours, theirs = [turn[1] for turn in turns], [turn[0] for turn in turns]
+        turns = [[_last(side) for side in sides] for _ in range(TURNS)]
+        if is_compiled:
+            found = factory.recordings[factory.pool]
+            # Python takes the first step: the pool does not know all layers before.
+            assert (found.reason, found.repeated) == (None, TURNS * STEPS_OF_A_TURN)
+        theirs, python, *_ = columns = [list(times) for times in zip(*turns, strict=True)]
+        ours = columns[-1]
+        costs = recording_costs(model, batch, context, median(python)) if is_compiled else {}
     return {
         "backend": name,
         "batch": batch,
@@ -219,7 +250,62 @@ def measured(name: str, batch: int, context: int) -> dict[str, Any]:
         "spread_of_mlx_lm": spread(theirs),
         "launches_a_layer": launches / LAYERS,
         "decode_characters": _decode_characters(maker),
+        **costs,
     }
+
+
+def _last(side: Step) -> float:
+    """The last of a turn's steps of one side."""
+    return [side() for _ in range(STEPS_OF_A_TURN)][-1]
+
+
+def maker_of(name: str) -> ArrayMaker:
+    """What makes the kernels of a row."""
+    if "compiled" in name:
+        return GraphMaker()
+    return RecordedMaker() if "recorded" in name else ArrayMaker()
+
+
+def paged(
+    model: Any, batch: int, context: int, *, compile: bool
+) -> tuple[PagedCacheFactory, list[Any]]:
+    """A factory, and caches of it that hold `context` tokens a row."""
+    factory = PagedCacheFactory(model, max_bytes=1 << 30, compile=compile)
+    return factory, filled(factory.make_cache(), batch, context)
+
+
+def recording_costs(
+    model: Any, batch: int, context: int, uncompiled_seconds: float
+) -> dict[str, float]:
+    """What the first recordings of several pools cost."""
+    tokens = mx.ones((batch, 1), mx.int32)
+    with _timed("Recording") as recording, _timed("require_no_numbers") as comparison:
+        for _ in range(RECORDINGS):
+            _, caches = paged(model, batch, context, compile=True)
+            for _ in range(2):
+                model(tokens, cache=caches)
+    assert len(recording) == len(comparison) == RECORDINGS
+    return {
+        "uncompiled_microseconds": uncompiled_seconds / LAYERS * 1e6,
+        "recording_steps": median(recording) / uncompiled_seconds,
+        "comparison_steps": median(comparison) / uncompiled_seconds,
+    }
+
+
+@contextmanager
+def _timed(name: str) -> Iterator[list[float]]:
+    """The seconds of each call of a function that `recordings` uses."""
+    times: list[float] = []
+    stock = getattr(recordings, name)
+
+    def call(*arguments: Any) -> Any:
+        began = time.thread_time()
+        result = stock(*arguments)
+        times.append(time.thread_time() - began)
+        return result
+
+    with patch.object(recordings, name, call):
+        yield times
 
 
 def _decode_characters(maker: ArrayMaker) -> int:
@@ -229,7 +315,7 @@ def _decode_characters(maker: ArrayMaker) -> int:
 
 def main() -> None:
     rows = []
-    for name in ("metal", "metal, recorded", "cuda", "native"):
+    for name in BACKENDS:
         for batch in BATCHES:
             for context in CONTEXTS:
                 rows.append(measured(name, batch, context))

@@ -16,16 +16,21 @@ ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Reco
                        cannot batch the model, or its own batch gives other tokens than the same
                        prompts alone (some recurrent layers read padding as text), it says whose
                        tokens those on pages are
+    compiled           whether decode steps are compiled, on plain operations: "yes", or why not
+    compiled_tokens    tokens of both runs with compiled steps: equal to those without, or not
 
 `stock_repeats` tells whether mlx-lm gives the same tokens in two runs alone.
 """
 
 import gc
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from benches.openblas import BLAS
 
@@ -100,13 +105,13 @@ class PagedRuns:
         self._model = model
         self.gathers = 0
         self.gathers_of_decode = 0
-        caches = list(_flat(PagedCacheFactory(model, max_bytes=POOL_BYTES).make_cache()))
+        caches = list(_flat(_factory(model).make_cache()))
         self.layers = sum(isinstance(cache, PagedKVCache) for cache in caches)
         others = [type(cache) for cache in caches if not isinstance(cache, PagedKVCache)]
         self.mlx_lm_caches = dict(Counter(kind.__name__ for kind in others))
 
     def __call__(self, run: Callable[[Any, MakeCache], Tokens]) -> Tokens:
-        factory = PagedCacheFactory(self._model, max_bytes=POOL_BYTES)
+        factory = _factory(self._model)
         tokens = run(self._model, factory.make_cache)
         gc.collect()
         factory.pool.check()
@@ -128,6 +133,26 @@ class PagedRuns:
         if not self.gathers:
             return "paged"
         return "gather" if self.gathers_of_decode else "decode"
+
+
+def _factory(model: Any, *, compile: bool = False) -> PagedCacheFactory:
+    return PagedCacheFactory(model, max_bytes=POOL_BYTES, compile=compile)
+
+
+def compiled(model: Any) -> dict[str, str]:
+    """Whether plain operations take compiled steps of a model, and whether tokens stay the same."""
+    with patch.dict(os.environ, PAGED_KV_BACKEND="plain"):
+        python, factory = _factory(model), _factory(model, compile=True)
+        expected, got = (
+            [attempt(partial(run, model, each.make_cache)) for run in (alone, batched)]
+            for each in (python, factory)
+        )
+    recordings = factory.recordings.get(factory.pool)
+    if recordings is None or (recordings.reason is None and not recordings.repeated):
+        told = "it has no pages"
+    else:
+        told = recordings.reason or "yes"
+    return {"compiled": told, "compiled_tokens": "equal" if got == expected else "differs"}
 
 
 def _flat(caches: Any) -> Iterator[Any]:
@@ -179,6 +204,7 @@ def family(name: str) -> dict[str, Any]:
         "stock_repeats": alone(model, stock_cache) == stock,
         "alone": _compared(ours, stock),
         "batch": _batch_compared(our_batch, stock_batch, stock),
+        **compiled(model),
         **({"stock_batch_error": stock_batch} if isinstance(stock_batch, str) else {}),
         **failures,
     }
@@ -208,7 +234,7 @@ def main() -> None:
         files[name] = family(name)
         gc.collect()
         mx.clear_cache()
-        short = {key: files[name][key] for key in ("gets", "alone", "batch")}
+        short = {key: files[name][key] for key in ("gets", "alone", "batch", "compiled")}
         print(name, *short.values(), sep="  ", file=sys.stderr, flush=True)
     files |= {name: {"gets": "not run", "reason": reason} for name, reason in NOT_RUN.items()}
     counts = dict(Counter(entry["gets"] for entry in files.values()))

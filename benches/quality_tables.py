@@ -362,7 +362,7 @@ def model_families(figures: Figures) -> str:
         names = [_with_reason(name, of) for name, of in files.items() if of["gets"] == gets]
         if names:
             lines.append(f"- **{title}** ({len(names)}): {', '.join(names)}")
-    return "\n".join([*lines, "", *_kept(files), *_exceptions(files)])
+    return "\n".join([*lines, "", *_kept(files), *_exceptions(files), *_compiled(files)])
 
 
 def _with_reason(name: str, entry: Figures) -> str:
@@ -383,6 +383,37 @@ def _kept(files: dict[str, Figures]) -> list[str]:
         f"- Layers that keep mlx-lm's {cache} beside pages ({len(names)}): {quoted(names)}"
         for cache, names in sorted(beside.items())
     ]
+
+
+def _compiled(files: dict[str, Figures]) -> list[str]:
+    """In how many files decode steps are compiled, and why not in the others."""
+    paged = {name: entry for name, entry in files.items() if entry.get("paged_layers")}
+    others: dict[str, list[str]] = {}
+    for name, entry in paged.items():
+        if (told := _why_not_compiled(entry)) is not None:
+            others.setdefault(told, []).append(name)
+    count = len(paged) - sum(map(len, others.values()))
+    return [
+        "- Decode steps are compiled, with the same tokens, "
+        f"in {count} of {len(paged)} files with pages",
+        *(f"  - {reason}: {quoted(names)}" for reason, names in sorted(others.items())),
+    ]
+
+
+_SAID_BY_MLX = {
+    "[eval]": "it asks for numbers in the middle of a step",
+    "[export_function]": "MLX cannot export one of its operations",
+}
+
+
+def _why_not_compiled(entry: Figures) -> str | None:
+    if entry["compiled_tokens"] != "equal":
+        return "tokens differ"
+    told: str = entry["compiled"]
+    for from_mlx, meaning in _SAID_BY_MLX.items():
+        if from_mlx in told:
+            return meaning
+    return None if told == "yes" else told
 
 
 def _exceptions(files: dict[str, Figures]) -> list[str]:

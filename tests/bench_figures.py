@@ -272,7 +272,21 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "spread_of_mlx_lm": 1.01,
                 "launches_a_layer": 1.0,
                 "decode_characters": 7349,
-            }
+            },
+            {
+                "backend": "metal, compiled",
+                "batch": 8,
+                "context": 300,
+                "mlx_lm_microseconds": 80.0,
+                "paged_microseconds": 40.0,
+                "paged_over_mlx_lm": 0.5,
+                "spread_of_mlx_lm": 1.01,
+                "launches_a_layer": 1.0,
+                "decode_characters": 7349,
+                "uncompiled_microseconds": 100.0,
+                "recording_steps": 8.0,
+                "comparison_steps": 32.0,
+            },
         ],
     },
     "whole_model": {

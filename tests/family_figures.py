@@ -34,6 +34,8 @@ FAMILY_FIGURES: dict[str, dict[str, Any]] = {
                 "stock_repeats": True,
                 "alone": "equal",
                 "batch": "equal",
+                "compiled": "yes",
+                "compiled_tokens": "differs",
             },
             "deepseek_v3": {
                 "gets": "decode",
@@ -42,6 +44,8 @@ FAMILY_FIGURES: dict[str, dict[str, Any]] = {
                 "stock_repeats": True,
                 "alone": "equal",
                 "batch": "equal",
+                "compiled": "yes",
+                "compiled_tokens": "equal",
             },
             "gpt_oss": {
                 "gets": "paged",
@@ -50,6 +54,8 @@ FAMILY_FIGURES: dict[str, dict[str, Any]] = {
                 "stock_repeats": True,
                 "alone": "equal",
                 "batch": "differs",
+                "compiled": "ValueError: [eval] Attempting to eval an array",
+                "compiled_tokens": "equal",
             },
             "mamba": {
                 "gets": "own",
@@ -58,6 +64,8 @@ FAMILY_FIGURES: dict[str, dict[str, Any]] = {
                 "stock_repeats": False,
                 "alone": "equal",
                 "batch": "equal",
+                "compiled": "it has no pages",
+                "compiled_tokens": "equal",
             },
         }
     },
