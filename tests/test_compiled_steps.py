@@ -267,6 +267,25 @@ def small_llama_that(asks: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_mlx_cannot_export_is_computed_and_compared(
+    is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asks(cache: Any, logits: mx.array) -> Any:
+        keys, _ = cache.keys_and_values()
+        fused = mx.compile(lambda each: mx.exp(each) + 1)(mx.zeros(logits.shape))
+        return fused if is_right else fused * keys.shape[2]
+
+    model = small_llama_that(asks)
+    expected, got, recordings = both(
+        model, lambda factory: greedy(model, PROMPT, factory.make_cache(), 6)
+    )
+    assert got == expected
+    reason = "its operations depend on how many tokens there are"
+    assert recordings.reason == (None if is_right else reason)
+    assert (recordings.repeated >= 4) == is_right
+
+
 class Counts(llama.Model):
     """A llama that counts its steps in an array of its own."""
 

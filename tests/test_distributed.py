@@ -40,6 +40,18 @@ def test_ranks_give_the_tokens_of_one_process(
 
 
 @pytest.mark.slow
+def test_ranks_give_the_same_tokens_by_compiled_steps(tmp_path: Path) -> None:
+    names = ("llama", "qwen3_5")
+    expected = alone("stories", *names)
+    compiled = {"PAGED_KV_BACKEND": "plain", "PAGED_KV_COMPILE": "1"}
+    found = told(tmp_path, 2, "stories", *names, **compiled)
+    for name in names:
+        assert [each[name] for each in found] == [expected[name]] * 2
+        repeated, other = [each[f"of {name}"]["repeated"] for each in found]
+        assert repeated == other > 20
+
+
+@pytest.mark.slow
 def test_a_pool_that_is_full_on_one_rank_is_full_on_all(tmp_path: Path) -> None:
     found = told(tmp_path, 2, "full")
     assert found[0] == found[1]

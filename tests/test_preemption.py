@@ -97,6 +97,17 @@ def test_greedy_texts_are_equal(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
+def test_compiled_steps_are_preempted_like_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+    monkeypatch.setenv("PAGED_KV_COMPILE", "1")
+    small = assert_equal_under_pressure(small_model(name))
+    assert sum(each.repeated for each in small.recordings.values()) > NEW_TOKENS
+
+
+@pytest.mark.slow
 def test_what_is_evicted_is_computed_again() -> None:
     small = assert_equal_under_pressure(small_model("qwen3"), blocks=4)
     assert 0 < small.stats().tokens_recomputed <= small.stats().preemptions * 535

@@ -18,6 +18,11 @@ LONGEST_COMPARED = 4096
 _stock_contiguous: Callable[..., mx.array] = mx.contiguous
 _exporting = threading.local()
 
+
+class NotExportable(Exception):
+    """MLX cannot export an operation of a graph; the message names it."""
+
+
 Function = Callable[..., Iterable[mx.array]]
 
 
@@ -26,14 +31,18 @@ def exported_graph(function: Function, arrays: list[mx.array]) -> list[str]:
 
     Raises:
         NotRecordable: a constant cannot be computed.
+        NotExportable: MLX cannot export one of the operations.
         Exception: whatever the function raises.
-        ValueError: MLX cannot export one of the operations.
     """
     rebind(_stock_contiguous, contiguous)
     found: list[dict[str, Any]] = []
     _exporting.is_on = True
     try:
         mx.export_function(found.append, function, *arrays)
+    except ValueError as error:
+        if "Unable to get state for primitive" in str(error):
+            raise NotExportable(str(error)) from error
+        raise
     finally:
         _exporting.is_on = False
     return [
