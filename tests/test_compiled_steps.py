@@ -5,6 +5,7 @@ import gc
 import logging
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -383,6 +384,34 @@ def test_a_recording_keeps_no_sequence() -> None:
     gc.collect()
     assert recordings_of(factory).count
     assert factory.stats().blocks_used == 0
+
+
+def test_recordings_end_with_their_factory() -> None:
+    model = small_model("llama")
+    factory = new_factory(model)
+    greedy(model, PROMPT, factory.make_cache(), 4)
+    assert recordings_of(factory).count
+    pool = weakref.ref(factory.pool)
+    del factory
+    gc.collect()
+    assert pool() is None
+
+
+def test_memory_does_not_grow_with_the_number_of_steps() -> None:
+    model = small_model("qwen3")
+    factory = new_factory(model)
+    cache = factory.make_cache()
+    mx.eval(model(mx.array([PROMPT]), cache=cache))
+
+    def held_after(steps: int) -> int:
+        for _ in range(steps):
+            mx.eval(model(mx.array([[5]]), cache=cache))
+        gc.collect()
+        return mx.get_active_memory()
+
+    first = held_after(60)
+    assert held_after(180) <= first
+    assert recordings_of(factory).count == 1
 
 
 @pytest.mark.parametrize("batch", [1, 8])
