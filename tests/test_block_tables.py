@@ -62,6 +62,13 @@ def test_a_prompt_then_tools_then_samples_make_a_tree() -> None:
     assert shared[1] == 0
 
 
+def test_what_fills_shorter_tables_is_an_entry_of_this_step() -> None:
+    """A block of an earlier step may have moved since, and its slab be gone."""
+    before = BlockTables([(7, 8), (1,)])
+    assert before.array.tolist() == [[7, 8], [1, 7]]
+    assert before.after([(3, 4), before[1]]).array.tolist() == [[3, 4], [1, 3]]
+
+
 @examples(200)
 @given(tables, st.data())
 def test_the_next_steps_tables_are_as_if_made_anew(

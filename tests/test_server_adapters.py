@@ -78,6 +78,7 @@ def test_no_adapter_finds_the_prompts_of_another(
     expected = [said(text, adapter) for adapter in each]
     assert len(set(expected)) == 3
     options = ["--model", MODEL, "--allow-model-switch", "--max-kv-bytes", "64MB"]
+    options += ["--store-after", "1"]
     with paged_server(*options, "--store", str(tmp_path)) as running:
         first = [asked(running, text, adapter) for adapter in each]
         assert first == [(answer, 0) for answer in expected]

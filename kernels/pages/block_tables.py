@@ -62,9 +62,9 @@ class BlockTables(tuple[Table, ...]):
         """int32 [B, entries of the longest]. Any valid entry fills up the shorter tables. Do not
         change it."""
         before, self._before = self._before, None
-        longest = max(self, key=len, default=())
-        shape = len(self), len(longest)
-        if before is not None and before.array.shape == shape:
+        shape = len(self), max(map(len, self), default=0)
+        # Another filler: the one before may be a block that there is no more.
+        if before is not None and before.array.shape == shape and before._filler == self._filler:
             array = before.array.copy()
             changed = [row for row, table in enumerate(self) if table is not before[row]]
         else:
@@ -73,8 +73,14 @@ class BlockTables(tuple[Table, ...]):
         for row in changed:
             table = self[row]
             array[row, : len(table)] = table
-            array[row, len(table) :] = longest[0] if longest else 0
+            array[row, len(table) :] = self._filler
         return array
+
+    @cached_property
+    def _filler(self) -> int:
+        """The entry that fills up the shorter tables."""
+        longest = max(self, key=len, default=())
+        return longest[0] if longest else 0
 
     @cached_property
     def shared_pages(self) -> SharedPages | None:
