@@ -48,12 +48,8 @@ def store_of(server: PagedRunningServer) -> Any:
     return factory.store
 
 
-def test_others_are_generated_while_a_prompt_is_fetched(
-    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = servers
-    expected = ask(first, TOKENS)
-    assert store_of(first).flush()
+def let_tiers_wait(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Events: a server was asked for pages, which is noted, and may answer, which is to be set."""
     is_asked, may_answer = threading.Event(), threading.Event()
     asked = RemoteTier.ask
 
@@ -63,6 +59,16 @@ def test_others_are_generated_while_a_prompt_is_fetched(
         return asked(tier, wanted)
 
     monkeypatch.setattr(RemoteTier, "ask", slow)
+    return is_asked, may_answer
+
+
+def test_others_are_generated_while_a_prompt_is_fetched(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    expected = ask(first, TOKENS)
+    assert store_of(first).flush()
+    is_asked, may_answer = let_tiers_wait(monkeypatch)
     told: list[str] = []
     asking = threading.Thread(target=lambda: told.append(ask(second, TOKENS)))
     asking.start()
@@ -84,15 +90,7 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
     first, second = servers
     ask(first, TOKENS)
     assert store_of(first).flush()
-    is_asked, may_answer = threading.Event(), threading.Event()
-    asked = RemoteTier.ask
-
-    def slow(tier: RemoteTier, wanted: Any) -> Any:
-        is_asked.set()
-        assert may_answer.wait(60)
-        return asked(tier, wanted)
-
-    monkeypatch.setattr(RemoteTier, "ask", slow)
+    is_asked, may_answer = let_tiers_wait(monkeypatch)
     client = second.client(timeout=0.5)
     with pytest.raises(Exception, match="timed out"):
         client.completions.create(model="default_model", prompt=TOKENS)

@@ -92,15 +92,15 @@ class StepFunction:
 
     def __init__(self, call: ModelCall, caches: list[Any], step: RecordableStep) -> None:
         self._call, self._caches, self._step = call, caches, step
-        self._num_arrays = len(step.arrays())
         self.written: list[int] = []
         self.num_changed = 0
 
     def __call__(self, *arrays: mx.array, earlier: int = 0) -> list[mx.array]:
-        tokens, *others = arrays
-        recorded = RecordedStep(self._step, others[: self._num_arrays], earlier)
         unpaged = _unpaged(self._caches)
-        states = cache_states.copies_with(unpaged, iter(others[self._num_arrays :]))
+        tokens, *others = arrays
+        first_state = len(others) - len(cache_states.arrays_of(unpaged))
+        recorded = RecordedStep(self._step, others[:first_state], earlier)
+        states = cache_states.copies_with(unpaged, iter(others[first_state:]))
         seen = iter(states)
         stand_ins = [_stand_in(each, recorded, seen) for each in self._caches]
         logits = self._call(tokens, cache=stand_ins)
