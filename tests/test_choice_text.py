@@ -108,7 +108,9 @@ def test_tool_calls_are_told_apart_whole() -> None:
 )
 def test_text_ends_before_a_stop_word(stop: str, text: str) -> None:
     end = "length" if text == "abcd" else "stop"
-    assert joined(read(["a", "b", "c", "d"], "length", stop)) == (text, "", 0, end)
+    deltas = read(["a", "b", "c", "d"], "length", "xy", stop)
+    assert joined(deltas) == (text, "", 0, end)
+    assert deltas[-1].stop_text == (stop if end == "stop" else None)
 
 
 def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paged_kv.integrations.server.completions import conversation
-from paged_kv.integrations.server.completions.answer_bodies import Choice
+from paged_kv.integrations.server.completions.choices import Choice
 from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.conversation import Conversation
 from paged_kv.integrations.server.completions.tool_calls import CallParser

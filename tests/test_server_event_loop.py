@@ -14,8 +14,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4
 from openai import OpenAI
 
-from paged_kv.integrations.server.completions import completion_plan, completions
-from paged_kv.integrations.server.completions.answer_bodies import Answers
+from paged_kv.integrations.server.completions import (
+    answer_bodies,
+    answering,
+    completion_plan,
+)
+from paged_kv.integrations.server.completions.answer_bodies import OpenAIAnswers
 from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
 from paged_kv.integrations.server.generation.jobs import Token
 from paged_kv.integrations.server.http.connection import MOST_READ_BYTES, Connection
@@ -48,12 +52,12 @@ def ask(client: OpenAI, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "more"),
     [
-        (completions, "parse_body", {}),
-        (completions, "make_plan", {}),
+        (answer_bodies, "parse_body", {}),
+        (answering, "make_plan", {}),
         (completion_plan, "stop_machine", {"stop": ["a", "b"]}),
-        (completions, "_read_all", {}),
-        (Answers, "whole", WITH_LOGPROBS),
-        (Answers, "chunk", {**WITH_LOGPROBS, "stream": True}),
+        (answering, "_read_all", {}),
+        (OpenAIAnswers, "whole", WITH_LOGPROBS),
+        (OpenAIAnswers, "news", {**WITH_LOGPROBS, "stream": True}),
     ],
 )
 def test_others_are_answered_during_slow_work(

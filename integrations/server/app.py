@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from paged_kv.integrations.server import status_page
-from paged_kv.integrations.server.completions.completions import Completions
+from paged_kv.integrations.server.completions.answer_bodies import Completions
+from paged_kv.integrations.server.completions.answering import Answering
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.prefill_request import PATH as PREFILL
 from paged_kv.integrations.server.http.api_errors import APIError, error_response
@@ -39,7 +40,7 @@ def make_app(service: Service) -> Starlette:
 
 def _api_routes(service: Service) -> list[BaseRoute]:
     """The routes that mlx-lm's server has too."""
-    chat = Completions(service, ChatBody)
+    chat = Answering(service, Completions(ChatBody))
 
     def models(request: Request) -> Response:
         service.keys.require(request)
@@ -50,8 +51,8 @@ def _api_routes(service: Service) -> list[BaseRoute]:
         return JSONResponse(service.names.described(request.path_params["name"]))
 
     return [
-        Route("/v1/completions", Completions(service, TextBody), methods=["POST"]),
-        Route(PREFILL, Completions(service, PrefillBody), methods=["POST"]),
+        Route("/v1/completions", Answering(service, Completions(TextBody)), methods=["POST"]),
+        Route(PREFILL, Answering(service, Completions(PrefillBody)), methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", models),

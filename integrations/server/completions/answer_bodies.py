@@ -1,4 +1,4 @@
-"""Makes the bodies of responses in OpenAI's form, whole and as the events of a stream."""
+"""OpenAI's completions and chat completions: bodies of requests, answers and events."""
 
 from __future__ import annotations
 
@@ -6,114 +6,76 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from mlx_lm.server import get_system_fingerprint
 
+from paged_kv.integrations.server.completions.choices import Choice, Usage
+from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.http.request_body import parse_body
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
 
 # OpenAI's log probability of an impossible token: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
 
-@dataclass
-class Usage:
-    """The token counts of a request. `accepted_tokens` of the `draft_tokens` were accepted."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    accepted_tokens: int = 0
-    draft_tokens: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **({"completion_tokens_details": self._drafts} if self.draft_tokens else {}),
-        }
-
-    @property
-    def _drafts(self) -> dict[str, int]:
-        """Drafted tokens, as OpenAI counts those of predicted outputs."""
-        return {
-            "accepted_prediction_tokens": self.accepted_tokens,
-            "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
-        }
-
-
-@dataclass
-class Choice:
-    """One choice, as far as it is generated.
-
-    Attributes:
-        index: its number.
-        tokens: those not sent yet, with log probabilities, if the request asked for these.
-        count: the number of all its tokens.
-    """
-
-    index: int
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
-    tokens: list[Token] = field(default_factory=list)
-    count: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it holds nothing yet, tokens aside."""
-        return not (self.text or self.reasoning or self.tool_calls or self.finish_reason)
-
-    def add(self, new: Choice) -> None:
-        """Append a part that was generated since."""
-        self.text += new.text
-        self.reasoning += new.reasoning
-        self.tool_calls += new.tool_calls
-        self.tokens += new.tokens
-        self.finish_reason = new.finish_reason
-
-
-class Answers:
-    """Makes the bodies of the responses to one request.
+class Completions(Interface):
+    """Completions and chat completions.
 
     Args:
-        request_id: identifies the request.
-        model: the name in the request.
+        kind: the schema of bodies.
+    """
+
+    def __init__(self, kind: type[Body]) -> None:
+        self._kind = kind
+
+    def read(self, content: bytes, key: str | None) -> Asked:
+        """See `Interface`."""
+        body = parse_body(content, self._kind)
+        return Asked(body, partial(_answers, body))
+
+
+class OpenAIAnswers(Answers):
+    """What the answers of both have.
+
+    Args:
+        body: of the request.
+        name: identifies the request.
         tokenizer: gives the texts of tokens.
     """
 
     object_name = ""
     chunk_name = ""
     id_prefix = ""
+    last = b"data: [DONE]\n\n"
 
-    def __init__(self, request_id: str, model: str, tokenizer: Any) -> None:
+    def __init__(self, body: Body, name: str, tokenizer: Any) -> None:
         self._head = {
-            "id": f"{self.id_prefix}-{request_id}",
+            "id": f"{self.id_prefix}-{name}",
             "system_fingerprint": get_system_fingerprint(),
-            "model": model,
+            "model": body.model or DEFAULT_MODEL,
             "created": int(time.time()),
         }
+        self._includes_usage = body.includes_usage
         # Texts of tokens: log probabilities name the same ones again and again.
         self._text_of = functools.cache(partial(_text_of, tokenizer))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The response to a request without `stream`."""
+        """See `Answers`."""
         described = [self._described(choice, is_chunk=False) for choice in choices]
         return self._body(self.object_name, described) | {"usage": usage.as_dict()}
 
-    def chunk(self, choice: Choice) -> dict[str, Any]:
-        """A chunk of a stream with one choice's new part."""
-        return self._body(self.chunk_name, [self._described(choice, is_chunk=True)])
+    def news(self, new: Choice) -> list[dict[str, Any]]:
+        """See `Answers`."""
+        return [self._body(self.chunk_name, [self._described(new, is_chunk=True)])]
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a stream with `include_usage`."""
-        return self._body(self.chunk_name, []) | {"usage": usage.as_dict()}
+    def ended(self, usage: Usage) -> list[dict[str, Any]]:
+        """See `Answers`."""
+        if not self._includes_usage:
+            return []
+        return [self._body(self.chunk_name, []) | {"usage": usage.as_dict()}]
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": name, "choices": choices}
@@ -144,7 +106,7 @@ class Answers:
         return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(OpenAIAnswers):
     """Response bodies of /v1/chat/completions."""
 
     object_name = "chat.completion"
@@ -162,20 +124,17 @@ class ChatAnswers(Answers):
         return {"delta" if is_chunk else "message": message}
 
 
-class TextAnswers(Answers):
-    """Response bodies of /v1/completions.
-
-    Args:
-        is_listed: whether to list log probabilities in OpenAI's form for this path; else in the
-            form of chat completions, as mlx-lm does.
-    """
+class TextAnswers(OpenAIAnswers):
+    """Response bodies of /v1/completions."""
 
     object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, request_id: str, model: str, tokenizer: Any, *, is_listed: bool) -> None:
-        super().__init__(request_id, model, tokenizer)
-        self._is_listed = is_listed
+    def __init__(self, body: TextBody, name: str, tokenizer: Any) -> None:
+        super().__init__(body, name, tokenizer)
+        # With a number of alternatives in OpenAI's form for this path; else in the form of chat
+        # completions, as mlx-lm does.
+        self._is_listed = not isinstance(body.logprobs, bool) and body.logprobs is not None
         self._offsets: dict[int, int] = {}
 
     def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
@@ -198,6 +157,12 @@ class TextAnswers(Answers):
             ],
             "text_offset": offsets,
         }
+
+
+def _answers(body: Body, name: str, tokenizer: Any) -> Answers:
+    if isinstance(body, TextBody):
+        return TextAnswers(body, name, tokenizer)
+    return ChatAnswers(body, name, tokenizer)
 
 
 def _text_of(tokenizer: Any, token: int) -> str:

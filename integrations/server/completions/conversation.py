@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 
-from paged_kv.integrations.server.completions.answer_bodies import Choice, Usage
+from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.completions.tool_calls import ChoiceCalls
@@ -131,7 +131,14 @@ class Conversation:
 
     async def _part(self, number: int, delta: Delta) -> Choice:
         calls = await self._calls[number].formatted(delta.calls)
-        return Choice(number, delta.text, delta.reasoning, calls, delta.finish_reason)
+        return Choice(
+            number,
+            delta.text,
+            delta.reasoning,
+            calls,
+            delta.finish_reason,
+            stop_text=delta.stop_text,
+        )
 
     async def _next_event(self) -> Event | None:
         """The next event; None if there is none for a while."""

@@ -33,6 +33,7 @@ class Delta:
         reasoning: of a model that thinks before it answers.
         calls: the texts of tool calls that have ended.
         finish_reason: why the choice ends here; None if it continues.
+        stop_text: the stop word before which it ends, if it does.
         tokens: with log probabilities, if these were asked for: those of which any text is known to
             be before a stop word. The end token has none.
     """
@@ -41,6 +42,7 @@ class Delta:
     reasoning: str = ""
     calls: list[str] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_text: str | None = None
     tokens: list[Token] = field(default_factory=list)
 
 
@@ -77,11 +79,12 @@ class ChoiceText:
         """The part that the next token adds. The last one has a finish reason."""
         if token.logprob is not None and token.finish_reason != "stop":
             self._unlisted.append((self._decoded_length, token))
-        text, is_stopped = self._up_to_stop(self._decoded(token), token.finish_reason)
-        reason = "stop" if is_stopped else token.finish_reason
+        text, stop_text = self._up_to_stop(self._decoded(token), token.finish_reason)
+        reason = token.finish_reason if stop_text is None else "stop"
         self._safe_length += len(text)
-        is_whole = token.finish_reason is not None and not is_stopped
-        delta = Delta(finish_reason=reason, tokens=list(self._listed(is_whole)))
+        is_whole = token.finish_reason is not None and stop_text is None
+        tokens = list(self._listed(is_whole))
+        delta = Delta(finish_reason=reason, stop_text=stop_text, tokens=tokens)
         for state, part in self._segments(text, reason):
             self._add(delta, state, part)
         if reason is not None and self._tool_text:
@@ -107,15 +110,18 @@ class ChoiceText:
         while self._unlisted and (is_whole or self._unlisted[0][0] < self._safe_length):
             yield self._unlisted.popleft()[1]
 
-    def _up_to_stop(self, text: str, finish_reason: str | None) -> tuple[str, bool]:
-        """The part of a text that is certainly before any stop word, and whether one was found."""
+    def _up_to_stop(self, text: str, finish_reason: str | None) -> tuple[str, str | None]:
+        """The part of a text that is certainly before any stop word, and the word, if one was
+        found."""
+        searched = self._stop[3] + text  # what was held back before, too
         self._stop, segments = TextStateMachine.split(self._stop, text)
         safe = "".join(part for _, part in segments)
-        is_stopped = self._stop[0] is None
-        if finish_reason is not None and not is_stopped:
+        if self._stop[0] is None:
+            return safe, searched[len(safe) : len(searched) - len(self._stop[3])]
+        if finish_reason is not None:
             self._stop, held, _ = TextStateMachine.flush(self._stop)
             safe += held
-        return safe, is_stopped
+        return safe, None
 
     def _segments(self, text: str, reason: str | None) -> list[tuple[str, str]]:
         self._state, segments = TextStateMachine.split(self._state, text)

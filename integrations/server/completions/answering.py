@@ -1,4 +1,4 @@
-"""Answers a request for completions, from its body to its last byte."""
+"""Answers a request of any interface, from its body to its last byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,17 +25,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.commands.cache_options import has_servers
-from paged_kv.integrations.server.completions.answer_bodies import Answers, ChatAnswers, TextAnswers
 from paged_kv.integrations.server.completions.completion_plan import Plan, make_plan
 from paged_kv.integrations.server.completions.conversation import Conversation
+from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.jobs import Channel, Job
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.access import salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
-from paged_kv.integrations.server.http.request_body import parse_body, read_body
+from paged_kv.integrations.server.http.request_body import read_body
 from paged_kv.integrations.server.http.request_log import request_id
-from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, PrefillBody, TextBody
+from paged_kv.integrations.server.http.schema import PrefillBody
 from paged_kv.prefix.keeping import Published, Unstored
 
 log = logging.getLogger(__name__)
@@ -35,17 +43,17 @@ log = logging.getLogger(__name__)
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-class Completions:
+class Answering:
     """Answers the requests of one path.
 
     Args:
         service: the server's shared parts.
-        kind: the schema of bodies.
+        interface: reads the requests and writes the answers.
     """
 
-    def __init__(self, service: Service, kind: type[Body]) -> None:
+    def __init__(self, service: Service, interface: Interface) -> None:
         self._service = service
-        self._kind = kind
+        self._interface = interface
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, metrics = Request(scope, receive), self._service.metrics
@@ -58,7 +66,7 @@ class Completions:
         except APIError as error:
             metrics.note_error(error)
             metrics.answered[error.status] += 1
-            raise
+            raise self._interface.told(error) from error
         except Exception:
             metrics.answered[500] += 1
             raise
@@ -68,18 +76,21 @@ class Completions:
         key = service.keys.require(request)
         content = await read_body(request, options.max_body_bytes, options.body_timeout)
         planned = partial(self._planned, content, key, request_id(), Channel())
-        plan = await service.workers.read(planned, len(content))
+        asked, plan = await service.workers.read(planned, len(content))
         talk = Conversation(service, plan)
+        answer = self._answer(talk, asked, plan, len(content), send)
         try:
-            await _while_connected(request.receive, self._answer(talk, plan, len(content), send))
+            await _while_connected(request.receive, answer)
         except ClientDisconnect:
             service.metrics.finished["abort"] += talk.num_open
             raise
 
-    def _planned(self, content: bytes, key: str | None, name: str, channel: Channel) -> Plan:
+    def _planned(
+        self, content: bytes, key: str | None, name: str, channel: Channel
+    ) -> tuple[Asked, Plan]:
         """Runs on a reader thread."""
-        service = self._service
-        body = parse_body(content, self._kind)
+        service, asked = self._service, self._interface.read(content, key)
+        body = asked.body
         model = service.names.key_of(body)
         salt: Hashable = salt_of(key, body.cache_salt)
         if body.store is False:
@@ -87,60 +98,58 @@ class Completions:
         elif isinstance(body, PrefillBody):
             _require_servers(service.options)
             salt = Published(salt)
-        return make_plan(body, model, salt, name, service.options, channel)
+        return asked, make_plan(body, model, salt, name, service.options, channel)
 
-    async def _answer(self, talk: Conversation, plan: Plan, nbytes: int, send: Send) -> None:
-        service, jobs = self._service, plan.jobs
-        loaded = await service.loaded()
+    async def _answer(
+        self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
+    ) -> None:
+        await self._make_ready(plan, nbytes)
+        with self._submitted(plan.jobs):
+            await talk.begin()
+            answers = asked.answers(request_id(), talk.tokenizer)
+            if plan.body.stream:
+                await self._stream(talk, answers, send)
+            else:
+                await talk.finish()
+                written = partial(_written, partial(answers.whole, talk.choices, talk.usage))
+                content = await self._service.workers.write(written, talk.held_tokens)
+                await send_json(content, send)
+
+    async def _make_ready(self, plan: Plan, nbytes: int) -> None:
+        """Read the prompts, if their model is loaded; else check that it can be loaded."""
+        loaded, jobs = await self._service.loaded(), plan.jobs
         if loaded is not None and jobs[0].model == loaded.key:
             await self._read(plan, partial(_read_all, jobs, loaded), nbytes)
         else:
             await self._require_model(jobs[0].model)
-        with self._submitted(jobs):
-            await talk.begin()
-            answers = _answers(plan.body, talk.tokenizer)
-            if plan.body.stream:
-                await self._stream(talk, answers, plan.body, send)
-            else:
-                await talk.finish()
-                await self._send_whole(talk, answers, send)
 
     async def _read(self, plan: Plan, work: Callable[[], None], nbytes: int) -> None:
         workers = self._service.workers
         await (workers.read_images(work) if plan.has_images else workers.read(work, nbytes))
 
-    async def _send_whole(self, talk: Conversation, answers: Answers, send: Send) -> None:
-        written = partial(_written, partial(answers.whole, talk.choices, talk.usage))
-        content = await self._service.workers.write(written, talk.held_tokens)
-        response = Response(content, media_type="application/json")
-        await response({"type": "http"}, _never, send)
-
-    async def _stream(self, talk: Conversation, answers: Answers, body: Body, send: Send) -> None:
+    async def _stream(self, talk: Conversation, answers: Answers, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self._events(talk, answers, body):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for events in self._events(talk, answers):
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _events(
-        self, talk: Conversation, answers: Answers, body: Body
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, talk: Conversation, answers: Answers) -> AsyncIterator[bytes]:
         try:
+            yield _streamed(partial(answers.begun, talk.usage))
             async for new in talk.news():
                 if isinstance(new, str):
-                    yield f": {new}\n\n".encode()
+                    yield f": {new}\n\n".encode() + _streamed(answers.idle)
                 elif new.tokens:
-                    written = partial(_written, partial(answers.chunk, new))
-                    yield _event(await self._service.workers.write(written, len(new.tokens)))
+                    written = partial(_streamed, partial(answers.news, new))
+                    yield await self._service.workers.write(written, len(new.tokens))
                 else:
-                    yield _event(_written(partial(answers.chunk, new)))
+                    yield _streamed(partial(answers.news, new))
+            yield _streamed(partial(answers.ended, talk.usage)) + answers.last
         except APIError as error:
             self._service.metrics.note_error(error)
-            yield _event(_written(error.as_dict))
-            return
-        if body.includes_usage:
-            yield _event(_written(partial(answers.usage_chunk, talk.usage)))
-        yield b"data: [DONE]\n\n"
+            yield _streamed(partial(answers.failed, self._interface.told(error)))
 
     async def _require_model(self, model: ModelKey) -> None:
         """Raise APIError unless a model can be loaded. The loaded model stays for now."""
@@ -200,23 +209,27 @@ def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
             raise wrong_value(f"{which} cannot be read: {error}") from error
 
 
-def _answers(body: Body, tokenizer: Any) -> Answers:
-    model = body.model or DEFAULT_MODEL
-    if isinstance(body, TextBody):
-        is_listed = not isinstance(body.logprobs, bool) and body.logprobs is not None
-        return TextAnswers(request_id(), model, tokenizer, is_listed=is_listed)
-    return ChatAnswers(request_id(), model, tokenizer)
-
-
-def _written(described: Callable[[], dict[str, Any]]) -> bytes:
+def _written(described: Callable[[], Mapping[str, Any]]) -> bytes:
     """JSON. The encoder of `json.dumps` would hold Python's lock until the end, and with it the
     event loop: log probabilities can have a million numbers."""
     return "".join(_JSON.iterencode(described())).encode()
 
 
-def _event(content: bytes) -> bytes:
-    return b"data: %b\n\n" % content
+def _streamed(described: Callable[[], Sequence[Mapping[str, Any]]]) -> bytes:
+    """The events of a stream."""
+    return b"".join(map(_event, described()))
+
+
+def _event(described: Mapping[str, Any]) -> bytes:
+    name = f"event: {described['type']}\n" if "type" in described else ""
+    return b"%bdata: %b\n\n" % (name.encode(), _written(lambda: described))
+
+
+async def send_json(content: bytes, send: Send) -> None:
+    """Answer with 200 and this JSON."""
+    response = Response(content, media_type="application/json")
+    await response({"type": "http"}, _never, send)
 
 
 async def _never() -> Any:
-    raise AssertionError("a JSONResponse receives nothing")
+    raise AssertionError("a Response receives nothing")
