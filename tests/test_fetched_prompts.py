@@ -84,6 +84,31 @@ def test_others_are_generated_while_a_prompt_is_fetched(
     wait_until(lambda: not store.landing.presence().sizes)
 
 
+def test_nothing_spins_while_the_only_prompt_is_fetched(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = servers
+    is_asked, may_answer = let_tiers_wait(monkeypatch)
+    mailbox = second.service.thread._mailbox
+    is_waiting: list[bool] = []
+    take = mailbox.take
+
+    def noted(*, wait: bool, seconds: float | None = None) -> list[Any]:
+        is_waiting.append(wait)
+        return take(wait=wait, seconds=seconds)
+
+    monkeypatch.setattr(mailbox, "take", noted)
+    asking = threading.Thread(target=ask, args=(second, TOKENS))
+    asking.start()
+    assert is_asked.wait(60)
+    wait_until(lambda: is_waiting)
+    mailbox.put(lambda thread: None)
+    wait_until(lambda: len(is_waiting) >= 2)
+    assert all(is_waiting)
+    may_answer.set()
+    asking.join()
+
+
 def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
     servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

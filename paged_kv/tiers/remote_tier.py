@@ -155,7 +155,7 @@ class RemoteTier:
         except InvalidEntry as error:
             self.faults.note(error)
             return None
-        except Exception as error:
+        except Exception as error:  # clients raise what they like: every failure is a miss
             self.faults.note(error)
             self._pause.note_failure()
             return None

@@ -101,7 +101,7 @@ class RemoteWriter:
         while (entry := self._next()) is not None:
             try:
                 self._write(entry)
-            except Exception as error:
+            except Exception as error:  # an entry is lost then, and the next ones still go out
                 self._faults.note(error)
                 self.note(entry.place.key, is_there=False)
                 self._faults.drop(FULL if getattr(error, "is_full", False) else "the write failed")

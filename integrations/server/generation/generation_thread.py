@@ -175,7 +175,8 @@ class GenerationThread:
         commands: list[Command] = []
         if self._ranks.rank == 0:
             seconds = IDLE_S if self._ranks.size > 1 else None
-            commands = self._mailbox.take(wait=not self.jobs, seconds=seconds)
+            # A job whose prompt is fetched is not there yet: its arrival is a command.
+            commands = self._mailbox.take(wait=self._admission.is_idle, seconds=seconds)
         self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
         return commands
 

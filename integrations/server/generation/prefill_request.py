@@ -26,13 +26,15 @@ class PrefillRequest:
 
     Attributes:
         done: how many tokens the other server has computed.
-        has_ended: set once it has computed all, refused, or cannot be reached.
+        has_ended: whether it has computed all, refused, or cannot be reached.
+        news: set whenever one of these changes.
         error: what went wrong.
     """
 
     def __init__(self, url: str, tokens: Sequence[int], salt: Hashable) -> None:
         self.done = 0
-        self.has_ended = threading.Event()
+        self.has_ended = False
+        self.news = threading.Event()
         self.error: str | None = None
         self._url = urlsplit(url)
         self._body = json.dumps(
@@ -60,7 +62,8 @@ class PrefillRequest:
             self.error = type(error).__name__
         finally:
             self._connection.close()
-            self.has_ended.set()
+            self.has_ended = True
+            self.news.set()
 
     def _follow(self) -> None:
         connection = self._connection
@@ -75,3 +78,4 @@ class PrefillRequest:
         while line := answer.readline(_LONGEST_LINE):
             if progress := _PROGRESS.match(line):
                 self.done = int(progress[1])
+                self.news.set()

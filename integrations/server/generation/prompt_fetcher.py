@@ -117,7 +117,7 @@ class PromptFetcher:
                 fetch.tokens, fetch.seconds = known - fetch.wanted.beyond, monotonic() - began
             if self._url is not None and len(fetch.prompt) - known > self._over:
                 self._prefill(fetch, self._url, known)
-        except Exception:
+        except Exception:  # whatever fails in a tier costs time, and never the answer
             log.exception("a prompt could not be fetched; it is computed here")
         finally:
             if fetch.is_cancelled.is_set():
@@ -156,21 +156,22 @@ class PromptFetcher:
         is_piecewise = not wanted.rings and not wanted.needs_checkpoint
         news, seen = monotonic(), 0
         while known < full and not fetch.is_cancelled.is_set():
-            has_ended = request.has_ended.is_set()
-            done = request.done
+            request.news.clear()
+            has_ended, done = request.has_ended, request.done
             computed = full if has_ended else done // PAGE_SIZE * PAGE_SIZE
             is_behind = computed > known and (is_piecewise or computed >= full)
             if is_behind:
                 reached = self._land(fetch, replace(wanted, beyond=known), is_awaited=True)
-                news = monotonic() if reached > known else news
-                known = max(known, reached)
+                if reached > known:
+                    news, known = monotonic(), reached
+                    continue
             if done > seen:
                 news, seen = monotonic(), done
             if monotonic() - news > (_PUBLISH_S if is_behind else self._patience_s()):
                 break
             if has_ended and request.error is not None and not request.done:
                 break
-            request.has_ended.wait(_POLL_S) if not has_ended else fetch.is_cancelled.wait(_POLL_S)
+            request.news.wait(_POLL_S)
         return known
 
     def _patience_s(self) -> float:
