@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from paged_kv.integrations.server.server_command import run
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import wait_until
-from tests.server_process import metrics, post, server_process
+from tests.server_process import ended, metrics, post, server_process
 from tests.tier_servers import SECRET, RedisServer, free_port, redis_server
 
 PAGE = 256
@@ -107,6 +108,43 @@ def test_another_that_is_not_there_or_has_other_weights_changes_nothing(
 
 
 @pytest.mark.slow
+def test_the_other_may_ask_for_a_key(
+    tier: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", "hunter2-\u00e9")
+    (tmp_path / "clients").write_text("alice\nbob\n")
+    (tmp_path / "wrong").write_text("hunter3")
+    asking = ("--api-key", "env:KEY", "--open-status")
+    handing = (*EXACT, *tier, "--prefill-over", "500", "--api-key", str(tmp_path / "clients"))
+
+    def cached(port: int, key: str, tokens: list[int]) -> int | None:
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+        usage = client.completions.create(model="default_model", prompt=tokens).usage
+        assert usage
+        assert usage.prompt_tokens_details
+        return usage.prompt_tokens_details.cached_tokens
+
+    logs = []
+    with server_process(*EXACT, *tier, *asking) as (other, there):
+        url = f"http://127.0.0.1:{there}"
+        for key, known in (("env:KEY", 1280), (str(tmp_path / "wrong"), 0)):
+            options = ("--prefill-from", url, "--prefill-key", key, "--log-level", "DEBUG")
+            with server_process(*handing, *options) as (this, here):
+                # The two clients have nothing in common, on either server.
+                for client in ("alice", "bob"):
+                    assert cached(here, client, prompt(10 if known else 11)) == known
+                counted = metrics(there)
+                assert counted["prompt_tokens_total"] == 2 * 1281
+                assert counted["prompt_tokens_cached_total"] == 0
+                this.terminate()
+                logs.append(ended(this)[1])
+        other.terminate()
+        logs.append(ended(other)[1])
+    assert "hunter" not in "".join(logs)
+    assert ["give its API key with --prefill-key" in log for log in logs] == [False, True, False]
+
+
+@pytest.mark.slow
 def test_either_side_may_be_killed_at_any_time(
     server: RedisServer, tier: list[str], alone: int
 ) -> None:
@@ -152,6 +190,8 @@ def test_a_shared_tier_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--prefill-from", "http://other:8080"]
     with pytest.raises(ValueError, match="needs a tier that both servers share"):
         run([*options, "--store"])
+    with pytest.raises(ValueError, match="--prefill-key is sent to the server of --prefill-from"):
+        run([*options[:2], "--prefill-key", "env:KEY"])
     with pytest.raises(SystemExit):
         run(["--prefill-from", "other:8080"])
     assert "is not the address of a server" in capsys.readouterr().err

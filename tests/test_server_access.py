@@ -9,8 +9,15 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
+from paged_kv.integrations.server.generation.prefill_request import OtherServer
 from paged_kv.integrations.server.http import access
-from paged_kv.integrations.server.http.access import APIKeys, KnownHosts, read_api_keys, salt_of
+from paged_kv.integrations.server.http.access import (
+    APIKeys,
+    KnownHosts,
+    read_api_keys,
+    read_prefill_key,
+    salt_of,
+)
 from paged_kv.integrations.server.http.api_errors import APIError
 
 
@@ -34,6 +41,18 @@ def test_keys_are_read_from_a_file_or_the_environment(
             read_api_keys(source)
     with pytest.raises(FileNotFoundError):
         read_api_keys(str(tmp_path / "none"))
+
+
+def test_one_key_is_sent_to_the_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", " three\n")
+    assert read_prefill_key("env:SECRET") == "three"
+    assert read_prefill_key(None) is None
+    assert "three" not in repr(OtherServer("http://other", "three"))
+    for keys, message in (("three\nfour", "holds 2 keys"), ("\n", "--prefill-key.*holds no key")):
+        monkeypatch.setenv("SECRET", keys)
+        with pytest.raises(ValueError, match=message) as refused:
+            read_prefill_key("env:SECRET")
+        assert "three" not in str(refused.value)
 
 
 def test_a_key_is_required_whole_and_as_a_bearer() -> None:

@@ -114,6 +114,12 @@ def _add_prefill(group: argparse._ArgumentGroup) -> None:
         "tier that both share (--store redis://... or s3://...), such as http://other:8080",
     )
     group.add_argument(
+        "--prefill-key",
+        metavar="FILE",
+        help="with --prefill-from: the API key to send to the other server, in a file or in an "
+        "environment variable: env:NAME",
+    )
+    group.add_argument(
         "--prefill-over",
         type=positive,
         default=2000,

@@ -85,6 +85,10 @@ def _require_usable(arguments: argparse.Namespace) -> None:
             "--prefill-from needs a tier that both servers share: add --store redis://... or "
             "s3://..., as the other server has it"
         )
+    if arguments.prefill_key and not arguments.prefill_from:
+        raise ValueError(
+            "--prefill-key is sent to the server of --prefill-from: add that, or leave it out"
+        )
     if not 0 <= arguments.port <= 65535:
         raise ValueError(
             f"--port {arguments.port} is no port: give one up to 65535, or 0 for any free one"

@@ -92,10 +92,12 @@ class Answering:
         service, asked = self._service, self._interface.read(content, key)
         body = asked.body
         model = service.names.key_of(body)
-        salt: Hashable = salt_of(key, body.cache_salt)
+        is_handed = isinstance(body, PrefillBody)
+        # The server that hands a prompt over has put its client's key into the salt.
+        salt: Hashable = body.cache_salt if is_handed else salt_of(key, body.cache_salt)
         if body.store is False:
             salt = Unstored(salt)
-        elif isinstance(body, PrefillBody):
+        elif is_handed:
             _require_servers(service.options)
             salt = Published(salt)
         return asked, make_plan(body, model, salt, name, service.options, channel)

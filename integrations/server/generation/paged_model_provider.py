@@ -29,8 +29,10 @@ from paged_kv.integrations.server.generation.image_support import (
     loading_with_mlx_vlm,
     refusal_of_mlx_vlm,
 )
+from paged_kv.integrations.server.generation.prefill_request import OtherServer
 from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
+from paged_kv.integrations.server.http.access import read_prefill_key
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
@@ -85,6 +87,9 @@ class PagedModelProvider(ModelProvider):
         cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, and those of the
             store.
 
+    Raises:
+        ValueError, OSError: the key of the server that computes prompts cannot be read.
+
     Attributes:
         factories: of the loaded model and of its draft model. They are installed, and closed when
             another model is loaded.
@@ -106,6 +111,7 @@ class PagedModelProvider(ModelProvider):
         self.draft_model: Any = None
         self.prompts: Any = None
         self.why_no_images: str | None = None
+        self._other = _other_server(cli_args)
         super().__init__(cli_args)
         self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
 
@@ -287,7 +293,13 @@ class PagedModelProvider(ModelProvider):
         store = self.factories[0].store
         # Several ranks must find the same, so they look for it together.
         if store is not None and store.servers and self.ranks.size == 1:
-            self.fetcher = PromptFetcher(self.factories[0], options)
+            self.fetcher = PromptFetcher(self.factories[0], self._other, options.prefill_over)
+
+
+def _other_server(options: argparse.Namespace) -> OtherServer | None:
+    if options.prefill_from is None:
+        return None
+    return OtherServer(options.prefill_from, read_prefill_key(options.prefill_key))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,26 @@ _SILENT_S = 30.0
 _LONGEST_LINE = 1 << 16
 
 
+@dataclass(frozen=True)
+class OtherServer:
+    """A server that computes prompts.
+
+    Attributes:
+        url: where it is.
+        api_key: what it asks for, if it asks.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def headers(self) -> dict[str, bytes | str]:
+        """Of a request with a body."""
+        about: dict[str, bytes | str] = {"Content-Type": "application/json"}
+        key = {} if self.api_key is None else {"Authorization": b"Bearer " + self.api_key.encode()}
+        return about | key
+
+
 class PrefillRequest:
     """One prompt on its way through another server. A thread follows the answer.
 
@@ -31,12 +52,13 @@ class PrefillRequest:
         error: what went wrong.
     """
 
-    def __init__(self, url: str, tokens: Sequence[int], salt: Hashable) -> None:
+    def __init__(self, server: OtherServer, tokens: Sequence[int], salt: Hashable) -> None:
         self.done = 0
         self.has_ended = False
         self.news = threading.Event()
         self.error: str | None = None
-        self._url = urlsplit(url)
+        self._headers = server.headers
+        self._url = urlsplit(server.url)
         self._body = json.dumps(
             {"prompt": list(tokens), "cache_salt": salt, "max_tokens": 1, "stream": True}
         )
@@ -69,11 +91,12 @@ class PrefillRequest:
         connection = self._connection
         connection.connect()
         connection.sock.settimeout(_SILENT_S)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", self._url.path.rstrip("/") + PATH, self._body, headers)
+        path = self._url.path.rstrip("/") + PATH
+        connection.request("POST", path, self._body, self._headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            self.error = f"status {answer.status}"
+            hint = ", give its API key with --prefill-key" if answer.status == 401 else ""
+            self.error = f"status {answer.status}{hint}"
             return
         while line := answer.readline(_LONGEST_LINE):
             if progress := _PROGRESS.match(line):

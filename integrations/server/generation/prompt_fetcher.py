@@ -8,7 +8,6 @@ time, and the prompt is computed here.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.server.generation.prefill_request import PrefillRequest
+from paged_kv.integrations.server.generation.prefill_request import OtherServer, PrefillRequest
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import Keeping, keeping_of
 from paged_kv.store.lookup import Wanted
@@ -63,16 +62,19 @@ class PromptFetcher:
 
     Args:
         factory: of the model; its store has servers.
-        options: of `paged-kv server`.
+        other: computes long prompts; None where there is no such server.
+        over: how many unknown tokens a prompt must have more than, to be handed over.
     """
 
-    def __init__(self, factory: PagedCacheFactory, options: argparse.Namespace) -> None:
+    def __init__(
+        self, factory: PagedCacheFactory, other: OtherServer | None = None, over: int = 0
+    ) -> None:
         assert factory.store is not None, "there are tiers to fetch from"
         self._factory = factory
         self._store = factory.store
         self._store.landing = self._landing = Landing()
-        self._url: str | None = options.prefill_from
-        self._over: int = options.prefill_over
+        self._other = other
+        self._over = over
         self._fetches: dict[int, _Fetch] = {}
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="paged-kv-fetch")
 
@@ -115,8 +117,8 @@ class PromptFetcher:
             known = self._land(fetch, fetch.wanted)
             if known > fetch.wanted.beyond:
                 fetch.tokens, fetch.seconds = known - fetch.wanted.beyond, monotonic() - began
-            if self._url is not None and len(fetch.prompt) - known > self._over:
-                self._prefill(fetch, self._url, known)
+            if self._other is not None and len(fetch.prompt) - known > self._over:
+                self._prefill(fetch, self._other, known)
         except Exception:  # whatever fails in a tier costs time, and never the answer
             log.exception("a prompt could not be fetched; it is computed here")
         finally:
@@ -136,18 +138,18 @@ class PromptFetcher:
                 return min(tokens, len(fetch.prompt)) if landed else wanted.beyond
         return wanted.beyond
 
-    def _prefill(self, fetch: _Fetch, url: str, known: int) -> None:
+    def _prefill(self, fetch: _Fetch, other: OtherServer, known: int) -> None:
         """Let the other server compute a prompt's full pages, and read them as they come."""
         full = (len(fetch.prompt) - 1) // PAGE_SIZE * PAGE_SIZE
         # One token more is generated behind the last full page.
-        request = PrefillRequest(url, fetch.prompt[: full + 1], fetch.salt)
+        request = PrefillRequest(other, fetch.prompt[: full + 1], fetch.salt)
         try:
             reached = self._follow(fetch, request, known, full)
         finally:
             request.close()
         if reached < full:
             why = request.error or "its pages do not come"
-            log.warning("%s does not compute a prompt (%s): it is computed here", url, why)
+            log.warning("%s does not compute a prompt (%s): it is computed here", other.url, why)
 
     def _follow(self, fetch: _Fetch, request: PrefillRequest, known: int, full: int) -> int:
         """Read pages as they are published; returns how many tokens are known in the end."""

@@ -19,7 +19,7 @@ from paged_kv.integrations.server.http.api_errors import APIError, shortened
 ENVIRONMENT = "env:"
 
 
-def read_api_keys(source: str | None) -> list[str]:
+def read_api_keys(source: str | None, option: str = "--api-key") -> list[str]:
     """The keys that an option names: the lines of a file, or of an environment variable.
 
     Raises:
@@ -35,10 +35,26 @@ def read_api_keys(source: str | None) -> list[str]:
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise ValueError(
-            f"--api-key {source} holds no key: give a file with one a line, or env:NAME of a "
+            f"{option} {source} holds no key: give a file with one a line, or env:NAME of a "
             "variable that is set"
         )
     return keys
+
+
+def read_prefill_key(source: str | None) -> str | None:
+    """The key that `--prefill-key` names; None without the option.
+
+    Raises:
+        ValueError: it holds no key, or several.
+        OSError: the file cannot be read.
+    """
+    keys = read_api_keys(source, "--prefill-key")
+    if len(keys) > 1:
+        raise ValueError(
+            f"--prefill-key {source} holds {len(keys)} keys: give the one to send to the other "
+            "server"
+        )
+    return keys[0] if keys else None
 
 
 class APIKeys:
