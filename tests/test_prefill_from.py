@@ -3,6 +3,7 @@ whatever happens to either."""
 
 import json
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from openai import OpenAI
 
 from paged_kv.integrations.server.server_command import run
@@ -18,6 +21,7 @@ from tests.conftest import MODEL_FOLDERS
 from tests.running_server import wait_until
 from tests.server_process import ended, metrics, post, server_process
 from tests.tier_servers import SECRET, RedisServer, free_port, redis_server
+from tests.zoo import ZOO, small_model
 
 PAGE = 256
 EXACT = ("--dtype", "float32", "--max-tokens", "8")
@@ -70,12 +74,24 @@ def alone() -> Iterator[int]:
         yield port
 
 
+def write_hybrid(folder: Path) -> Path:
+    """A model with states, windows that begin within a page, and full attention."""
+    config = {**ZOO["baichuan_m1"], "vocab_size": 4096, "sliding_window": 300}
+    others = shutil.ignore_patterns("config.json", "model.safetensors")
+    shutil.copytree(MODEL_FOLDERS["stdlib-llama"], folder, ignore=others)
+    weights = dict(tree_flatten(small_model("baichuan_m1", **config).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3"])
+@pytest.mark.parametrize("name", ["stdlib-llama", "stdlib-gemma3", "hybrid"])
 def test_the_other_computes_the_prompt_and_this_one_writes_the_text(
-    tier: list[str], name: str
+    tier: list[str], name: str, tmp_path: Path
 ) -> None:
-    model = ("--model", str(MODEL_FOLDERS[name]))
+    folder = MODEL_FOLDERS[name] if name in MODEL_FOLDERS else write_hybrid(tmp_path / name)
+    model = ("--model", str(folder))
     tokens = prompt(1)
     with pair(tier, *model) as (_, there, _, here), server_process(*EXACT, *model) as (_, port):
         assert text_of(here, tokens) == text_of(port, tokens)
