@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paged_kv.integrations.speculation.drafts import DraftRow
+from paged_kv.integrations.speculation.model_draft import ModelDraft
 from paged_kv.store.entry_file import Entry
 from paged_kv.tiers.landing import Landing
 from paged_kv.tiers.remote_tier import RemoteTier
@@ -22,8 +24,10 @@ TOKENS = [random.Random(0).randrange(1, 500) for _ in range(1100)]
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[tuple[PagedRunningServer, PagedRunningServer]]:
-    """Two servers that share a tier."""
+def servers(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[PagedRunningServer, PagedRunningServer]]:
+    """Two servers that share a tier; a parameter has further options."""
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     with ExitStack() as stack:
@@ -31,7 +35,7 @@ def servers(tmp_path: Path) -> Iterator[tuple[PagedRunningServer, PagedRunningSe
         stack.enter_context(in_float32())
         options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "4"]
         options += ["--max-kv-bytes", "64MB", "--store-after", "1"]
-        options += ["--store", tier, "--store-secret", str(secret)]
+        options += ["--store", tier, "--store-secret", str(secret), *getattr(request, "param", ())]
         yield (
             stack.enter_context(paged_server(*options)),
             stack.enter_context(paged_server(*options)),
@@ -44,8 +48,7 @@ def ask(server: PagedRunningServer, tokens: list[int]) -> str:
 
 
 def store_of(server: PagedRunningServer) -> Any:
-    (factory,) = server.service.thread.provider.factories
-    return factory.store
+    return server.service.thread.provider.factories[0].store
 
 
 def let_tiers_wait(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
@@ -124,6 +127,43 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
     may_answer.set()
     ask(second, TOKENS[:20])
     store = store_of(second)
+    wait_until(lambda: not store.landing.presence().sizes)
+
+
+DRAFTING = ("--draft-model", str(MODEL_FOLDERS["stdlib-gemma3"]), "--num-draft-tokens", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [DRAFTING], indirect=True)
+def test_generation_does_not_wait_for_pages_of_the_draft_model(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    expected = ask(first, TOKENS)
+    for each in first.service.thread.provider.factories:
+        assert each.store is not None
+        assert each.store.flush()
+    provider = second.service.thread.provider
+    drafting, fetcher = provider.factories[1], provider.fetchers[1]
+    store: Any = drafting.store
+    (tier,) = store.servers
+    may_answer = threading.Event()
+    asked = tier.ask
+    monkeypatch.setattr(tier, "ask", lambda wanted: may_answer.wait(60) and asked(wanted))
+    assert ask(second, TOKENS) == expected
+    assert drafting.stats().store_hits == {"redis": 0}
+    may_answer.set()
+    drafting.clear()
+    # They are used by who drafts after they have landed.
+    prepare = ModelDraft.prepare
+
+    def later(draft: ModelDraft, rows: list[DraftRow]) -> None:
+        wait_until(lambda: any(each.seconds for each in fetcher._fetches.values()))
+        prepare(draft, rows)
+
+    monkeypatch.setattr(ModelDraft, "prepare", later)
+    assert ask(second, TOKENS) == expected
+    assert drafting.stats().store_hits == {"redis": 1024}
     wait_until(lambda: not store.landing.presence().sizes)
 
 

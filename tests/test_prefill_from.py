@@ -79,7 +79,8 @@ def write_hybrid(folder: Path) -> Path:
     config = {**ZOO["baichuan_m1"], "vocab_size": 4096, "sliding_window": 300}
     others = shutil.ignore_patterns("config.json", "model.safetensors")
     shutil.copytree(MODEL_FOLDERS["stdlib-llama"], folder, ignore=others)
-    weights = dict(tree_flatten(small_model("baichuan_m1", **config).parameters()))
+    model: Any = small_model("baichuan_m1", **config)
+    weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -236,13 +236,17 @@ class GenerationThread:
     def _fetch(self, job: Job) -> bool:
         """Let a job wait aside while its prompt's pages are read from servers; false if there is
         nothing to read."""
-        fetcher, rows, prompt = self.provider.fetcher, self._rows, job.prompt
-        if fetcher is None or rows is None or prompt is None or prompt.media is not None:
+        fetchers, rows, prompt = self.provider.fetchers, self._rows, job.prompt
+        if not fetchers or rows is None or prompt is None or prompt.media is not None:
             return False
         if rows.loaded.key != job.model:
             return False
         admit = partial(GenerationThread._admit, job=job)
-        return fetcher.begin(job.number, prompt.tokens, job.salt, partial(self._mailbox.put, admit))
+        own, *drafting = fetchers
+        for fetcher in drafting if job.arguments.num_draft_tokens else ():
+            # The job does not wait for these: they are of use once its prompt is computed.
+            fetcher.begin(job.number, prompt.tokens, job.salt)
+        return own.begin(job.number, prompt.tokens, job.salt, partial(self._mailbox.put, admit))
 
     def _admit(self, job: Job) -> None:
         """Let a job wait for its turn, unless its client has left meanwhile."""
@@ -289,7 +293,8 @@ class GenerationThread:
         self._admission.pools = self.provider.pool_sizes()
         self._admission.renew(job)
         rows.begin(job, job.prompt)
-        self._end_fetch(job)
+        for fetcher in self.provider.fetchers[:1]:
+            fetcher.end(job.number)
         job.stage = Stage.RUNNING
         tokens, cached = len(job.prompt.tokens), job.cached_tokens
         self.metrics.note_prompt(tokens, cached)
@@ -381,15 +386,12 @@ class GenerationThread:
     def _leave(self, job: Job) -> None:
         job.stage = Stage.ENDED
         self.jobs.pop(job.number, None)
-        self._end_fetch(job)
+        for fetcher in self.provider.fetchers:
+            fetcher.end(job.number)
         self._admission.leave(job)
         if self._rows is not None:
             self._rows.forget(job)
         self._has_left = True
-
-    def _end_fetch(self, job: Job) -> None:
-        if self.provider.fetcher is not None:
-            self.provider.fetcher.end(job.number)
 
     def _running(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]

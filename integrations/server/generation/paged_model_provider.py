@@ -96,7 +96,8 @@ class PagedModelProvider(ModelProvider):
         loaded: the loaded model, if there is one; other threads may read this.
         draft: drafts for the loaded model; None without drafts.
         reuse: the cached prompts of the loaded models.
-        fetcher: reads prompts' pages from servers in advance; None if the store has no servers.
+        fetchers: read prompts' pages from servers in advance, one for each of the factories; none
+            if the store has no servers.
         ranks: the processes that share the model.
     """
 
@@ -106,7 +107,7 @@ class PagedModelProvider(ModelProvider):
         self.loaded: LoadedModel | None = None
         self.draft: Draft | None = None
         self.reuse = PromptReuse([])
-        self.fetcher: PromptFetcher | None = None
+        self.fetchers: list[PromptFetcher] = []
         self.model_key: Any = None
         self.draft_model: Any = None
         self.prompts: Any = None
@@ -119,9 +120,9 @@ class PagedModelProvider(ModelProvider):
         """Unload the model."""
         self.loaded = self.draft = None
         self.reuse = PromptReuse([])
-        if self.fetcher is not None:
-            self.fetcher.close()
-            self.fetcher = None
+        for fetcher in self.fetchers:
+            fetcher.close()
+        self.fetchers = []
         for factory in self.factories:
             factory.close()
         self.factories = []
@@ -293,7 +294,9 @@ class PagedModelProvider(ModelProvider):
         store = self.factories[0].store
         # Several ranks must find the same, so they look for it together.
         if store is not None and store.servers and self.ranks.size == 1:
-            self.fetcher = PromptFetcher(self.factories[0], self._other, options.prefill_over)
+            own, *drafting = self.factories
+            handing = PromptFetcher(own, self._other, options.prefill_over)
+            self.fetchers = [handing, *map(PromptFetcher, drafting)]
 
 
 def _other_server(options: argparse.Namespace) -> OtherServer | None:

@@ -85,7 +85,11 @@ class PromptFetcher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(
-        self, number: int, prompt: list[int], salt: Hashable, when_done: Callable[[], None]
+        self,
+        number: int,
+        prompt: list[int],
+        salt: Hashable,
+        when_done: Callable[[], None] = lambda: None,
     ) -> bool:
         """Fetch the prompt of a job if servers may hold some of it; false if not, and then
         `when_done` is not called. Another thread calls it."""
@@ -99,7 +103,7 @@ class PromptFetcher:
         return True
 
     def end(self, number: int) -> None:
-        """Forget what a job has not used: it has begun, or left."""
+        """Forget what a job has not used: it has what it needs, or has left."""
         fetch = self._fetches.pop(number, None)
         if fetch is None:
             return
