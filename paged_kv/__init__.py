@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paged_kv.cache.paged_kv_cache import PagedKVCache
     from paged_kv.embedded import embedded_model
     from paged_kv.integrations.batching.last_responses import PromptCacheTaken
+    from paged_kv.integrations.grammar.processor import GrammarProcessor
     from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
     from paged_kv.integrations.samples import generate_samples
     from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
@@ -56,6 +57,7 @@ __all__ = [
     "BlockStateError",
     "EvictionPolicy",
     "FirstInFirstOut",
+    "GrammarProcessor",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "ModelDraft",
@@ -109,6 +111,7 @@ _HOMES = {
     "ThreadConflict": "kernels.pages.errors",
     "embedded_model": "embedded",
     "generate_samples": "integrations.samples",
+    "GrammarProcessor": "integrations.grammar.processor",
     "ModelDraft": "integrations.speculation.model_draft",
     "NGramDraft": "integrations.speculation.ngram_draft",
     "SpeculativeBatchGenerator": "integrations.speculation.generator",

@@ -50,11 +50,7 @@ FLOATS: dict[str, tuple[Any, ...]] = {
 }
 # Fields of OpenAI's API and of vLLM's that would change the answer.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": (
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {}},
-        "text",
-    ),
+    "response_format": ({"type": "xml"}, {"type": "json_schema", "json_schema": {}}, "text"),
     "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
     "parallel_tool_calls": (False,),
     "functions": ([],),
@@ -71,7 +67,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (5,),
     "ignore_eos": (True,),
     "guided_json": ({},),
-    "structured_outputs": ({"regex": "a"},),
+    "structured_outputs": ({"xml": "a"}, {"regex": "a", "choice": ["a"]}, [], {"choice": []}),
     "prompt_logprobs": (1,),
     "truncate_prompt_tokens": (5,),
     "max_output_tokens": (5,),

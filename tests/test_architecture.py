@@ -70,9 +70,10 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "integrations", "integrations.batching", "integrations.generation"),
         *("integrations.rebinding", "kernels.pages", "sequences"),
     },
+    "integrations.grammar": set(),
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
-        *("integrations.batching", "kernels.pages"),
+        *("integrations.batching", "integrations.grammar", "kernels.pages"),
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),
@@ -91,10 +92,10 @@ ARROWS: dict[str, set[str]] = {
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
-        *("commands", "kernels.pages", "prefix", "store", "tiers"),
+        *("integrations.grammar", "commands", "kernels.pages", "prefix", "store", "tiers"),
     },
     "integrations.server.completions": {
-        *("integrations", "integrations.batching"),
+        *("integrations", "integrations.batching", "integrations.grammar"),
         *("integrations.server.generation", "integrations.server.http", "commands", "prefix"),
         "kernels.pages",
     },

@@ -24,6 +24,7 @@ from paged_kv.allocator.errors import PagedKVError
 from paged_kv.commands.model_names import not_loaded
 from paged_kv.integrations.server import status_page
 from paged_kv.integrations.server.app import make_app
+from paged_kv.integrations.server.completions.grammar_compiler import GrammarCompiler
 from paged_kv.integrations.server.completions.model_names import ModelNames
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.completions.tool_calls import CallParser
@@ -78,6 +79,7 @@ class PagedServer:
             hosts=KnownHosts(options.host, options.allowed_hosts),
             workers=workers,
             call_parser=CallParser(workers),
+            grammars=GrammarCompiler(workers),
             gate=Gate(),
         )
         self._socket = _listening(options.host, options.port)

@@ -123,7 +123,9 @@ class Answering:
         if loaded is not None and jobs[0].model == loaded.key:
             await self._read(plan, partial(_read_all, jobs, loaded), nbytes)
         else:
+            loaded = None
             await self._require_model(jobs[0].model)
+        await self._service.grammars.prepare(jobs, loaded)
 
     async def _read(self, plan: Plan, work: Callable[[], None], nbytes: int) -> None:
         workers = self._service.workers

@@ -19,6 +19,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
+from paged_kv.integrations.server.completions.output_constraint import constraint_of
 from paged_kv.integrations.server.completions.prompt_reader import (
     read_chat,
     read_prefill,
@@ -73,7 +74,7 @@ def make_plan(
     """The jobs of a body, whose events go to the channel. No prompt is tokenized yet.
 
     Raises:
-        APIError: 400, the request asks for too many choices.
+        APIError: 400, the request asks for too many choices, or for an answer of two forms.
     """
     jobs = _jobs_of(body, model, salt, request_id, options, channel)
     has_images = isinstance(body, ChatBody) and body.has_images
@@ -89,6 +90,7 @@ def _jobs_of(
     channel: Channel,
 ) -> list[Job]:
     arguments = generation_arguments(body, options)
+    constraint = constraint_of(body)
     choices = body.n or 1
     if isinstance(body, PrefillBody):
         readers = [partial(read_prefill, prompt=each, options=options) for each in body.prompts]
@@ -113,6 +115,7 @@ def _jobs_of(
             first_choice=number * choices,
             salt=salt,
             channel=channel,
+            constraint=constraint,
         )
         for number, reader in enumerate(readers)
     ]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from dataclasses import dataclass
 
+from paged_kv.integrations.server.completions.grammar_compiler import GrammarCompiler
 from paged_kv.integrations.server.completions.model_names import ModelNames
 from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
@@ -29,6 +30,7 @@ class Service:
     hosts: KnownHosts
     workers: WorkerThreads
     call_parser: CallParser
+    grammars: GrammarCompiler
     gate: Gate
 
     @property

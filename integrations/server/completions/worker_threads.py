@@ -1,7 +1,8 @@
 """Runs work whose cost a client chooses on threads, and not on the event loop, which answers all.
 
 Two threads read requests and two write answers: one of each for short work, which does not wait for
-the long work of others. Images, which are decoded and maybe fetched, have a thread of their own.
+the long work of others. Images, which are decoded and maybe fetched, have a thread of their own,
+and so have grammars, which are compiled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class WorkerThreads:
     def __init__(self) -> None:
         self._short, self._long = _thread("read-short"), _thread("read-long")
         self._images = _thread("read-images")
+        self._grammars = _thread("compile")
         self._short_answers, self._long_answers = _thread("write-short"), _thread("write-long")
 
     async def read(self, work: Callable[[], Made], body_bytes: int) -> Made:
@@ -35,6 +37,10 @@ class WorkerThreads:
     async def read_images(self, work: Callable[[], Made]) -> Made:
         """The result of work for a request with images."""
         return await _run(self._images, work)
+
+    async def compile(self, work: Callable[[], Made]) -> Made:
+        """The result of compiling a grammar."""
+        return await _run(self._grammars, work)
 
     async def write(self, work: Callable[[], Made], tokens: int) -> Made:
         """The result of work for an answer with log probabilities of so many tokens."""
@@ -47,6 +53,7 @@ class WorkerThreads:
             self._short,
             self._long,
             self._images,
+            self._grammars,
             self._short_answers,
             self._long_answers,
         ):

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, make_stop_sequences
+from mlx_lm.generate import make_stop_sequences
 
 from paged_kv.admission.demand import Demand
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.shared_prefill import shared_beyond, without_first
+from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.server.generation.jobs import (
     Event,
     Job,
@@ -72,8 +73,8 @@ class BatchedRows:
             "prefill_batch_size": options.prompt_concurrency,
             "prefill_step_size": options.prefill_step_size,
         }
-        self._generator = (
-            BatchGenerator(provider.model, stream=stream, **sizes)
+        self._generator: Any = (
+            MaskedBatchGenerator(provider.model, stream=stream, **sizes)
             if provider.draft is None
             else SpeculativeBatchGenerator(
                 provider.model, provider.draft, options_of=self._drafting, stream=stream, **sizes
@@ -184,7 +185,7 @@ class BatchedRows:
         (uid,) = self._generator.insert_segments(
             segments=[segments],
             max_tokens=[row.job.arguments.max_tokens],
-            caches=[cache],  # type: ignore[list-item]  # mlx-lm makes one for None
+            caches=[cache],
             all_tokens=[known],
             samplers=[sampling.sampler],
             logits_processors=[sampling.processors],

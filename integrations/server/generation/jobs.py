@@ -12,6 +12,8 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
+from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
+from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.prompt_media import PromptMedia
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError
@@ -73,6 +75,8 @@ class Job:
         salt: only jobs with the same salt share prompts; `Unstored` keeps them out of the store.
         channel: receives the events; None on ranks that have no clients.
         prompt: the prompt, if the model was loaded when the job was made.
+        constraint: what each choice must fit; None for any text.
+        compiled: the grammar of the constraint, if it was compiled for the model.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
@@ -89,6 +93,8 @@ class Job:
     salt: Hashable
     channel: Channel | None
     prompt: Prompt | None = None
+    constraint: Constraint | None = None
+    compiled: CompiledGrammar | None = None
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -102,8 +108,9 @@ class Job:
         return range(self.first_choice, self.first_choice + self.choices)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks get: they have no clients, and the prompt is read."""
-        return vars(self) | {"channel": None, "read": None}
+        """What other ranks get: they have no clients, and the prompt is read. They compile the
+        grammar themselves."""
+        return vars(self) | {"channel": None, "read": None, "compiled": None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from paged_kv.integrations.server.generation.image_support import (
     loading_with_mlx_vlm,
     refusal_of_mlx_vlm,
 )
+from paged_kv.integrations.server.generation.model_grammars import ModelGrammars
 from paged_kv.integrations.server.generation.prefill_request import OtherServer
 from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
@@ -64,6 +65,7 @@ class LoadedModel:
         has_states: whether it has recurrent layers.
         quantises: whether its full pages are quantised, or may be.
         text_machine: separates reasoning and tool calls from text.
+        grammars: compiled for its tokenizer.
     """
 
     key: ModelKey
@@ -78,6 +80,7 @@ class LoadedModel:
     has_states: bool
     quantises: bool
     text_machine: TextStateMachine
+    grammars: ModelGrammars
 
 
 class PagedModelProvider(ModelProvider):
@@ -261,6 +264,7 @@ class PagedModelProvider(ModelProvider):
         tokenizer.model_max_length = 1 << 60
         # Tokenizers change their settings at the first use; after it any thread may use them.
         tokenizer.encode("")
+        vocab_size = _vocab_size(self.model)
         return LoadedModel(
             key=key,
             tokenizer=tokenizer,
@@ -268,12 +272,13 @@ class PagedModelProvider(ModelProvider):
             prompts=self.prompts,
             media_marks=_media_marks(self.prompts, self.processor, tokenizer),
             why_no_images=self.why_no_images,
-            vocab_size=_vocab_size(self.model),
+            vocab_size=vocab_size,
             context_length=_context_length(key[0]),
             is_batchable=self.is_batchable and options.kv_bits is None,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             quantises=any(factory.pool.quantises for factory in self.factories),
             text_machine=make_text_state_machine(tokenizer),
+            grammars=ModelGrammars(tokenizer, vocab_size),
         )
 
     def _make_factories(self) -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 import mlx.core as mx
 
 from paged_kv.admission.demand import Demand
+from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.server.generation.batched_rows import BatchedRows, Happened
-from paged_kv.integrations.server.generation.jobs import Job, Prompt
+from paged_kv.integrations.server.generation.begun_grammars import begun_grammars, stopped_grammar
+from paged_kv.integrations.server.generation.jobs import Failed, Job, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import (
     LoadedModel,
     PagedModelProvider,
@@ -39,6 +41,7 @@ class Rows:
         self._batch = BatchedRows(provider, options, stream)
         self._single = SingleRow(provider, options, stream)
         self._samplers = Samplers(loaded)
+        self._grammars: dict[Job, list[FollowedGrammar]] = {}
 
     def __len__(self) -> int:
         return len(self._batch) + len(self._single)
@@ -62,18 +65,23 @@ class Rows:
             self._batch.expect(job, prompt)
 
     def forget(self, job: Job) -> None:
-        """Note in a trace that a job has ended."""
+        """Note, in a trace too, that a job has ended."""
+        self._grammars.pop(job, None)
         self._batch.forget(job)
 
     def begin(self, job: Job, prompt: Prompt) -> None:
         """Add a job; the next steps compute it, unless it is to generate nothing.
 
         Raises:
-            APIError: 400, its sampling options do not work.
+            APIError: 400, its sampling options or its grammar do not work.
         """
         samplings = self._samplers.of(job.arguments, job.choices)
         if not job.arguments.max_tokens:
             return
+        if job.constraint is not None:
+            grammars = begun_grammars(self.loaded, job, job.constraint, prompt)
+            samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
+            self._grammars[job] = grammars
         rows = self._single if self._is_alone(prompt) else self._batch
         rows.begin(job, prompt, samplings)
 
@@ -82,6 +90,10 @@ class Rows:
         for rows in (self._batch, self._single):
             if len(rows):
                 yield from rows.step()
+        for job, grammars in list(self._grammars.items()):
+            if error := next((each.error for each in grammars if each.error is not None), None):
+                self.drop(job)
+                yield job, Failed(stopped_grammar(job, error))
 
     def drop(self, job: Job, number: int | None = None) -> None:
         """Stop a job, or one of its choices."""

@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
 from mlx_lm.server import GenerationArguments, SamplingArguments, _make_logits_processors
 
+from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
+from paged_kv.integrations.grammar.processor import GrammarProcessor
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import wrong_value
 
@@ -27,6 +29,10 @@ class Sampling:
 
     sampler: Sampler
     processors: list[Any]
+
+    def within(self, grammar: FollowedGrammar) -> Sampling:
+        """This sampling of the tokens that a grammar allows."""
+        return Sampling(self.sampler, [*self.processors, GrammarProcessor(grammar)])
 
 
 class RandomSampler:

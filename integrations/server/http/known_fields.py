@@ -36,7 +36,6 @@ ONLY: Mapping[str, Any] = {
     "modalities": ["text"],
     "parallel_tool_calls": True,
     "priority": 0,
-    "response_format": {"type": "text"},
     "skip_special_tokens": True,
     "stop_token_ids": [],
     "suffix": "",

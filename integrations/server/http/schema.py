@@ -19,6 +19,8 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from paged_kv.integrations.server.http.output_format import ResponseFormat, StructuredOutputs
+
 DEFAULT_MODEL = "default_model"
 
 # Far beyond any logit, and small enough for float16: no sum of such numbers is infinite or NaN.
@@ -75,6 +77,9 @@ class Body(BaseModel):
     """The fields that all requests for completions have."""
 
     model_config = _STRICT
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     model: Name | None = None
     draft_model: Name | None = None

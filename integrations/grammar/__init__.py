@@ -1,0 +1,14 @@
+"""Structured output: a grammar decides which tokens a sequence may continue with, by llguidance.
+
+grammars          what a text must fit: a JSON schema, a regex, a list of texts, a grammar
+constraints       in which part of an answer a grammar holds
+grammar_texts     grammars as llguidance takes them, and its limits
+vocabulary        compiles grammars for a tokenizer; needs the extra `structured`
+compiled_grammar  a grammar that sequences can begin
+trigger           finds the text after which a grammar begins
+followed_grammar  follows one sequence through its grammar
+token_masks       which tokens the grammars of many sequences allow
+processor         a logits processor of mlx-lm
+masked_steps      masks the logits of all sequences of a batch in one operation
+grammar_check     compiles a grammar in a process with a limit of time and memory
+"""

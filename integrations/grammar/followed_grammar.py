@@ -1,0 +1,115 @@
+"""Follows one sequence through its grammar.
+
+A sequence is *free* before its grammar begins, as while a model thinks; then any token may come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged_kv.integrations.grammar.grammars import told
+from paged_kv.integrations.grammar.trigger import Trigger
+
+
+class FollowedGrammar:
+    """A sequence within its grammar.
+
+    Args:
+        matcher: at the beginning of the grammar, from `Vocabulary.matcher`. It belongs to this
+            sequence alone.
+        vocab_size: the number of tokens that it knows.
+        trigger: the text after which the grammar begins; None means at once.
+        opening: a token that may come first in place of the grammar's; then the grammar begins
+            after the trigger. Models that may think write `<think>`. None: the trigger must come.
+        repeats: whether the sequence is free again after the grammar's end; else it ends there.
+
+    Attributes:
+        error: why the matcher could not go on; None if all is well. Any token may come then, and
+            the sequence should be dropped.
+        matcher, vocab_size: as given.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        *,
+        trigger: Trigger | None = None,
+        opening: int | None = None,
+        repeats: bool = False,
+    ) -> None:
+        self.error: str | None = None
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self._trigger = trigger
+        self._repeats = repeats
+        self._is_free = trigger is not None and opening is None
+        self._opening = opening
+        self._taken = 0
+
+    @property
+    def is_masking(self) -> bool:
+        """Whether some tokens must not come next."""
+        return not self._is_free and self.error is None
+
+    @property
+    def opening(self) -> int | None:
+        """A token that may come next besides those of the grammar."""
+        return self._opening if self._taken == 0 else None
+
+    @property
+    def taken(self) -> int:
+        """How many tokens were generated and taken."""
+        return self._taken
+
+    def take(self, token: int, at: int) -> None:
+        """Take the generated token number `at`, unless it is taken already."""
+        assert at <= self._taken, f"token {at} comes after {self._taken} tokens"
+        if at < self._taken:
+            return
+        is_opening = token == self.opening
+        self._taken += 1
+        if is_opening:
+            self._is_free = True
+        elif self._is_free:
+            self._look_for_trigger(token)
+        elif self.error is None:
+            self._match([token])
+
+    def allowed(self, tokens: list[int]) -> int:
+        """How many of these tokens may come next, one after the other; at most up to the next
+        trigger."""
+        if self._is_free:
+            assert self._trigger is not None, "free sequences have a trigger"
+            return self._trigger.before(tokens)
+        return 0 if self.error is not None else int(self.matcher.validate_tokens(tokens))
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice of the text."""
+        if not self.is_masking or self.opening is not None:
+            return []
+        tokens: list[int] = self.matcher.compute_ff_tokens()
+        return tokens
+
+    def note_errors(self) -> None:
+        """Note if the matcher could not go on."""
+        if self.matcher.is_error():
+            self.error = told(self.matcher.get_error())
+
+    def _look_for_trigger(self, token: int) -> None:
+        assert self._trigger is not None, "free sequences have a trigger"
+        behind = self._trigger.take(token)
+        if behind is None:
+            return
+        if not behind or self.matcher.validate_tokens(behind) == len(behind):
+            self._is_free = False
+            self._match(behind)
+
+    def _match(self, tokens: list[int]) -> None:
+        if self.matcher.is_stopped():
+            return  # only the token that ends a text can come, and a stopped matcher refuses it
+        if tokens and not self.matcher.consume_tokens(tokens):
+            self.note_errors()
+        elif self._repeats and self.matcher.is_stopped():
+            self.matcher.reset()
+            self._is_free = True
