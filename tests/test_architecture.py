@@ -99,10 +99,14 @@ ARROWS: dict[str, set[str]] = {
         *("integrations.server.generation", "integrations.server.http", "commands", "prefix"),
         "kernels.pages",
     },
+    "integrations.server.messages": {
+        "integrations.server.completions",
+        "integrations.server.http",
+    },
     "integrations.server": {
         *("allocator", "commands", "integrations.distributed"),
         *("integrations.server.completions", "integrations.server.generation"),
-        *("integrations.server.http", "monitor", "pool"),
+        *("integrations.server.http", "integrations.server.messages", "monitor", "pool"),
     },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.

@@ -113,6 +113,12 @@ def test_text_ends_before_a_stop_word(stop: str, text: str) -> None:
     assert deltas[-1].stop_text == (stop if end == "stop" else None)
 
 
+def test_a_stop_word_may_begin_and_end_within_a_token() -> None:
+    deltas = read(["a", '{"name": "f"'], "length", "name")
+    assert joined(deltas) == ('a{"', "", 0, "stop")
+    assert deltas[-1].stop_text == "name"
+
+
 def test_what_may_begin_a_stop_word_is_held_until_it_is_known() -> None:
     deltas = read(["a", "b", "a", "b", "c"], "length", "abd")
     assert [each.text for each in deltas] == ["", "", "", "", "ababc"]

@@ -19,27 +19,31 @@ from paged_kv.integrations.server.completions.answer_bodies import Completions
 from paged_kv.integrations.server.completions.answering import Answering
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.prefill_request import PATH as PREFILL
-from paged_kv.integrations.server.http.api_errors import APIError, error_response
+from paged_kv.integrations.server.http.api_errors import APIError, told
 from paged_kv.integrations.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.integrations.server.http.request_log import HEADER, RequestLog
 from paged_kv.integrations.server.http.schema import ChatBody, PrefillBody, TextBody
+from paged_kv.integrations.server.messages import messages
+from paged_kv.integrations.server.messages.answers import error_body
+from paged_kv.integrations.server.messages.requests import MessagesBody, PromptBody
 
 
 def make_app(service: Service) -> Starlette:
     """The application with all routes of `paged-kv server`."""
-    handlers = {APIError: error_response, 404: error_response, 405: error_response}
+    handlers = {APIError: _error_response, 404: _error_response, 405: _error_response}
     return Starlette(
         routes=[
             *_status_routes(service),
             Mount("/", routes=_api_routes(service), middleware=[_cors(service.options)]),
         ],
         middleware=[Middleware(RequestLog), Middleware(ExtraPlaces)],
-        exception_handlers={**handlers, Exception: error_response},
+        exception_handlers={**handlers, Exception: _error_response},
     )
 
 
 def _api_routes(service: Service) -> list[BaseRoute]:
-    """The routes that mlx-lm's server has too."""
+    """The routes of clients."""
+    options = service.options
     chat = Answering(service, Completions(ChatBody))
 
     def models(request: Request) -> Response:
@@ -55,6 +59,16 @@ def _api_routes(service: Service) -> list[BaseRoute]:
         Route(PREFILL, Answering(service, Completions(PrefillBody)), methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
+        Route(
+            messages.PATH,
+            Answering(service, messages.Messages(MessagesBody, options)),
+            methods=["POST"],
+        ),
+        Route(
+            messages.COUNT_PATH,
+            messages.TokenCounts(service, messages.Messages(PromptBody, options)),
+            methods=["POST"],
+        ),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]
@@ -88,6 +102,14 @@ def _status_routes(service: Service) -> list[BaseRoute]:
         "/kv/data": readable(partial(status_page.data, service)),
     }
     return [Route(path, answer) for path, answer in paths.items()]
+
+
+def _error_response(request: Request, error: Exception) -> Response:
+    """The answer to an exception, in the form of the route's interface."""
+    answered = told(error)
+    if request.url.path.startswith(messages.PATH):
+        return JSONResponse(error_body(answered), answered.status, answered.headers)
+    return answered.response()
 
 
 def _state(is_good: bool, good: str, bad: str) -> Response:

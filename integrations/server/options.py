@@ -99,6 +99,15 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         "names of this machine, such as a service's name in a cluster; * for any name",
     )
     group.add_argument(
+        "--skip-system-lines",
+        nargs="*",
+        default=["x-anthropic-billing-header:"],
+        metavar="BEGINNING",
+        help="leave out lines with such a beginning at the start of system blocks in /v1/messages. "
+        "They change with every request and mean nothing to the model, which would compute the "
+        "whole prompt again; without a value, none (default: x-anthropic-billing-header:)",
+    )
+    group.add_argument(
         "--allow-image-urls",
         action="store_true",
         help="fetch images that requests name by http URLs, from any host this machine can reach",

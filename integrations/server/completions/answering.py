@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from paged_kv.commands.cache_options import has_servers
 from paged_kv.integrations.server.completions.completion_plan import Plan, make_plan
-from paged_kv.integrations.server.completions.conversation import Conversation
+from paged_kv.integrations.server.completions.conversation import IDLE, Conversation
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.generation.jobs import Channel, Job
@@ -144,7 +144,9 @@ class Answering:
             yield _streamed(partial(answers.begun, talk.usage))
             async for new in talk.news():
                 if isinstance(new, str):
-                    yield f": {new}\n\n".encode() + _streamed(answers.idle)
+                    yield f": {new}\n\n".encode()
+                    if new == IDLE:
+                        yield _streamed(answers.idle)
                 elif new.tokens:
                     written = partial(_streamed, partial(answers.news, new))
                     yield await self._service.workers.write(written, len(new.tokens))

@@ -27,6 +27,7 @@ from paged_kv.integrations.server.http.schema import ChatBody
 # A stream in which nothing happens says so, since only bytes that cannot be sent tell a client that
 # has left from one that has ended its side of the connection.
 KEEPALIVE_S = 5.0
+IDLE = "keepalive"
 
 
 class Conversation:
@@ -116,7 +117,7 @@ class Conversation:
                 await asyncio.sleep(0)
             event = await self._next_event()
             if event is None:
-                yield "keepalive"
+                yield IDLE
                 continue
             delta = self._take(event)
             if isinstance(event, Progress):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.http.api_errors import APIError
@@ -71,7 +71,7 @@ class Interface:
         fields: its names for fields of chat completions, where they differ.
     """
 
-    fields: Mapping[str, str] = {}
+    fields: ClassVar[Mapping[str, str]] = {}
 
     def read(self, content: bytes, key: str | None) -> Asked:
         """What the bytes of a body ask for. Runs on a reader thread.

@@ -132,7 +132,10 @@ class KnownHosts:
 
 
 def _credentials(request: Request) -> tuple[str, str]:
-    """The scheme and the credentials of a request; headers are latin-1 text."""
+    """The scheme and the credentials of a request; headers are latin-1 text. Clients of Anthropic's
+    API may send a key as X-Api-Key."""
+    if (key := request.headers.get("x-api-key")) is not None:
+        return "bearer", key.strip()
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return scheme.lower(), given.strip()
 

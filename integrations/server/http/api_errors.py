@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 _short = reprlib.Repr()
@@ -84,14 +83,13 @@ def shortened(value: Any) -> str:
     return _short.repr(value)
 
 
-def error_response(_: Request, error: Exception) -> JSONResponse:
-    """The answer to an exception that left a route."""
+def told(error: Exception) -> APIError:
+    """What a client is told of an exception that left a route."""
     if isinstance(error, APIError):
-        return error.response()
+        return error
     if isinstance(error, HTTPException):
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code)
-        answered = APIError(error.status_code, error.detail, code=code, headers=error.headers)
-        return answered.response()
+        return APIError(error.status_code, error.detail, code=code, headers=error.headers)
     # The exception goes to the log only: its message may hold private data.
-    return APIError(500, "the server failed to answer: see its log", code="internal").response()
+    return APIError(500, "the server failed to answer: see its log", code="internal")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from paged_kv.integrations.server.http.api_errors import shortened, wrong_value
-from paged_kv.integrations.server.http.schema import Body
 
 # Fields that no token of an answer depends on: they are for OpenAI's accounts, caches and speed.
 WITHOUT_MEANING = frozenset(
@@ -45,21 +44,31 @@ ONLY: Mapping[str, Any] = {
 }
 
 
-def require_known(said: Mapping[str, Any], kind: type[Body]) -> None:
-    """Check that each field of a body is null, one of the schema, or asks for nothing else.
+def require_known(
+    said: Mapping[str, Any],
+    names: Container[str],
+    *,
+    without_meaning: Container[str] = WITHOUT_MEANING,
+    only: Mapping[str, Any] = ONLY,
+) -> None:
+    """Check that each field of a body is null, one of the schema's names, or asks for nothing else.
+
+    Args:
+        without_meaning: fields that no token of an answer depends on.
+        only: fields that may have one value.
 
     Raises:
         APIError: 400, with the first field that is none of these.
     """
     for name, value in said.items():
-        if value is None or name in kind.model_fields or name in WITHOUT_MEANING:
+        if value is None or name in names or name in without_meaning:
             continue
         field = shortened(name).strip("'\"")
-        if name not in ONLY:
+        if name not in only:
             raise wrong_value(f"{field}: this server has no such field: leave it out", field)
-        if not (value == ONLY[name] or _has_no_tools(said, name, value)):
+        if not (value == only[name] or _has_no_tools(said, name, value)):
             raise wrong_value(
-                f"{field}: only {ONLY[name]!r} is possible here, got {shortened(value)}: leave it "
+                f"{field}: only {only[name]!r} is possible here, got {shortened(value)}: leave it "
                 "out",
                 field,
             )

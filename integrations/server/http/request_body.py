@@ -6,14 +6,15 @@ import asyncio
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from paged_kv.integrations.server.http.api_errors import APIError, from_validation, wrong_value
 from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.schema import Body
 
-Kind = TypeVar("Kind", bound=Body)
+Kind = TypeVar("Kind", bound=BaseModel)
+BodyKind = TypeVar("BodyKind", bound=Body)
 
 # Most clients read an error only after sending the whole body, so discard up to so many times the
 # limit.
@@ -43,11 +44,30 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         ) from None
 
 
-def parse_body(content: bytes, kind: type[Kind]) -> Kind:
-    """A body as an object of its schema.
+def parse_body(content: bytes, kind: type[BodyKind]) -> BodyKind:
+    """A body of completions or chat completions as an object of its schema.
 
     Raises:
         APIError: 400, the body is not JSON, has too many values, or does not fit the schema.
+    """
+    return body_of(parsed_json(content), kind)
+
+
+def body_of(said: dict[str, Any], kind: type[BodyKind]) -> BodyKind:
+    """The same, of a body whose JSON is parsed.
+
+    Raises:
+        APIError: 400, the body does not fit the schema.
+    """
+    require_known(said, kind.model_fields)
+    return checked(said, kind)
+
+
+def parsed_json(content: bytes) -> dict[str, Any]:
+    """The fields of a body.
+
+    Raises:
+        APIError: 400, the body is not JSON, not an object, or has too many values.
     """
     _require_few_values(content)
     try:
@@ -56,7 +76,15 @@ def parse_body(content: bytes, kind: type[Kind]) -> Kind:
         raise wrong_value(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(said, dict):
         raise wrong_value("the body must be a JSON object")
-    require_known(said, kind)
+    return said
+
+
+def checked(said: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Fields as an object of a schema.
+
+    Raises:
+        APIError: 400, they do not fit it.
+    """
     try:
         return kind.model_validate(said)
     except ValidationError as error:

@@ -43,7 +43,7 @@ MOST_BIASES = 65_536
 MOST_NAMES = 128
 
 
-def _at_most(most: int) -> BeforeValidator:
+def at_most(most: int) -> BeforeValidator:
     """Refuses a longer list or object before its items are looked at."""
 
     def check(value: Any) -> Any:
@@ -89,7 +89,7 @@ class Body(BaseModel):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
 
     stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, _at_most(MOST_NAMES)] = None
+    stream_options: Annotated[StreamOptions | None, at_most(MOST_NAMES)] = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -103,7 +103,7 @@ class Body(BaseModel):
     xtc_probability: Share | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
 
-    logit_bias: Annotated[dict[TokenKey, Logit] | None, _at_most(MOST_BIASES)] = None
+    logit_bias: Annotated[dict[TokenKey, Logit] | None, at_most(MOST_BIASES)] = None
     repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Logit | None = None
@@ -181,7 +181,7 @@ class PrefillBody(TextBody):
 
 _NO_PROMPT = "a text, a list of token ids, or a list of either is needed"
 
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), _at_most(MOST_TOOLS)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MOST_TOOLS)]
 
 
 class Part(TypedDict):
@@ -200,7 +200,7 @@ class Message(TypedDict):
 
     role: Required[str]
     content: NotRequired[
-        Annotated[str | Annotated[list[Part], Field(fail_fast=True)] | None, _at_most(MOST_PARTS)]
+        Annotated[str | Annotated[list[Part], Field(fail_fast=True)] | None, at_most(MOST_PARTS)]
     ]
     tool_calls: NotRequired[_Objects | None]
 
@@ -208,10 +208,10 @@ class Message(TypedDict):
 class ChatBody(Body):
     """A request body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
     tools: _Objects | None = None
-    role_mapping: Annotated[dict[str, str] | None, _at_most(MOST_NAMES)] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, _at_most(MOST_NAMES)] = None
+    role_mapping: Annotated[dict[str, str] | None, at_most(MOST_NAMES)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MOST_NAMES)] = None
     logprobs: bool | None = None
 
     @property

@@ -1,0 +1,88 @@
+"""Anthropic's Messages, on the same models and caches as OpenAI's completions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from typing import Any, ClassVar
+
+from starlette.types import Send
+
+from paged_kv.integrations.server.completions.answering import Answering, send_json
+from paged_kv.integrations.server.completions.completion_plan import Plan
+from paged_kv.integrations.server.completions.conversation import Conversation
+from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.http.known_fields import require_known
+from paged_kv.integrations.server.http.request_body import (
+    body_of,
+    checked,
+    parsed_json,
+)
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, ChatBody
+from paged_kv.integrations.server.messages.answers import MessageAnswers
+from paged_kv.integrations.server.messages.requests import (
+    ONLY,
+    SHARED,
+    WITHOUT_MEANING,
+    PromptBody,
+)
+from paged_kv.integrations.server.messages.translation import cache_marks, chat_of
+
+PATH = "/v1/messages"
+COUNT_PATH = f"{PATH}/count_tokens"
+
+
+class Messages(Interface):
+    """Messages.
+
+    Args:
+        kind: the schema of bodies.
+        options: of the server: `skip_system_lines`.
+    """
+
+    fields: ClassVar = {
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
+
+    def __init__(self, kind: type[PromptBody], options: argparse.Namespace) -> None:
+        self._kind = kind
+        self._skipped: list[str] = options.skip_system_lines
+
+    def read(self, content: bytes, key: str | None) -> Asked:
+        """See `Interface`."""
+        said = parsed_json(content)
+        known = (*self._kind.model_fields, *SHARED)
+        require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
+        body = checked(said, self._kind)
+        chat = body_of(chat_of(said, body, self._skipped), ChatBody)
+        return Asked(chat, partial(_answers, body, chat.model or DEFAULT_MODEL))
+
+
+def _answers(body: PromptBody, model: str, name: str, tokenizer: Any) -> Answers:
+    thinking = body.thinking
+    return MessageAnswers(
+        name,
+        model,
+        is_marked=any(True for _ in cache_marks(body)),
+        shows_thinking=thinking is None or thinking.display != "omitted",
+    )
+
+
+class TokenCounts(Answering):
+    """Counts the tokens of the prompts that messages would have."""
+
+    async def _answer(
+        self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
+    ) -> None:
+        await self._make_ready(plan, nbytes)
+        (job,) = plan.jobs
+        if job.prompt is None:
+            # Another model reads it when it is loaded, and generates nothing.
+            job.arguments.max_tokens = 0
+            with self._submitted(plan.jobs):
+                await talk.begin()
+        count = {"input_tokens": talk.usage.prompt_tokens}
+        await send_json(json.dumps(count).encode(), send)

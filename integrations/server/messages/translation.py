@@ -1,0 +1,168 @@
+"""Turns a body of Messages into one of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paged_kv.integrations.server.http.api_errors import wrong_value
+from paged_kv.integrations.server.messages.requests import (
+    SHARED,
+    CacheControl,
+    MessagesBody,
+    OutputConfig,
+    PromptBody,
+    Thinking,
+    ToolChoice,
+)
+
+Object = dict[str, Any]
+
+
+def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -> Object:
+    """The body of chat completions that asks for the same.
+
+    Args:
+        said: the body as it came, for the fields that both have.
+        body: the same, checked.
+        skipped: lines that begin with one of these are left out at the start of system blocks.
+
+    Raises:
+        APIError: 400, the last message is the beginning of an answer.
+    """
+    if body.messages[-1]["role"] == "assistant":
+        raise wrong_value(
+            "messages: the last one is the assistant's, and this server continues no answers: end "
+            "with a message of the user",
+            "messages",
+        )
+    chat = {name: said[name] for name in SHARED if name in said}
+    chat["messages"] = [*_system(body.system, skipped), *_messages(body.messages)]
+    if body.tools:
+        chat["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        chat |= _tool_choice(body.tool_choice)
+    if variables := _template_variables(body.thinking, body.output_config):
+        chat["chat_template_kwargs"] = variables | (said.get("chat_template_kwargs") or {})
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = body.output_config.format.schema_
+        named = {"name": "output", "schema": schema, "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": named}
+    if isinstance(body, MessagesBody):
+        chat["stop"] = body.stop_sequences
+    return chat
+
+
+def cache_marks(body: PromptBody) -> Iterator[CacheControl]:
+    """The marks of a body's cached prefixes."""
+    system = body.system if isinstance(body.system, list) else ()
+    contents = [message["content"] for message in body.messages]
+    blocks: list[Any] = [block for each in contents if isinstance(each, list) for block in each]
+    nested = [block.get("content") for block in blocks]
+    blocks += [block for each in nested if isinstance(each, list) for block in each]
+    marks = [each.get("cache_control") for each in (*system, *(body.tools or ()), *blocks)]
+    return (mark for mark in (*marks, body.cache_control) if mark is not None)
+
+
+def _system(system: Any, skipped: Sequence[str]) -> list[Object]:
+    texts = [system] if isinstance(system, str) else _texts(system or ())
+    text = "".join(_without_lines(text, skipped) for text in texts)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _without_lines(text: str, skipped: Sequence[str]) -> str:
+    while text and text.startswith(tuple(skipped)):
+        text = text.partition("\n")[2]
+    return text
+
+
+def _messages(messages: Iterable[Any]) -> list[Object]:
+    chat: list[Object] = []
+    for message in messages:
+        content = message["content"]
+        match message["role"]:
+            case "user":
+                _add_user(chat, content)
+            case "assistant":
+                chat.append(_assistant(content))
+            case "system":
+                text = content if isinstance(content, str) else "".join(_texts(content))
+                chat.append({"role": "system", "content": text})
+    return chat
+
+
+def _add_user(chat: list[Object], content: Any) -> None:
+    """Add a message of the user, and before or after it the results of calls. Messages of the user
+    in a row are one, as at Anthropic."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for block in blocks:
+        if block["type"] == "tool_result":
+            chat.append(_tool_result(block))
+        elif chat and chat[-1]["role"] == "user":
+            chat[-1]["content"].append(_part(block))
+        else:
+            chat.append({"role": "user", "content": [_part(block)]})
+
+
+def _part(block: Any) -> Object:
+    """A text or an image, as a part of a chat message."""
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    source = block["source"]
+    if source["type"] == "url":
+        return {"type": "image_url", "image_url": {"url": source["url"]}}
+    url = f"data:{source['media_type']};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _tool_result(block: Any) -> Object:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        content = [_part(each) for each in content]
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+
+
+def _assistant(content: Any) -> Object:
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    message: Object = {"role": "assistant", "content": "".join(_texts(blocks))}
+    thinking = "".join(each["thinking"] for each in blocks if each["type"] == "thinking")
+    if thinking:
+        # The names that chat templates read.
+        message |= {"reasoning_content": thinking, "reasoning": thinking}
+    if calls := [_call(block) for block in blocks if block["type"] == "tool_use"]:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Any) -> Object:
+    function = {"name": block["name"], "arguments": block["input"]}
+    return {"type": "function", "id": block["id"], "function": function}
+
+
+def _texts(blocks: Iterable[Any]) -> list[str]:
+    return [block["text"] for block in blocks if block["type"] == "text"]
+
+
+def _tool(tool: Any) -> Object:
+    said = {**tool, "parameters": tool["input_schema"]}
+    names = ("name", "description", "parameters", "strict")
+    function = {name: said[name] for name in names if said.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice) -> Object:
+    asked: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    if choice.type == "tool":
+        asked = {"type": "function", "function": {"name": choice.name}}
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return {"tool_choice": asked, **parallel}
+
+
+def _template_variables(thinking: Thinking | None, output: OutputConfig | None) -> Object:
+    """The variables of chat templates for thinking, by the names that models have for them."""
+    variables: Object = {}
+    if thinking is not None and thinking.type != "adaptive":
+        variables["enable_thinking"] = thinking.type == "enabled"
+    if output is not None and output.effort is not None:
+        variables["reasoning_effort"] = output.effort
+    return variables
