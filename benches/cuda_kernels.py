@@ -24,7 +24,7 @@ import numpy as np
 from benches.cuda_texts import SLABS, kernel_text, module
 
 KV_HEADS, RATIO, DIM, PAGE = 8, 4, 128, 256
-STRIDE, ROW_FIELDS = 1 << 16, 4
+STRIDE, ROW_FIELDS = 1 << 16, 7
 BATCHES = (1, 8, 32)
 LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 1 << 16)
 BITS = {"fp16": 16, "q4": 4}
@@ -198,13 +198,19 @@ class Bench:
         queries = cupy.random.standard_normal((batch, heads, steps, DIM), dtype=np.float32)
         queries = queries.astype(np.float16)
         output, done = cupy.empty(queries.shape, np.float16), cupy.zeros(8, np.int32)
-        kernel = self.kernel("prefill", FLAGS[pages.page_format], K_DIM=DIM, V_DIM=DIM)
+        kernel = self.kernel(
+            "prefill",
+            [*FLAGS[pages.page_format], "WHOLE"],
+            K_DIM=DIM,
+            V_DIM=DIM,
+            THREADS=self.tuning.PREFILL_THREADS,
+        )
         step = [queries, self.strides(queries)]
         given = [*step, *self.of_pages(pages, tables, params), output, done]
-        rows = -(-steps * RATIO // self.tuning.PREFILL_ROWS["cuda"])
+        rows = -(-steps * RATIO // 64)
 
         def run() -> None:
-            kernel((rows, KV_HEADS, batch), (128, 1, 1), tuple(given))
+            kernel((rows, KV_HEADS, batch), (self.tuning.PREFILL_THREADS, 1, 1), tuple(given))
 
         return queries, output, run
 

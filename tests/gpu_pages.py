@@ -245,10 +245,34 @@ def written(
     if set(formats) == {"fp16"}:
         pages.write(keys, values, metadata)
         return Batch(pages, metadata)
+    _hold(pages, keys, values, metadata)
+    return Batch(pages, metadata)
+
+
+def sharing(
+    backend: Any,
+    geometry: LayerGeometry,
+    formats: Sequence[FormatName],
+    tables: Sequence[tuple[int, ...]],
+    lengths: Sequence[int],
+    right_padding: Sequence[int] = (),
+) -> Batch:
+    """Sequences whose tables have pages in common, at places where all their tokens are written."""
+    pages = new_pages(backend, geometry, formats)
+    padding = tuple(right_padding) or (0,) * len(lengths)
+    metadata = AttentionMetadata(tuple(tables), tuple(lengths), padding)
+    shape = (len(lengths), geometry.k_heads, max(metadata.ends))
+    keys = normal((*shape, geometry.k_dim), geometry.k_dtype, seed=10)
+    values = normal((*shape, geometry.v_dim), geometry.k_dtype, seed=11)
+    _hold(pages, keys, values, metadata)
+    return Batch(pages, metadata)
+
+
+def _hold(pages: LayerPages, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
+    """Put a batch's keys and values into its pages, in their formats."""
     for entry, content in holding(pages, keys, values, metadata).items():
         pages.slabs[entry // STRIDE].memory[_lines(pages, entry)] = content
     mx.eval([slab.memory for slab in pages.slabs.values()])
-    return Batch(pages, metadata)
 
 
 def _with_page_to_write(

@@ -15,6 +15,7 @@ class Fault:
         writes: whether the kernel that attends writes a token of each row too.
         least_tokens: of a simdgroup's part, if others than usual.
         softcap: of scores, if there is one.
+        shares: whether the sequences are those of `SHARING`, which share pages.
     """
 
     name: str
@@ -31,8 +32,14 @@ class Fault:
     writes: bool = False
     least_tokens: int = 0
     softcap: float | None = None
+    shares: bool = False
 
 
+# Tables and lengths: a sequence that ends in a shared page, one that shares none, two branches.
+SHARING = (
+    ((9,), (0,), (0, 1, 2), (0, 1, 3), (0, 4, 5), (0, 4, 6)),
+    (30, 200, 520, 600, 513, 700),
+)
 BOTH = ("metal", "cuda")
 SOFTCAP = 0.5
 MEET = "  threads_meet();\n  DEVICE const int* row = pages.row(number);"

@@ -22,6 +22,7 @@ from paged_kv.kernels.pages.errors import QuantisedPage
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.prefix_groups import SEQUENCES
 from paged_kv.kernels.pages.tables import ROW_FIELDS
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from paged_kv.kernels.self_test import checks
@@ -99,10 +100,9 @@ def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
     assert set(constants("PAGE_SIZE")) == {PAGE_SIZE}
     assert set(constants("TILE")) == {gpu_tuning.TILE}
     assert set(constants("SLOT_SIMDGROUPS")) == {gpu_tuning.SLOT_SIMDGROUPS}
-    assert set(constants("PREFILL_THREADS")) == {gpu_tuning.PREFILL_THREADS}
-    simdgroups = gpu_tuning.PREFILL_THREADS // gpu_tuning.LANES
-    rows = [simdgroups * count for count in constants("SIMDGROUP_ROWS")]
-    assert rows == [gpu_tuning.PREFILL_ROWS[dialect] for dialect in DIALECTS]
+    assert set(constants("SEQUENCES")) == {SEQUENCES}
+    rows = constants("SIMDGROUP_ROWS")
+    assert rows == [gpu_tuning.SIMDGROUP_ROWS[dialect] for dialect in DIALECTS]
 
 
 @needs_compiler

@@ -11,6 +11,7 @@ from paged_kv.kernels.gpu import arrays as gpu_arrays
 from paged_kv.kernels.gpu import kernels as gpu_kernels
 from paged_kv.kernels.gpu import text as gpu_text
 from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.pages import prefix_groups
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from tests.gpu_on_cpu.toolchain import KernelError
 from tests.gpu_pages import (
@@ -20,19 +21,26 @@ from tests.gpu_pages import (
     device_of,
     needs_compiler,
     same,
+    sharing,
     written,
 )
 from tests.planted_decode_faults import DECODE_FAULTS
-from tests.planted_faults import BOTH, FAULTS, Fault
+from tests.planted_faults import BOTH, FAULTS, SHARING, Fault
 from tests.planted_latent_faults import LATENT_FAULTS
+from tests.planted_prefix_faults import PREFIX_FAULTS
 
 # They fail if the emulation breaks, not if a kernel does.
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 ORDERS = ("forward", "reverse", "shuffled")
-ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS]
+ALL_FAULTS = [*FAULTS, *DECODE_FAULTS, *LATENT_FAULTS, *PREFIX_FAULTS]
 SOUND: dict[str, Any] = dict.fromkeys(("name", "sound", "planted", "said"), "")
 SOUND |= {"dialects": BOTH}
+
+
+@pytest.fixture(autouse=True)
+def groups_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
 
 
 def _cases() -> list[Any]:
@@ -104,6 +112,8 @@ def _use(backend: Any, fault: Fault) -> float:
     if fault.operation == "latent":
         latents = same(64, fault.dtype, heads=1)
         return written(backend, latents, formats, fault.lengths).attend_latent(5)
+    if fault.shares:
+        return sharing(backend, geometry, ["fp16"] * 2, *SHARING).attend(fault.queries)
     batch = written(backend, geometry, formats, fault.lengths, more=fault.writes)
     options: Any = {"gqa_group_size": fault.gqa_group_size, "softcap": fault.softcap}
     if not fault.writes:

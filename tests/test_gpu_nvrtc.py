@@ -4,13 +4,14 @@ import mlx.core as mx
 import pytest
 
 from benches.cuda_texts import kernel_text
+from paged_kv.kernels.pages import prefix_groups
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
 from tests.gpu_on_cpu.emulated import Device
 from tests.gpu_on_cpu.nvrtc import compiled, why_not
 from tests.gpu_on_cpu.toolchain import why_not as why_not_on_cpu
-from tests.gpu_pages import backend_on, same, written
+from tests.gpu_pages import backend_on, same, sharing, written
 
 REASON = why_not() or why_not_on_cpu()
 
@@ -18,9 +19,10 @@ REASON = why_not() or why_not_on_cpu()
 @pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
 @pytest.mark.slow
 @pytest.mark.parametrize("formats", [["fp16"], ["q8"], ["q4"], ["fp16", "q4"]])
-def test_all_kernels_compile(formats: list[FormatName]) -> None:
+def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in bfloat16; the bench's texts, below, are in float16."""
     dim, dtype = 128, mx.bfloat16
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
     device = Device(modes=())  # The test makes texts, and runs no kernel.
     backend = backend_on(device, "cuda")
     batch = written(backend, same(dim, dtype, heads=1), formats, [300], more=True)
@@ -35,6 +37,11 @@ def test_all_kernels_compile(formats: list[FormatName]) -> None:
             batch.pages, step, asked, batch.metadata, Attention(1.0, sinks=sinks)
         )
     batch.pages.attend(asked, batch.metadata, attention, new_tokens=step)
+    behind = sharing(backend, same(dim, dtype, heads=1), formats, [(0, 1), (0, 2)], [300, 300])
+    for queries in (1, 2):
+        asked = mx.zeros((2, 8, queries, dim), dtype)
+        behind.pages.attend(asked, behind.metadata, attention)
+    assert any("in_groups" in name for name in device.texts)
     batch.pages.gather(batch.metadata)
     batch.pages.gather(batch.metadata, step)
     batch.pages.write(*step, batch.metadata)
@@ -57,10 +64,10 @@ def test_all_kernels_compile(formats: list[FormatName]) -> None:
         ("decode", ["HAS_Q4", "HAS_CODES", "PARTIAL"]),
         ("decode", ["HAS_FLOATS", "WHOLE", "STEP"]),
         ("merge", ["HAS_CODES"]),
-        ("prefill", ["HAS_FLOATS"]),
+        ("prefill", ["HAS_FLOATS", "WHOLE"]),
     ],
 )
 def test_the_text_of_the_bench_compiles(operation: str, flags: list[str]) -> None:
-    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8}
+    constants = {"K_DIM": 128, "V_DIM": 128, "ROWS": 4, "BLOCKS": 1, "PARTS": 8, "THREADS": 128}
     size, log = compiled(kernel_text(operation, flags, **constants), "sm_90")
     assert size, log

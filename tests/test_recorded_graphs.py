@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
 from benches.host_cost import GraphMaker, backend, filled, small_llama
@@ -18,8 +17,9 @@ from paged_kv.kernels import backends
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bound_slabs
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
+from paged_kv.kernels.pages import prefix_groups
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
-from paged_kv.sequences import recorded_step
+from paged_kv.kernels.pages.tables import Tables
 from paged_kv.sequences.recorded_step import RecordableStep, RecordedStep
 from tests.gpu_on_cpu.launch_order import unordered
 from tests.gpu_pages import backend_on, device_of, needs_compiler, new_pages, same
@@ -164,7 +164,7 @@ def test_planted_faults_are_noticed(
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [
-        (recorded_step, "replace", lambda tables, array: tables),
+        (Tables, "standing_for", lambda tables, arrays: (next(arrays), tables)[1]),
         (BoundSlabs, "standing_for", lambda bound, handles: bound),
     ],
     ids=["tables", "slabs"],
@@ -216,9 +216,10 @@ def _llama() -> Any:
 
 
 def _run(
-    dialect: str, *, compile: bool, page_format: str
-) -> tuple[list[int], list[str], list[str]]:
-    """The tokens, the launches and those without order of a run over the end of a page."""
+    dialect: str, *, compile: bool, page_format: str = "fp16", forks: int = 1
+) -> tuple[list[list[int]], list[str], list[str]]:
+    """The tokens, the launches and those without order of a run over the end of a page, by a
+    sequence or by so many that share two pages."""
     device, model = device_of(dialect), _llama()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_best", lambda: backend_on(device, dialect))
@@ -230,9 +231,17 @@ def _run(
         factory = PagedCacheFactory(
             model, compile=compile, page_format=page_format, max_bytes=64 << 20
         )
-        prompt = mx.array([(7 * i) % 64 for i in range(253)])
-        steps = generate_step(prompt, model, max_tokens=8, prompt_cache=factory.make_cache())
-        tokens = [int(token) for token, _ in steps]
+        caches: list[Any] = factory.make_cache()
+        pages = 3 if forks > 1 else 1
+        prompt = mx.array([[(7 * i) % 64 for i in range(256 * pages - 3)]])
+        token = mx.argmax(model(prompt, cache=caches)[:, -1:], axis=-1)
+        if forks > 1:
+            caches = [cache.merge([cache] * forks) for cache in caches]
+            token = mx.arange(forks)[:, None]
+        tokens: list[Any] = []
+        for _ in range(8):
+            token = mx.argmax(model(token, cache=caches)[:, -1:], axis=-1)
+            tokens.append(token[:, 0].tolist())
         if compile:
             assert factory.recordings[factory.pool].repeated >= 6
     names = [each.name for each in device.launches]
@@ -248,6 +257,18 @@ def test_kernels_run_as_in_steps_that_python_takes(dialect: str, page_format: st
     assert _run(dialect, compile=True, page_format=page_format) == expected
     _, _, faults = expected
     assert faults == []
+
+
+@needs_compiler
+def test_groups_that_read_shared_pages_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, names, _ = _run("metal", compile=False, forks=3)
+    assert not any("in_groups" in name for name in names)
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
+    found, names, faults = _run("metal", compile=True, forks=3)
+    assert found == expected
+    assert sum("in_groups" in name for name in names) == 8 * 2
+    assert faults == []
+    assert _run("metal", compile=False, forks=3)[:2] == (found, names)
 
 
 def test_handles_have_the_addresses_of_slabs() -> None:

@@ -15,4 +15,12 @@
 #ifdef SINKS
                     sinks, sinks_strides,
 #endif
-                    pages, place, (paged_kv::T*)queries_here, (paged_kv::T*)tile_numbers, output);
+#ifdef IN_GROUPS
+                    groups,
+#endif
+                    pages, place, (paged_kv::T*)queries_here, (paged_kv::T*)tile_numbers,
+#ifdef PARTIAL
+                    partials, measures);
+#else
+                    output);
+#endif

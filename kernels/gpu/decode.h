@@ -124,8 +124,8 @@ struct Seen {
 
 Seen seen_tokens(DEVICE const int* row, uint window) {
   uint length = row[1] ? 0 : uint(row[0]);  // a padding query sees nothing
-  uint last = length ? length - 1 : 0, begin = window && length > window ? length - window : 0;
-  return {begin, length, uint(row[ROW_FIELDS + last / PAGE_SIZE]), last % PAGE_SIZE};
+  uint last = length ? length - 1 : 0;
+  return {first_seen(row, last, window), length, uint(row[ROW_FIELDS + last / PAGE_SIZE]), last % PAGE_SIZE};
 }
 
 // The running softmax of a simdgroup's tiles; the sum of weights is over the lane's tokens.

@@ -1,7 +1,8 @@
 """Plans and runs attention of one token per sequence: one launch, or two for long contexts.
 
-The attention kernel also writes the step, if it gets one. All inputs but a layer's own arrays are
-the same in all layers of a kind, and are made once per step.
+Sequences that share pages take three. The kernel that reads a sequence's own pages also writes the
+step, if it gets one. All inputs but a layer's own arrays are the same in all layers of a kind, and
+are made once per step.
 """
 
 from functools import lru_cache
@@ -17,8 +18,9 @@ from paged_kv.kernels.gpu.arrays import (
     parameters,
     scores_of,
 )
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.plan import Groups, Plan, groups_of, partial_outputs, prefix_launch
 from paged_kv.kernels.gpu.tuning import LANES, TILE, decode_shape
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import NewTokens
@@ -37,14 +39,6 @@ class Asked(NamedTuple):
     heads: int
     scores: Scores
     writes: bool
-
-
-class _Plan(NamedTuple):
-    """Launches, and their parameters."""
-
-    attend: Launch
-    merge: Launch | None
-    params: mx.array
 
 
 class Decode:
@@ -67,23 +61,18 @@ class Decode:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
         # Not yet `Asked`, nor `inputs_of` without sinks: each is a call in every layer.
         key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
-        plan: _Plan | None = tables.plans.get(key)
+        plan: Plan | None = tables.plans.get(key)
         if plan is None:
-            plan = self._plan(Asked(*key), tables.reach, *tables.array.shape)
+            groups = groups_of(tables, self._kernels, slabs.kind, queries.shape)
+            reach = tables.reach if groups is None else tables.own_reach
+            plan = self._plan(Asked(*key), reach, *tables.array.shape, groups)
             tables.plans[key] = plan
-        inputs = [queries, *step] if step is not None else [queries]
-        of_sinks = [] if attention.sinks is None else inputs_of(attention)
-        if plan.merge is None:
-            inputs += of_sinks
-        outputs = self._order.run(
-            pages, plan.attend, [*inputs, *slabs.inputs, tables.array, plan.params]
-        )
-        if plan.merge is None:
-            return outputs[0]
-        partials, measures, _ = outputs
-        return plan.merge(inputs=[partials, measures, *of_sinks, plan.params])[0]
+        sinks = [] if attention.sinks is None else inputs_of(attention)
+        return plan.run(self._order, pages, slabs, tables, [queries], [*(step or ())], sinks)
 
-    def _plan_of(self, asked: Asked, reach: int, batch: int, width: int) -> _Plan:
+    def _plan_of(
+        self, asked: Asked, reach: int, batch: int, width: int, groups: Groups | None
+    ) -> Plan:
         """The plan for tables [batch, width] of that reach. Cached."""
         longest = reach
         if asked.scores.window:
@@ -94,12 +83,16 @@ class Decode:
             batch, asked.heads, geometry.k_heads, geometry.k_dim, longest, bases=1 + rotates
         )
         bases = len(kind.bases)
-        is_whole = shape.splits * bases == 1
+        is_whole = shape.splits * bases == 1 and groups is None
+        after_prefix = [] if groups is None else ["AFTER_PREFIX"]
         params = parameters(
             slab_stride=kind.slab_stride,
             table_stride=width,
             kv_heads=geometry.k_heads,
+            steps=1,
             gqa_group_size=asked.heads // geometry.k_heads,
+            q_heads=asked.heads,
+            causal=1,
             scale=asked.scores.scale,
             softcap=asked.scores.softcap,
             window=asked.scores.window,
@@ -111,23 +104,27 @@ class Decode:
         dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         sizes = {"ROWS": shape.rows, "BLOCKS": shape.blocks, "PARTS": shape.parts}
         sinks = asked.scores.sinks_flag
-        flags = [*kind.flags, *asked.scores.softcap_flag]
+        flags = [*kind.flags, *asked.scores.softcap_flag, *after_prefix]
         flags += ["WHOLE", *sinks] if is_whole else ["PARTIAL"]
         if asked.writes:
             flags.append("STEP")
         output = Output((batch, asked.heads, 1, geometry.v_dim), geometry.k_dtype)
-        slots = batch * asked.heads * shape.splits * bases
-        partial = [Output((slots, geometry.v_dim), mx.float32), Output((slots, 2), mx.float32)]
         attend = launch_of(
             self._kernels.kernel("decode", geometry.k_dtype, dims | sizes, flags),
             (geometry.k_heads * shape.groups, shape.splits, batch * bases),
             LANES * shape.parts * shape.blocks,
-            [output, DONE] if is_whole else [*partial, DONE],
+            [output, DONE]
+            if is_whole
+            else partial_outputs(batch * asked.heads * shape.splits * bases, geometry.v_dim),
         )
         if is_whole:
-            return _Plan(attend, None, params)
+            return Plan(attend, None, params)
         turns = ["HAS_CODES"] if 1 in kind.bases else []
         kernel = self._kernels.kernel(
-            "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks]
+            "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks, *after_prefix]
         )
-        return _Plan(attend, launch_of(kernel, (asked.heads, batch, 1), LANES, [output]), params)
+        merge = launch_of(kernel, (asked.heads, batch, 1), LANES, [output])
+        if groups is None:
+            return Plan(attend, merge, params)
+        prefix = prefix_launch(self._kernels, groups, kind, asked.heads, 1, asked.scores)
+        return Plan(attend, merge, params, prefix)

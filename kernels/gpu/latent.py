@@ -4,7 +4,6 @@ One launch attends to the parts of contexts, and another merges them.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,20 +14,13 @@ from paged_kv.kernels.gpu.arrays import (
     parameters,
     scores_of,
 )
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.kernels import GpuKernels, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
+from paged_kv.kernels.gpu.plan import Plan, partial_outputs
 from paged_kv.kernels.gpu.tuning import LANES, LATENT_ROWS, LATENT_SIMDGROUPS, latent_parts
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import Tables
-
-
-class _Plan(NamedTuple):
-    """Launches, and their parameters."""
-
-    attend: Launch
-    merge: Launch
-    params: mx.array
 
 
 class Latent:
@@ -51,13 +43,12 @@ class Latent:
         """Outputs [B, q_heads, 1, k_dim] of queries [B, q_heads, 1, k_dim] and position queries [B,
         q_heads, 1, v_dim] in the pages' dtype."""
         key = (slabs.kind, queries.shape[1], scores_of(attention))
-        plan: _Plan | None = tables.plans.get(key)
+        plan: Plan | None = tables.plans.get(key)
         if plan is None:
             plan = self._plan(*key, tables.reach, *tables.array.shape)
             tables.plans[key] = plan
-        inputs = [queries, position_queries, *slabs.inputs, tables.array, plan.params]
-        partials, measures, _ = self._order.run(pages, plan.attend, inputs)
-        return plan.merge(inputs=[partials, measures, plan.params])[0]
+        both = [queries, position_queries]
+        return plan.run(self._order, pages, slabs, tables, both, [], [])
 
     def _plan_of(
         self,
@@ -67,7 +58,7 @@ class Latent:
         reach: int,
         batch: int,
         width: int,
-    ) -> _Plan:
+    ) -> Plan:
         """The plan for tables [batch, width] of that reach. Cached."""
         longest = reach
         if scores.window:
@@ -78,6 +69,7 @@ class Latent:
             slab_stride=kind.slab_stride,
             table_stride=width,
             kv_heads=1,
+            steps=1,
             gqa_group_size=heads,
             scale=scores.scale,
             window=scores.window,
@@ -87,13 +79,12 @@ class Latent:
         )
         constants = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
         constants |= {"ROWS": LATENT_ROWS, "SIMDGROUPS": LATENT_SIMDGROUPS}
-        slots = batch * heads * splits
         attend = launch_of(
             self._kernels.kernel("latent", geometry.k_dtype, constants, kind.flags),
             (-(-heads // (LATENT_ROWS * LATENT_SIMDGROUPS)), splits, batch),
             LANES * LATENT_SIMDGROUPS,
-            [Output((slots, geometry.k_dim), mx.float32), Output((slots, 2), mx.float32), DONE],
+            partial_outputs(batch * heads * splits, geometry.k_dim),
         )
         merge = self._kernels.kernel("merge", geometry.k_dtype, {"V_DIM": geometry.k_dim}, [])
         output = Output((batch, heads, 1, geometry.k_dim), geometry.k_dtype)
-        return _Plan(attend, launch_of(merge, (heads, batch, 1), LANES, [output]), params)
+        return Plan(attend, launch_of(merge, (heads, batch, 1), LANES, [output]), params)

@@ -71,8 +71,11 @@ struct Slots {
 CONSTANT uint LAYOUT_FIELDS = 8;
 
 // Fields of a row of the tables: tokens, right padding, valid (sink) tokens at the beginning, and the
-// first valid token after those. The table entries follow.
-CONSTANT uint ROW_FIELDS = 4;
+// first valid token after those. Then of pages that sequences share: the tokens that groups of
+// sequences read (kernels/pages/prefix_groups.py), and the first and the number of the places of
+// what they found for this sequence. The table entries follow.
+CONSTANT uint ROW_FIELDS = 7;
+enum RowField { ROW_LENGTH, ROW_PADDING, ROW_HEAD, ROW_FIRST, PREFIX_TOKENS, FIRST_PLACE, PLACES };
 
 // Words of a slot of one head.
 constexpr uint slot_words(uint format, uint dim) { return dim * format / 16; }
@@ -102,6 +105,15 @@ struct Pages {
             format, layout[values ? 7 : 6] != 0};
   }
 };
+
+// The first position that a query sees in its sequence's own pages, all those that no group reads.
+uint first_seen(DEVICE const int* row, uint position, uint window) {
+  uint first = window && position >= window ? position - window + 1 : 0;
+#ifdef AFTER_PREFIX
+  first = larger(first, uint(row[PREFIX_TOKENS]));
+#endif
+  return first;
+}
 
 // Which of a step's tokens are not padding, and the position of the first of them.
 struct Own {

@@ -66,8 +66,9 @@ struct Softmax {
   }
 
   // Turns a row's logits into weights, and rescales the earlier sums to the new maximum.
-  void weigh(uint i, QueryRow row, Tile tile, uint lane, THREAD float* logits) THREAD {
-    uint end = smaller(row.end, tile.end), column = tile.position + column_in_matrix(lane);
+  void weigh(uint i, uint begin, uint end, Tile tile, uint lane, THREAD float* logits) THREAD {
+    uint column = tile.position + column_in_matrix(lane);
+    end = smaller(end, tile.end);
     float above = maximum[i];
     UNROLL
     for (uint n = 0; n < TILE_TOKENS / 4; n++) {
@@ -75,7 +76,7 @@ struct Softmax {
 #ifdef HAS_SOFTCAP
       logits[number] = capped(logits[number], softcap);
 #endif
-      if (at < row.begin || at >= end) logits[number] = NEVER;
+      if (at < begin || at >= end) logits[number] = NEVER;
       above = larger(above, logits[number]);
     }
     above = largest_of_row(above);
@@ -98,11 +99,12 @@ struct Softmax {
     scale_row(i, total > 0.0f ? factor / total : 0.0f);
   }
 
-  void store(uint i, bool is_there, uint lane, DEVICE T* output) THREAD {
+  template <typename To>
+  void store(uint i, bool is_there, uint lane, DEVICE To* to) THREAD {
     UNROLL
     for (uint n = 0; n < V_DIM / 4; n++) {
       float number = values[(n / 2 * LANE_ROWS + i) * 2 + n % 2];
-      output[n / 2 * 8 + column_in_matrix(lane) + n % 2] = T(is_there ? number : 0.0f);
+      to[n / 2 * 8 + column_in_matrix(lane) + n % 2] = To(is_there ? number : 0.0f);
     }
   }
 };
@@ -114,8 +116,8 @@ struct Tiles {
   Own new_tokens;
 };
 
-Tiles tiles_of(Block block, Own new_tokens) {
-  uint in_pages = block.length - (new_tokens.end - new_tokens.begin), end = smaller(block.end, in_pages);
+Tiles tiles_of(Block block, uint length, Own new_tokens) {
+  uint in_pages = length - (new_tokens.end - new_tokens.begin), end = smaller(block.end, in_pages);
   Tiles tiles = {in_pages, block.begin / TILE_TOKENS, 0, 0, 0, new_tokens};
   if (end > block.begin) tiles.count = (end + TILE_TOKENS - 1) / TILE_TOKENS - tiles.first;
   if (block.begin > in_pages) tiles.first_new = (block.begin - in_pages) / TILE_TOKENS;
@@ -146,19 +148,41 @@ void prefill(DEVICE const T* queries, Strides strides,
 #ifdef SINKS
              DEVICE const Sinks* sinks, Strides s_strides,
 #endif
+#ifdef IN_GROUPS
+             DEVICE const int* groups,
+#endif
              const THREAD Pages& pages, const THREAD Place& place, SHARED T* all_queries,
+#ifdef PARTIAL
+             SHARED T* tile_numbers, DEVICE float* partials, DEVICE float* measures) {
+#else
              SHARED T* tile_numbers, DEVICE T* output) {
+#endif
+#ifdef IN_GROUPS
+  DEVICE const int* group = groups + place.z * GROUP_FIELDS;
+  Rows rows = {group, place.x * BLOCK_ROWS};
+  Block block = block_of_group(pages, rows);
+  // Of any of the sequences: they have the same pages here.
+  DEVICE const int* table = pages.row(group[2] < 0 ? 0 : uint(group[2]));
+  Tiles tiles = tiles_of(block, block.end, Own{0, 0, 0});
+#else
   DEVICE const int* table = pages.row(place.z);
-  Block block = block_of(pages, table, place.x * BLOCK_ROWS);
-  Tiles tiles = tiles_of(block, own_tokens(table, pages.parameter(NEW_TOKENS)));
-  uint lane = place.lane, first_row = block.first_row + place.simdgroup * SIMDGROUP_ROWS;
+  Rows rows = {place.z, place.x * BLOCK_ROWS};
+  Block block = block_of(pages, table, own_tokens(table, pages.parameter(STEPS)), rows.first);
+  Tiles tiles = tiles_of(block, uint(table[ROW_LENGTH]), own_tokens(table, pages.parameter(NEW_TOKENS)));
+#endif
+  uint lane = place.lane, first_row = place.simdgroup * SIMDGROUP_ROWS;
   SHARED T* own = all_queries + place.simdgroup * SIMDGROUP_ROWS * (K_DIM + PAD);
   Softmax softmax;
   softmax.clear();
+  uint begins[LANE_ROWS], ends[LANE_ROWS];
+  for (uint k = 0; k < LANE_ROWS; k++) {
+    QueryRow row = query_row(pages, rows, first_row + row_in_matrix(lane, k));
+    begins[k] = row.begin, ends[k] = row.end;
+  }
 #ifdef HAS_SOFTCAP
   softmax.softcap = float_of_bits(pages.parameter(SOFTCAP));
 #endif
-  stage_rows(queries, strides, pages, block, place, false, own);
+  stage_rows(queries, strides, pages, rows, place, false, own);
 #ifdef HAS_CODES
   bool queries_rotated = false;
   // The rotated values, if there may be any, then the plain ones.
@@ -173,7 +197,7 @@ void prefill(DEVICE const T* queries, Strides strides,
       if ((values.rotated && !tile.is_new) != (pass == 0)) continue;
       bool keys_rotated = keys.rotated && !tile.is_new;
       if (keys_rotated != queries_rotated)
-        stage_rows(queries, strides, pages, block, place, keys_rotated, own);
+        stage_rows(queries, strides, pages, rows, place, keys_rotated, own);
       queries_rotated = keys_rotated;
 #endif
       float logits[TILE_TOKENS / 4 * LANE_ROWS];
@@ -183,10 +207,7 @@ void prefill(DEVICE const T* queries, Strides strides,
       load_tile<K_DIM>(tile, keys, place, tile_numbers);
 #endif
       multiply_with_keys(own, tile_numbers, lane, logits);
-      for (uint k = 0; k < LANE_ROWS; k++) {
-        QueryRow row = query_row(pages, block, first_row + row_in_matrix(lane, k));
-        softmax.weigh(k, row, tile, lane, logits);
-      }
+      for (uint k = 0; k < LANE_ROWS; k++) softmax.weigh(k, begins[k], ends[k], tile, lane, logits);
 #ifdef HAS_NEW_TOKENS
       load_tile<V_DIM>(tile, values, new_values, v_strides, place, tile_numbers);
 #else
@@ -198,16 +219,22 @@ void prefill(DEVICE const T* queries, Strides strides,
     if (pass == 0 && V_DIM % LANES == 0) rotate_rows(softmax.values, lane);
   }
 #endif
-  uint steps = pages.parameter(STEPS), gqa_group_size = pages.parameter(GQA_GROUP_SIZE);
   for (uint k = 0; k < LANE_ROWS; k++) {
-    QueryRow row = query_row(pages, block, first_row + row_in_matrix(lane, k));
-    uint head = place.y * gqa_group_size + row.head;
+    QueryRow row = query_row(pages, rows, first_row + row_in_matrix(lane, k));
+    uint head = place.y * pages.parameter(GQA_GROUP_SIZE) + row.head;
+    ulong at = (row.place * ulong(pages.parameter(Q_HEADS)) + head) * pages.parameter(STEPS) + row.step;
+#ifdef PARTIAL
+    float total = sum_of_row(softmax.sum[k]);
+    if (!row.has_place) continue;
+    if (column_in_matrix(lane) == 0) measures[at * 2] = softmax.maximum[k], measures[at * 2 + 1] = total;
+    softmax.store(k, true, lane, partials + at * V_DIM);
+#else
 #ifdef SINKS
     softmax.finish(k, float(sinks[head * ulong(s_strides[0])]) * LOG2_E);
 #else
     softmax.finish(k, NEVER);
 #endif
-    ulong at = (place.z * pages.parameter(Q_HEADS) + head) * ulong(steps) + row.step;
-    if (row.step < steps) softmax.store(k, row.is_there, lane, output + at * V_DIM);
+    if (row.has_place) softmax.store(k, row.is_there, lane, output + at * V_DIM);
+#endif
   }
 }

@@ -13,9 +13,10 @@ from paged_kv.kernels.gpu.arrays import (
     parameters,
     scores_of,
 )
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.tuning import PREFILL_ROWS, PREFILL_THREADS
+from paged_kv.kernels.gpu.plan import Groups, Plan, groups_of, partial_outputs, prefix_launch
+from paged_kv.kernels.gpu.tuning import LANES, PREFILL_THREADS, SIMDGROUP_ROWS
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_memory import LayerMemory
@@ -30,6 +31,7 @@ class Asked:
         shape: the shape of the queries.
         table_stride: the width of the tables.
         new_tokens: number of unwritten tokens of the step.
+        groups: the numbers of groups that read shared pages, and of places of their results.
     """
 
     kind: PageKind
@@ -37,6 +39,7 @@ class Asked:
     table_stride: int
     scores: Scores
     new_tokens: int
+    groups: Groups | None
 
 
 class Prefill:
@@ -45,7 +48,7 @@ class Prefill:
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
         self._kernels = kernels
         self._order = order
-        self._launch = lru_cache(maxsize=256)(self._launch_of)
+        self._plan = lru_cache(maxsize=256)(self._plan_of)
 
     def __call__(
         self,
@@ -63,13 +66,13 @@ class Prefill:
             tables.array.shape[1],
             scores_of(attention),
             0 if new_tokens is None else new_tokens[0].shape[2],
+            groups_of(tables, self._kernels, slabs.kind, queries.shape),
         )
-        launch, params = self._launch(asked)
-        inputs = [queries, *(new_tokens or ()), *inputs_of(attention)]
-        inputs += [*slabs.inputs, tables.array, params]
-        return self._order.run(pages, launch, inputs)[0]
+        step, sinks = [*(new_tokens or ())], inputs_of(attention)
+        plan = self._plan(asked)
+        return plan.run(self._order, pages, slabs, tables, [queries], step, sinks)
 
-    def _launch_of(self, asked: Asked) -> tuple[Launch, mx.array]:
+    def _plan_of(self, asked: Asked) -> Plan:
         geometry, (batch, heads, steps, _) = asked.kind.geometry, asked.shape
         gqa_group_size = heads // geometry.k_heads
         params = parameters(
@@ -83,16 +86,33 @@ class Prefill:
             softcap=asked.scores.softcap,
             window=asked.scores.window,
             causal=int(asked.scores.hides_later),
+            splits=1,
+            bases=1,
             new_tokens=asked.new_tokens,
         )
-        flags = [*asked.kind.flags, *asked.scores.sinks_flag, *asked.scores.softcap_flag]
+        dims, sinks = {"V_DIM": geometry.v_dim}, asked.scores.sinks_flag
+        flags = [*asked.kind.flags, *asked.scores.softcap_flag]
         flags += ["HAS_NEW_TOKENS"] if asked.new_tokens else []
-        dims = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim}
-        rows = PREFILL_ROWS[self._kernels.dialect]
-        launch = launch_of(
-            self._kernels.kernel("prefill", geometry.k_dtype, dims, flags),
+        flags += ["WHOLE", *sinks] if asked.groups is None else ["PARTIAL", "AFTER_PREFIX"]
+        constants = {"K_DIM": geometry.k_dim, **dims, "THREADS": PREFILL_THREADS}
+        rows = PREFILL_THREADS // LANES * SIMDGROUP_ROWS[self._kernels.dialect]
+        output = Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype)
+        attend = launch_of(
+            self._kernels.kernel("prefill", geometry.k_dtype, constants, flags),
             (-(-steps * gqa_group_size // rows), geometry.k_heads, batch),
             PREFILL_THREADS,
-            [Output((batch, heads, steps, geometry.v_dim), geometry.k_dtype), DONE],
+            [output, DONE]
+            if asked.groups is None
+            else partial_outputs(batch * heads * steps, geometry.v_dim),
         )
-        return launch, params
+        if asked.groups is None:
+            return Plan(attend, None, params)
+        merge = launch_of(
+            self._kernels.kernel("merge", geometry.k_dtype, dims, [*sinks, "AFTER_PREFIX"]),
+            (heads * steps, batch, 1),
+            LANES,
+            [output],
+        )
+        groups = asked.groups
+        prefix = prefix_launch(self._kernels, groups, asked.kind, heads, steps, asked.scores)
+        return Plan(attend, merge, params, prefix)

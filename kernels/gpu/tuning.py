@@ -85,10 +85,26 @@ def decode_shape(
     return DecodeShape(rows, blocks, parts, groups, tiles, max(1, ceil(longest / (tiles * TILE))))
 
 
-# Query rows of a threadgroup of prefill: 4 simdgroups with one 8x8 matrix each on Metal, or with
-# one 16x16 matrix each on CUDA, where 64 rows also read keys and values half as often.
-PREFILL_ROWS = {"metal": 32, "cuda": 64}
+# Query rows of a simdgroup of prefill: the rows of one 8x8 matrix on Metal, and of one 16x16 matrix
+# on CUDA. So the 4 simdgroups of a threadgroup have 32 or 64.
+SIMDGROUP_ROWS = {"metal": 8, "cuda": 16}
 PREFILL_THREADS = 128
+
+# Query rows of a threadgroup that reads pages for several sequences: those of 16 sequences with 4
+# query heads to a KV head. Queries, and a tile of 16 or 32 tokens, must fit the 32 KiB that a
+# threadgroup may have: 64 queries of 128 numbers and a tile take 26 KiB.
+GROUP_ROWS = 64
+THREADGROUP_BYTES = 32 << 10
+PAD = 8  # numbers behind each row in threadgroup memory
+
+
+def group_threads(dialect: str, k_dim: int, v_dim: int) -> int:
+    """Threads of a threadgroup that reads pages for several sequences."""
+    largest = max(k_dim, v_dim)
+    tile = (16 if largest > 128 else 32) * (largest + PAD) * 2
+    rows = min(GROUP_ROWS, (THREADGROUP_BYTES - tile) // ((k_dim + PAD) * 2))
+    simdgroups = rows // SIMDGROUP_ROWS[dialect]
+    return LANES * (1 << simdgroups.bit_length() - 1)
 
 
 # Simdgroups of a threadgroup of latent decode, and the tokens of its tile, one each: 8 tokens of

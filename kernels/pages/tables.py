@@ -5,7 +5,8 @@ An entry of a table is slab * slab_stride + page, as everywhere, but numbers onl
 occur.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.prefix_groups import PrefixGroups, prefix_groups
 
-ROW_FIELDS = 4
+ROW_FIELDS = 7
 # The width of tables is a multiple of this, so that few different widths occur.
 TABLE_WIDTH = 16
 # The reach of tables is a multiple of this, and of an eighth of itself: so few different reaches
@@ -30,16 +32,38 @@ class Tables:
 
     Attributes:
         array: int32 [B, width]: context length, right padding, head tokens, first token after
-            them, then the table entries.
+            them, the fields of `PrefixGroups`, then the table entries.
         slabs: the numbers of the slabs that occur.
         reach: the longest context length that plans made for these tables must hold.
+        own_reach: the same without the tokens that groups read.
+        groups: the pages that sequences share; None if each sequence reads all of its pages.
         plans: launch plans shared by layers of one kind, by all that they depend on.
     """
 
     array: mx.array
     slabs: tuple[int, ...]
     reach: int
+    own_reach: int
+    groups: PrefixGroups | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Hashable:
+        """All of them that launches depend on, besides the contents of arrays."""
+        shape = None if self.groups is None else self.groups.shape
+        return self.reach, self.own_reach, self.array.shape, shape
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What changes from step to step."""
+        return [self.array] if self.groups is None else [self.array, self.groups.array]
+
+    def standing_for(self, arrays: Iterator[mx.array]) -> "Tables":
+        """The same, of other arrays."""
+        array = next(arrays)
+        if self.groups is None:
+            return replace(self, array=array)
+        return replace(self, array=array, groups=self.groups._replace(array=next(arrays)))
 
 
 # The key of a batch's `Tables` in its `memo`.
@@ -49,16 +73,23 @@ TABLES = "bound tables"
 def tables_of(metadata: AttentionMetadata, slab_stride: int) -> Tables:
     """Made once for all layers that read the same batch."""
     if TABLES not in metadata.memo:
-        longest = max(metadata.context_lens, default=0)
-        step = max(LEAST_REACH, (1 << longest.bit_length()) // 16)
-        reach = max(1, -(-longest // step)) * step
+        reach = own_reach = _reach_of(max(metadata.context_lens, default=0))
         entries, slabs = _table_entries(metadata.block_tables, slab_stride, reach // PAGE_SIZE)
         array = entries.copy()
         array[:, 0], array[:, 1] = metadata.context_lens, metadata.right_padding
         array[:, 2], array[:, 3] = metadata.head_tokens or 0, metadata.first_tokens or 0
-        metadata.memo[TABLES] = Tables(mx.array(array), slabs, reach)
+        groups = prefix_groups(metadata.shared_pages)
+        if groups is not None:
+            array[:, 4:ROW_FIELDS] = groups.fields
+            own_reach = _reach_of(max(0, int((array[:, 0] - array[:, 4]).max())))
+        metadata.memo[TABLES] = Tables(mx.array(array), slabs, reach, own_reach, groups)
     tables: Tables = metadata.memo[TABLES]
     return tables
+
+
+def _reach_of(longest: int) -> int:
+    step = max(LEAST_REACH, (1 << longest.bit_length()) // 16)
+    return max(1, -(-longest // step)) * step
 
 
 @lru_cache(maxsize=64)

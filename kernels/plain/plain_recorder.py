@@ -132,7 +132,7 @@ def _read(
     """Keys and values [B, heads, T, dim] of all pages that the tables have room for, zeros where
     there is no token, and which of them the query sees, boolean [B, 1, 1, T]."""
     tables = tables_of(metadata, pages.slab_stride)
-    length, _, head_tokens, first_token = (tables.array[:, at : at + 1] for at in range(ROW_FIELDS))
+    length, _, head_tokens, first_token = (tables.array[:, at : at + 1] for at in range(4))
     count = tables.reach // PAGE_SIZE
     entries = tables.array[:, ROW_FIELDS : ROW_FIELDS + count]
     at = mx.arange(count * PAGE_SIZE)[None]

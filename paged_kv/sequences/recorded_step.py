@@ -9,7 +9,6 @@ gets a `RecordedStep` in its place, and so arrays of MLX's graph, or such as can
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -83,7 +82,7 @@ class RecordableStep:
         self.key: Hashable = (
             step.shape,
             *[
-                (each.reach, each.array.shape, first[group][1].key(first[group][0], each))
+                (each.key, first[group][1].key(first[group][0], each))
                 for group, each in tables.items()
             ],
         )
@@ -121,7 +120,9 @@ class RecordableStep:
             ThreadConflict: another thread has yet to compute some of them.
         """
         positions = mx.array([row.offset for row in self.step.rows], mx.int32)
-        arrays = [positions, *[each.array for each in self.tables.values()]]
+        arrays = [positions]
+        for each in self.tables.values():
+            arrays += each.arrays
         for _, group, pages, recorder in self.layers:
             arrays += recorder.arrays(pages, self.tables[group])
         return arrays
@@ -162,7 +163,7 @@ class RecordedStep:
             for row in step.rows
         ]
         self._groups = {
-            group: _recorded(step, group, self._rows, replace(tables, array=next(given)))
+            group: _recorded(step, group, self._rows, tables.standing_for(given))
             for group, tables in recordable.tables.items()
         }
         self._layers: dict[int, RecordableLayer] = {}

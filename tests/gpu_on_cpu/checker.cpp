@@ -109,7 +109,12 @@ void access_buffer(Buffer& buffer, uint64_t at, uint64_t bytes, bool writes, uin
     give_up();
   }
   if (uint8_t* lines = writes ? buffer.written : buffer.read)
-    for (uint64_t line = at / LINE; line <= (at + bytes - 1) / LINE; line++) lines[line] = 1;
+    for (uint64_t line = at / LINE; line <= (at + bytes - 1) / LINE; line++) {
+      lines[line] = 1;
+      if (writes || buffer.reader[line] == launch.group + 1) continue;
+      buffer.reader[line] = launch.group + 1;
+      buffer.loads++;
+    }
   if (!buffer.cells) return;
   if (!writes && !buffer.is_written_before && !buffer.cells[at].writer.thread)
     report(pc, "uninitialised: output '%s' at byte %llu is read", buffer.name,

@@ -27,6 +27,8 @@ class Buffer:
         is_output: the kernel must write all of it.
         is_slab: an input that the kernel may write.
         read, written: after a checked launch, which lines of 64 bytes were.
+        reader: of each line 1 + the threadgroup that read it last.
+        loads: how many lines threadgroups read in it, a line once for each that did.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Buffer:
     is_slab: bool = False
     read: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
     written: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
+    reader: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    loads: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class _Buffer(ctypes.Structure):
         ("is_written_before", ctypes.c_uint32),
         ("read", ctypes.c_void_p),
         ("written", ctypes.c_void_p),
+        ("reader", ctypes.c_void_p),
+        ("loads", ctypes.c_uint64),
         ("cells", ctypes.c_void_p),
     )
 
@@ -114,7 +120,8 @@ def launch(
     )
     if faults:
         raise KernelError(_without_addresses(runtime.gpu_faults().decode()))
-    for buffer, view in memory.values():
+    for (buffer, view), struct in zip(memory.values(), structs, strict=True):
+        buffer.loads = struct.loads
         if (buffer.is_output or buffer.is_slab) and view is not buffer.contents:
             buffer.contents[:] = view
 
@@ -152,6 +159,7 @@ def _struct(buffer: Buffer, view: Bytes) -> _Buffer:
     if buffer.is_slab:
         lines = -(-view.nbytes // LINE) + 1
         buffer.read, buffer.written = np.zeros(lines, np.uint8), np.zeros(lines, np.uint8)
+        buffer.reader = np.zeros(lines, np.uint32)
     return _Buffer(
         memory=view.ctypes.data,
         bytes=view.nbytes,
@@ -160,6 +168,7 @@ def _struct(buffer: Buffer, view: Bytes) -> _Buffer:
         is_written_before=not buffer.is_output,
         read=buffer.read.ctypes.data if buffer.is_slab else None,
         written=buffer.written.ctypes.data if buffer.is_slab else None,
+        reader=buffer.reader.ctypes.data if buffer.is_slab else None,
     )
 
 

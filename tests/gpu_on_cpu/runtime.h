@@ -60,6 +60,8 @@ struct Buffer {
   const char* name;
   uint32_t is_writable, is_written_before;  // by whoever launches
   uint8_t *read, *written;                  // a byte for each LINE of it, or null
+  uint32_t* reader;  // of each LINE: 1 + the threadgroup that read it last
+  uint64_t loads;    // of lines by threadgroups, each once
   Cell* cells;
 };
 

@@ -1,0 +1,99 @@
+"""Groups of sequences read every shared page once for each of their sequences."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_kv.kernels.pages import prefix_groups as module
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.block_tables import BlockTables
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.prefix_groups import SEQUENCES, PrefixGroups, prefix_groups
+from paged_kv.kernels.pages.tables import Tables, tables_of
+
+Table = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True)
+def groups_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_SAVED", 1)
+
+
+def shared_with_others(tables: Sequence[Table], row: int) -> int:
+    """How many of a table's first pages another one begins with too."""
+    counts = []
+    for other, table in enumerate(tables):
+        pairs = zip(table, tables[row], strict=False)
+        equal = [at for at, (a, b) in enumerate(pairs, 1) if table[:at] == tables[row][:at]]
+        counts.append(len(equal) if other != row else 0)
+    return max(counts)
+
+
+def assert_reads_once(tables: Sequence[Table], groups: PrefixGroups) -> None:
+    array, fields = np.array(groups.array), groups.fields
+    read: list[list[int]] = [[] for _ in tables]
+    places: list[int] = []
+    for first, end, *rest in array.tolist():
+        rows = [row for row in rest[:SEQUENCES] if row >= 0]
+        for row, place in zip(rest[:SEQUENCES], rest[SEQUENCES:], strict=True):
+            places += [place] if place >= 0 else []
+            assert row < 0 or fields[row, 1] <= place < fields[row, 1] + fields[row, 2]
+        assert len({tables[row][first:end] for row in rows}) == (1 if rows else 0)
+        for row in rows:
+            read[row] += range(first, end)
+    assert sorted(places) == [*range(groups.places)]
+    for row, pages in enumerate(read):
+        assert sorted(pages) == [*range(shared_with_others(tables, row))]
+        assert fields[row, 0] == len(pages) * PAGE_SIZE
+
+
+branches = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=2, max_size=40)
+
+
+@given(paths=branches, own=st.lists(st.integers(0, 3), min_size=40, max_size=40))
+def test_any_tree_is_read_once(paths: list[tuple[int, ...]], own: list[int]) -> None:
+    """Sequences that agree in a path so far have the pages of its branches in common."""
+    tables: list[Table] = []
+    for row, (path, count) in enumerate(zip(paths, own, strict=False)):
+        table: list[int] = []
+        for depth in range(len(path)):
+            branch = int("".join(map(str, path[: depth + 1])), 3) + 100 * depth
+            table += [branch * 8 + page for page in range(path[depth] + depth)]
+        tables.append((*table, *(10_000 + row * 8 + page for page in range(count))))
+    groups = prefix_groups(BlockTables.of(tables).shared_pages)
+    if groups is None:
+        assert not any(shared_with_others(tables, row) for row in range(len(tables)))
+    else:
+        assert_reads_once(tables, groups)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 17, 40])
+def test_more_sequences_than_a_group_has(rows: int) -> None:
+    tables = [(0, 1, 2, 3, 4, 10 + row // 3, 100 + row) for row in range(rows)]
+    groups = prefix_groups(BlockTables.of(tables).shared_pages)
+    assert groups is not None
+    assert_reads_once(tables, groups)
+
+
+def _tables(shared: int, own: int) -> Tables:
+    rows = [(*range(shared), *(100 + 10 * row + page for page in range(own))) for row in range(3)]
+    lengths = (len(rows[0]) * PAGE_SIZE,) * 3
+    return tables_of(AttentionMetadata(tuple(rows), lengths, (0,) * 3), 1 << 10)
+
+
+def test_launches_depend_on_the_number_of_groups() -> None:
+    few, more, none = _tables(4, 3), _tables(5, 2), _tables(0, 7)
+    assert len({each.key for each in (few, more, none)}) == 3
+    assert [each.reach for each in (few, more, none)] == [2048] * 3
+    assert [each.own_reach for each in (few, more, none)] == [1024, 1024, 2048]
+    assert [array.shape[0] for array in more.arrays] == [3, 4]
+    assert len(none.arrays) == 1
+
+
+def test_a_ring_has_no_groups() -> None:
+    rows = ((0, 1), (0, 2))
+    ring = AttentionMetadata(rows, (300, 300), (0, 0), first_tokens=(20, 20))
+    assert tables_of(ring, 16).groups is None
