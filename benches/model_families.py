@@ -7,15 +7,14 @@ ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Reco
                        "decode": attention read pages in steps of one token; longer steps gathered
                        "gather": keys and values are in pages, and were gathered for the model's own
                        attention, for the reason given
-                       "own": there is no KVCache to page, and all caches are mlx-lm's
+                       "states": there is nothing to page; prompts resume from snapshots of states
                        "not run": not here, for the reason given
                        "fails": pages raise where mlx-lm's caches do not
     mlx_lm_caches      the layers with mlx-lm's caches, and how many they are
     alone              tokens of each prompt alone: equal to mlx-lm's, or not
-    batch              tokens of the batch: equal to those of mlx-lm's batch, or not. Where mlx-lm
-                       cannot batch the model, or its own batch gives other tokens than the same
-                       prompts alone (some recurrent layers read padding as text), it says whose
-                       tokens those on pages are
+    batch              tokens of the batch: equal to those of mlx-lm's prompts alone, or not: some
+                       recurrent layers of mlx-lm read padding as text
+    stock_batch        the same of mlx-lm's batch; "cannot" if mlx-lm cannot batch the model
     compiled           whether decode steps are compiled, on plain operations: "yes", or why not
     compiled_tokens    tokens of both runs with compiled steps: equal to those without, or not
 
@@ -107,7 +106,8 @@ class PagedRuns:
         self.gathers_of_decode = 0
         caches = list(_flat(_factory(model).make_cache()))
         self.layers = sum(isinstance(cache, PagedKVCache) for cache in caches)
-        others = [type(cache) for cache in caches if not isinstance(cache, PagedKVCache)]
+        own = caches if self.layers else make_prompt_cache(model)
+        others = [type(cache) for cache in own if not isinstance(cache, PagedKVCache)]
         self.mlx_lm_caches = dict(Counter(kind.__name__ for kind in others))
 
     def __call__(self, run: Callable[[Any, MakeCache], Tokens]) -> Tokens:
@@ -129,10 +129,18 @@ class PagedRuns:
     @property
     def gets(self) -> str:
         if not self.layers:
-            return "own"
+            return "states" if self._resumes() else "nothing"
         if not self.gathers:
             return "paged"
         return "gather" if self.gathers_of_decode else "decode"
+
+    def _resumes(self) -> bool:
+        """Whether a prompt is found again."""
+        factory, prompt = _factory(self._model), PROMPTS[-1]
+        cache = factory.make_cache()
+        self._model(mx.array([prompt]), cache=cache)
+        factory.insert_cache(prompt, cache)
+        return factory.fetch_cache([*prompt, 1])[1] == len(prompt)
 
 
 def _factory(model: Any, *, compile: bool = False) -> PagedCacheFactory:
@@ -203,7 +211,8 @@ def family(name: str) -> dict[str, Any]:
         "mlx_lm_caches": paged.mlx_lm_caches,
         "stock_repeats": alone(model, stock_cache) == stock,
         "alone": _compared(ours, stock),
-        "batch": _batch_compared(our_batch, stock_batch, stock),
+        "batch": _compared(our_batch, stock),
+        "stock_batch": _compared(stock_batch, stock),
         **compiled(model),
         **({"stock_batch_error": stock_batch} if isinstance(stock_batch, str) else {}),
         **failures,
@@ -211,19 +220,9 @@ def family(name: str) -> dict[str, Any]:
 
 
 def _compared(ours: Tokens | str, stock: Tokens) -> str:
+    if isinstance(ours, str):
+        return "cannot"
     return "equal" if ours == stock else "differs"
-
-
-def _batch_compared(ours: Tokens | str, stock_batch: Tokens | str, stock: Tokens) -> str:
-    same = "mlx-lm's prompts alone" if ours == stock else "neither"
-    if isinstance(stock_batch, str):
-        if isinstance(ours, str):
-            return "mlx-lm cannot batch, nor can pages"
-        return f"mlx-lm cannot batch; tokens on pages are those of {same}"
-    if stock_batch != stock:
-        same = "mlx-lm's batch" if ours == stock_batch else same
-        return f"mlx-lm's batch differs from its prompts alone; tokens on pages are those of {same}"
-    return _compared(ours, stock)
 
 
 def main() -> None:

@@ -348,7 +348,8 @@ _GETS = {
     "paged": "Attention reads pages",
     "decode": "Attention reads pages while decoding",
     "gather": "Pages, gathered for attention of the model's own",
-    "own": "No pages, caches of mlx-lm only",
+    "states": "No pages: prompts resume from snapshots of states",
+    "nothing": "Nothing, caches of mlx-lm only",
     "fails": "Fails on pages",
     "not run": "Not run",
 }
@@ -368,7 +369,7 @@ def model_families(figures: Figures) -> str:
 def _with_reason(name: str, entry: Figures) -> str:
     """A file, why it was gathered or not run, or which of mlx-lm's caches it has in place of
     pages."""
-    caches = entry["mlx_lm_caches"] if entry["gets"] == "own" else {}
+    caches = entry["mlx_lm_caches"] if entry["gets"] in ("states", "nothing") else {}
     reason = entry.get("reason") or quoted(caches)
     return f"`{name}` ({reason})" if reason else f"`{name}`"
 
@@ -416,19 +417,24 @@ def _why_not_compiled(entry: Figures) -> str | None:
     return None if told == "yes" else told
 
 
+_BATCHES = {"cannot": "cannot be batched", "differs": "other tokens"}
+
+
 def _exceptions(files: dict[str, Figures]) -> list[str]:
     """How the tokens compare with mlx-lm's: how many are equal, and which are not."""
     ran = {name: entry for name, entry in files.items() if entry["gets"] != "not run"}
     lines = []
     labels = {
         "alone": "Tokens of prompts alone: equal to mlx-lm's",
-        "batch": "Tokens of a ragged batch: equal to mlx-lm's batch and to its prompts alone",
+        "batch": "Tokens of a ragged batch: equal to mlx-lm's prompts alone",
+        "stock_batch": "The same of mlx-lm's own batches",
     }
     for key, label in labels.items():
         others: dict[str, list[str]] = {}
         for name, entry in ran.items():
             if entry[key] != "equal":
-                others.setdefault(entry[key], []).append(name)
+                told: str = entry[key]
+                others.setdefault(_BATCHES.get(told, told), []).append(name)
         equal = len(ran) - sum(map(len, others.values()))
         lines.append(f"- {label} in {equal} of {len(ran)} files")
         lines += [f"  - {what}: {quoted(names)}" for what, names in sorted(others.items())]

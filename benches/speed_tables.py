@@ -340,6 +340,31 @@ def prefix_reuse(figures: Figures) -> str:
     return table(("stdlib-llama in float32", "mlx-lm, LRUPromptCache", pages), rows)
 
 
+def state_reuse(figures: Figures) -> str:
+    """Repeated prompts of models without pages."""
+    count = f"{figures['tokens']:,} tokens"
+    parted = f"found if the last {figures['other_tokens']:,} differ"
+    heads = (
+        f"first token of {count}",
+        *("cold", "repeated", "repeated, LRUPromptCache", "cold / repeated"),
+        *(parted, f"{parted}, LRUPromptCache", "snapshots"),
+    )
+    rows = [
+        (
+            f"`{name}`",
+            seconds(of["cold_seconds"]),
+            millis(of["repeated_seconds"]),
+            millis(of["mlx_lm_repeated_seconds"]),
+            f"{of['cold_over_repeated']:,.0f}",
+            f"{of['parted_tokens_found']:,}",
+            f"{of['mlx_lm_parted_tokens_found']:,}",
+            megabytes(of["snapshot_bytes"]),
+        )
+        for name, of in figures["files"].items()
+    ]
+    return table(heads, rows)
+
+
 def allocator(figures: Figures) -> str:
     """Rates and latencies of the block allocator."""
     targets = figures["targets"]
@@ -483,6 +508,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         speculation,
         rings,
         prefix_reuse,
+        state_reuse,
         publishing,
         shared_pages,
         latent_attention,

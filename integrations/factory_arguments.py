@@ -10,6 +10,8 @@ from paged_kv.checks import described, whole_number
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.states.counted_states import Held
+from paged_kv.integrations.states.model_call import held_by
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.sequence import Sequence
@@ -85,9 +87,19 @@ def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> S
             "what make_cache() or fetch_cache(tokens) of this factory returned"
         )
     sequences = {sequence for cache in caches for sequence in cache.sequences}
+    if not pool.num_layers:
+        sequences = {_with_states(pool, held) for held in held_by(prompt_cache)}
     if len(sequences) != 1:
         raise ValueError(
             f"prompt_cache must hold one sequence, got one of {len(sequences)}: extract(i) of its "
             "caches gives one sequence of a batch"
         )
     return sequences.pop()
+
+
+def _with_states(pool: PagePool, held: Held) -> Sequence:
+    """A sequence without pages, with the tokens of its states; none if they are not known."""
+    sequence = Sequence(pool)
+    sequence.model_version = held.model_version
+    sequence.begin_at(held.num_tokens or 0, {})
+    return sequence

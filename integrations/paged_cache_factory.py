@@ -31,6 +31,8 @@ from paged_kv.integrations.model_trial import Trial, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
+from paged_kv.integrations.states.equal_steps import install_equal_steps
+from paged_kv.integrations.states.model_call import continued, known_states
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.arguments import FormatChoice
@@ -65,7 +67,8 @@ class PagedCacheFactory:
             Layers with a sliding window, or with `max_kv_size`, keep 16 bits.
         max_bytes: the most that pages may take, in bytes or as a text such as "4GB". None means
             80 % of what the machine recommends, less what is in use; `stats()` shows it. Snapshots
-            of recurrent layers by `insert_cache` take up to a quarter of that besides.
+            of recurrent layers by `insert_cache` take up to a quarter of that besides; those of a
+            model without pages may take it all.
         write_chunk: in layers with a sliding window, the longest step that is written before it
             is read. One token less can always be rolled back. None means 256, or the window if
             that is smaller.
@@ -157,6 +160,8 @@ class PagedCacheFactory:
         layers = self._layers()
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
+        if has_states:
+            install_equal_steps()
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
@@ -211,17 +216,14 @@ class PagedCacheFactory:
         """
         known = self._media.keyed(tokens, media)
         prompt_cache = self.make_cache()
-        page_format, caches = self.pool.page_format, paged_caches(prompt_cache)
-        if not caches:
-            return prompt_cache, 0
-        version = caches[0].sequences[0].model_version
+        page_format, version = self.pool.page_format, self._version.count
         namespace = self._namespace(page_format.name, salt, version)
         prefix = self.prefixes.fetch(namespace, known, page_format, keeping=keeping_of(salt))
         prefix.sequence.model_version = version
-        for cache in caches:
+        for cache in paged_caches(prompt_cache):
             cache.batch = Batch.of(cache.pool, [prefix.sequence])
         if prefix.states is not None:
-            prompt_cache = with_unpaged(prompt_cache, prefix.states)
+            prompt_cache = continued(with_unpaged(prompt_cache, prefix.states), version)
         return prompt_cache, prefix.num_tokens
 
     def peek(self, tokens: list[int], *, salt: Hashable = None) -> Expected:
@@ -240,8 +242,8 @@ class PagedCacheFactory:
         returns how many of them a longer prompt can reuse. It copies nothing. The cache stays
         usable, and can also be inserted under another salt: then both salts hit.
 
-        The pages stay until they are evicted, or `clear()`. A model without pages caches nothing:
-        only pages tell how many tokens the other layers have processed.
+        The pages stay until they are evicted, or `clear()`. Of recurrent layers, and of models
+        without pages, it keeps a snapshot: prompts resume at its end.
 
         Raises:
             TypeError: `tokens` are not token ids, `prompt_cache` is not a list, or `salt` is not
@@ -250,8 +252,6 @@ class PagedCacheFactory:
                 are not those of the prompt.
         """
         known = self._media.keyed(tokens, media)
-        if not self.pool.num_layers:
-            return 0
         sequence = only_sequence(prompt_cache, self.pool, self.num_caches)
         namespace = self._namespace(sequence.page_format.name, salt, sequence.model_version)
         states, keeping = unpaged_caches(prompt_cache), keeping_of(salt)
@@ -348,8 +348,6 @@ class PagedCacheFactory:
         self.clear()
 
     def _put_store_below(self, tiers: list[Address], max_bytes: int, options: StoreOptions) -> None:
-        if not self.pool.num_layers:
-            raise ValueError("this model has no layers with pages, so there is nothing to store")
         codec = StoredStates()
         states = unpaged_caches(self._layers())
         if not codec.knows(states):
@@ -377,9 +375,10 @@ class PagedCacheFactory:
         sequence, layers = Sequence(pool), count()
         sequence.model_version = self._version.count
         kind = self._library.paged_class
-        return self._library.layers(
+        made = self._library.layers(
             self._model, lambda each: kind(each)(pool, next(layers), [sequence]), max_kv_size
         )
+        return made if pool.num_layers else known_states(self._model, made, sequence.model_version)
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with this bound; all pools share one budget."""

@@ -21,7 +21,12 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.batching.preemption import PagedFactory, attach
-from paged_kv.integrations.batching.shared_prefill import joined, without_first
+from paged_kv.integrations.batching.shared_prefill import (
+    SharedPrefill,
+    Start,
+    joined,
+    without_first,
+)
 from paged_kv.integrations.rebinding import Hooks
 
 stock_make_prompt_cache: Callable[..., list[Any]] = mlx_lm_cache.make_prompt_cache
@@ -102,11 +107,11 @@ def insert_segments(
     """BatchGenerator's method of this name. Prompts without a cache start from their longest cached
     prefix, or from one that they share with another of the prompts."""
     factory = installed_factory(generator.model)
-    preemption = attach(generator, factory) if factory and generator.max_kv_size is None else None
-    if preemption is None:
+    if factory is None or generator.max_kv_size is not None:
         return _stock_insert_segments(
             generator, segments, max_tokens, caches, all_tokens, *others, **named
         )
+    preemption = attach(generator, factory)
     # The caller may hold its caches, and give several sequences the same one: memory for their next
     # tokens is reserved in forks.
     caches = [copy.deepcopy(cache) for cache in caches or [None] * len(segments)]
@@ -115,16 +120,22 @@ def insert_segments(
     new = [at for at, cache in enumerate(caches) if cache is None and len(joined(segments[at])) > 1]
     prompts = [joined(segments[at]) for at in new]
     with mx.stream(generator.stream):
-        starts = preemption.starts(prompts)
+        starts = preemption.starts(prompts) if preemption else _starts(generator, factory, prompts)
     for at, prompt, start in zip(new, prompts, starts, strict=True):
         caches[at], all_tokens[at] = start.cache, prompt[: start.cached]
         segments[at] = without_first(segments[at], start.cached)
     uids = _stock_insert_segments(
         generator, segments, max_tokens, caches, all_tokens, *others, **named
     )
-    if not all(start.is_complete for start in starts):
+    if preemption is not None and not all(start.is_complete for start in starts):
         preemption.share_later([uids[at] for at in new])
     return uids
+
+
+def _starts(generator: Any, factory: PagedFactory, prompts: list[list[int]]) -> list[Start]:
+    """What prompts start with of a model without pages, which is never short of them."""
+    step = generator.prefill_step_size
+    return SharedPrefill(factory, generator.model, step, lambda *_: True).starts(prompts)
 
 
 def installed_factory(model: Module) -> PagedFactory | None:

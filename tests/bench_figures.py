@@ -325,6 +325,21 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "allocations": {"decoded": 10000, "allocations": 0},
     },
+    "state_reuse": {
+        "tokens": 8192,
+        "other_tokens": 1000,
+        "files": {
+            "mamba": {
+                "cold_seconds": 8.0,
+                "repeated_seconds": 0.01,
+                "mlx_lm_repeated_seconds": 0.012,
+                "cold_over_repeated": 800.0,
+                "parted_tokens_found": 6144,
+                "mlx_lm_parted_tokens_found": 0,
+                "snapshot_bytes": 2**20,
+            }
+        },
+    },
     "prefix_reuse": {
         "backend": "native",
         "time_to_first_token": {

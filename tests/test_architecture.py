@@ -60,9 +60,11 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "integrations.batching", "integrations.rebinding", "kernels"),
         *("kernels.pages", "pool", "sequences"),
     },
+    "integrations.states": {"cache", "integrations.batching"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),
+        "integrations.states",
         *("kernels.pages", "pool", "prefix", "recognition", "sequences", "store"),
         "tiers",
     },
@@ -73,7 +75,7 @@ ARROWS: dict[str, set[str]] = {
     "integrations.grammar": set(),
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
-        *("integrations.batching", "integrations.grammar", "kernels.pages"),
+        *("integrations.batching", "integrations.grammar", "integrations.states", "kernels.pages"),
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),
@@ -92,7 +94,8 @@ ARROWS: dict[str, set[str]] = {
     "integrations.server.generation": {
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
-        *("integrations.grammar", "commands", "kernels.pages", "prefix", "store", "tiers"),
+        *("integrations.grammar", "integrations.states", "commands", "kernels.pages", "prefix"),
+        *("store", "tiers"),
     },
     "integrations.server.completions": {
         *("integrations", "integrations.batching", "integrations.grammar"),

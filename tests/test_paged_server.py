@@ -10,6 +10,7 @@ from mlx_lm import server
 from openai import APIStatusError, OpenAI
 
 from tests.conftest import MODEL_FOLDERS
+from tests.grids import plain_only
 from tests.running_server import (
     PagedRunningServer,
     RunningServer,
@@ -283,13 +284,50 @@ ALONE = ["--kv-bits", "8", "--quantized-kv-start", "100000"]
 @pytest.fixture
 def loads_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let servers load a random hybrid, which reads the tokens of the llama's tokenizer."""
+    let_servers_load("falcon_h1", monkeypatch)
+
+
+def let_servers_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load: Any = vars(server)["load"]
 
-    def load_hybrid(path: str, **kwargs: Any) -> Any:
+    def load_small(path: str, **kwargs: Any) -> Any:
         loaded = load(path, **kwargs)
-        return (small_model("falcon_h1", vocab_size=loaded[1].vocab_size), *loaded[1:])
+        return (small_model(name, vocab_size=loaded[1].vocab_size), *loaded[1:])
 
-    monkeypatch.setattr(server, "load", load_hybrid)
+    monkeypatch.setattr(server, "load", load_small)
+
+
+@pytest.mark.parametrize("name", plain_only(["mamba2"], ["mamba2", "deepseek_v41"]))
+def test_a_model_without_pages_resumes_at_the_end_of_its_prompts(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Several at once have the answers that they have alone; a restart finds them in the store."""
+    let_servers_load(name, monkeypatch)
+    prompts = [f"import {word}\n" * count for word, count in (("os", 90), ("sys", 40), ("re", 5))]
+    with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
+        first = answers(running, prompts)
+        assert [cached for _, cached in first] == [0, 0, 0]
+        lengths = [len(tokens_of(running, prompt)) for prompt in prompts]
+        again = answers(running, prompts[::-1])[::-1]
+        assert again == [(text, n - 1) for (text, _), n in zip(first, lengths, strict=True)]
+        assert [answers(running, [prompt])[0] for prompt in prompts] == again
+    with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
+        assert answers(running, prompts) == again
+
+
+def answers(running: Any, prompts: list[str]) -> list[tuple[str, int]]:
+    """The texts that follow prompts, asked at once, and how many tokens were cached."""
+
+    def answer(prompt: str) -> tuple[str, int]:
+        told = running.client().completions.create(
+            model="default_model", prompt=prompt, max_tokens=6, temperature=0
+        )
+        return told.choices[0].text, told.usage.prompt_tokens_details.cached_tokens or 0
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(answer, prompts))
+    running.wait_until_idle()
+    return found
 
 
 @pytest.mark.usefixtures("loads_hybrid")

@@ -352,3 +352,18 @@ def test_a_block_that_is_moved_is_found_in_every_namespace() -> None:
     allocator.drop(table)
     indexed.index.clear()
     allocator.check()
+
+
+def test_pruning_leaves_what_is_needed_pinned_or_before_those() -> None:
+    index = PrefixIndex(4)
+    prompts = [[first, *range(1, 10)] for first in range(3)]
+    for prompt in prompts:
+        index.insert("", prompt, [{}, {}, {}])
+    index.insert("", [*prompts[0][:8], 99], [{}, {}, {}])
+    pinned = index.pin("", prompts[2])
+    index.prune(lambda node: node.tokens == (99,))
+    assert len(index) == 3 + 3
+    assert [index.peek("", [*prompt, 0]).num_tokens for prompt in prompts] == [8, 0, 10]
+    index.unpin(pinned)
+    index.prune(lambda node: False)
+    assert (len(index), index.num_prompts) == (0, 0)

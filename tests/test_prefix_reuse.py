@@ -221,7 +221,11 @@ def test_a_hybrid_goes_on_where_a_state_was_kept_but_not_within_a_quantised_page
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3_text", "gemma3n", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"]
+    "name",
+    [
+        *("gemma3_text", "gemma3n", "gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3"),
+        *("mamba", "mamba2", "rwkv7", "deepseek_v41"),
+    ],
 )
 @pytest.mark.parametrize("length", [40, 300, 700])
 def test_windows_and_recurrent_layers_go_on_where_somebody_stopped(name: str, length: int) -> None:
@@ -299,7 +303,9 @@ def test_several_threads_look_up_insert_and_drop(qwen3: Any, rounds: int) -> Non
     assert factory.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize("name", plain_only(["falcon_h1"], ["falcon_h1", "qwen3_next"]))
+@pytest.mark.parametrize(
+    "name", plain_only(["falcon_h1", "rwkv7"], ["falcon_h1", "qwen3_next", "rwkv7", "mamba2"])
+)
 def test_recurrent_layers_go_on_where_states_were_kept(name: str) -> None:
     """Prompts that are computed together leave a state every 2,048 tokens."""
     model = small_model(name)
@@ -337,16 +343,6 @@ def test_states_have_a_bound_of_their_own_and_the_last_used_stay() -> None:
     # The first is pinned, and pages without a state are of no use.
     assert [count > 0 for count in found] == [True, False, False, False, True, True]
     assert factory.unpin([0, *TEXT[:40]]) == 41
-
-
-def test_a_model_without_pages_computes_everything() -> None:
-    model = small_model("mamba")
-    factory = PagedCacheFactory(model)
-    cache, cached = factory.fetch_cache(TEXT[:20])
-    run = greedy(model, TEXT[:20], cache, 3)
-    assert (cached, factory.insert_cache(TEXT[:20], cache)) == (0, 0)
-    assert factory.fetch_cache(TEXT[:30])[1] == 0
-    assert_same_run(run, cold(model, TEXT[:20], 3), TOLERANCE)
 
 
 SPLITS = (255, 256, 257, 511, 512, 513)

@@ -102,10 +102,15 @@ def test_bytes_are_bounded_those_of_requests_among_them(
     factories[0].pool.check()
 
 
-def test_a_model_without_pages_keeps_nothing() -> None:
+def test_a_model_without_pages_keeps_states() -> None:
+    """They are found at the end of the tokens that they hold, and nowhere before it."""
     model = small_model("mamba")
     prompts, factories = prompts_of(model)
     cache = factories[0].make_cache()
-    prompts.insert(TEXT[:10], cache, SALT)
+    run = greedy(model, TEXT[:8], cache, 3)
+    told = [*TEXT[:8], *run.tokens]
+    prompts.insert(told[:9], [*cache], SALT)
+    assert fetched(prompts, told)[1] == told
+    prompts.insert(told, cache, SALT)
     assert cache == []
-    assert prompts.fetch(TEXT[:20], SALT) == (None, 0)
+    assert fetched(prompts, [*told, 5])[1] == [5]

@@ -29,7 +29,9 @@ def test_salts_share_nothing(qwen3: Any) -> None:
     assert factory.fetch_cache(TEXT[:301], salt="alice")[1] == 300
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba"]
+)
 def test_a_cache_is_found_under_every_salt_that_it_was_inserted_under(name: str) -> None:
     model = small_model(name)
     factory = PagedCacheFactory(model)

@@ -36,6 +36,8 @@ KINDS = [
     ("deepseek_v3", "fp16"),
     # The first two keep mlx-lm's KVCache beside pages, the last has layers that attend by chunks.
     *[(name, "fp16") for name in ("minimax_m3_vl", "deepseek_v32", "llama4")],
+    # These have no pages.
+    *[(name, "fp16") for name in ("mamba", "mamba2", "rwkv7", "deepseek_v41")],
 ]
 
 
@@ -66,7 +68,7 @@ def test_a_restart_goes_on_as_if_there_had_been_none(
     factory.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "rwkv7"])
 def test_a_process_that_is_ended_has_stored_what_it_inserted(folder: Path, name: str) -> None:
     model = small_model(name)
     factory = stored_factory(model, folder)

@@ -155,6 +155,16 @@ class PrefixIndex:
             self._evict(_is_pinned, is_enough)
             return before - len(self)
 
+    def prune(self, is_needed: Callable[[Node], bool]) -> None:
+        """Remove the ends of prompts that are neither needed nor pinned. O(leaves)."""
+        with self.lock:
+            for node in list(self._leaves):
+                while node.parent is not None and not (
+                    node.children or node.pins or is_needed(node)
+                ):
+                    self._remove(node)
+                    node = node.parent
+
     def evict(self, is_enough: Callable[[], bool]) -> int:
         """Evict blocks that nobody else holds, in the order of the policy, until it is enough;
         returns how many blocks' worth that was."""

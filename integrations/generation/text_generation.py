@@ -125,13 +125,15 @@ class TextGeneration:
         key = prompt if media is None else media.cache_key
         model, prompt_cache, cached = self._begin(key, media)
         fetched, text = perf_counter() - start, list(key)
+        has_states = self._factory.prefixes.has_states
 
         def note(done: int, total: int) -> None:
             progress(done, total)
             # The same prompt resumes after its last token but one. Insert there: states, and
-            # windows after a long answer, cannot be rolled back to it.
-            if 0 < done == total - 1:
-                self._factory.insert_cache(key[:-1], prompt_cache)
+            # windows after a long answer, cannot be rolled back to it. Other prompts resume from
+            # states of earlier steps.
+            if 0 < done < total and (done == total - 1 or has_states):
+                self._factory.insert_cache(key[: len(key) - total + done], prompt_cache)
 
         for response in stream_generate(
             model,

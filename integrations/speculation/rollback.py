@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
+from paged_kv.integrations.states.counted_states import CountedArraysCache
 
 
 def require_rollback(prompt_cache: list[Any]) -> None:
@@ -54,9 +55,13 @@ class Rollback:
         self._model = model
         self._prompt_cache = prompt_cache
         self._before = {id(cache): list(cache.cache) for cache in _recurrent(prompt_cache)}
+        counted = [each for each in leaves(prompt_cache) if isinstance(each, CountedArraysCache)]
+        self._held = [(cache, list(cache.held)) for cache in counted]
 
     def keep(self, inputs: list[list[int]], counts: list[int]) -> None:
         """Keep the first `counts[row]` tokens of each row's inputs, which the step has taken."""
+        for counted, before in self._held:
+            counted.keep_of_step(before, counts)
         rejected = [len(each) - count for each, count in zip(inputs, counts, strict=True)]
         rows = [row for row, count in enumerate(rejected) if count]
         if not rows:

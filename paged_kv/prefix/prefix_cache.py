@@ -32,7 +32,8 @@ from paged_kv.ranks import ALONE, Ranks
 from paged_kv.sequences.full_pages import recode_sequence
 from paged_kv.sequences.sequence import Sequence
 
-# Snapshots of recurrent layers may take up to max_bytes / SNAPSHOT_SHARE besides the budget.
+# Snapshots of recurrent layers may take up to max_bytes / SNAPSHOT_SHARE besides the budget. Of a
+# model without pages they may take all of it.
 SNAPSHOT_SHARE = 4
 
 
@@ -111,7 +112,8 @@ class PrefixCache:
         self.pool = pool
         self.ranks = ranks
         self.lock = pool.lock
-        self.snapshots = Snapshots(pool.budget.max_bytes // SNAPSHOT_SHARE, pool.eviction_policy)
+        most = pool.budget.max_bytes // (SNAPSHOT_SHARE if pool.num_layers else 1)
+        self.snapshots = Snapshots(most, pool.eviction_policy)
         pool.snapshots.add(self.snapshots)
         self.has_states = has_states
         self.rates = Rates()
@@ -204,6 +206,8 @@ class PrefixCache:
         snapshot = self._snapshot(states) if is_at_end else None
         known = tokens[:num_tokens]
         nodes = self.pool.index.insert(namespace, known, blocks, windows, snapshot)
+        if not self.pool.num_layers:
+            self.pool.index.prune(_has_snapshot)  # no block of the others holds anything
         for group in self._shared_groups():
             group.allocator.events.inserted(sequence.table(group), num_tokens)
         if self._lower is not None and keeping is not Keeping.NOTHING:
@@ -323,7 +327,7 @@ class PrefixCache:
     def _is_in_use(self, node: Node) -> bool:
         """Whether a sequence holds a node's page, in all layers without a window."""
         allocators = [group.allocator for group in self._shared_groups()]
-        return all(
+        return bool(allocators) and all(
             allocator in node.blocks and allocator.refs.holders(node.blocks[allocator])
             for allocator in allocators
         )
@@ -339,3 +343,8 @@ class PrefixCache:
         """Bytes of all blocks that are not free, and of snapshots. O(slabs)."""
         stats = self.pool.stats()
         return stats.bytes_active + stats.bytes_retained + self.snapshots.nbytes
+
+
+def _has_snapshot(node: Node) -> bool:
+    snapshots = node.checkpoints.values()
+    return any(isinstance(each, Snapshot) and each.states is not None for each in snapshots)

@@ -60,6 +60,7 @@ class Sequence:
         self._written_lens = [0] * pool.num_layers
         self._step_lens = [0] * pool.num_layers
         self._padding = [NO_PADDING] * pool.num_layers
+        self._states_len = 0
         self.pending: dict[int, PendingStep] = {}
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
@@ -94,8 +95,8 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the layer that has most."""
-        return max(self.context_lens)
+        """Number of tokens of the layer that has most; without such layers, of the states."""
+        return max(self.context_lens, default=self._states_len)
 
     def offset(self, layer: int) -> int:
         """The position of the next step's first token; negative if that token is padding."""
@@ -284,6 +285,7 @@ class Sequence:
         """Set the number of tokens in every layer, after `adopt`. `written` gives the number of
         tokens that the rings of some groups count as written."""
         self.close_step()
+        self._states_len = num_tokens
         for group in self.pool.groups:
             for layer in group.pages:
                 self.context_lens[layer] = num_tokens

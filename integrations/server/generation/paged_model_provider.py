@@ -41,6 +41,7 @@ from paged_kv.integrations.speculation.draft_models import (
     make_draft,
 )
 from paged_kv.integrations.speculation.drafts import Draft
+from paged_kv.integrations.states.model_call import is_separate
 
 # Paths or repositories of a model, its adapter and its draft model, or how else it drafts, as in
 # mlx-lm's `model_key`.
@@ -260,6 +261,10 @@ class PagedModelProvider(ModelProvider):
         )
         key: Any = self.model_key
         tokenizer: Any = self.tokenizer
+        # mlx-lm cannot batch some caches that a factory can.
+        can_batch = self.is_batchable or (
+            self.draft is None and is_separate(self.factories[0].make_cache())
+        )
         # transformers would warn of "indexing errors" in long texts; MLX's models have none.
         tokenizer.model_max_length = 1 << 60
         # Tokenizers change their settings at the first use; after it any thread may use them.
@@ -274,7 +279,7 @@ class PagedModelProvider(ModelProvider):
             why_no_images=self.why_no_images,
             vocab_size=vocab_size,
             context_length=_context_length(key[0]),
-            is_batchable=self.is_batchable and options.kv_bits is None,
+            is_batchable=can_batch and options.kv_bits is None,
             has_states=any(factory.prefixes.has_states for factory in self.factories),
             quantises=any(factory.pool.quantises for factory in self.factories),
             text_machine=make_text_state_machine(tokenizer),

@@ -31,13 +31,13 @@ class PromptReuse:
         max_bytes: int | None = None,
     ) -> None:
         self._factories = factories
-        self._factory = factories[0] if factories and factories[0].pool.num_layers else None
+        self._factory = factories[0] if factories else None
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
 
     def fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any] | None, int]:
         """A prompt cache with the longest cached prefix of a prompt, which may be empty, and its
-        length in tokens; at least one token is left. None if the model has no pages.
+        length in tokens; at least one token is left. None without a model.
 
         An empty cache is useful too: in it, layers with a window cache their out-of-window blocks.
         """

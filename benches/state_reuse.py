@@ -1,0 +1,105 @@
+"""Repeated prompts of models without pages: python -m benches.state_reuse
+
+Each small random model of tests/zoo.py that keeps only states computes a prompt of 8,192 tokens.
+Its states are inserted every 2,048 tokens and at its last token but one: into a factory, and those
+of the end into mlx-lm's LRUPromptCache. Then follow, in turns,
+
+    cold       the prompt without a cache, to its first token
+    repeated   the same prompt with what each cache finds
+    parted     the tokens that each finds of a prompt with 1,000 other tokens at its end
+
+`snapshot_bytes` are the bytes of all inserted states.
+"""
+
+from statistics import median
+from typing import Any
+
+from benches.openblas import BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
+from benches.results_file import write_result
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.batching.shared_prefill import step_ends
+from paged_kv.integrations.bench.timing import in_turns, ratio
+from tests.zoo import small_model
+
+NAMES = ("mamba", "mamba2", "rwkv7", "deepseek_v41")
+TOKENS, OTHER, STEP = 8192, 1000, 2048
+PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(TOKENS)]
+PARTED = [*PROMPT[:-OTHER], *[(token + 1) % 97 for token in PROMPT[-OTHER:]]]
+MODEL_KEY = "model"
+
+
+def first_token(model: Any, prompt: list[int], cache: Any) -> int:
+    steps = generate_step(
+        mx.array(prompt), model, prompt_cache=cache, max_tokens=1, prefill_step_size=STEP
+    )
+    return int(next(steps)[0])
+
+
+def inserted(model: Any, factory: PagedCacheFactory) -> None:
+    """Compute the prompt without its last token, and insert its states."""
+    cache, begin = factory.make_cache(), 0
+    for end in step_ends(0, TOKENS - 1, STEP):
+        model(mx.array([PROMPT[begin:end]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        factory.insert_cache(PROMPT[:end], cache)
+        begin = end
+
+
+def stock_inserted(model: Any, prompts: LRUPromptCache) -> None:
+    cache = make_prompt_cache(model)
+    for begin in range(0, TOKENS - 1, STEP):
+        model(mx.array([PROMPT[begin : min(begin + STEP, TOKENS - 1)]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    prompts.insert_cache(MODEL_KEY, PROMPT[:-1], cache)
+
+
+def reuse(name: str) -> dict[str, Any]:
+    """The figures of one model file."""
+    model = small_model(name)
+    factory, stock = PagedCacheFactory(model), LRUPromptCache()
+    inserted(model, factory)
+    stock_inserted(model, stock)
+
+    def cold() -> int:
+        return first_token(model, PROMPT, make_prompt_cache(model))
+
+    def repeated() -> int:
+        cache, cached = factory.fetch_cache(PROMPT)
+        return first_token(model, PROMPT[cached:], cache)
+
+    def stock_repeated() -> int:
+        cache, rest = stock.fetch_nearest_cache(MODEL_KEY, PROMPT)
+        return first_token(model, rest, cache)
+
+    assert cold() == repeated() == stock_repeated()
+    (cold_times,) = in_turns(cold, repetitions=2)
+    warm_times, stock_times = in_turns(repeated, stock_repeated, repetitions=9)
+    return {
+        "cold_seconds": median(cold_times),
+        "repeated_seconds": median(warm_times),
+        "mlx_lm_repeated_seconds": median(stock_times),
+        "cold_over_repeated": median(cold_times) / median(warm_times),
+        "mlx_lm_over_paged": ratio(stock_times, warm_times),
+        "parted_tokens_found": factory.fetch_cache(PARTED)[1],
+        "mlx_lm_parted_tokens_found": TOKENS - len(stock.fetch_nearest_cache(MODEL_KEY, PARTED)[1]),
+        "snapshots": TOKENS // STEP,
+        "snapshot_bytes": factory.stats().bytes_states,
+    }
+
+
+def main() -> None:
+    figures: dict[str, Any] = {"blas": BLAS, "tokens": TOKENS, "other_tokens": OTHER, "files": {}}
+    for name in NAMES:
+        figures["files"][name] = reuse(name)
+        print(name, figures["files"][name], flush=True)
+    print(f"written to {write_result('state_reuse', figures)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Counts the tokens that the recurrent states of a model without pages have taken in.
+
+In other models the layers with pages know it. Here the model's call tells the first layer's cache
+(`model_call`), as many models write their states and say nothing about tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import ArraysCache
+
+from paged_kv.cache.row_numbers import integers
+
+
+class Held(NamedTuple):
+    """What the caches of one sequence hold.
+
+    Attributes:
+        num_tokens: how many tokens; None if padding may be among them.
+        model_version: the version of the model's weights at the sequence's start, or None.
+    """
+
+    num_tokens: int | None
+    model_version: int | None
+
+    def after(self, num_tokens: int) -> Held:
+        """The same after a step of so many tokens."""
+        known = self.num_tokens
+        return self._replace(num_tokens=None if known is None else known + num_tokens)
+
+
+class CountedArraysCache(ArraysCache):
+    """mlx-lm's ArraysCache of the first layer, which also counts tokens.
+
+    Attributes:
+        held: what it holds of each sequence.
+    """
+
+    def __init__(self, size: int, model_version: int | None = None) -> None:
+        super().__init__(size)
+        self.held = [Held(0, model_version)]
+
+    def note_step(self, batch_size: int, num_tokens: int) -> None:
+        """Note that every sequence of a batch has taken in so many tokens. A new cache becomes a
+        batch with its first step."""
+        before = self.held if len(self.held) == batch_size else self.held * batch_size
+        self.held = [each.after(num_tokens) for each in before]
+
+    def keep_of_step(self, before: list[Held], counts: list[int]) -> None:
+        """Note that only the first tokens of a step were kept, for each sequence so many."""
+        steps = zip(self.held, before, counts, strict=True)
+        self.held = [
+            now if now.num_tokens is None else held.after(count) for now, held, count in steps
+        ]
+
+    def set_version(self, model_version: int) -> None:
+        """Note which version of the model continues all sequences."""
+        self.held = [each._replace(model_version=model_version) for each in self.held]
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        counts = [each.num_tokens for each in self.held]
+        return self.cache, self.left_padding, self.lengths, counts
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        self.cache, self.left_padding, self.lengths, counts = state
+        self.held = [Held(each, None) for each in counts]
+
+    def prepare(self, lengths: list[int] | None = None, **padding: Any) -> None:
+        super().prepare(lengths=lengths, **padding)  # type: ignore[no-untyped-call]  # mlx-lm's
+        if lengths is not None and len(set(lengths)) > 1:
+            self.held = [each._replace(num_tokens=None) for each in self.held]
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        super().filter(batch_indices)  # type: ignore[no-untyped-call]  # mlx-lm's
+        self.held = [self.held[at] for at in integers(batch_indices)]
+
+    def extend(self, other: CountedArraysCache) -> None:
+        super().extend(other)  # type: ignore[no-untyped-call]  # mlx-lm's
+        self.held = [*self.held, *other.held]
+
+    def extract(self, idx: int) -> CountedArraysCache:
+        one = CountedArraysCache(len(self.cache))
+        one.cache = super().extract(idx).cache  # type: ignore[no-untyped-call]  # mlx-lm's
+        one.held = [self.held[idx]]
+        return one
+
+    @classmethod
+    def merge(cls, caches: list[CountedArraysCache]) -> CountedArraysCache:
+        batch: CountedArraysCache = super().merge(caches)  # type: ignore[no-untyped-call]  # mlx-lm's
+        batch.held = [held for cache in caches for held in cache.held]
+        return batch
+
+
+# mlx-lm's load_prompt_cache looks classes up by name in its own module.
+setattr(mlx_lm_cache, CountedArraysCache.__name__, CountedArraysCache)
