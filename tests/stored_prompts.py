@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from paged_kv import PagedCacheFactory
+from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.tiers.tiered_store import TieredStore
 from tests.generation import Run, greedy
 
@@ -52,3 +52,21 @@ def found(model: Any, folder: Path, prompt: list[int], **options: Any) -> int:
     _, cached = factory.fetch_cache(prompt)
     factory.close()
     return cached
+
+
+def remote_factory(model: Any, secret: Path, *tiers: Any, **options: Any) -> PagedCacheFactory:
+    return PagedCacheFactory(
+        model,
+        store=list(tiers),
+        max_bytes=1 << 28,
+        store_bytes="1GB",
+        store_options=StoreOptions(secret=secret, **options),
+    )
+
+
+def filled(model: Any, secret: Path, address: str, tokens: list[int]) -> None:
+    """Let one machine compute a prompt, and share it."""
+    factory = remote_factory(model, secret, address)
+    computed(model, factory, tokens)
+    assert store_of(factory).flush()
+    factory.close()

@@ -144,7 +144,7 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
         assert each.store is not None
         assert each.store.flush()
     provider = second.service.thread.provider
-    drafting, fetcher = provider.factories[1], provider.fetchers[1]
+    drafting = provider.factories[1]
     store: Any = drafting.store
     (tier,) = store.servers
     may_answer = threading.Event()
@@ -155,7 +155,7 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     may_answer.set()
     drafting.clear()
     # They are used by who drafts after they have landed.
-    prepare = ModelDraft.prepare
+    prepare, fetcher = ModelDraft.prepare, provider.fetchers[1]
 
     def later(draft: ModelDraft, rows: list[DraftRow]) -> None:
         wait_until(lambda: any(each.seconds for each in fetcher._fetches.values()))

@@ -194,11 +194,17 @@ def test_either_side_may_be_killed_at_any_time(
 
 
 @pytest.mark.slow
-def test_a_tier_that_is_killed_changes_nothing(tmp_path: Path, secret: Path, alone: int) -> None:
+def test_a_tier_that_hangs_or_is_killed_changes_nothing(
+    tmp_path: Path, secret: Path, alone: int
+) -> None:
     with redis_server(tmp_path) as own:
         tier = ["--store", own.address, "--store-secret", str(secret)]
-        with pair(tier) as (_, _, _, here):
+        with pair(tier) as (_, there, _, here):
             assert text_of(here, prompt(7)) == text_of(alone, prompt(7))
+            with own.stopped():
+                assert text_of(here, prompt(12)) == text_of(alone, prompt(12))
+            # Nobody waited for pages that could not come.
+            assert metrics(there)["prompt_tokens_total"] == 1281
             own.kill()
             assert text_of(here, prompt(8)) == text_of(alone, prompt(8))
 

@@ -20,7 +20,15 @@ from paged_kv.tiers.remote_writer import FULL, PAUSED
 from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
 from tests.generation import greedy
 from tests.store_damage import forged
-from tests.stored_prompts import TEXT, computed, store_of, stored_factory, warm
+from tests.stored_prompts import (
+    TEXT,
+    computed,
+    filled,
+    remote_factory,
+    store_of,
+    stored_factory,
+    warm,
+)
 from tests.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
 from tests.zoo import small_model
 
@@ -44,24 +52,6 @@ def secret(tmp_path: Path) -> Path:
     file = tmp_path / "secret"
     file.write_bytes(SECRET)
     return file
-
-
-def remote_factory(model: Any, secret: Path, *tiers: Any, **options: Any) -> PagedCacheFactory:
-    return PagedCacheFactory(
-        model,
-        store=list(tiers),
-        max_bytes=1 << 28,
-        store_bytes="1GB",
-        store_options=StoreOptions(secret=secret, **options),
-    )
-
-
-def filled(model: Any, secret: Path, address: str, tokens: list[int]) -> None:
-    """Let one machine compute a prompt, and share it."""
-    factory = remote_factory(model, secret, address)
-    computed(model, factory, tokens)
-    assert store_of(factory).flush()
-    factory.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])

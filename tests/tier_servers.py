@@ -60,12 +60,19 @@ class RedisServer:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """The server takes connections and answers nothing."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        self.stop()
         try:
             yield
         finally:
-            self.process.send_signal(signal.SIGCONT)
+            self.resume()
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def client(self) -> Any:
         import redis

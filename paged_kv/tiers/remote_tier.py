@@ -76,6 +76,11 @@ class RemoteTier:
         parts = self.queue, self._readers, blobs
         self._close = weakref.finalize(self, _close, *parts)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is left alone, as it has failed a moment ago."""
+        return self._pause.is_on
+
     def close(self) -> None:
         """Write the queued entries and close the connections. Later calls do nothing."""
         self._close()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import obstore
@@ -29,7 +30,7 @@ class S3Blobs:
 
     Args:
         address: of the bucket.
-        patience_s: seconds that connecting may take.
+        patience_s: seconds that connecting may take, and each wait for bytes of an entry.
         longest_s: seconds that a call may take.
     """
 
@@ -46,13 +47,17 @@ class S3Blobs:
             "timeout": timedelta(seconds=longest_s),
             "allow_http": (address.endpoint or "").startswith("http://"),
         }
-        self._store = S3Store(
+        connect = partial(
+            S3Store,
             address.bucket,
             prefix=address.prefix or None,
-            client_options=options,
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=longest_s)},
             **{name: value for name, value in config.items() if value is not None},
         )
+        self._store = connect(client_options=options)
+        # A prompt waits for these. A write is silent until all of it is sent, and a list is long.
+        waiting: Any = {"read_timeout": timedelta(seconds=patience_s)}
+        self._awaited = connect(client_options=options | waiting)
         self._askers = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="paged-kv-s3")
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -60,7 +65,9 @@ class S3Blobs:
 
     def get(self, name: str, nbytes: int) -> Buffer:
         with _faults():
-            return memoryview(obstore.get_range(self._store, FOLDER + name, start=0, length=nbytes))
+            return memoryview(
+                obstore.get_range(self._awaited, FOLDER + name, start=0, length=nbytes)
+            )
 
     def put(self, name: str, data: Sequence[Buffer]) -> None:
         with _faults():
@@ -85,7 +92,7 @@ class S3Blobs:
     def _size(self, name: str) -> int:
         with _faults():
             try:
-                return obstore.head(self._store, FOLDER + name)["size"]
+                return obstore.head(self._awaited, FOLDER + name)["size"]
             except FileNotFoundError:
                 return 0
 

@@ -87,6 +87,11 @@ class TieredStore:
         """Whether `close` has not been called yet."""
         return self._is_open
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether some server may be asked now."""
+        return not all(server.is_paused for server in self.servers)
+
     def flush(self) -> bool:
         """Wait until every queued entry is written or dropped; false if that takes too long."""
         done = [tier.queue.flush() for tier in self._tiers]

@@ -121,7 +121,8 @@ class PromptFetcher:
             known = self._land(fetch, fetch.wanted)
             if known > fetch.wanted.beyond:
                 fetch.tokens, fetch.seconds = known - fetch.wanted.beyond, monotonic() - began
-            if self._other is not None and len(fetch.prompt) - known > self._over:
+            is_long = len(fetch.prompt) - known > self._over
+            if self._other is not None and is_long and self._store.is_reachable:
                 self._prefill(fetch, self._other, known)
         except Exception:  # whatever fails in a tier costs time, and never the answer
             log.exception("a prompt could not be fetched; it is computed here")
@@ -161,7 +162,7 @@ class PromptFetcher:
         # Rings and states are needed at the end alone, and would be read once more at each step.
         is_piecewise = not wanted.rings and not wanted.needs_checkpoint
         news, seen = monotonic(), 0
-        while known < full and not fetch.is_cancelled.is_set():
+        while known < full and not fetch.is_cancelled.is_set() and self._store.is_reachable:
             request.news.clear()
             has_ended, done = request.has_ended, request.done
             computed = full if has_ended else done // PAGE_SIZE * PAGE_SIZE
