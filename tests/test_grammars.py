@@ -119,6 +119,29 @@ def _finite(logits: mx.array) -> list[int]:
     return [token for token, value in enumerate(values) if value == 0]
 
 
+def test_drafts_are_what_the_grammar_allows(vocabulary: Vocabulary) -> None:
+    seven, eight, semicolon = (tokens_of(vocabulary, text)[0] for text in "78;")
+    grammar = vocabulary.compiled(regex("[78]+7;")).begin()
+    assert grammar.drafted([seven, eight, semicolon], 9) == [seven, eight]
+    assert grammar.drafted([seven, eight, seven], 1) == [seven]
+    assert grammar.drafted([semicolon], 9) == []
+    forced = vocabulary.compiled(regex("import os 7")).begin()
+    assert vocabulary.tokens.decode_str(forced.drafted([semicolon], 99)) == "import os 7"
+
+
+def test_drafts_stop_where_a_grammar_begins_or_a_sequence_becomes_free(
+    vocabulary: Vocabulary,
+) -> None:
+    opening, seven, end, other = (tokens_of(vocabulary, text)[0] for text in "(7;x")
+    grammar = vocabulary.compiled(regex("7;")).begin(after="(", repeats=True)
+    assert grammar.allowed([other, other, opening, seven]) == 2
+    follow(grammar, [other, opening])
+    assert grammar.allowed([seven, end, other]) == 1
+    follow(grammar, [seven, end])
+    assert not grammar.is_masking
+    assert grammar.allowed([seven, other]) == 2
+
+
 def test_a_token_is_taken_once(vocabulary: Vocabulary) -> None:
     grammar = vocabulary.compiled(regex("77")).begin()
     (digit,) = tokens_of(vocabulary, "7")

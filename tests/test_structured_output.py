@@ -12,6 +12,9 @@ from openai import APIError, BadRequestError
 
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.server.completions import grammar_compiler
+from paged_kv.integrations.speculation import generator
+from paged_kv.integrations.speculation.draft_lengths import FixedLengths
+from paged_kv.integrations.speculation.ngram_draft import NGramDraft
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PagedRunningServer,
@@ -235,6 +238,69 @@ def test_a_compiled_grammar_is_used_again(
 
 def _format(schema: dict[str, Any]) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+# Its keys leave the model no choice.
+FORCED = {
+    "type": "object",
+    "properties": {
+        "the_name_of_the_function": {"enum": ["push", "pop"]},
+        "the_number_of_its_arguments": {"type": "integer", "minimum": 0, "maximum": 20},
+    },
+    "required": ["the_name_of_the_function", "the_number_of_its_arguments"],
+    "additionalProperties": False,
+}
+
+
+def _drafted(*options: str) -> tuple[list[Any], Any]:
+    """Answers of requests that run together, and the pool's statistics."""
+    bodies: list[dict[str, Any]] = [
+        {"response_format": _format(FORCED), "temperature": 0},
+        {"response_format": FORMAT, "temperature": 0, "presence_penalty": 1.5, "logprobs": True},
+        {"response_format": _format(FORCED), "seed": 1, "n": 3, "extra_body": {"top_k": 4}},
+        {"response_format": FORMAT, "seed": 2, "logit_bias": {"300": 5}},
+        {"temperature": 0, "max_tokens": 40},
+    ]
+    with paged_server(*LLAMA, *options) as running:
+        running.hold_until_submitted(len(bodies))
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            answers = list(clients.map(lambda body: chat(running, **body), bodies))
+        stats = running.pools[0].stats()
+        assert_idle_pools_hold_nothing(running)
+    for answer in answers[:-1]:
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            json.loads(choice.message.content)
+    choices = [choice for answer in answers for choice in answer.choices]
+    tokens = [each.logprobs and [token.id for token in each.logprobs.content] for each in choices]
+    return [(each.message.content, each.finish_reason) for each in choices] + tokens, stats
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        ["ngram", "--num-draft-tokens", "5"],
+        pytest.param([str(MODEL_FOLDERS["stdlib-gemma3"])], marks=pytest.mark.slow),
+    ],
+    ids=["ngram", "model"],
+)
+def test_drafts_change_no_answer(draft: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "AdaptiveLengths", FixedLengths)
+    expected, _ = _drafted()
+    found, stats = _drafted("--draft-model", *draft)
+    assert found == expected
+    assert 0 < stats.accepted_tokens <= stats.draft_tokens
+
+
+def test_what_a_grammar_forces_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing was said before that could be looked up."""
+    monkeypatch.setattr(generator, "AdaptiveLengths", FixedLengths)
+    monkeypatch.setattr(NGramDraft, "may_follow", lambda *_: False)
+    with paged_server(*LLAMA, "--draft-model", "ngram", "--num-draft-tokens", "8") as running:
+        usage = chat(running, response_format=_format(FORCED), temperature=0).usage
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens >= 10
+    assert details.rejected_prediction_tokens <= details.accepted_prediction_tokens / 4
 
 
 LONG: dict[str, Any] = {

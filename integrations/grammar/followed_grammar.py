@@ -46,6 +46,7 @@ class FollowedGrammar:
         self._is_free = trigger is not None and opening is None
         self._opening = opening
         self._taken = 0
+        self._forced: list[int] | None = None
 
     @property
     def is_masking(self) -> bool:
@@ -69,6 +70,7 @@ class FollowedGrammar:
             return
         is_opening = token == self.opening
         self._taken += 1
+        self._forced = None
         if is_opening:
             self._is_free = True
         elif self._is_free:
@@ -77,24 +79,45 @@ class FollowedGrammar:
             self._match([token])
 
     def allowed(self, tokens: list[int]) -> int:
-        """How many of these tokens may come next, one after the other; at most up to the next
-        trigger."""
+        """How many of these tokens may come next, one after the other. Those by which a sequence
+        would become free, or be free no more, do not count: masks change there."""
         if self._is_free:
             assert self._trigger is not None, "free sequences have a trigger"
             return self._trigger.before(tokens)
-        return 0 if self.error is not None else int(self.matcher.validate_tokens(tokens))
+        if self.error is not None or self.opening is not None or self.matcher.is_stopped():
+            return 0
+        return self._before_end(tokens) if self._repeats else self.matcher.validate_tokens(tokens)
 
+    @property
     def forced(self) -> list[int]:
-        """The next tokens, as far as the grammar leaves no choice of the text."""
-        if not self.is_masking or self.opening is not None:
-            return []
-        tokens: list[int] = self.matcher.compute_ff_tokens()
-        return tokens
+        """The next tokens, as far as the grammar leaves no choice of the text. Others may stand for
+        the same text."""
+        if self._forced is None:
+            can_force = self.is_masking and self.opening is None
+            self._forced = self.matcher.compute_ff_tokens() if can_force else []
+        return self._forced
+
+    def drafted(self, proposed: list[int], most: int) -> list[int]:
+        """At most so many tokens that may come next: those that the grammar forces, or the
+        beginning of those that are proposed, whichever is longer."""
+        fitting = proposed[: self.allowed(proposed)]
+        forced = self.forced[: self.allowed(self.forced)]
+        return max(fitting, forced, key=len)[:most]
 
     def note_errors(self) -> None:
         """Note if the matcher could not go on."""
         if self.matcher.is_error():
             self.error = told(self.matcher.get_error())
+
+    def _before_end(self, tokens: list[int]) -> int:
+        count = 0
+        while count < len(tokens) and self.matcher.try_consume_tokens(tokens[count : count + 1]):
+            count += 1
+            if self.matcher.is_stopped():
+                self.matcher.rollback(count)
+                return count - 1
+        self.matcher.rollback(count)
+        return count
 
     def _look_for_trigger(self, token: int) -> None:
         assert self._trigger is not None, "free sequences have a trigger"

@@ -43,15 +43,11 @@ class MaskedBatch(GenerationBatch):
     ) -> mx.array:
         """The masked logits [rows, 1, vocabulary] after inputs [rows, 1]."""
         logits: mx.array = model(inputs, cache=cache)
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # MLX's
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         tokens: Any = inputs[:, 0].tolist()
         for row, grammar in grammars.items():
             grammar.take(tokens[row], self._num_tokens[row])
-        rows = [MaskedRow(grammar, row, []) for row, grammar in grammars.items()]
-        if not any(grammar.is_masking for grammar in grammars.values()):
-            return logits
-        allowed = token_masks(rows, len(tokens), logits.shape[-1])
-        return masked(logits, allowed[:, None])
+        return within_grammars(logits, grammars, [[token] for token in tokens])
 
 
 class MaskedBatchGenerator(BatchGenerator):
@@ -65,6 +61,27 @@ class MaskedBatchGenerator(BatchGenerator):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self._generation_batch = MaskedBatch.empty(model, self.sampler)
+
+
+def within_grammars(
+    logits: mx.array, grammars: dict[int, FollowedGrammar], inputs: list[list[int]]
+) -> mx.array:
+    """The logits of a step, masked.
+
+    Args:
+        logits: [rows, positions, vocabulary], which the model computes already.
+        grammars: by row; each has taken the row's first input.
+        inputs: of each row: a token, and drafted ones behind it that the grammar allows.
+    """
+    if not any(grammar.is_masking for grammar in grammars.values()):
+        return logits
+    rows, positions, vocab_size = logits.shape
+    allowed = token_masks(
+        [MaskedRow(each, row * positions, inputs[row][1:]) for row, each in grammars.items()],
+        rows * positions,
+        vocab_size,
+    )
+    return masked(logits, allowed.reshape(logits.shape))
 
 
 def other_processors(processors: Any) -> list[Any]:

@@ -54,7 +54,7 @@ class GrammarProcessor:
             logits: [1, vocabulary].
         """
         # The model computes while the mask is made.
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # MLX's
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
         if self._prompt_tokens is None:
             self._prompt_tokens = len(tokens)
         generated = len(tokens) - self._prompt_tokens

@@ -18,6 +18,13 @@ from mlx_lm.generate import GenerationBatch
 
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.batching.rows import first_paged
+from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
+from paged_kv.integrations.grammar.masked_steps import (
+    MaskedBatch,
+    other_processors,
+    within_grammars,
+)
+from paged_kv.integrations.grammar.processor import grammar_of
 from paged_kv.integrations.speculation.draft_lengths import Acceptance, Candidate, DraftLengths
 from paged_kv.integrations.speculation.drafts import Draft, DraftRow
 from paged_kv.integrations.speculation.rollback import Rollback, longest_draft, ragged_step
@@ -66,15 +73,25 @@ class _Row:
 
     Attributes:
         state: the draft's.
+        acceptance: of what the draft proposes.
+        forced_acceptance: of what the row's grammar forces.
+        is_forced: whether its grammar forced tokens when the last draft was asked for.
     """
 
     options: RowOptions
     state: Any
     counts: SpeculationCounts
     acceptance: Acceptance = field(default_factory=Acceptance)
+    forced_acceptance: Acceptance = field(default_factory=Acceptance)
+    is_forced: bool = False
+
+    @property
+    def drafting(self) -> Acceptance:
+        """The acceptance of what the row drafts now."""
+        return self.forced_acceptance if self.is_forced else self.acceptance
 
 
-class SpeculativeBatch(GenerationBatch):
+class SpeculativeBatch(MaskedBatch):
     """Rows that generate, with drafts. `next` may return several responses for a row, in order.
 
     Args:
@@ -141,7 +158,7 @@ class SpeculativeBatch(GenerationBatch):
             return []
         most = self._most_drafts()
         candidates = [
-            Candidate(row.acceptance, count)
+            Candidate(row.drafting, count)
             for row, count in zip(self._rows, most, strict=True)
             if count
         ]
@@ -156,13 +173,20 @@ class SpeculativeBatch(GenerationBatch):
         asked = {
             row: DraftRow(self._rows[row].state, self.tokens[row], emitting[row], count)
             for row, count in enumerate(counts)
-            if count
+            if count and not self._rows[row].is_forced
         }
-        self._draft.prepare(list(asked.values()))
+        if asked:
+            self._draft.prepare(list(asked.values()))
         began = perf_counter()
-        inputs = [[token] for token in emitting]
-        for row, draft in zip(asked, self._draft.propose(list(asked.values())), strict=True):
-            inputs[row].extend(draft[: counts[row]])
+        grammars = self.grammars()
+        for row, grammar in grammars.items():
+            grammar.take(emitting[row], self._num_tokens[row])
+        drafts = self._draft.propose(list(asked.values())) if asked else []
+        proposed = dict(zip(asked, drafts, strict=True))
+        inputs = [
+            [token, *self._drafted(grammars.get(row), proposed.get(row, []), counts[row])]
+            for row, token in enumerate(emitting)
+        ]
         rows, longest = len(inputs), max(map(len, inputs))
         if longest == 1:
             return None
@@ -172,7 +196,14 @@ class SpeculativeBatch(GenerationBatch):
         except PoolExhausted:
             # Memory for one token of each row is reserved already.
             return None
+        if grammars:
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]  # mlx's stubs forget its types
+            logits = within_grammars(logits, grammars, inputs)
         sampled = sample(logits, inputs, self._choosers(), self.fallback_sampler)
+        for row, grammar in grammars.items():
+            accepted = sampled[row].tokens[:-1]
+            for at, token in enumerate(accepted, self._num_tokens[row] + 1):
+                grammar.take(token, at)
         responses = self._emit(inputs, sampled, rollback)
         self._lengths.note(rows, longest, len(responses), perf_counter() - began)
         self._plain_rows = 0
@@ -201,13 +232,27 @@ class SpeculativeBatch(GenerationBatch):
         each = self._rows[row]
         left = self.max_tokens[row] - self._num_tokens[row] - 1
         count = min(left, each.options.num_draft_tokens, left if most is None else most)
+        grammar = grammar_of((self.logits_processors or [])[row])
+        # The first of these is the token that is sampled already.
+        forced = 0 if grammar is None or count <= 0 else len(grammar.forced) - 1
+        each.is_forced = forced > 0
+        if each.is_forced:
+            return min(count, forced)
         return count if count > 0 and self._draft.may_follow(each.state, self.tokens[row]) else 0
+
+    def _drafted(
+        self, grammar: FollowedGrammar | None, proposed: list[int], count: int
+    ) -> list[int]:
+        """What a row drafts, of what is proposed, and of what its grammar forces."""
+        if grammar is None or not count:
+            return proposed[:count]
+        return grammar.drafted(proposed, count)
 
     def _choosers(self) -> list[Chooser]:
         rows = zip(
             self.samplers or [], self.logits_processors or [], self._token_context, strict=True
         )
-        return [Chooser(*row) for row in rows]
+        return [Chooser(each, other_processors(its), context) for each, its, context in rows]
 
     def _emit(
         self, inputs: list[list[int]], sampled: list[Sampled], rollback: Rollback
@@ -244,7 +289,7 @@ class SpeculativeBatch(GenerationBatch):
     def _count(self, row: int, drafted: int, accepted: int) -> None:
         self.counts.note(drafted, accepted)
         self._rows[row].counts.note(drafted, accepted)
-        self._rows[row].acceptance.note(drafted, accepted)
+        self._rows[row].drafting.note(drafted, accepted)
         if (cache := first_paged(self.prompt_cache)) is not None:
             cache.pool.counts.note_draft(drafted, accepted)
 
