@@ -323,8 +323,8 @@ def test_a_short_secret_is_refused_and_not_repeated(tmp_path: Path, damage: byte
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
-    found = parse_address("rediss://me@host:7000/3?password=env:PASSWORD_OF_REDIS&ca=/ca.pem")
-    assert found == RedisAddress("host", 7000, 3, True, "me", Path("/ca.pem"), "hunter2")
+    found = parse_address("rediss://me@host:7000/3?password=env:PASSWORD_OF_REDIS")
+    assert found == RedisAddress("host", 7000, 3, True, "me", password="hunter2")
     assert "hunter2" not in f"{found} {found!r}"
     (tmp_path / "keys").write_text("id\nkey\n")
     found = parse_address(f"s3://bucket/a/b?endpoint=http://h:9&credentials={tmp_path}/keys")
@@ -342,6 +342,7 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("redis://host/x", "must be a number"),
         ("redis://host:port", "cannot be read"),
         ("redis://host?pasword=env:X", "the option pasword"),
+        ("redis://host?ca=FILE", "only password are known"),
         ("redis://host?password=env:NOT_SET_AT_ALL", "NOT_SET_AT_ALL"),
         ("redis://host?password=hunter2", "the file of a store's password"),
         ("s3:///prefix", "names no host or bucket"),

@@ -4,6 +4,7 @@
     redis://host:6379/0                                  Redis or Valkey; rediss:// with TLS
     redis://user@host?password=env:NAME                  with the password of a variable, or a file
     rediss://host?ca=FILE                                with the certificate of one's own authority
+    rediss://host?cert=FILE&key=FILE                     with a certificate that names this client
     s3://bucket/prefix                                   S3, with credentials of variables AWS_...
     s3://bucket?endpoint=http://host:9000&region=here    what speaks its protocol
     s3://bucket?credentials=FILE                         two lines: the key's id, and the key
@@ -21,6 +22,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 _ENVIRONMENT = "env:"
 _REDIS = ("redis", "rediss")
+_CERTIFICATES = ("ca", "cert", "key")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class RedisAddress:
     tls: bool = False
     user: str | None = None
     ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
     password: str | None = field(default=None, repr=False)
 
     label = "redis"
@@ -68,7 +72,7 @@ def parse_address(text: str | os.PathLike[str]) -> Address:
 
     Raises:
         ValueError: the text is no address; the message does not repeat passwords.
-        OSError: a file of a password cannot be read.
+        OSError: a file of a password cannot be read, or one of a certificate is not there.
     """
     scheme, mark, _ = os.fspath(text).partition("://")
     if not mark:
@@ -93,7 +97,8 @@ def parse_address(text: str | os.PathLike[str]) -> Address:
 
 
 def _redis(url: SplitResult, port: int | None) -> RedisAddress:
-    options = _options(url, ("password", "ca"))
+    tls = url.scheme == "rediss"
+    options = _options(url, ("password", *(_CERTIFICATES if tls else ())))
     db = url.path.strip("/") or "0"
     if not db.isdecimal():
         raise ValueError(f"{url.scheme}://{url.hostname}: the database must be a number, as in /0")
@@ -101,9 +106,9 @@ def _redis(url: SplitResult, port: int | None) -> RedisAddress:
         host=str(url.hostname),
         port=port or 6379,
         db=int(db),
-        tls=url.scheme == "rediss",
+        tls=tls,
         user=unquote(url.username) if url.username else None,
-        ca=Path(options["ca"]).expanduser() if "ca" in options else None,
+        **{name: _file(options[name]) for name in _CERTIFICATES if name in options},
         password=_said(options["password"]) if "password" in options else None,
     )
 
@@ -137,6 +142,13 @@ def _options(url: SplitResult, known: tuple[str, ...]) -> Mapping[str, str]:
             "are known"
         )
     return options
+
+
+def _file(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {path}, which the address of a store names")
+    return file
 
 
 def _said(source: str) -> str:

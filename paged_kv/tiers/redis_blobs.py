@@ -5,6 +5,7 @@ Needs the extra "redis".
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,9 +36,15 @@ class RedisBlobs:
     """
 
     def __init__(self, address: RedisAddress, patience_s: float) -> None:
-        tls: dict[str, Any] = {"connection_class": redis.SSLConnection} if address.tls else {}
-        if address.tls and address.ca is not None:
-            tls["ssl_ca_certs"] = str(address.ca)
+        files = {
+            "ssl_ca_certs": address.ca,
+            "ssl_certfile": address.cert,
+            "ssl_keyfile": address.key,
+        }
+        tls: dict[str, Any] = {}
+        if address.tls:
+            tls["connection_class"] = redis.SSLConnection
+            tls |= {name: str(file) for name, file in files.items() if file is not None}
         self._pool = redis.ConnectionPool(
             host=address.host,
             port=address.port,
@@ -105,4 +112,6 @@ def _faults() -> Iterator[None]:
     except OutOfMemoryError as error:
         raise RemoteFault(error, is_full=True) from None
     except (RedisError, OSError, ValueError, AttributeError) as error:
-        raise RemoteFault(error) from None
+        # The client calls every fault of a connection the same.
+        cause = error.__context__
+        raise RemoteFault(cause if isinstance(cause, ssl.SSLError) else error) from None
