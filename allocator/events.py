@@ -72,6 +72,10 @@ class Events:
         """A request of a batch waits to begin, unless it has arrived before; it may generate at
         most `max_tokens` tokens."""
 
+    def shares(self, request: Hashable, prompt: Sequence[int], salt: Hashable) -> None:
+        """The full pages of a request's prompt are shared with prompts of the same salt that begin
+        alike, if it has arrived."""
+
     def begun(self, request: Hashable) -> None:
         """A waiting request runs, for the first time or after it was preempted."""
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -162,10 +163,46 @@ def test_a_replay_of_a_server_comes_to_the_recorded_counts(
     assert all(each.ends is not None for each in recorded.requests)
 
 
-def ask(running: PagedRunningServer, number: int) -> None:
+def test_a_replay_counts_shared_pages_once_as_the_server_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind two common pages 5 requests fit that otherwise would be 3."""
+    monkeypatch.setenv("PAGED_KV_TRACE", str(tmp_path / "trace"))
+    with with_small_model():
+        memory = str(11 * block_bytes(small_model("llama")))
+        options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", memory]
+        with paged_server(*options) as running:
+            running.hold_until_submitted(5)
+            with ThreadPoolExecutor(5) as clients:
+                list(clients.map(lambda number: ask(running, number, [3] * 512), range(5)))
+            running.wait_until_idle()
+            (pool,) = running.pools
+            events: Any = pool.counts.events
+            events.flush()
+    recorded = load(tmp_path / "trace")
+    assert [run.first for run in recorded.requests[-1].runs] == [0]
+    assert recorded.requests[-1].runs[0].owner == 0
+    outcome = replay_admission(recorded, "optimistic")
+    assert recorded.running_most == outcome.running_most == 5
+    assert recorded.preemptions == outcome.preemptions == 0
+
+
+def test_requests_share_what_running_ones_hold(tmp_path: Path) -> None:
+    """8 blocks: the second request shares 4 of 5, and the third, of another prompt, none."""
+    lines = [*served(0, 1100, 100), *served(1, 1100, 100), "h 1 0 4", *served(2, 1100, 100)]
+    order = sorted(lines, key=lambda line: "qhi+o".index(line[0]))
+    outcome = replay_admission(load(trace(tmp_path / "trace", *order)), "optimistic")
+    assert outcome.running_most == 2
+    alone = [line for line in order if line[0] != "h"]
+    outcome = replay_admission(load(trace(tmp_path / "alone", *alone)), "optimistic")
+    assert outcome.running_most == 1
+
+
+def ask(running: PagedRunningServer, number: int, before: Sequence[int] = ()) -> None:
     options: Any = {"logit_bias": {"0": -1000}}
+    prompt = [*before, *[number + 5] * 100]
     running.client().completions.create(
-        model="default_model", prompt=[number + 5] * 100, max_tokens=200, extra_body=options
+        model="default_model", prompt=prompt, max_tokens=100 if before else 200, extra_body=options
     )
 
 

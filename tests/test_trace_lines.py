@@ -59,3 +59,27 @@ def test_each_block_of_a_prefix_that_goes_is_told(tmp_path: Path, is_moved: bool
         allocator.apply_moves({0: allocator.formats[0].free[0]})
     pool.clear()
     assert lines(pool, path)[-2:] == ["e 0 1", "e 0 1"]
+
+
+def test_prompts_that_begin_alike_are_told_unless_their_salts_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace"
+    pool = PagePool(1, max_bytes=1 << 20, trace=str(path))
+    events: Any = pool.counts.events
+
+    def arrive(name: str, prompt: list[int], salt: str = "") -> list[str]:
+        events.arrived(name, len(prompt), 5)
+        events.shares(name, prompt, salt)
+        return [line for line in lines(pool, path) if line.startswith("h")][-1:]
+
+    assert arrive("first", [1] * 700) == []
+    assert arrive("another key's", [1] * 700, "key") == []
+    assert arrive("a page", [*[1] * 400, *[2] * 300]) == ["h 2 0 1"]
+    assert arrive("two pages", [1] * 513) == ["h 3 0 2"]
+    # Its last token is computed, so its second page is not shared.
+    assert arrive("a full page", [*[1] * 256, *[2] * 256])[-1:] == ["h 4 0 1"]
+    monkeypatch.setattr(recorder, "MOST_PROMPT_PAGES", 2)
+    assert arrive("first of many", [7] * 600) == ["h 4 0 1"]
+    assert arrive("too late", [1] * 700) == ["h 4 0 1"]
+    assert arrive("in time", [1] * 700) == ["h 7 6 2"]

@@ -1,7 +1,8 @@
 """Replays the requests of a trace with an admission policy: how many would have run at once.
 
-This replays arrivals and lengths, not blocks: no request shares pages with another, and pages are
-not requantised. A step takes as long as the recorded requests took for a token.
+This replays arrivals and lengths, not blocks. Requests that run share the full pages that their
+prompts begin with; nothing else is cached. Pages are not requantised. A step takes as long as the
+recorded requests took for a token.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _Run:
 
     def _arrive(self, request: TracedRequest) -> None:
         most = max(self._max_tokens or request.most, request.answer)
-        sequence = SimulatedSequence(request.prompt, request.answer, most)
+        sequence = SimulatedSequence(request.prompt, request.answer, most, request.runs)
         self.impossible += not self.batch.arrive(sequence)
 
     def _step(self) -> None:

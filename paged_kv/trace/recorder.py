@@ -28,12 +28,14 @@ through the file, each kind separately.
     e prefix blocks              `blocks` blocks of a prefix were evicted
     q request pool prompt most   a request of a batch waits to begin: it has a prompt of `prompt`
                                  tokens, and may generate `most` tokens
+    h request other pages        `pages` first pages of its prompt are those of an earlier request,
+                                 which both share while they run
     i request                    it runs, for the first time or after it was preempted
     p request                    it was preempted, and waits again
     o request tokens             it has ended after `tokens` generated tokens
 
 Consecutive small writes of one table are joined, up to 16 tokens, if they need no block. A trace
-holds no tokens, and nothing derived from them.
+holds no tokens, and nothing derived from them but how much prompts have in common.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ VERSION = 1
 PAGE_SIZE = 256
 JOINED_TOKENS = 16
 FLUSH_S = 1.0
+# Pages of prompts that are remembered, to find those that begin alike: a few MB.
+MOST_PROMPT_PAGES = 1 << 16
 _NUMBERED = ("pool", "group", "table", "request", "prefix", "retired")
 
 _files: dict[Path, TraceFile] = {}
@@ -89,6 +93,7 @@ class TraceEvent(StrEnum):
     LOOK_UP = "l"
     EVICT_PREFIX = "e"
     ARRIVE = "q"
+    SHARE_PROMPT = "h"
     BEGIN = "i"
     PREEMPT = "p"
     END = "o"
@@ -209,6 +214,8 @@ class TracedPool(Events):
         # The number of each request, and the tokens that it has generated.
         self._requests: dict[Hashable, int] = {}
         self._generated: Counter[Hashable] = Counter()
+        # The request that had a prompt's pages first, by a hash of them and of those before.
+        self._prompts: dict[int, int] = {}
         file.line(TraceEvent.POOL, self._pool, file.number_of(budget), budget.max_bytes, name)
 
     def flush(self) -> None:
@@ -323,6 +330,21 @@ class TracedPool(Events):
         if request not in self._requests:
             number = self._requests[request] = next(self._file.numbers["request"])
             self._file.line(TraceEvent.ARRIVE, number, self._pool, prompt_tokens, max_tokens)
+
+    def shares(self, request: Hashable, prompt: Sequence[int], salt: Hashable) -> None:
+        """See `Events`."""
+        number = self._requests[request]
+        pages, other, shared = hash(salt), number, 0
+        # Each request computes the last token of its prompt itself.
+        for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
+            pages = hash((pages, *prompt[end - PAGE_SIZE : end]))
+            first = self._prompts.setdefault(pages, number)
+            if first != number:
+                other, shared = first, end // PAGE_SIZE
+        while len(self._prompts) > MOST_PROMPT_PAGES:
+            del self._prompts[next(iter(self._prompts))]
+        if shared:
+            self._file.line(TraceEvent.SHARE_PROMPT, number, other, shared)
 
     def begun(self, request: Hashable) -> None:
         """See `Events`."""

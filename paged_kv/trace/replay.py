@@ -194,6 +194,7 @@ class Replay:
             TraceEvent.LOOK_UP: self._look_up,
             TraceEvent.EVICT_PREFIX: self._ignore,
             TraceEvent.ARRIVE: self._ignore,
+            TraceEvent.SHARE_PROMPT: self._ignore,
             TraceEvent.BEGIN: self._ignore,
             TraceEvent.PREEMPT: self._ignore,
             TraceEvent.END: self._ignore,

@@ -12,6 +12,7 @@ from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.trace.recorder import TraceEvent
+from paged_kv.trace.shared_prompts import Runs, runs_of
 
 
 @dataclass
@@ -25,6 +26,7 @@ class TracedRequest:
         most: the most tokens that it was allowed to generate.
         answer: tokens that it generated; `most` while it has not ended.
         begins, ends: milliseconds since the trace began; None if it does not.
+        runs: the full pages of its prompt, which it shares with others.
     """
 
     pool: int
@@ -34,6 +36,7 @@ class TracedRequest:
     answer: int
     begins: int | None = None
     ends: int | None = None
+    runs: Runs = ()
 
 
 @dataclass
@@ -92,6 +95,7 @@ class TracedLoad:
             TraceEvent.BLOCK_BYTES: self._size,
             TraceEvent.NEW_TABLE: self._make,
             TraceEvent.ARRIVE: self._arrive,
+            TraceEvent.SHARE_PROMPT: self._share,
             TraceEvent.BEGIN: self._begin,
             TraceEvent.PREEMPT: self._preempt,
             TraceEvent.END: self._end,
@@ -160,9 +164,16 @@ class TracedLoad:
         self._groups[int(group)].page_format = page_format
 
     def _arrive(self, number: str, pool: str, prompt: str, most: str) -> None:
-        self._requests[int(number)] = TracedRequest(
-            int(pool), self._now, int(prompt), int(most), answer=int(most)
-        )
+        request = TracedRequest(int(pool), self._now, int(prompt), int(most), answer=int(most))
+        request.runs = self._runs(int(number), request)
+        self._requests[int(number)] = request
+
+    def _share(self, number: str, other: str, pages: str) -> None:
+        request, like = self._requests[int(number)], self._requests[int(other)]
+        request.runs = self._runs(int(number), request, like.runs, int(pages))
+
+    def _runs(self, number: int, request: TracedRequest, like: Runs = (), shared: int = 0) -> Runs:
+        return runs_of(number, max(0, request.prompt - 1) // self._page_size, like, shared)
 
     def _begin(self, number: str) -> None:
         request = self._requests[int(number)]

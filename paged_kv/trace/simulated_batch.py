@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paged_kv.admission.growth import Growth, has_room
 from paged_kv.admission.pool_size import PoolSize
 from paged_kv.admission.scheduler import Scheduler
+from paged_kv.trace.shared_prompts import Runs, common_pages, pages_saved
 
 
 @dataclass
@@ -17,6 +18,7 @@ class SimulatedSequence:
         prompt: tokens to compute before it generates.
         answer: tokens that it generates before it ends.
         max_tokens: the most tokens that it may generate; at least `answer`.
+        runs: the full pages of its prompt, which it shares with others.
         held: tokens that it holds.
         cached: tokens that are still cached while it waits.
         lost: tokens that it held when it was preempted.
@@ -26,6 +28,7 @@ class SimulatedSequence:
     prompt: int
     answer: int
     max_tokens: int
+    runs: Runs = ()
     held: int = 0
     cached: int = 0
     lost: int = 0
@@ -74,7 +77,7 @@ class SimulatedBatch:
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the blocks that running sequences hold."""
-        return self._bytes([self.sequences[number].held for number in self.running])
+        return self._bytes_held(self.running)
 
     def arrive(self, sequence: SimulatedSequence) -> bool:
         """Queue a sequence; false if it could not end even alone."""
@@ -95,8 +98,7 @@ class SimulatedBatch:
             self._compute(number)
 
     def reserve(self, running: list[int]) -> bool:
-        after = [self.sequences[number].next_held(self.chunk) for number in running]
-        if self._bytes(after) > self.pool.budget:
+        if self._bytes_after(running) > self.pool.budget:
             return False
         self._reserved = list(running)
         return True
@@ -108,17 +110,19 @@ class SimulatedBatch:
 
     def has_room(self, number: int, running: list[int]) -> bool:
         sequences = [self.sequences[each] for each in running]
+        # As the server counts: the memory that its full pages take is that of the others.
         new_bytes = self.sequences[number].growth.bytes_to_begin(self.pool)
-        in_use = self._bytes([each.held for each in sequences])
-        return has_room(new_bytes, [each.growth for each in sequences], self.pool, in_use)
+        new_bytes -= self.pool.shared_bytes(self._shared_tokens(number, running))
+        growths = [each.growth for each in sequences]
+        return has_room(new_bytes, growths, self.pool, self._bytes_held(running))
 
     def begin(self, number: int) -> bool:
         sequence = self.sequences[number]
-        sequence.held = sequence.cached
+        sequence.held = max(sequence.cached, self._shared_tokens(number, self._reserved))
         if not self.reserve([*self._reserved, number]):
             sequence.held = 0
             return False
-        self.recomputed += sequence.lost - sequence.held
+        self.recomputed += max(0, sequence.lost - sequence.held)
         sequence.lost = sequence.cached = 0
         return True
 
@@ -135,17 +139,36 @@ class SimulatedBatch:
 
     def _evict(self) -> None:
         """Evict what waiting sequences have cached, where the running ones need it."""
-        free = self.pool.promisable - self._bytes(
-            [self.sequences[number].next_held(self.chunk) for number in self.running]
-        )
+        free = self.pool.promisable - self._bytes_after(self.running)
         for number in self.waiting:
             sequence = self.sequences[number]
             while sequence.cached and self.pool.bytes_for(sequence.cached) > free:
                 sequence.cached = (sequence.cached - 1) // self.pool.page_size * self.pool.page_size
             free -= self.pool.bytes_for(sequence.cached)
 
-    def _bytes(self, lengths: list[int]) -> int:
-        return sum(self.pool.bytes_for(length) for length in lengths)
+    def _shared_tokens(self, number: int, running: list[int]) -> int:
+        """Tokens of the first full pages of a sequence's prompt that others hold."""
+        own = self.sequences[number].runs
+        others = [self.sequences[each] for each in running if each != number]
+        pages = [
+            min(common_pages(own, each.runs), each.held // self.pool.page_size) for each in others
+        ]
+        return max(pages, default=0) * self.pool.page_size
+
+    def _bytes_held(self, numbers: list[int]) -> int:
+        return self._bytes([(each, each.held) for each in map(self.sequences.__getitem__, numbers)])
+
+    def _bytes_after(self, numbers: list[int]) -> int:
+        """What sequences take after a step."""
+        sequences = [self.sequences[number] for number in numbers]
+        return self._bytes([(each, each.next_held(self.chunk)) for each in sequences])
+
+    def _bytes(self, held: list[tuple[SimulatedSequence, int]]) -> int:
+        """What sequences take that hold so many tokens."""
+        page = self.pool.page_size
+        saved = pages_saved((sequence.runs, tokens // page) for sequence, tokens in held)
+        whole = sum(self.pool.bytes_for(tokens) for _, tokens in held)
+        return whole - self.pool.shared_bytes(saved * page)
 
 
 class ReservingBatch(SimulatedBatch):
@@ -153,4 +176,4 @@ class ReservingBatch(SimulatedBatch):
 
     def has_room(self, number: int, running: list[int]) -> bool:
         most = [self.sequences[each].growth.most for each in [*running, number]]
-        return self._bytes(most) <= self.pool.promisable
+        return sum(map(self.pool.bytes_for, most)) <= self.pool.promisable

@@ -117,6 +117,7 @@ class BatchedRows:
         for request in _requests(job):
             tokens, most = len(prompt.tokens), job.arguments.max_tokens
             self._pool.counts.events.arrived(request, tokens, most)
+            self._pool.counts.events.shares(request, prompt.tokens, job.salt)
 
     def forget(self, job: Job) -> None:
         """Note in a trace that a job has ended."""
