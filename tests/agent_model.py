@@ -115,7 +115,7 @@ def _dictating(tokens: list[int]) -> Callable[[mx.array, mx.array], mx.array]:
             return logits
         first = context.size if first is None else first
         token = tokens[min(context.size - first, len(tokens) - 1)]
-        return mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -1e9) + 0 * logits
+        return logits + mx.where(mx.arange(logits.shape[-1]) == token, 1e5, 0.0)
 
     return process
 

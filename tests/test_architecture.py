@@ -106,10 +106,15 @@ ARROWS: dict[str, set[str]] = {
         "integrations.server.completions",
         "integrations.server.http",
     },
+    "integrations.server.responses": {
+        "integrations.server.completions",
+        "integrations.server.http",
+    },
     "integrations.server": {
         *("allocator", "commands", "integrations.distributed"),
         *("integrations.server.completions", "integrations.server.generation"),
         *("integrations.server.http", "integrations.server.messages", "monitor", "pool"),
+        "integrations.server.responses",
     },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.

@@ -272,6 +272,16 @@ def test_thinking_and_effort_are_variables_of_the_template(
     assert prompts[3] == prompts[1]
 
 
+def test_a_text_fits_a_schema(client: Anthropic, script: Script) -> None:
+    script.says("<think>So.</think>no")
+    form = {"type": "json_schema", "schema": {"const": "yes"}}
+    message = client.messages.create(**ASK, extra_body={"output_config": {"format": form}})
+    assert blocks(message)[1:] == [{"type": "text", "text": '"yes"'}]
+    form["schema"] = {"type": "no"}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        client.messages.create(**ASK, extra_body={"output_config": {"format": form}})
+
+
 def test_marks_tell_how_many_tokens_are_counted_as_written(
     client: Anthropic, script: Script
 ) -> None:

@@ -26,6 +26,8 @@ from paged_kv.integrations.server.http.schema import ChatBody, PrefillBody, Text
 from paged_kv.integrations.server.messages import messages
 from paged_kv.integrations.server.messages.answers import error_body
 from paged_kv.integrations.server.messages.requests import MessagesBody, PromptBody
+from paged_kv.integrations.server.responses import responses
+from paged_kv.integrations.server.responses.kept import KeptResponses
 
 
 def make_app(service: Service) -> Starlette:
@@ -44,6 +46,7 @@ def make_app(service: Service) -> Starlette:
 def _api_routes(service: Service) -> list[BaseRoute]:
     """The routes of clients."""
     options = service.options
+    kept = KeptResponses(options)
     chat = Answering(service, Completions(ChatBody))
 
     def models(request: Request) -> Response:
@@ -68,6 +71,12 @@ def _api_routes(service: Service) -> list[BaseRoute]:
             messages.COUNT_PATH,
             messages.TokenCounts(service, messages.Messages(PromptBody, options)),
             methods=["POST"],
+        ),
+        Route(responses.PATH, Answering(service, responses.Responses(kept)), methods=["POST"]),
+        Route(
+            f"{responses.PATH}/{{name}}",
+            responses.ResponseReader(service.keys, kept).answer,
+            methods=["GET", "DELETE"],
         ),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),

@@ -35,6 +35,7 @@ def server_parser() -> argparse.ArgumentParser:
     _add_drafts(parser.add_argument_group("drafts"))
     _add_prefill(parser.add_argument_group("several servers"))
     _add_limits(parser.add_argument_group("limits"))
+    _add_responses(parser.add_argument_group("kept responses"))
     _redefine(
         parser,
         "prompt_cache_size",
@@ -203,6 +204,31 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         )
 
 
+def _add_responses(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-responses",
+        type=_count,
+        default=1000,
+        metavar="N",
+        help="the most responses of /v1/responses to keep in memory, which clients can continue "
+        "and read; 0 keeps none (default: 1000)",
+    )
+    group.add_argument(
+        "--max-response-bytes",
+        type=parse_size,
+        default=64_000_000,
+        metavar="SIZE",
+        help="the most bytes of their JSON, requests included (default: 64MB)",
+    )
+    group.add_argument(
+        "--response-ttl",
+        type=_seconds,
+        default=86_400.0,
+        metavar="SECONDS",
+        help="forget a response after this time (default: 86400)",
+    )
+
+
 def _redefine(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
     """Replace the help text of one of mlx-lm's options; its default becomes None."""
     (action,) = [action for action in parser._actions if action.dest == name]
@@ -247,6 +273,12 @@ def _http_url(text: str) -> str:
             f"{text!r} is not the address of a server, such as http://other:8080"
         )
     return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number from 0 on is needed, got {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

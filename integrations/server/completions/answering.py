@@ -35,7 +35,7 @@ from paged_kv.integrations.server.http.access import salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.request_body import read_body
 from paged_kv.integrations.server.http.request_log import request_id
-from paged_kv.integrations.server.http.schema import PrefillBody
+from paged_kv.integrations.server.http.schema import Body, PrefillBody
 from paged_kv.prefix.keeping import Published, Unstored
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Answering:
         except APIError as error:
             metrics.note_error(error)
             metrics.answered[error.status] += 1
-            raise self._interface.told(error) from error
+            raise
         except Exception:
             metrics.answered[500] += 1
             raise
@@ -80,7 +80,8 @@ class Answering:
         talk = Conversation(service, plan)
         answer = self._answer(talk, asked, plan, len(content), send)
         try:
-            await _while_connected(request.receive, answer)
+            with self._told():
+                await _while_connected(request.receive, answer)
         except ClientDisconnect:
             service.metrics.finished["abort"] += talk.num_open
             raise
@@ -89,8 +90,12 @@ class Answering:
         self, content: bytes, key: str | None, name: str, channel: Channel
     ) -> tuple[Asked, Plan]:
         """Runs on a reader thread."""
-        service, asked = self._service, self._interface.read(content, key)
-        body = asked.body
+        asked = self._interface.read(content, key)
+        with self._told():
+            return asked, self._plan(asked.body, key, name, channel)
+
+    def _plan(self, body: Body, key: str | None, name: str, channel: Channel) -> Plan:
+        service = self._service
         model = service.names.key_of(body)
         is_handed = isinstance(body, PrefillBody)
         # The server that hands a prompt over has put its client's key into the salt.
@@ -100,7 +105,15 @@ class Answering:
         elif is_handed:
             _require_servers(service.options)
             salt = Published(salt)
-        return asked, make_plan(body, model, salt, name, service.options, channel)
+        return make_plan(body, model, salt, name, service.options, channel)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Put errors in the words of the interface, whose request is another one here."""
+        try:
+            yield
+        except APIError as error:
+            raise self._interface.told(error) from error
 
     async def _answer(
         self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send

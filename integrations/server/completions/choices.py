@@ -17,6 +17,7 @@ class Usage:
     completion_tokens: int = 0
     accepted_tokens: int = 0
     draft_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
@@ -25,16 +26,19 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **({"completion_tokens_details": self._drafts} if self.draft_tokens else {}),
+            **({"completion_tokens_details": details} if (details := self._details) else {}),
         }
 
     @property
-    def _drafts(self) -> dict[str, int]:
-        """Drafted tokens, as OpenAI counts those of predicted outputs."""
-        return {
-            "accepted_prediction_tokens": self.accepted_tokens,
-            "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
-        }
+    def _details(self) -> dict[str, int]:
+        """Tokens of thoughts; and drafted ones, as OpenAI counts those of predicted outputs."""
+        details = {"reasoning_tokens": self.reasoning_tokens} if self.reasoning_tokens else {}
+        if self.draft_tokens:
+            details |= {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
+            }
+        return details
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Choice:
         index: its number.
         tokens: those not sent yet, with log probabilities, if the request asked for these.
         count: the number of all its tokens.
+        reasoning_count: of these, the number of those of thoughts.
         stop_text: the stop text before which it ended, if it did.
     """
 
@@ -55,6 +60,7 @@ class Choice:
     finish_reason: str | None = None
     tokens: list[Token] = field(default_factory=list)
     count: int = 0
+    reasoning_count: int = 0
     stop_text: str | None = None
 
     @property

@@ -72,6 +72,7 @@ class Conversation:
             sum(choice.count for choice in self.choices),
             sum(job.speculation.accepted_tokens for job in self._jobs),
             sum(job.speculation.draft_tokens for job in self._jobs),
+            sum(choice.reasoning_count for choice in self.choices),
         )
 
     @property
@@ -179,6 +180,7 @@ class Conversation:
         choice = self.choices[token.choice]
         choice.count += 1
         delta = self._texts[token.choice].take(token)
+        choice.reasoning_count += delta.is_reasoning
         if delta.finish_reason is None:
             return delta
         if choice.count > 1:

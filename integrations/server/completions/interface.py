@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.http.api_errors import APIError
-from paged_kv.integrations.server.http.schema import Body
+from paged_kv.integrations.server.http.request_body import body_of
+from paged_kv.integrations.server.http.schema import Body, ChatBody
 
 
 class Answers:
@@ -83,6 +84,17 @@ class Interface:
             APIError: 400, something is wrong with it.
         """
         raise NotImplementedError
+
+    def chat_body(self, said: dict[str, Any]) -> ChatBody:
+        """The body of chat completions that a request has become.
+
+        Raises:
+            APIError: 400, something is wrong with it, in the words of this interface.
+        """
+        try:
+            return body_of(said, ChatBody)
+        except APIError as error:
+            raise self.told(error) from error
 
     def told(self, error: APIError) -> APIError:
         """An error in the words of this interface."""

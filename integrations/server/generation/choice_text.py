@@ -31,6 +31,7 @@ class Delta:
     Attributes:
         text: of the answer.
         reasoning: of a model that thinks before it answers.
+        is_reasoning: whether the token is one of thoughts.
         calls: the texts of tool calls that have ended.
         finish_reason: why the choice ends here; None if it continues.
         stop_text: the stop word before which it ends, if it does.
@@ -40,6 +41,7 @@ class Delta:
 
     text: str = ""
     reasoning: str = ""
+    is_reasoning: bool = False
     calls: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     stop_text: str | None = None
@@ -87,6 +89,7 @@ class ChoiceText:
         delta = Delta(finish_reason=reason, stop_text=stop_text, tokens=tokens)
         for state, part in self._segments(text, reason):
             self._add(delta, state, part)
+            delta.is_reasoning = state == "reasoning"
         if reason is not None and self._tool_text:
             delta.calls.append(self._tool_text)
         self._made_call |= bool(delta.calls)

@@ -15,11 +15,10 @@ from paged_kv.integrations.server.completions.conversation import Conversation
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.request_body import (
-    body_of,
     checked,
     parsed_json,
 )
-from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, ChatBody
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL
 from paged_kv.integrations.server.messages.answers import MessageAnswers
 from paged_kv.integrations.server.messages.requests import (
     ONLY,
@@ -57,7 +56,7 @@ class Messages(Interface):
         known = (*self._kind.model_fields, *SHARED)
         require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
         body = checked(said, self._kind)
-        chat = body_of(chat_of(said, body, self._skipped), ChatBody)
+        chat = self.chat_body(chat_of(said, body, self._skipped))
         return Asked(chat, partial(_answers, body, chat.model or DEFAULT_MODEL))
 
 

@@ -1,0 +1,133 @@
+"""OpenAI's Responses, on the same models and caches as its completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.http.access import APIKeys, salt_of
+from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
+from paged_kv.integrations.server.http.known_fields import require_known
+from paged_kv.integrations.server.http.request_body import checked, parsed_json
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL
+from paged_kv.integrations.server.responses.answers import ResponseAnswers
+from paged_kv.integrations.server.responses.kept import KeptResponses, Turn
+from paged_kv.integrations.server.responses.requests import (
+    ENCRYPTED,
+    ONLY,
+    SHARED,
+    WITHOUT_MEANING,
+    ResponsesBody,
+)
+from paged_kv.integrations.server.responses.translation import chat_of
+
+PATH = "/v1/responses"
+
+
+class Responses(Interface):
+    """Responses.
+
+    Args:
+        kept: those that can be continued.
+    """
+
+    fields: ClassVar = {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format": "text.format",
+    }
+
+    def __init__(self, kept: KeptResponses) -> None:
+        self._kept = kept
+
+    def read(self, content: bytes, key: str | None) -> Asked:
+        """See `Interface`."""
+        said = parsed_json(content)
+        known = (*ResponsesBody.model_fields, *SHARED)
+        require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
+        body = checked(said, ResponsesBody)
+        salt = said.get("cache_salt")
+        owner = salt_of(key, salt if isinstance(salt, str) else None)
+        previous = self._previous(owner, body)
+        earlier = [] if previous is None else previous.all_items()
+        chat = self.chat_body(chat_of(said, body, earlier))
+        keep = partial(self._keep, owner, previous, body.items, len(content), chat.store)
+        return Asked(chat, partial(_answers, said, body, keep))
+
+    def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
+        """The turn that a request continues.
+
+        Raises:
+            APIError: 400, it is not kept.
+        """
+        if body.previous_response_id is None:
+            return None
+        try:
+            return self._kept.get(owner, body.previous_response_id)
+        except APIError as error:
+            message = f"previous_response_id: {error.message}"
+            raise wrong_value(message, "previous_response_id") from error
+
+    def _keep(
+        self,
+        owner: Hashable,
+        previous: Turn | None,
+        items: list[Any],
+        nbytes: int,
+        store: bool | None,
+        response: dict[str, Any],
+    ) -> None:
+        if store is not False:
+            nbytes += len(json.dumps(response))
+            turn = Turn(previous, [*items, *response["output"]], response, nbytes)
+            self._kept.keep(owner, turn)
+
+
+class ResponseReader:
+    """Answers requests for kept responses.
+
+    Args:
+        keys: of the server.
+        kept: the responses.
+    """
+
+    def __init__(self, keys: APIKeys, kept: KeptResponses) -> None:
+        self._keys = keys
+        self._kept = kept
+
+    async def answer(self, request: Request) -> Response:
+        """Send a response, or forget it."""
+        owner = salt_of(self._keys.require(request), request.query_params.get("cache_salt"))
+        name = request.path_params["name"]
+        if request.method == "DELETE":
+            self._kept.delete(owner, name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(self._kept.get(owner, name).body)
+
+
+def _answers(said: dict[str, Any], body: ResponsesBody, keep: Any, _: str, __: Any) -> Answers:
+    reasoning = body.reasoning
+    fields = {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": said.get("model") or DEFAULT_MODEL,
+        "parallel_tool_calls": said.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+        "store": said.get("store") is not False,
+        "temperature": said.get("temperature"),
+        "text": said.get("text") or {"format": {"type": "text"}},
+        "tool_choice": said.get("tool_choice") or "auto",
+        "tools": said.get("tools") or [],
+        "top_p": said.get("top_p"),
+        "truncation": "disabled",
+    }
+    return ResponseAnswers(fields, is_plain=ENCRYPTED in (body.include or ()), keep=keep)

@@ -1,0 +1,104 @@
+"""Responses are kept for their owners, up to a number, an age and a size."""
+
+import gc
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.server.responses.kept import KeptResponses, Turn
+
+
+def kept(clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> KeptResponses:
+    options = {"max_responses": 100, "max_response_bytes": 1000, "response_ttl": 60.0, **limits}
+    return KeptResponses(Namespace(**options), clock)
+
+
+def turn(name: str, nbytes: int = 10, previous: Turn | None = None) -> Turn:
+    return Turn(previous, [name], {"id": name}, nbytes)
+
+
+def names(store: KeptResponses, owner: Any = None) -> str:
+    """Of those that are found, without touching others."""
+    return "".join(name for own, name in store._turns if own == owner)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = kept(max_responses=2)
+    for name in "ab":
+        store.keep(None, turn(name))
+    store.get(None, "a")
+    store.keep(None, turn("c"))
+    assert names(store) == "ac"
+    assert store.nbytes == 20
+    with pytest.raises(APIError) as gone:
+        store.get(None, "b")
+    assert gone.value.status == 404
+
+
+def test_owners_do_not_find_each_others() -> None:
+    store = kept()
+    store.keep("alice", turn("a"))
+    with pytest.raises(APIError):
+        store.get("bob", "a")
+    with pytest.raises(APIError):
+        store.delete("bob", "a")
+    store.delete("alice", "a")
+    assert store.nbytes == 0
+
+
+def test_old_ones_are_forgotten() -> None:
+    now = 0.0
+    store = kept(lambda: now, response_ttl=5.0)
+    store.keep(None, turn("a"))
+    now = 5.0
+    store.get(None, "a")
+    now = 5.1
+    with pytest.raises(APIError):
+        store.get(None, "a")
+    store.keep(None, turn("b"))
+    now = 11.0
+    store.keep(None, turn("c"))
+    assert names(store) == "c"
+
+
+def test_what_is_continued_counts_until_nothing_continues_it() -> None:
+    store = kept()
+    store.keep(None, turn("a", 400))
+    store.keep(None, turn("b", 400, store.get(None, "a")))
+    assert store.get(None, "b").all_items() == ["a", "b"]
+    store.delete(None, "a")
+    assert store.nbytes == 800
+    # Room for it is there when both have gone.
+    store.keep(None, turn("c", 400))
+    assert (names(store), store.nbytes) == ("c", 400)
+
+
+def test_what_is_too_large_drives_out_no_other() -> None:
+    store = kept()
+    store.keep(None, turn("a"))
+    store.keep(None, turn("b", 1001))
+    assert (names(store), store.nbytes) == ("a", 10)
+    none = kept(max_responses=0)
+    none.keep(None, turn("a"))
+    assert names(none) == ""
+
+
+def test_bytes_are_counted_right_from_several_threads() -> None:
+    store = kept(max_responses=5)
+
+    def many(number: int) -> None:
+        previous = None
+        for each in range(200):
+            previous = turn(f"{number}-{each}", 10, previous if each % 4 else None)
+            store.keep(number, previous)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(many, range(4)))
+    for owner, name in list(store._turns):
+        store.delete(owner, name)
+    gc.collect()
+    assert store.nbytes == 0
