@@ -32,7 +32,7 @@ from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.equal_steps import install_equal_steps
-from paged_kv.integrations.states.model_call import continued, known_states
+from paged_kv.integrations.states.model_call import continued, known_states, prepare_call
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.arguments import FormatChoice
@@ -162,6 +162,7 @@ class PagedCacheFactory:
         has_states = bool(unpaged_caches(layers))
         if has_states:
             install_equal_steps()
+        prepare_call(model)
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None

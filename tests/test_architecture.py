@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "integrations.batching", "integrations.rebinding", "kernels"),
         *("kernels.pages", "pool", "sequences"),
     },
-    "integrations.states": {"cache", "integrations.batching"},
+    "integrations.states": {"cache", "integrations.batching", "sequences"},
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),

@@ -1,13 +1,11 @@
 """Layers that attend by chunks (llama4): tokens are mlx-lm's; a ring holds one chunk's length."""
 
 import gc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import (
     ChunkedKVCache,
     load_prompt_cache,
@@ -113,18 +111,13 @@ def test_prefixes_from_memory_and_from_disk(model: Any, tmp_path: Path) -> None:
     assert_same_runs([warmed, restored], [expected] * 2, TOLERANCE)
 
 
-def test_a_batch_is_refused_as_by_mlx_lm(model: Any) -> None:
+def test_a_batch_with_a_mask_of_its_own_is_refused(model: Any) -> None:
+    """The model makes one mask; its call takes the sequences one after the other."""
     factory = PagedCacheFactory(model, max_bytes=64 << 20)
-    for make_cache in (factory.make_cache, partial(make_prompt_cache, model)):
-        caches: list[Any] = [make_cache(), make_cache()]
-        assert not hasattr(caches[0][0], "merge")
-        generator: Any = BatchGenerator(model, max_tokens=3)
-        generator.insert([PROMPT[:9], PROMPT[:5]], caches=caches)
-        del caches
-        with pytest.raises(ValueError, match="does not yet support batching"):
-            generator.next()
-    del generator
-    assert_nothing_is_used(factory)
+    caches = [factory.make_cache(), factory.make_cache()]
+    batch = [first.merge([first, second]) for first, second in zip(*caches, strict=True)]
+    with pytest.raises(ValueError, match="takes one sequence, this cache has 2"):
+        assert batch[0].start_position
     with pytest.raises(ValueError, match="takes one sequence, this cache has 0"):
         assert PagedChunkedKVCache(factory.pool, 0, []).start_position
 

@@ -297,13 +297,13 @@ def let_servers_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "load", load_small)
 
 
-@pytest.mark.parametrize("name", plain_only(["mamba2"], ["mamba2", "deepseek_v41"]))
-def test_a_model_without_pages_resumes_at_the_end_of_its_prompts(
+@pytest.mark.parametrize("name", plain_only(["mamba2"], ["mamba2", "deepseek_v41", "gpt_bigcode"]))
+def test_prompts_that_mlx_lm_cannot_reuse_or_batch_resume_at_their_ends(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Several at once have the answers that they have alone; a restart finds them in the store."""
     let_servers_load(name, monkeypatch)
-    prompts = [f"import {word}\n" * count for word, count in (("os", 90), ("sys", 40), ("re", 5))]
+    prompts = [f"{word} = import\n" * count for word, count in (("os", 90), ("sys", 40), ("re", 5))]
     with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
         first = answers(running, prompts)
         assert [cached for _, cached in first] == [0, 0, 0]

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from paged_kv import PagedCacheFactory, SpeculativeBatchGenerator
+from paged_kv import PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.generation import text_generation
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
@@ -294,3 +294,40 @@ def test_what_a_store_gave_back_is_not_inserted_for_other_weights(tmp_path: Path
     factory.insert_cache(TEXT[:300], cache)
     assert found(factory, TEXT) == 0
     factory.close()
+
+
+@pytest.mark.parametrize("name", plain_only(["gpt_bigcode"], ["gpt_bigcode", "llama4"]))
+def test_models_that_take_one_sequence_are_batched_one_after_the_other(name: str) -> None:
+    """Ragged drafts have padding; so their steps have too."""
+    model = small_model(name)
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    prompts = [TEXT[:9], TEXT[3:60], TEXT[7:8]]
+    texts = [[*each, *alone(model, each, 40).tokens] for each in prompts]
+    generator = SpeculativeBatchGenerator(
+        model,
+        PlannedDraft(texts, lengths=(0, 3, 1, 4), wrong_every=5),
+        lengths=FixedLengths(),
+        max_tokens=30,
+    )
+    runs = runs_of(
+        generator, generator.insert(prompts, caches=[factory.make_cache() for _ in prompts])
+    )
+    for run, text, prompt in zip(runs, texts, prompts, strict=True):
+        assert run.tokens == text[len(prompt) : len(prompt) + 30]
+
+
+def test_a_step_that_does_not_fit_leaves_all_sequences_where_they_were() -> None:
+    model = small_model("gpt_bigcode")
+    probe = PagedCacheFactory(model, max_bytes="64MB")
+    assert probe.can_admit(1)
+    block_bytes = probe.pool.groups[0].allocator.formats[0].block_bytes
+    factory = PagedCacheFactory(model, max_bytes=3 * block_bytes)
+    singles = [factory.make_cache(), factory.make_cache()]
+    for cache in singles:
+        model(mx.array([TEXT[:256]]), cache=cache)
+    batch = [one.merge([one, two]) for one, two in zip(*singles, strict=True)]
+    singles.clear()
+    del cache
+    with pytest.raises(PoolExhausted):
+        model(mx.array([[1], [2]]), cache=batch)
+    assert batch[0].offset.tolist() == [256, 256]

@@ -20,6 +20,7 @@ from mlx_vlm.generate import ar, common, dispatch
 from mlx_vlm.generate.ar import GenerationBatch
 from mlx_vlm.models import cache as mlx_vlm_cache
 
+from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, paged_caches
 from paged_kv.integrations.cache_library import language_model, model_file
@@ -94,7 +95,8 @@ def _batch(rows: list[Any], stock: Any, merged: Callable[[list[Any]], PagedKVCac
     if is_list(stock):
         inner = zip(stock.caches, *(row.caches for row in rows), strict=True)
         return type(stock)(*(_batch(list(row), own, merged) for own, *row in inner))
-    if not hasattr(rows[0], "merge") or not isinstance(rows[0], PagedKVCache):
+    # A layer that attends by chunks makes its mask of one sequence.
+    if not isinstance(rows[0], PagedKVCache) or isinstance(rows[0], PagedChunkedKVCache):
         return stock
     return merged(rows)
 

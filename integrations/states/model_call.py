@@ -7,15 +7,31 @@ model's class, so it is replaced there. Calls with other caches are those of the
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
+from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.states.counted_states import CountedArraysCache, Held
-from paged_kv.integrations.states.separate_sequences import SeparateSequences, one_by_one
+from paged_kv.integrations.states.separate_sequences import (
+    SeparateSequences,
+    one_by_one,
+    step_of_separate,
+)
+from paged_kv.sequences.step_blocks import reserve
+from paged_kv.sequences.step_row import StepRow
+
+# These files of mlx-lm make positions or a mask for one sequence and use them for all:
+# gpt_bigcode.py, line 150, and llama4.py, line 232, of the first cache's offset as a number;
+# phi3small.py, line 134, of a batch's mask, which has an axis less than the scores.
+_ONE_AT_A_TIME = frozenset(
+    f"mlx_lm.models.{name}" for name in ("gpt_bigcode", "llama4", "phi3small")
+)
 
 _hooked: set[type[Module]] = set()
 
@@ -41,9 +57,20 @@ def held_by(prompt_cache: list[Any]) -> list[Held]:
     return [Held(None, None)]
 
 
-def is_separate(prompt_cache: list[Any]) -> bool:
+def takes_one(model: Module) -> bool:
+    """Whether sequences of a batch of paged caches are computed one after the other."""
+    return type(model).__module__ in _ONE_AT_A_TIME
+
+
+def prepare_call(model: Module) -> None:
+    """Let the calls of a model with pages compute one sequence at a time if it takes no more."""
+    if takes_one(model):
+        hook_call(type(model))
+
+
+def is_separate(model: Module, prompt_cache: list[Any]) -> bool:
     """Whether a batch of such prompt caches is computed one sequence after the other."""
-    return isinstance(next(leaves(prompt_cache), None), SeparateSequences)
+    return takes_one(model) or isinstance(next(leaves(prompt_cache), None), SeparateSequences)
 
 
 def continued(prompt_cache: list[Any], model_version: int) -> list[Any]:
@@ -65,7 +92,9 @@ def hook_call(kind: Any) -> None:
         caches: Any = args[0] if args else options.get("cache")
         first = caches[0] if caches else None
         if isinstance(first, SeparateSequences):
-            return one_by_one(lambda row, of_row: stock(model, row, cache=of_row), tokens, caches)
+            return step_of_separate(partial(stock, model), tokens, caches)
+        if isinstance(first, PagedKVCache) and len(first.sequences) > 1 and takes_one(model):
+            return _step_of_pages(partial(stock, model), tokens, caches)
         output = stock(model, tokens, *args, **options)
         if isinstance(first, CountedArraysCache):
             first.note_step(*tokens.shape)
@@ -73,3 +102,18 @@ def hook_call(kind: Any) -> None:
 
     kind.__call__ = call
     _hooked.add(kind)
+
+
+def _step_of_pages(step: Callable[..., mx.array], tokens: mx.array, caches: list[Any]) -> mx.array:
+    """See `one_by_one`; each sequence's caches are views of its pages."""
+    first = caches[0]
+    sequences, num_tokens = first.sequences, tokens.shape[1]
+    counts = [each.progress(first.layer)[1].own(num_tokens) for each in sequences]
+    steps = zip(sequences, counts, strict=True)
+    # Now, for all of them: a sequence that fails would leave those before it a step ahead.
+    reserve(first.pool, [StepRow.next(each, first.layer, count) for each, count in steps])
+    rows = [
+        [type(cache)(cache.pool, cache.layer, [cache.sequences[at]]) for cache in caches]
+        for at in range(len(sequences))
+    ]
+    return one_by_one(step, tokens, counts, rows)

@@ -102,25 +102,39 @@ class SeparateSequences(_BaseCache):
         return batch
 
 
-def one_by_one(
-    step: Callable[[mx.array, list[Any]], mx.array],
-    tokens: mx.array,
-    caches: list[SeparateSequences],
+def step_of_separate(
+    step: Callable[..., mx.array], tokens: mx.array, caches: list[SeparateSequences]
 ) -> mx.array:
-    """The logits of a step, [sequences, tokens, vocabulary], computed by `step` for each sequence.
-    Padding is not computed; its logits are 0."""
+    """See `one_by_one`."""
     batch_size, num_tokens = tokens.shape
     for cache in caches:
         cache.widen(batch_size)
     left = caches[0].left or [num_tokens] * batch_size
-    found = [
-        step(tokens[at : at + 1, :count], [cache.sequences[at] for cache in caches])
-        if (count := min(left[at], num_tokens))
-        else None
-        for at in range(batch_size)
-    ]
+    rows = [[cache.sequences[at] for cache in caches] for at in range(batch_size)]
+    logits = one_by_one(step, tokens, [min(each, num_tokens) for each in left], rows)
     for cache in caches:
         cache.advance(num_tokens)
+    return logits
+
+
+def one_by_one(
+    step: Callable[..., mx.array], tokens: mx.array, counts: list[int], rows: list[list[Any]]
+) -> mx.array:
+    """The logits of a step, [sequences, tokens, vocabulary], computed by `step(tokens, cache=)` for
+    each sequence.
+
+    Args:
+        step: the model's call.
+        tokens: [sequences, tokens].
+        counts: how many of a sequence's tokens are not padding. Padding is not computed; its logits
+            are 0.
+        rows: the prompt cache of each sequence.
+    """
+    num_tokens = tokens.shape[1]
+    found = [
+        step(tokens[at : at + 1, :count], cache=rows[at]) if count else None
+        for at, count in enumerate(counts)
+    ]
     vocabulary = next(each for each in found if each is not None)
     return mx.concatenate([_padded(each, num_tokens, vocabulary) for each in found])
 

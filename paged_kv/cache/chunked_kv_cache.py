@@ -6,11 +6,10 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 
 
 class PagedChunkedKVCache(PagedKVCache):
-    """One layer of one sequence, with the members of mlx-lm's `ChunkedKVCache`.
+    """One layer of some sequences, with the members of mlx-lm's `ChunkedKVCache`.
 
     The pages are a ring that holds a chunk's length of tokens. The model makes the mask from
-    `start_position` and `offset`, two numbers, so it takes one sequence at a time, as with mlx-lm's
-    caches. Programs find that out by asking whether a cache has `merge`.
+    `start_position` and `offset`, two numbers, so it takes one sequence of a batch at a time.
     """
 
     @property
@@ -31,7 +30,3 @@ class PagedChunkedKVCache(PagedKVCache):
 
     def maybe_trim_front(self) -> None:
         """Does nothing: the ring overwrites the tokens that its window has passed."""
-
-    @property
-    def merge(self) -> None:  # type: ignore[override]  # so that no instance has it
-        raise AttributeError("caches of layers that attend by chunks cannot be merged")

@@ -261,9 +261,10 @@ class PagedModelProvider(ModelProvider):
         )
         key: Any = self.model_key
         tokenizer: Any = self.tokenizer
+        model: Any = self.model
         # mlx-lm cannot batch some caches that a factory can.
         can_batch = self.is_batchable or (
-            self.draft is None and is_separate(self.factories[0].make_cache())
+            self.draft is None and is_separate(model, self.factories[0].make_cache())
         )
         # transformers would warn of "indexing errors" in long texts; MLX's models have none.
         tokenizer.model_max_length = 1 << 60
