@@ -195,6 +195,22 @@ def _steps_of(cost: str) -> Callable[[Figures], str]:
     return lambda figures: f"{max(row.get(cost, 0) for row in figures['rows']):.0f}"
 
 
+def _writing_at_once(what: str, *memories: str) -> Callable[[Figures], str]:
+    """The most that writing prompts of 16,384 tokens at once adds, of what a store that writes
+    everything writes or finds, in any load."""
+
+    def told(figures: Figures) -> str:
+        added = [
+            of["second sight, 16,384 tokens at once"][what] - of["second sight"][what]
+            for load in figures["loads"].values()
+            for memory, of in load["memory"].items()
+            if memory in memories
+        ]
+        return f"{100 * max(added):.0f} %"
+
+    return told
+
+
 NUMBERS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "model files": ("model_families", lambda figures: str(len(figures["files"]))),
     "model files with pages": ("model_families", _files_that_get("paged", "decode", "gather")),
@@ -220,6 +236,9 @@ NUMBERS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "bytes of rings": ("rings", _ring_bytes("paged")),
     "share of monitoring": ("publishing", lambda figures: percent(figures["busy_share"], 1)),
     "time of look-up": ("prefix_reuse", lambda figures: millis(figures["look_up"]["seconds"])),
+    "hits at once, small memory": ("store_writes", _writing_at_once("hits", "32768")),
+    "hits at once, large memory": ("store_writes", _writing_at_once("hits", "131072", "524288")),
+    "bytes at once": ("store_writes", _writing_at_once("bytes", "32768", "131072", "524288")),
     "gain of optimistic admission": (
         "admission",
         lambda figures: f"{figures['short_answers']['1900']['speed_ratio']:.1f}",

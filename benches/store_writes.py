@@ -38,8 +38,10 @@ RULES = {
     "everything": WriteRule(),
     "second sight": WriteRule(after=2),
     "third sight": WriteRule(after=3),
-    "second sight, 16,384 tokens at once": WriteRule(after=2, at_once=16_384),
-    "second sight, 4,096 tokens at once": WriteRule(after=2, at_once=4_096),
+    **{
+        f"second sight, {length:,} tokens at once": WriteRule(after=2, at_once=length)
+        for length in (32_768, 16_384, 4_096)
+    },
 }
 
 

@@ -444,7 +444,15 @@ FIGURES: dict[str, dict[str, Any]] = {
     "store_writes": {
         "rules": ["everything", "second sight"],
         "loads": {
-            "chat": {"memory": {"32768": {"second sight": {"bytes": 0.25, "hits": 0.987}}}},
+            "chat": {
+                "memory": {
+                    tokens: {
+                        "second sight": {"bytes": 0.25, "hits": 0.987},
+                        "second sight, 16,384 tokens at once": {"bytes": 0.5, "hits": hits},
+                    }
+                    for tokens, hits in (("32768", 1.187), ("131072", 1.007), ("524288", 0.987))
+                }
+            },
         },
     },
     "tiers": {

@@ -249,6 +249,9 @@ NUMBERS_OF_SAMPLES = {
     "bytes of rings": "2.1 MB",
     "share of monitoring": "0.1%",
     "time of look-up": "1 ms",
+    "hits at once, small memory": "20 %",
+    "hits at once, large memory": "2 %",
+    "bytes at once": "25 %",
     "gain of optimistic admission": "2.5",
 }
 

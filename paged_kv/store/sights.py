@@ -26,7 +26,8 @@ class WriteRule:
 
     Attributes:
         after: once so many prompts have begun with it.
-        at_once: at its first sight if it has at least so many tokens; None for no such number.
+        at_once: at its first sight if it has at least so many tokens; None for no such number. No
+            number is worth its bytes in all of the replayed loads of benches/store_writes.py.
     """
 
     after: int = 1
