@@ -52,7 +52,7 @@ FLOATS: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "xml"}, {"type": "json_schema", "json_schema": {}}, "text"),
     "tool_choice": ("required", {"type": "function", "function": {"name": "f"}}),
-    "parallel_tool_calls": (False,),
+    "parallel_tool_calls": ("no", 0),
     "functions": ([],),
     "function_call": ("auto",),
     "echo": (True,),

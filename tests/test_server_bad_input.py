@@ -107,16 +107,6 @@ def test_legal_requests_are_served(more: dict[str, Any], client: HTTPConnection)
         assert status == 200, answer
 
 
-def test_tools_that_must_not_be_called_are_refused(client: HTTPConnection) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for choice, expected in (("auto", 200), ("none", 400)):
-        body = GOOD[CHAT] | {"tools": tools, "tool_choice": choice}
-        status, answer = post(client, CHAT, json.dumps(body).encode())
-        assert status == expected
-        if status == 400:
-            assert_refused(answer, 400, "tool_choice")
-
-
 def test_a_long_body_is_refused_and_a_shorter_one_is_not(
     running: PagedRunningServer, client: HTTPConnection
 ) -> None:

@@ -10,5 +10,8 @@ followed_grammar  follows one sequence through its grammar
 token_masks       which tokens the grammars of many sequences allow
 processor         a logits processor of mlx-lm
 masked_steps      masks the logits of all sequences of a batch in one operation
+call_forms        in which forms models call tools
+call_rules        writes rules of a grammar for them
+call_constraints  what an answer must fit that may, or must, call tools
 grammar_check     compiles a grammar in a process with a limit of time and memory
 """

@@ -16,12 +16,18 @@ class Constraint(NamedTuple):
         after: the text after which the grammar begins, each time that it comes; None for an answer
             that the grammar describes as a whole, behind the model's thinking.
         repeats: whether other text may follow what the grammar describes.
+        is_optional: whether any text will do if the grammar does not compile.
     """
 
     grammar: Grammar
     field: str
     after: str | None = None
     repeats: bool = False
+    is_optional: bool = False
+
+    def for_model(self, tokenizer: Any) -> Constraint:
+        """What this means for a model: the same for all."""
+        return self
 
     def place(self, tokenizer: Any, initial_state: str) -> dict[str, Any]:
         """The arguments of `CompiledGrammar.begin` for an answer.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from collections import OrderedDict
@@ -22,9 +23,12 @@ from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
+from paged_kv.integrations.server.generation.begun_grammars import model_constraint
 from paged_kv.integrations.server.generation.jobs import Job
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
-from paged_kv.integrations.server.http.api_errors import wrong_value
+from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
+
+log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5
 MOST_BYTES = 1 << 30
@@ -51,14 +55,21 @@ class GrammarCompiler:
             APIError: 400, a grammar does not compile, or not within the limits; or the extra
                 `structured` is not installed.
         """
-        constraint = jobs[0].constraint  # all jobs of a request have the same
-        if constraint is None:
-            return
-        await self._require_valid(constraint)
-        if loaded is None:
-            return
-        compiled = await self._workers.compile(partial(_compiled, loaded, constraint))
+        asked = jobs[0].constraint  # all jobs of a request have the same
+        constraint = model_constraint(asked, loaded)
+        compiled = None
+        try:
+            if constraint is not None:
+                await self._require_valid(constraint)
+            if constraint is not None and loaded is not None:
+                compiled = await self._workers.compile(partial(_compiled, loaded, constraint))
+        except APIError as error:
+            if constraint is None or not constraint.is_optional:
+                raise
+            log.warning("calls of tools may not fit their schemas: %s", error)
+            constraint = None
         for job in jobs:
+            job.constraint = asked if loaded is None else constraint
             job.compiled = compiled
 
     async def _require_valid(self, constraint: Constraint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.server.generation.jobs import Job, Prompt
@@ -9,18 +10,41 @@ from paged_kv.integrations.server.generation.paged_model_provider import LoadedM
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 
 
-def begun_grammars(
-    loaded: LoadedModel, job: Job, constraint: Constraint, prompt: Prompt
-) -> list[FollowedGrammar]:
-    """The grammar of each choice, at its beginning. It is compiled here if it was not before, as on
-    other ranks, or for a model that was loaded for this job.
+def model_constraint(
+    asked: Constraint | CallConstraint | None, loaded: LoadedModel | None
+) -> Constraint | None:
+    """What a request's constraint means for its model. What depends on the model is None while
+    that is not loaded.
+
+    Raises:
+        APIError: 400, the model does not call tools as is asked.
+    """
+    if asked is None or isinstance(asked, Constraint):
+        return asked
+    try:
+        return None if loaded is None else asked.for_model(loaded.tokenizer)
+    except ValueError as error:
+        raise wrong_value(f"{asked.field}: {error}", asked.field) from None
+
+
+def begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[FollowedGrammar]:
+    """The grammar of each choice, at its beginning; none if any text will do. It is compiled here
+    if it was not before, as on other ranks, or for a model that was loaded for this job.
 
     Raises:
         APIError: 400, it does not compile, or the model's answers have a form of their own.
     """
+    constraint = model_constraint(job.constraint, loaded)
+    if constraint is None:
+        return []
     compiled = job.compiled
-    if compiled is None or not loaded.grammars.made(compiled):
-        compiled = loaded.grammars.compiled(constraint)
+    try:
+        if compiled is None or not loaded.grammars.made(compiled):
+            compiled = loaded.grammars.compiled(constraint)
+    except APIError:
+        if constraint.is_optional:
+            return []
+        raise
     try:
         place = constraint.place(loaded.tokenizer, prompt.initial_state)
     except ValueError as error:

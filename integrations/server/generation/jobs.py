@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
+from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.prompt_media import PromptMedia
@@ -93,7 +94,7 @@ class Job:
     salt: Hashable
     channel: Channel | None
     prompt: Prompt | None = None
-    constraint: Constraint | None = None
+    constraint: Constraint | CallConstraint | None = None
     compiled: CompiledGrammar | None = None
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0

@@ -78,8 +78,7 @@ class Rows:
         samplings = self._samplers.of(job.arguments, job.choices)
         if not job.arguments.max_tokens:
             return
-        if job.constraint is not None:
-            grammars = begun_grammars(self.loaded, job, job.constraint, prompt)
+        if grammars := begun_grammars(self.loaded, job, prompt):
             samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
             self._grammars[job] = grammars
         rows = self._single if self._is_alone(prompt) else self._batch

@@ -41,6 +41,26 @@ class ResponseFormat(BaseModel):
         return self
 
 
+class NamedFunction(BaseModel):
+    """The function of a `NamedTool`."""
+
+    model_config = _STRICT
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class NamedTool(BaseModel):
+    """The tool that an answer must call, in OpenAI's field `tool_choice`."""
+
+    model_config = _STRICT
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class StructuredOutputs(BaseModel):
     """vLLM's field `structured_outputs`: one of these.
 

@@ -19,7 +19,11 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from paged_kv.integrations.server.http.output_format import ResponseFormat, StructuredOutputs
+from paged_kv.integrations.server.http.output_format import (
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+)
 
 DEFAULT_MODEL = "default_model"
 
@@ -210,6 +214,8 @@ class ChatBody(Body):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
     tools: _Objects | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     role_mapping: Annotated[dict[str, str] | None, at_most(MOST_NAMES)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MOST_NAMES)] = None
     logprobs: bool | None = None
