@@ -76,6 +76,7 @@ ARROWS: dict[str, set[str]] = {
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
         *("integrations.batching", "integrations.grammar", "integrations.states", "kernels.pages"),
+        "sequences",
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),

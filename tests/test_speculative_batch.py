@@ -26,8 +26,9 @@ LENGTHS = (3, 70, 1, 260, 17)
 PROMPTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(n)] for k, n in enumerate(LENGTHS)]
 NEW_TOKENS = 24
 RAGGED = (0, 3, 1, 4, 2)
-# A window, recurrent layers, latent attention, and none of these.
-FAMILIES = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
+# A window, recurrent layers that leave padding out and that take it in, latent attention, and none
+# of these.
+FAMILIES = ["llama", "gemma3_text", "qwen3_next", "jamba", "deepseek_v3"]
 
 
 def undrafted(model: Any, factory: PagedCacheFactory, **options: Any) -> list[Run]:

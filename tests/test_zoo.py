@@ -7,7 +7,9 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from paged_kv import PagedCacheFactory
+from paged_kv import PagedCacheFactory, SpeculativeBatchGenerator
+from paged_kv.integrations.speculation.draft_lengths import FixedLengths
+from tests.drafts import PlannedDraft
 from tests.generation import Run, assert_nothing_is_used, assert_same_runs, greedy, runs_of
 from tests.zoo import ZOO, small_model
 
@@ -39,6 +41,34 @@ def batched(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]])
 
 def alone(model: Any, make_cache: Callable[[], Any], prompts: list[list[int]]) -> list[Run]:
     return [greedy(model, prompt, make_cache(), NEW_TOKENS, 16) for prompt in prompts]
+
+
+# Models with recurrent layers.
+RECURRENT = [
+    *("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear"),
+    *("granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe"),
+    *("longcat_flash_ngram", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2"),
+    *("prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_ragged_drafts_leave_recurrent_states_alone(name: str) -> None:
+    """Rows of one step have unequal numbers of drafted tokens, some of them wrong."""
+    model = small_model(name)
+    factory = PagedCacheFactory(model, max_bytes=64 << 20)
+    texts = [
+        [*prompt, *greedy(model, prompt, make_prompt_cache(model), 40).tokens]
+        for prompt in RAGGED[:3]
+    ]
+    draft = PlannedDraft(texts, lengths=(0, 3, 1, 4, 2), wrong_every=5)
+    generator = SpeculativeBatchGenerator(
+        model, draft, lengths=FixedLengths(), max_tokens=24, prefill_step_size=16
+    )
+    uids = generator.insert(RAGGED[:3], caches=[factory.make_cache() for _ in range(3)])
+    for run, text, prompt in zip(runs_of(generator, uids), texts, RAGGED, strict=False):
+        assert run.tokens == text[len(prompt) : len(prompt) + 24]
 
 
 # The plain run has one family of each kind: tests/test_model_families.py and

@@ -15,7 +15,21 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
+from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.counted_states import CountedArraysCache
+from paged_kv.sequences.step_blocks import reserve
+from paged_kv.sequences.step_row import StepRow
+
+# Files of mlx-lm whose recurrent layers leave padding out of their states, as
+# tests/test_zoo.py finds. In others the rows of each length take steps of their own, which are more
+# steps.
+_KEEP_PADDING_OUT = frozenset(
+    {
+        *("bailing_hybrid", "bailing_moe_v3", "falcon_h1", "gear", "granitemoehybrid", "kimi_k3"),
+        *("kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "mamba2", "plamo2"),
+        *("prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    }
+)
 
 
 def require_rollback(prompt_cache: list[Any]) -> None:
@@ -110,6 +124,8 @@ def ragged_step(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) ->
     if not any(padding):
         logits: mx.array = model(padded, cache=prompt_cache)
         return logits
+    if _recurrent(prompt_cache) and model_file(model) not in _KEEP_PADDING_OUT:
+        return _step_without_padding(model, prompt_cache, inputs)
     for cache in prompt_cache:
         cache.prepare(lengths=lengths, right_padding=padding)
     try:
@@ -118,6 +134,42 @@ def ragged_step(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) ->
         for cache in prompt_cache:
             cache.finalize()
     return logits
+
+
+def _step_without_padding(model: Any, prompt_cache: list[Any], inputs: list[list[int]]) -> mx.array:
+    """See `ragged_step`; the rows of each length take a step of their own."""
+    lengths = [len(each) for each in inputs]
+    for first in paged_caches(prompt_cache)[:1]:
+        # Now, for all rows: one that fails would leave others a step ahead.
+        steps = zip(first.sequences, lengths, strict=True)
+        reserve(first.pool, [StepRow.next(each, first.layer, count) for each, count in steps])
+    order: list[int] = []
+    parts: list[list[Any]] = []
+    found: list[mx.array] = []
+    for length in sorted(set(lengths)):
+        rows = [row for row, count in enumerate(lengths) if count == length]
+        parts.append([_part_of(cache, rows) for cache in prompt_cache])
+        logits = model(mx.array([inputs[row] for row in rows]), cache=parts[-1])
+        found.append(mx.pad(logits, [(0, 0), (0, max(lengths) - length), (0, 0)]))
+        order += rows
+    back = mx.array([order.index(row) for row in range(len(inputs))])
+    for cache, *of_parts in zip(_recurrent(prompt_cache), *map(_recurrent, parts), strict=True):
+        states = zip(*[part.cache for part in of_parts], strict=True)
+        cache.cache = [
+            None if each[0] is None else mx.concatenate(list(each))[back] for each in states
+        ]
+    return mx.concatenate(found)[back]
+
+
+def _part_of(cache: Any, rows: list[int]) -> Any:
+    """A cache of some rows: a view of their pages, and their states."""
+    if isinstance(cache, CacheList):
+        return CacheList(*[_part_of(inner, rows) for inner in cache.caches])
+    if isinstance(cache, PagedKVCache):
+        return type(cache)(cache.pool, cache.layer, [cache.sequences[row] for row in rows])
+    part = copy.copy(cache)
+    part.filter(mx.array(rows))
+    return part
 
 
 def _recurrent(prompt_cache: list[Any]) -> list[ArraysCache]:
