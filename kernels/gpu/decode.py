@@ -63,12 +63,18 @@ class Decode:
         key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
         plan: Plan | None = tables.plans.get(key)
         if plan is None:
-            groups = groups_of(tables, self._kernels, slabs.kind, queries.shape)
-            reach = tables.reach if groups is None else tables.own_reach
+            groups, reach = None, tables.reach
+            if tables.groups is not None:
+                groups = groups_of(tables.groups, self._kernels, slabs.kind, queries.shape)
+                reach = reach if groups is None else tables.own_reach
             plan = self._plan(Asked(*key), reach, *tables.array.shape, groups)
             tables.plans[key] = plan
         sinks = [] if attention.sinks is None else inputs_of(attention)
-        return plan.run(self._order, pages, slabs, tables, [queries], [*(step or ())], sinks)
+        if plan.merge is None:
+            inputs = [queries, *(step or ()), *sinks, *slabs.inputs, tables.array, plan.params]
+            return self._order.run(pages, plan.attend, inputs)[0]
+        written = [*(step or ())]
+        return plan.run_and_merge(self._order, pages, slabs, tables, [queries], written, sinks)
 
     def _plan_of(
         self, asked: Asked, reach: int, batch: int, width: int, groups: Groups | None

@@ -48,7 +48,7 @@ class Latent:
             plan = self._plan(*key, tables.reach, *tables.array.shape)
             tables.plans[key] = plan
         both = [queries, position_queries]
-        return plan.run(self._order, pages, slabs, tables, both, [], [])
+        return plan.run_and_merge(self._order, pages, slabs, tables, both, [], [])
 
     def _plan_of(
         self,

@@ -14,7 +14,7 @@ from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launc
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SIMDGROUP_ROWS, group_threads
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES
+from paged_kv.kernels.pages.prefix_groups import SEQUENCES, PrefixGroups
 from paged_kv.kernels.pages.tables import Tables
 
 Groups = tuple[int, int]
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     params: mx.array
     prefix: Launch | None = None
 
-    def run(
+    def run_and_merge(
         self,
         order: Order,
         pages: LayerMemory,
@@ -46,16 +46,15 @@ class Plan(NamedTuple):
         step: list[mx.array],
         sinks: list[mx.array],
     ) -> mx.array:
-        """The output.
+        """The output, of a plan that merges.
 
         Args:
             queries: one array, or two of latent attention.
             step: new keys and values, if the kernel takes some.
             sinks: the sinks, if there are some.
         """
+        assert self.merge is not None
         of_pages = [*slabs.inputs, tables.array, self.params]
-        if self.merge is None:
-            return order.run(pages, self.attend, [*queries, *step, *sinks, *of_pages])[0]
         shared: list[mx.array] = []
         if self.prefix is not None:
             assert tables.groups is not None
@@ -71,14 +70,12 @@ def partial_outputs(results: int, v_dim: int) -> list[Output]:
 
 
 def groups_of(
-    tables: Tables, kernels: GpuKernels, kind: PageKind, queries: tuple[int, ...]
+    groups: PrefixGroups, kernels: GpuKernels, kind: PageKind, queries: tuple[int, ...]
 ) -> Groups | None:
-    """For queries [B, q_heads, S, k_dim]; None if each sequence reads all of its pages. A
-    threadgroup must hold the queries of two sequences."""
+    """For queries [B, q_heads, S, k_dim]; None if each sequence is to read all of its pages,
+    because no threadgroup holds the queries of two sequences."""
     rows = queries[1] // kind.geometry.k_heads * queries[2]
-    if tables.groups is None or 2 * rows > _rows(kernels, kind):
-        return None
-    return tables.groups.shape
+    return groups.shape if 2 * rows <= _rows(kernels, kind) else None
 
 
 def prefix_launch(

@@ -60,17 +60,21 @@ class Prefill:
         new_tokens: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
+        groups = tables.groups
         asked = Asked(
             slabs.kind,
             queries.shape,
             tables.array.shape[1],
             scores_of(attention),
             0 if new_tokens is None else new_tokens[0].shape[2],
-            groups_of(tables, self._kernels, slabs.kind, queries.shape),
+            groups and groups_of(groups, self._kernels, slabs.kind, queries.shape),
         )
         step, sinks = [*(new_tokens or ())], inputs_of(attention)
         plan = self._plan(asked)
-        return plan.run(self._order, pages, slabs, tables, [queries], step, sinks)
+        if plan.merge is None:
+            inputs = [queries, *step, *sinks, *slabs.inputs, tables.array, plan.params]
+            return self._order.run(pages, plan.attend, inputs)[0]
+        return plan.run_and_merge(self._order, pages, slabs, tables, [queries], step, sinks)
 
     def _plan_of(self, asked: Asked) -> Plan:
         geometry, (batch, heads, steps, _) = asked.kind.geometry, asked.shape

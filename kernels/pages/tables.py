@@ -78,7 +78,8 @@ def tables_of(metadata: AttentionMetadata, slab_stride: int) -> Tables:
         array = entries.copy()
         array[:, 0], array[:, 1] = metadata.context_lens, metadata.right_padding
         array[:, 2], array[:, 3] = metadata.head_tokens or 0, metadata.first_tokens or 0
-        groups = prefix_groups(metadata.shared_pages)
+        is_batch = len(metadata.context_lens) > 1  # one sequence shares nothing, and is in a hurry
+        groups = prefix_groups(metadata.shared_pages) if is_batch else None
         if groups is not None:
             array[:, 4:ROW_FIELDS] = groups.fields
             own_reach = _reach_of(max(0, int((array[:, 0] - array[:, 4]).max())))
