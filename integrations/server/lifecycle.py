@@ -34,6 +34,7 @@ from paged_kv.integrations.server.generation.paged_model_provider import PagedMo
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
 from paged_kv.integrations.server.http.access import APIKeys, KnownHosts, read_api_keys
 from paged_kv.integrations.server.http.api_errors import busy
+from paged_kv.integrations.server.http.client_limits import ClientLimits, Limits, read_limits
 from paged_kv.integrations.server.http.connection import limited
 from paged_kv.integrations.server.http.gate import Gate
 from paged_kv.integrations.server.signals import ending_in_order, ignored
@@ -68,14 +69,16 @@ class PagedServer:
     """
 
     def __init__(self, options: argparse.Namespace, provider: PagedModelProvider) -> None:
-        keys = APIKeys(read_api_keys(options.api_key))
+        default = Limits(options.priorities, options.max_requests_per_key)
+        limits = read_limits(read_api_keys(options.api_key), default)
         metrics, workers = ServerMetrics(), WorkerThreads()
         self.service = Service(
             options=options,
             thread=GenerationThread(provider, metrics),
             metrics=metrics,
             names=ModelNames(options),
-            keys=keys,
+            keys=APIKeys(limits),
+            limits=ClientLimits(limits, default),
             hosts=KnownHosts(options.host, options.allowed_hosts),
             workers=workers,
             call_parser=CallParser(workers),

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from paged_kv.commands.arguments import MOST_SECONDS, Parser, positive
 from paged_kv.commands.cache_options import add_cache_options, add_dtype_option, examples
+from paged_kv.integrations.server.http.client_limits import priorities
 from paged_kv.sizes import parse_size
 
 # Of the replayed loads in benches/store_writes.py this halves the bytes written, or better where
@@ -83,7 +84,9 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         "--api-key",
         metavar="FILE",
         help="serve only requests with one of the keys in this file, one a line, or in an "
-        "environment variable: env:NAME. Only requests with the same key share prompts",
+        "environment variable: env:NAME. Only requests with the same key share prompts. Behind a "
+        "key, requests=NUMBER and priorities=LOW:HIGH say what differs from the options "
+        "--max-requests-per-key and --priorities",
     )
     group.add_argument(
         "--open-status",
@@ -165,6 +168,21 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         default=60.0,
         help="seconds that a request waits for its turn before it gets 503; 0 refuses requests "
         "that cannot begin at once (default: 60)",
+    )
+    group.add_argument(
+        "--max-requests-per-key",
+        type=positive,
+        metavar="NUMBER",
+        help="the most requests with the same API key that run or wait at once, or of all clients "
+        "where there are no keys; more get 429 (default: any number)",
+    )
+    group.add_argument(
+        "--priorities",
+        type=priorities,
+        default=priorities("0:100"),
+        metavar="LOW:HIGH",
+        help="which priorities requests may ask for; of those that wait, the lowest begins first. "
+        "With 0 as LOW clients can only wait longer (default: 0:100)",
     )
     group.add_argument(
         "--shutdown-timeout",

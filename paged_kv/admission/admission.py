@@ -1,8 +1,9 @@
-"""Decides which requests of a server may begin, in the order of their arrival."""
+"""Decides which requests of a server may begin: those of the lowest priority first, in the order of
+their arrival."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from time import monotonic
@@ -23,6 +24,7 @@ class RequestImpossible(Exception):
 class _Waiting(Generic[Request]):
     request: Request
     since: float
+    priority: int
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Admission(Generic[Request]):
     clock: Callable[[], float] = monotonic
     pools: list[PoolSize] = field(default_factory=list)
     policy: Policy = field(default_factory=Reserve)
-    _line: deque[_Waiting[Request]] = field(default_factory=deque)
+    _line: list[_Waiting[Request]] = field(default_factory=list)
     _begun: dict[Request, Demand] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -55,14 +57,15 @@ class Admission(Generic[Request]):
         """Whether no request waits or runs."""
         return not self._line and not self._begun
 
-    def arrive(self, request: Request) -> None:
-        """Queue a request after the earlier ones.
+    def arrive(self, request: Request, priority: int = 0) -> None:
+        """Queue a request after the earlier ones of its priority, and before those of higher ones.
 
         Raises:
             RequestImpossible: there is no room for it even alone.
         """
         self._require_possible(self.demand_of(request))
-        self._line.append(_Waiting(request, self.clock()))
+        waiting = _Waiting(request, self.clock(), priority)
+        insort(self._line, waiting, key=lambda each: each.priority)
 
     def next(self) -> Request | None:
         """Dequeue the next request if it can begin now. It counts as running until `leave`."""
@@ -72,7 +75,7 @@ class Admission(Generic[Request]):
         demand = self.demand_of(first)
         if not self._can_begin(demand):
             return None
-        self._line.popleft()
+        del self._line[0]
         self._begun[first] = demand
         return first
 
@@ -89,14 +92,13 @@ class Admission(Generic[Request]):
     def leave(self, request: Request) -> None:
         """Remove a request that waits or runs."""
         if self._begun.pop(request, None) is None:
-            self._line = deque(each for each in self._line if each.request is not request)
+            self._line = [each for each in self._line if each.request is not request]
 
     def late(self) -> list[Request]:
         """Dequeue the requests that have waited too long. Call it after `next`."""
         before = self.clock() - self.patience_s
-        late = []
-        while self._line and self._line[0].since <= before:
-            late.append(self._line.popleft().request)
+        late = [each.request for each in self._line if each.since <= before]
+        self._line = [each for each in self._line if each.since > before]
         return late
 
     def why_late(self) -> str:

@@ -72,8 +72,13 @@ class Answering:
             raise
 
     async def _receive(self, request: Request, send: Send) -> None:
-        service, options = self._service, self._service.options
+        service = self._service
         key = service.keys.require(request)
+        with service.limits.entered(key):
+            await self._serve(request, key, send)
+
+    async def _serve(self, request: Request, key: str | None, send: Send) -> None:
+        service, options = self._service, self._service.options
         content = await read_body(request, options.max_body_bytes, options.body_timeout)
         planned = partial(self._planned, content, key, request_id(), Channel())
         asked, plan = await service.workers.read(planned, len(content))
@@ -96,6 +101,7 @@ class Answering:
 
     def _plan(self, body: Body, key: str | None, name: str, channel: Channel) -> Plan:
         service = self._service
+        service.limits.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
         is_handed = isinstance(body, PrefillBody)
         # The server that hands a prompt over has put its client's key into the salt.

@@ -116,6 +116,7 @@ def _jobs_of(
             salt=salt,
             channel=channel,
             constraint=constraint,
+            priority=body.priority or 0,
         )
         for number, reader in enumerate(readers)
     ]

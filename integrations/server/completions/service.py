@@ -15,6 +15,7 @@ from paged_kv.integrations.server.generation.paged_model_provider import LoadedM
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
 from paged_kv.integrations.server.http.access import APIKeys, KnownHosts
 from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.integrations.server.http.client_limits import ClientLimits
 from paged_kv.integrations.server.http.gate import Gate
 
 
@@ -27,6 +28,7 @@ class Service:
     metrics: ServerMetrics
     names: ModelNames
     keys: APIKeys
+    limits: ClientLimits
     hosts: KnownHosts
     workers: WorkerThreads
     call_parser: CallParser

@@ -254,7 +254,7 @@ class GenerationThread:
             return
         try:
             self._admission.pools = self.provider.pool_sizes()
-            self._admission.arrive(job)
+            self._admission.arrive(job, job.priority)
             if self._rows is not None and job.prompt is not None:
                 self._rows.expect(job, job.prompt)
         except Exception as error:

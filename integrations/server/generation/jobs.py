@@ -78,6 +78,7 @@ class Job:
         prompt: the prompt, if the model was loaded when the job was made.
         constraint: what each choice must fit; None for any text.
         compiled: the grammar of the constraint, if it was compiled for the model.
+        priority: of waiting jobs, those with the lowest begin first.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
@@ -96,6 +97,7 @@ class Job:
     prompt: Prompt | None = None
     constraint: Constraint | CallConstraint | None = None
     compiled: CompiledGrammar | None = None
+    priority: int = 0
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     generated_tokens: int = 0

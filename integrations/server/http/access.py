@@ -57,6 +57,11 @@ def read_prefill_key(source: str | None) -> str | None:
     return keys[0] if keys else None
 
 
+def name_of_key(key: str) -> str:
+    """What a key is called where it must not be known."""
+    return _digest(key.encode()).hex()
+
+
 class APIKeys:
     """The accepted API keys. Without keys every request is accepted."""
 

@@ -34,7 +34,6 @@ ONLY: Mapping[str, Any] = {
     "min_tokens": 0,
     "modalities": ["text"],
     "parallel_tool_calls": True,
-    "priority": 0,
     "skip_special_tokens": True,
     "stop_token_ids": [],
     "suffix": "",

@@ -92,6 +92,8 @@ class Body(BaseModel):
     store: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
 
+    priority: Annotated[int, Field(ge=-LARGEST_COUNT, le=LARGEST_COUNT)] | None = None
+
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, at_most(MOST_NAMES)] = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
