@@ -54,7 +54,7 @@ def secret(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "rwkv7"])
 def test_what_one_machine_has_computed_another_finds(
     redis: RedisServer, secret: Path, name: str
 ) -> None:
