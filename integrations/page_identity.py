@@ -41,6 +41,8 @@ class PageIdentity:
         self._versions = versions
         self._pool = pool
         self._name = name
+        # Every prompt asks for an identity, and this reads files.
+        self._packages = f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
         # Hash the weights here, so that the first prompt does not wait for it.
         self._of = {versions.count: fingerprints(versions.model)}
 
@@ -61,7 +63,7 @@ class PageIdentity:
             model=self._name,
             weights=weights,
             settings=settings,
-            versions=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
+            versions=self._packages,
             geometry=_geometry(pool),
             page_format=" > ".join([pool.page_format.name, *_smaller(pool)]),
             rotation=_rotation(pool),

@@ -10,6 +10,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations import page_identity
 from paged_kv.integrations.page_identity import fingerprints
 from tests.generation import greedy
 from tests.stored_prompts import TEXT, computed, found, stored_factory
@@ -139,3 +140,17 @@ def test_arrays_are_told_apart_by_name_dtype_and_shape() -> None:
     }
     assert len(all_of_them) == 4
     assert weights("weight", mx.zeros(4, mx.float16)) in all_of_them
+
+
+def test_no_prompt_reads_the_versions_of_packages_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes a millisecond, on the thread that generates."""
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    read: list[str] = []
+    monkeypatch.setattr(page_identity, "version", read.append)
+    computed(model, factory, TEXT[:600])
+    assert factory.fetch_cache(TEXT[:600])[1] == 599
+    factory.close()
+    assert not read
