@@ -5,20 +5,24 @@
     first token    of a prompt of 8,192 tokens on stdlib-llama in float32: computed, and found on
                    Redis by a factory that has nothing else, in turns
     other server   the first token of a prompt of 4,096 tokens from a server that computes it, and
-                   from one that another process computes it for; and what eight running texts lose
-                   meanwhile. Both processes share the cores of one machine, which is the worst case
+                   from one that another process computes it for, in turns; the processor's time
+                   that the waiting process takes; and what eight running texts lose meanwhile. Both
+                   processes share the cores of one machine, which is the worst case
 
 Each figure is the median of its repetitions.
 """
 
 import http.client
 import json
+import os
 import random
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -46,7 +50,7 @@ from tests.tier_servers import SECRET, redis_server
 
 ENTRIES, ENTRY_BYTES, ROUNDS = 16, 16 << 20, 7
 PROMPT, TURNS = 8192, 2
-HANDED, SERVED_TURNS = 4096, 3
+HANDED, QUIET_TURNS, BUSY_TURNS = 4096, 9, 3
 RUNNING, QUIET_S = 8, 4.0
 MEMORY = 1 << 30
 
@@ -151,22 +155,27 @@ def other_server(address: str, secret: Path) -> dict[str, Any]:
     """What it gains and costs that another process computes a prompt."""
     tier = ("--store", address, "--store-secret", str(secret), "--dtype", "float32")
     common = (*tier, "--max-tokens", "2000", "--max-kv-bytes", "1GB")
-    sides: dict[str, dict[str, list[float]]] = {}
-    for turn in range(SERVED_TURNS):
-        for name in ("alone", "handed"):
-            with ExitStack() as stack:
-                port = stack.enter_context(served(common))
-                if name == "handed":
-                    text(port, prompt(999, 300), 2)  # nothing is loaded for the first time later
-                    url = f"http://127.0.0.1:{port}"
-                    handing = ("--prefill-from", url, "--prefill-over", "500")
-                    port = stack.enter_context(served((*common, *handing)))
-                text(port, prompt(1000, 300), 2)
-                quiet = text(port, prompt(2 * turn, HANDED), 1)
-                busy, lost = with_running(port, prompt(2 * turn + 1, HANDED))
-            side = sides.setdefault(name, {})
-            for what, value in (("quiet", quiet), ("busy", busy), ("lost", lost)):
-                side.setdefault(what, []).append(value)
+    sides: dict[str, dict[str, list[float]]] = {
+        name: {"quiet": [], "processor": [], "busy": [], "lost": []} for name in ("alone", "handed")
+    }
+    with ExitStack() as stack:
+        alone, other = (stack.enter_context(served(common)) for _ in range(2))
+        handing = ("--prefill-from", f"http://127.0.0.1:{other.port}", "--prefill-over", "500")
+        servers = {"alone": alone, "handed": stack.enter_context(served((*common, *handing)))}
+        prompts = (prompt(seed, HANDED) for seed in count(1000))
+        # Nothing is loaded or grows for the first time later.
+        for server in (other, *servers.values()):
+            text(server.port, next(prompts), 2)
+        for _ in range(QUIET_TURNS):
+            for name, server in servers.items():
+                before = server.processor_seconds
+                sides[name]["quiet"].append(text(server.port, next(prompts), 1))
+                sides[name]["processor"].append(server.processor_seconds - before)
+        for _ in range(BUSY_TURNS):
+            for name, server in servers.items():
+                busy, lost = with_running(server.port, next(prompts))
+                sides[name]["busy"].append(busy)
+                sides[name]["lost"].append(lost)
     medians = {
         name: {what: median(values) for what, values in side.items()}
         for name, side in sides.items()
@@ -180,11 +189,25 @@ def other_server(address: str, secret: Path) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server, and the port at which it listens."""
+
+    pid: int
+    port: int
+
+    @property
+    def processor_seconds(self) -> float:
+        """What all its threads have taken so far, to the hundredth."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def served(options: tuple[str, ...]) -> Iterator[int]:
+def served(options: tuple[str, ...]) -> Iterator[Served]:
     with server_process(*options) as (process, port):
         threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
-        yield port
+        yield Served(process.pid, port)
 
 
 def prompt(seed: int, length: int) -> list[int]:
