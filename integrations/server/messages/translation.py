@@ -42,8 +42,12 @@ def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat |= _tool_choice(body.tool_choice)
-    if variables := _template_variables(body.thinking, body.output_config):
-        chat["chat_template_kwargs"] = variables | (said.get("chat_template_kwargs") or {})
+    given = said.get("chat_template_kwargs")
+    # Another value is refused with the other fields of chat completions.
+    if given is None or isinstance(given, dict):
+        chat["chat_template_kwargs"] = _template_variables(body.thinking, body.output_config) | (
+            given or {}
+        )
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         named = {"name": "output", "schema": schema, "strict": True}

@@ -34,8 +34,10 @@ def chat_of(said: Mapping[str, Any], body: ResponsesBody, earlier: Iterable[Any]
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat["tool_choice"] = _tool_choice(body.tool_choice)
-    if variables := _template_variables(body.reasoning):
-        chat["chat_template_kwargs"] = variables | (said.get("chat_template_kwargs") or {})
+    given = said.get("chat_template_kwargs")
+    # Another value is refused with the other fields of chat completions.
+    if given is None or isinstance(given, dict):
+        chat["chat_template_kwargs"] = _template_variables(body.reasoning) | (given or {})
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
     return chat
