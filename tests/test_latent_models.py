@@ -101,8 +101,9 @@ def test_alone_in_a_batch_and_after_a_trim(model: Any, backend: str) -> None:
         trim_prompt_cache(cache, 20)
         ours, theirs = (greedy(model, PROMPT[:9], each, 6) for each in (cache, stock))
         assert_same_run(ours, theirs, TOLERANCE)
-    theirs_batched = batched(model, lambda: make_prompt_cache(model))
-    assert_same_runs(batched(model, factory.make_cache), theirs_batched, TOLERANCE)
+    # mlx-lm's own batch lets padding into the n-grams of longcat_flash_ngram.
+    alone = [greedy(model, each, make_prompt_cache(model), 6, 64) for each in PROMPTS]
+    assert_same_runs(batched(model, factory.make_cache), alone, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
