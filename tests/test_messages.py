@@ -369,6 +369,33 @@ def test_another_model_counts_tokens_without_generating(
         assert running.provider.loaded.key[0] == other
 
 
+def test_both_packages_list_models_with_their_context_and_abilities(
+    tmp_path: Path, script: Script
+) -> None:
+    first, other = (agent_folder(tmp_path / name) for name in ("first", "other"))
+    options = ["--model", first, "--model-alias", f"claude={other}", f"same={first}"]
+    with (
+        paged_server(*options) as running,
+        anthropic_client(running) as client,
+        running.client() as openai,
+    ):
+
+        def contexts() -> dict[str, Any]:
+            return {model.id: model.max_input_tokens for model in client.models.list()}
+
+        assert contexts() == {first: CONTEXT, "same": CONTEXT, "claude": None}
+        model: Any = openai.models.retrieve("same")
+        assert model.context_length == CONTEXT
+        assert model.abilities == {"images": False, "thinking": True, "tools": True}
+        script.says("A.")
+        assert client.messages.create(**{**ASK, "model": "claude"}).model == "claude"
+        assert contexts() == {first: None, "same": None, "claude": CONTEXT}
+        assert running.provider.loaded
+        assert running.provider.loaded.key[0] == other
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**{**ASK, "model": other})
+
+
 def test_errors_have_anthropics_form(client: Anthropic, running: PagedRunningServer) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as wrong:
         client.messages.create(**{**ASK, "max_tokens": 0})

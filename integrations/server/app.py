@@ -51,11 +51,15 @@ def _api_routes(service: Service) -> list[BaseRoute]:
 
     def models(request: Request) -> Response:
         service.keys.require(request)
-        return JSONResponse({"object": "list", "data": service.names.listed()})
+        listed = service.names.listed(service.thread.provider.loaded)
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+        return JSONResponse({"object": "list", "data": listed, "has_more": False, **ends})
 
     def model(request: Request) -> Response:
         service.keys.require(request)
-        return JSONResponse(service.names.described(request.path_params["name"]))
+        return JSONResponse(
+            service.names.described(request.path_params["name"], service.thread.provider.loaded)
+        )
 
     return [
         Route("/v1/completions", Answering(service, Completions(TextBody)), methods=["POST"]),

@@ -75,6 +75,15 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         help="other names for the model, in requests and in /v1/models",
     )
     group.add_argument(
+        "--model-alias",
+        nargs="+",
+        type=_alias,
+        default=[],
+        metavar="NAME=MODEL",
+        help="names for other models, each a folder or a repository, which requests by this name "
+        "load in the place of the loaded one, also without --allow-model-switch",
+    )
+    group.add_argument(
         "--allow-model-switch",
         action="store_true",
         help="load any model that a request names, replacing the loaded one. Without this, a "
@@ -291,6 +300,13 @@ def _http_url(text: str) -> str:
             f"{text!r} is not the address of a server, such as http://other:8080"
         )
     return text
+
+
+def _alias(text: str) -> tuple[str, str]:
+    name, _, model = text.partition("=")
+    if not name or not model:
+        raise argparse.ArgumentTypeError(f"NAME=MODEL is needed, got {text!r}")
+    return name, model
 
 
 def _count(text: str) -> int:

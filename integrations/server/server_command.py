@@ -113,7 +113,13 @@ def _require_mlx_lm() -> None:
 
 def _require_shareable(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option does not work with a model that several processes share."""
-    for option in ("adapter_path", "draft_model", "allow_model_switch", "prefill_from"):
+    for option in (
+        "adapter_path",
+        "draft_model",
+        "allow_model_switch",
+        "model_alias",
+        "prefill_from",
+    ):
         if getattr(arguments, option):
             raise ValueError(
                 f"--{option.replace('_', '-')} does not work with several processes for one model: "

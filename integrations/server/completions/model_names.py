@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from paged_kv.integrations.server.generation.paged_model_provider import ModelKey
+from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body
 
@@ -22,7 +23,7 @@ class ModelNames:
     """The model names that the server accepts.
 
     Args:
-        options: mlx-lm's, and `served_model_name`, `allow_model_switch`.
+        options: mlx-lm's, and `served_model_name`, `model_alias`, `allow_model_switch`.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -34,6 +35,8 @@ class ModelNames:
             path = Path(options.model)
             self._listed += [options.model, *([str(path.resolve())] if path.exists() else [])]
         self._names = {DEFAULT_MODEL, *self._listed}
+        self._aliases: dict[str, str] = dict(options.model_alias)
+        self._listed += self._aliases
 
     def key_of(self, body: Body) -> ModelKey:
         """The model, adapter and draft model that a request names.
@@ -42,7 +45,9 @@ class ModelNames:
             APIError: 404, the server does not serve such a model.
         """
         model, adapter, draft = self._default
-        if body.model is not None and body.model not in self._names:
+        if body.model in self._aliases and self._aliases[body.model] != model:
+            model, adapter = self._aliases[body.model], None
+        elif body.model is not None and body.model not in {*self._names, *self._aliases}:
             model, adapter = self._other(body.model, "model"), None
         if body.adapters not in (None, self._default[1]):
             adapter = self._other(body.adapters, "adapters")
@@ -52,25 +57,31 @@ class ModelNames:
             raise _not_found("there is no default model: name one", "model")
         return model, adapter, draft
 
-    def listed(self) -> list[dict[str, Any]]:
-        """The models that a request may name, in OpenAI's form."""
+    def listed(self, loaded: LoadedModel | None) -> list[dict[str, Any]]:
+        """The models that a request may name, in the forms of OpenAI and of Anthropic. Of the
+        loaded one they tell more."""
         names = dict.fromkeys(self._listed)
         if self._may_switch:
             names |= dict.fromkeys(_downloaded())
-        return [self._as_dict(name) for name in names]
+        return [self._as_dict(name, loaded) for name in names]
 
-    def described(self, name: str) -> dict[str, Any]:
-        """One model, in OpenAI's form.
+    def described(self, name: str, loaded: LoadedModel | None) -> dict[str, Any]:
+        """One model, in the form of `listed`.
 
         Raises:
             APIError: 404, the server does not serve such a model.
         """
-        if name not in self._names and name not in (_downloaded() if self._may_switch else ()):
+        names = {*self._names, *self._aliases}
+        if name not in names and name not in (_downloaded() if self._may_switch else ()):
             self._refuse(name, "model")
-        return self._as_dict(name)
+        return self._as_dict(name, loaded)
 
-    def _as_dict(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "paged-kv"}
+    def _as_dict(self, name: str, loaded: LoadedModel | None) -> dict[str, Any]:
+        created_at = datetime.fromtimestamp(self._created, UTC).isoformat()
+        model = {"id": name, "object": "model", "created": self._created, "owned_by": "paged-kv"}
+        model |= {"type": "model", "display_name": name, "created_at": created_at}
+        own = self._default[0] if name in self._names else self._aliases.get(name, name)
+        return model | (_abilities(loaded) if loaded and loaded.key[0] == own else {})
 
     def _other(self, name: str | None, param: str) -> str | None:
         if not self._may_switch:
@@ -83,6 +94,21 @@ class ModelNames:
         raise _not_found(
             f"{param}={shortened(name)} is not served here: ask for {served!r}, or {other}", param
         )
+
+
+def _abilities(loaded: LoadedModel) -> dict[str, Any]:
+    """What a loaded model takes and does; its context length by the names that clients read."""
+    tokenizer = loaded.tokenizer
+    return {
+        "context_length": loaded.context_length,
+        "max_model_len": loaded.context_length,
+        "max_input_tokens": loaded.context_length,
+        "abilities": {
+            "images": loaded.why_no_images is None,
+            "thinking": bool(tokenizer.has_thinking),
+            "tools": bool(tokenizer.has_tool_calling),
+        },
+    }
 
 
 def _not_found(message: str, param: str) -> APIError:
