@@ -144,3 +144,17 @@ def test_a_rank_that_dies_or_hangs_ends_the_other_with_its_name(tmp_path: Path, 
         assert processes[0].wait(LAUNCH_S) == 75, output_of(tmp_path, 0)
         assert answer.exception() is not None or answer.result() is not None
     assert "paged-kv: rank 0 ends: rank 1 has" in output_of(tmp_path, 0)
+
+
+def test_every_rank_follows_the_grammar_of_an_answer(tmp_path: Path) -> None:
+    outputs = {"structured_outputs": {"regex": "(yes|no), [0-9]{3}!"}}
+    with served(tmp_path) as (port, _):
+        kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 2, "n": 3}]
+        for options in kinds:
+            texts, _ = asked(port, "import os\n", max_tokens=40, **outputs, **options)
+            for text in texts:
+                assert re.fullmatch("(yes|no), [0-9]{3}!", text)
+        status, message = asked(port, "import os\n", structured_outputs={"regex": "(a"})
+        assert status == 400
+        assert "structured_outputs" in message
+        assert asked(port, "import os\n")[0]
