@@ -189,8 +189,8 @@ FAULTS = [
     Fault(
         "an output that is read",
         "merge",
-        "  float above = LOWEST;\n",
-        "  float above = LOWEST + float(output[0]) * 0.0f;\n",
+        "  float total = power_of_2(sink - above);\n",
+        "  float total = power_of_2(sink - above) + float(output[0]) * 0.0f;\n",
         "uninitialised",
         BOTH,
         formats=("fp16", "q4"),
