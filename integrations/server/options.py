@@ -172,6 +172,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "request when its prompt and max_tokens fit, and never interrupts it (default: optimistic)",
     )
     group.add_argument(
+        "--model-ttl",
+        type=_seconds,
+        metavar="SECONDS",
+        help="unload the model after this time without a request; the next request loads it again "
+        "(default: it stays)",
+    )
+    group.add_argument(
         "--admission-timeout",
         type=_seconds,
         default=60.0,

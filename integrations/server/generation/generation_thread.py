@@ -90,6 +90,7 @@ class GenerationThread:
         self._rows: Rows | None = None
         self._mailbox: Mailbox[Command] = Mailbox()
         self._now = monotonic()
+        self._used = self._now  # when a request was there last
         self._outbox = Outbox()
         self._refusal: APIError | None = None
         # Whether a job has left since the pools last released dropped caches.
@@ -161,6 +162,7 @@ class GenerationThread:
             self.loaded.set_exception(error)
             raise
         self.loaded.set_result(None)
+        self._used = self._now = self._ranks.of_first("clock", monotonic())
         while not self._stopped:
             self._obey(self._next_commands())
             self._begin()
@@ -168,15 +170,20 @@ class GenerationThread:
             if self._has_left:
                 self.provider.release_unused(is_idle=not self.jobs)
                 self._has_left = False
+            self._unload_unused()
             self._outbox.flush()
 
     def _next_commands(self) -> list[Command]:
         """Rank 0's commands, which all ranks obey at the time of its clock."""
         commands: list[Command] = []
         if self._ranks.rank == 0:
-            seconds = IDLE_S if self._ranks.size > 1 else None
+            most = [IDLE_S] if self._ranks.size > 1 else []
+            if self._rows is not None and self._options.model_ttl is not None:
+                most.append(max(0.0, self._used + self._options.model_ttl - self._now))
             # A job whose prompt is fetched is not there yet: its arrival is a command.
-            commands = self._mailbox.take(wait=self._admission.is_idle, seconds=seconds)
+            commands = self._mailbox.take(
+                wait=self._admission.is_idle, seconds=min(most, default=None)
+            )
         self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
         return commands
 
@@ -185,6 +192,19 @@ class GenerationThread:
         loaded = self.provider.loaded
         if loaded is not None:
             self._rows = Rows(self.provider, loaded, self._options, self._stream)
+
+    def _unload_unused(self) -> None:
+        """Unload the model once no request was there for `--model-ttl`. The next one loads it."""
+        ttl = self._options.model_ttl
+        if self.jobs or self._rows is None or ttl is None:
+            self._used = self._now
+        elif self._now - self._used >= ttl:
+            log.info("%s is unloaded until a request comes", self._rows.loaded.key[0])
+            self._rows.close()
+            self._rows = None
+            self.provider.reset()
+            gc.collect()
+            mx.clear_cache()
 
     def _close(self, died: bool) -> None:
         """Fail the remaining jobs, so that no client waits for ever, and store the caches."""
