@@ -324,7 +324,12 @@ def tiers(figures: Figures) -> str:
         (
             f"first token of {other['prompt_tokens']:,} tokens, computed by another process",
             millis(handed["quiet"]),
-            f"{millis(alone['quiet'])} in one process",
+            f"{millis(alone['quiet'])} in one process; {other['first_token_over_alone']:.2f} times",
+        ),
+        (
+            "processor's time of the process that writes the text",
+            millis(handed["processor"]),
+            f"{millis(alone['processor'])} in one process",
         ),
         (
             f"the same beside {other['running']} running texts",

@@ -466,8 +466,9 @@ FIGURES: dict[str, dict[str, Any]] = {
         "other_server": {
             "prompt_tokens": 4096,
             "running": 8,
-            "alone": {"quiet": 2.0, "busy": 2.5, "lost": 0.9},
-            "handed": {"quiet": 2.1, "busy": 3.5, "lost": -0.1},
+            "alone": {"quiet": 2.0, "processor": 2.2, "busy": 2.5, "lost": 0.9},
+            "handed": {"quiet": 2.1, "processor": 0.3, "busy": 3.5, "lost": -0.1},
+            "first_token_over_alone": 1.05,
         },
     },
     "tier_faults": {
