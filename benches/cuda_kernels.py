@@ -207,7 +207,9 @@ class Bench:
         )
         step = [queries, self.strides(queries)]
         given = [*step, *self.of_pages(pages, tables, params), output, done]
-        rows = -(-steps * RATIO // 64)
+        tuning = self.tuning
+        block = tuning.PREFILL_THREADS // tuning.LANES * tuning.SIMDGROUP_ROWS["cuda"]
+        rows = -(-steps * RATIO // block)
 
         def run() -> None:
             kernel((rows, KV_HEADS, batch), (self.tuning.PREFILL_THREADS, 1, 1), tuple(given))

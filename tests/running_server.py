@@ -182,6 +182,21 @@ def stock_server(*options: str) -> Iterator[StockServer]:
         running.stop()
 
 
+def noted_prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list to which the texts of all coming prompts are added."""
+    thread = running.service.thread
+    tokenizer: Any = running.provider.tokenizer
+    texts: list[str] = []
+    submit = thread.submit
+
+    def noted(jobs: Any) -> None:
+        texts.extend(tokenizer.decode(job.prompt.tokens) for job in jobs)
+        submit(jobs)
+
+    monkeypatch.setattr(thread, "submit", noted)
+    return texts
+
+
 def is_settled(pool: PagePool) -> bool:
     """Whether a pool has given back what it does not keep for later steps."""
     formats = pool.stats().formats

@@ -18,6 +18,7 @@ from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
+    noted_prompts,
     paged_server,
 )
 
@@ -73,17 +74,7 @@ def anthropic_client(running: PagedRunningServer, **options: Any) -> Anthropic:
 @pytest.fixture
 def prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts of all prompts, as the model reads them."""
-    thread = running.service.thread
-    tokenizer: Any = running.provider.tokenizer
-    texts: list[str] = []
-    submit = thread.submit
-
-    def noted(jobs: Any) -> None:
-        texts.extend(tokenizer.decode(job.prompt.tokens) for job in jobs)
-        submit(jobs)
-
-    monkeypatch.setattr(thread, "submit", noted)
-    return texts
+    return noted_prompts(running, monkeypatch)
 
 
 def raw(running: PagedRunningServer, body: Any, path: str = PATH, **headers: str) -> Any:

@@ -15,6 +15,7 @@ from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
     assert_idle_pools_hold_nothing,
+    noted_prompts,
     paged_server,
 )
 
@@ -173,17 +174,7 @@ def test_a_response_that_is_cut_is_incomplete(client: OpenAI, script: Script, st
 @pytest.fixture
 def prompts(running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts of all prompts, as the model reads them."""
-    thread = running.service.thread
-    tokenizer: Any = running.provider.tokenizer
-    texts: list[str] = []
-    submit = thread.submit
-
-    def noted(jobs: Any) -> None:
-        texts.extend(tokenizer.decode(job.prompt.tokens) for job in jobs)
-        submit(jobs)
-
-    monkeypatch.setattr(thread, "submit", noted)
-    return texts
+    return noted_prompts(running, monkeypatch)
 
 
 def test_a_response_is_continued_from_what_is_kept(
