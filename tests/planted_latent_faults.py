@@ -49,8 +49,8 @@ LATENT_FAULTS = [
     Fault(
         "position queries in another base",
         "latent",
-        "head < heads, LOG2_E, lane",
-        "head < heads, 1.0f, lane",
+        "head < heads), LOG2_E, lane",
+        "head < heads), 1.0f, lane",
         "",
         BOTH,
     ),

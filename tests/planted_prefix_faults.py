@@ -1,11 +1,17 @@
 """Faults to plant where groups of sequences read the pages that they share."""
 
+from typing import Any
+
 from tests.planted_faults import BOTH, Fault
 
 
 def _fault(name: str, sound: str, planted: str, said: str = "", queries: int = 1) -> Fault:
     operation = "merge" if "places" in sound else "prefill"
     return Fault(name, operation, sound, planted, said, BOTH, queries=queries, shares=True)
+
+
+def _of_latents(name: str, sound: str, planted: str, said: str = "", **more: Any) -> Fault:
+    return Fault(name, "latent", sound, planted, said, BOTH, shares=True, **more)
 
 
 PREFIX_FAULTS = [
@@ -72,6 +78,66 @@ PREFIX_FAULTS = [
         "no barrier before a tile of a group is loaded",
         "  threads_meet();\n  for (uint i = place.index;",
         "  for (uint i = place.index;",
+        "race",
+    ),
+    _of_latents(
+        "a sequence left out of its group of latents",
+        "place >= 0, sequence >= 0, 0, 0}",
+        "place >= 0, sequence > 1, 0, 0}",
+    ),
+    _of_latents(
+        "shared latents that a sequence reads again",
+        "first = larger(first, uint(row[PREFIX_TOKENS]));",
+        "",
+    ),
+    _of_latents(
+        "latents of a sequence outside the group",
+        "group[2] < 0 ? 0 : uint(group[2])",
+        "0",
+    ),
+    _of_latents(
+        "no barrier before a tile of latents is loaded",
+        "SHARED T* to) {\n  threads_meet();\n  for (uint i = place.simdgroup;",
+        "SHARED T* to) {\n  for (uint i = place.simdgroup;",
+        "race",
+    ),
+    _of_latents(
+        "no barrier before a tile of latents is read",
+        "token[at] = T(0.0f);\n    }\n  }\n  threads_meet();",
+        "token[at] = T(0.0f);\n    }\n  }",
+        "race",
+    ),
+    _of_latents(
+        "no barrier before products of other simdgroups are added",
+        "  threads_meet();\n  uint first = place.simdgroup / SHARERS",
+        "  uint first = place.simdgroup / SHARERS",
+        "race",
+    ),
+    _of_latents(
+        "the products of one simdgroup for those of all",
+        "k < SHARERS; k++",
+        "k < 1; k++",
+    ),
+    _of_latents(
+        "position queries of a group in another base",
+        "logits[i] *= LOG2_E;",
+        "logits[i] *= 1.0f;",
+    ),
+    _of_latents(
+        "columns of latents that another simdgroup has",
+        "add_weighted(tile_numbers + sharer * WIDTH,",
+        "add_weighted(tile_numbers,",
+    ),
+    _of_latents(
+        "a group of latents without sequences that writes nothing",
+        "if (!own[k].has_place) continue;",
+        "if (!own[k].is_there) continue;",
+        "unwritten",
+    ),
+    _of_latents(
+        "results of latents that overlap",
+        "partials + to * K_DIM + sharer * WIDTH",
+        "partials + to * K_DIM",
         "race",
     ),
 ]

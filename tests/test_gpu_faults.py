@@ -12,6 +12,7 @@ from paged_kv.kernels.gpu import kernels as gpu_kernels
 from paged_kv.kernels.gpu import text as gpu_text
 from paged_kv.kernels.gpu import tuning as gpu_tuning
 from paged_kv.kernels.pages import prefix_groups
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from tests.gpu_on_cpu.toolchain import KernelError
 from tests.gpu_pages import (
@@ -110,7 +111,10 @@ def _is_right(backend: Any, fault: Fault) -> bool:
 def _use(backend: Any, fault: Fault) -> float:
     geometry, formats = same(64, fault.dtype), fault.formats
     if fault.operation == "latent":
-        latents = same(64, fault.dtype, heads=1)
+        dim = 512 if fault.shares else 64
+        latents = LayerGeometry(1, dim, fault.dtype, 1, 64, fault.dtype)
+        if fault.shares:
+            return sharing(backend, latents, ["fp16"] * 2, *SHARING).attend_latent(5)
         return written(backend, latents, formats, fault.lengths).attend_latent(5)
     if fault.shares:
         return sharing(backend, geometry, ["fp16"] * 2, *SHARING).attend(fault.queries)
@@ -130,7 +134,7 @@ def test_the_sound_kernels_have_none(dialect: str, monkeypatch: pytest.MonkeyPat
     """In every use in which a planted fault must show."""
     usual = gpu_tuning.LEAST_TOKENS
     used = [
-        replace(fault, **SOUND, operation="latent" if fault in LATENT_FAULTS else "")
+        replace(fault, **SOUND, operation="latent" if fault.operation == "latent" else "")
         for fault in ALL_FAULTS
     ]
     uses = {str(fault): fault for fault in used}

@@ -49,6 +49,10 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
     latents = written(backend, LayerGeometry(1, 512, dtype, 1, 64, dtype), formats, [300])
     asked, positions = (mx.zeros((1, 128, 1, each), dtype) for each in (512, 64))
     latents.pages.attend_latent(asked, positions, latents.metadata, Attention(1.0))
+    behind = sharing(backend, latents.pages.geometry, formats, [(0, 1), (0, 2)], [300, 300])
+    asked, positions = (mx.zeros((2, 16, 1, each), dtype) for each in (512, 64))
+    behind.pages.attend_latent(asked, positions, behind.metadata, Attention(1.0))
+    assert any("groups_of_latents" in name for name in device.texts)
     operations = {name.split("_")[4] for name in device.texts}
     assert operations >= {"write", "decode", "prefill", "gather", "copy", "latent"}
     for name, text in device.texts.items():

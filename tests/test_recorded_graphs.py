@@ -23,6 +23,7 @@ from paged_kv.kernels.pages.tables import Tables
 from paged_kv.sequences.recorded_step import RecordableStep, RecordedStep
 from tests.gpu_on_cpu.launch_order import unordered
 from tests.gpu_pages import backend_on, device_of, needs_compiler, new_pages, same
+from tests.zoo import small_model
 
 LAYERS = 3
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -215,12 +216,26 @@ def _llama() -> Any:
     return model
 
 
+def _deepseek() -> Any:
+    """Layers of latents of a size that kernels take."""
+    sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 64}
+    # Without experts, which MLX has in float32 only on a CPU.
+    model = small_model("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=2, **sizes)
+    model.set_dtype(mx.float16)
+    return model
+
+
 def _run(
-    dialect: str, *, compile: bool, page_format: str = "fp16", forks: int = 1
+    dialect: str,
+    *,
+    compile: bool,
+    page_format: str = "fp16",
+    forks: int = 1,
+    model_of: Callable[[], Any] = _llama,
 ) -> tuple[list[list[int]], list[str], list[str]]:
     """The tokens, the launches and those without order of a run over the end of a page, by a
     sequence or by so many that share two pages."""
-    device, model = device_of(dialect), _llama()
+    device, model = device_of(dialect), model_of()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_best", lambda: backend_on(device, dialect))
         patch.setattr(recordings, "Recording", StepByStep)
@@ -260,15 +275,18 @@ def test_kernels_run_as_in_steps_that_python_takes(dialect: str, page_format: st
 
 
 @needs_compiler
-def test_groups_that_read_shared_pages_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, names, _ = _run("metal", compile=False, forks=3)
+@pytest.mark.parametrize("model_of", [_llama, pytest.param(_deepseek, marks=pytest.mark.slow)])
+def test_groups_that_read_shared_pages_are_recorded(
+    model_of: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, names, _ = _run("metal", compile=False, forks=3, model_of=model_of)
     assert not any("in_groups" in name for name in names)
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
-    found, names, faults = _run("metal", compile=True, forks=3)
+    found, names, faults = _run("metal", compile=True, forks=3, model_of=model_of)
     assert found == expected
     assert sum("in_groups" in name for name in names) == 8 * 2
     assert faults == []
-    assert _run("metal", compile=False, forks=3)[:2] == (found, names)
+    assert _run("metal", compile=False, forks=3, model_of=model_of)[:2] == (found, names)
 
 
 def test_handles_have_the_addresses_of_slabs() -> None:

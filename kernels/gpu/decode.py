@@ -5,22 +5,12 @@ step, if it gets one. All inputs but a layer's own arrays are the same in all la
 are made once per step.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import mlx.core as mx
 
-from paged_kv.kernels.gpu.arrays import (
-    BoundSlabs,
-    PageKind,
-    Scores,
-    inputs_of,
-    parameters,
-    scores_of,
-)
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Output, launch_of
-from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.plan import Groups, Plan, groups_of, partial_outputs, prefix_launch
+from paged_kv.kernels.gpu.arrays import BoundSlabs, inputs_of, parameters, scores_of
+from paged_kv.kernels.gpu.kernels import DONE, Output, launch_of
+from paged_kv.kernels.gpu.plan import Asked, Plan, StepPlanner
+from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
 from paged_kv.kernels.gpu.tuning import LANES, TILE, decode_shape
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import NewTokens
@@ -28,26 +18,10 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import Tables
 
 
-class Asked(NamedTuple):
-    """The arguments that the launches of several layers share.
-
-    Attributes:
-        writes: whether the kernel also writes the step.
-    """
-
-    kind: PageKind
-    heads: int
-    scores: Scores
-    writes: bool
-
-
-class Decode:
+class Decode(StepPlanner):
     """Attention of one query token per sequence."""
 
-    def __init__(self, kernels: GpuKernels, order: Order) -> None:
-        self._kernels = kernels
-        self._order = order
-        self._plan = lru_cache(maxsize=256)(self._plan_of)
+    _reader_of = staticmethod(reader_of_values)
 
     def __call__(
         self,
@@ -63,12 +37,7 @@ class Decode:
         key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
         plan: Plan | None = tables.plans.get(key)
         if plan is None:
-            groups, reach = None, tables.reach
-            if tables.groups is not None:
-                groups = groups_of(tables.groups, self._kernels, slabs.kind, queries.shape)
-                reach = reach if groups is None else tables.own_reach
-            plan = self._plan(Asked(*key), reach, *tables.array.shape, groups)
-            tables.plans[key] = plan
+            plan = self._plan_for(tables, key, queries.shape)
         sinks = [] if attention.sinks is None else inputs_of(attention)
         if plan.merge is None:
             inputs = [queries, *(step or ()), *sinks, *slabs.inputs, tables.array, plan.params]
@@ -130,7 +99,5 @@ class Decode:
             "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks, *after_prefix]
         )
         merge = launch_of(kernel, (asked.heads, batch, 1), LANES, [output])
-        if groups is None:
-            return Plan(attend, merge, params)
-        prefix = prefix_launch(self._kernels, groups, kind, asked.heads, 1, asked.scores)
+        prefix = self._prefix(groups, kind, asked.heads, 1, asked.scores)
         return Plan(attend, merge, params, prefix)

@@ -23,7 +23,7 @@ OF_PAGES = (*(f"slab{i}" for i in range(MAX_SLABS)), "layouts", "tables", "param
 INPUTS: dict[str, dict[str, str]] = {
     "write": {"keys": "", "values": ""},
     "decode": {"queries": "", "keys": "STEP", "values": "STEP", "sinks": "SINKS"},
-    "latent": {"queries": "", "position_queries": ""},
+    "latent": {"queries": "", "position_queries": "", "groups": "IN_GROUPS"},
     "merge": {
         "partials": "",
         "measures": "",

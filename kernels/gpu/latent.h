@@ -10,25 +10,37 @@
 CONSTANT uint TOKEN = K_DIM + V_DIM;  // numbers of a token
 CONSTANT uint OF_LATENT = numbers_of_lane(K_DIM), OF_POSITION = numbers_of_lane(V_DIM);
 
-template <uint DIM>
-void decode_token(Slots slots, uint token, uint lane, SHARED float* to) {
+template <uint DIM, typename To>
+void decode_token(Slots slots, uint token, uint lane, SHARED To* to) {
   float x[numbers_of_lane(DIM)];
   read_slot<DIM>(slots, token, lane, x);
 #ifdef HAS_CODES
   if (slots.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);
 #endif
   for (uint i = 0; i < numbers_of_lane(DIM); i++)
-    if (i * LANES + lane < DIM) to[i * LANES + lane] = x[i];
+    if (i * LANES + lane < DIM) to[i * LANES + lane] = To(x[i]);
 }
 
-// A lane's numbers of a query; zeros where there is none.
-template <uint DIM, typename Strides>
-void read_query(DEVICE const T* queries, Strides strides, uint number, uint head, bool is_there,
-                float scale, uint lane, THREAD float* x) {
-  DEVICE const T* query = queries + number * ulong(strides[0]) + head * ulong(strides[1]);
+// A query in device memory; zeros where there is none.
+struct Query {
+  DEVICE const T* numbers;
+  ulong stride;
+  bool is_there;
+
+  T number(uint at) const THREAD { return is_there ? numbers[at * stride] : T(0.0f); }
+};
+
+template <typename Strides>
+Query query_of(DEVICE const T* queries, Strides strides, uint sequence, uint head, bool is_there) {
+  return {queries + sequence * ulong(strides[0]) + head * ulong(strides[1]), ulong(strides[3]), is_there};
+}
+
+// A lane's numbers of a query.
+template <uint DIM>
+void read_query(Query query, float scale, uint lane, THREAD float* x) {
   for (uint i = 0; i < numbers_of_lane(DIM); i++) {
     uint at = i * LANES + lane;
-    x[i] = is_there && at < DIM ? float(query[at * ulong(strides[3])]) * scale : 0.0f;
+    x[i] = at < DIM ? float(query.number(at)) * scale : 0.0f;
   }
 }
 
@@ -89,8 +101,9 @@ void attend_latent(DEVICE const T* queries, Strides strides, DEVICE const T* pos
   LatentSum sums[ROWS];
   for (uint r = 0; r < ROWS; r++) {
     uint head = first_head + r;
-    read_query<K_DIM>(queries, strides, number, head, head < heads, scale, lane, query + r * OF_LATENT);
-    read_query<V_DIM>(position_queries, p_strides, number, head, head < heads, LOG2_E, lane,
+    read_query<K_DIM>(query_of(queries, strides, number, head, head < heads), scale, lane,
+                      query + r * OF_LATENT);
+    read_query<V_DIM>(query_of(position_queries, p_strides, number, head, head < heads), LOG2_E, lane,
                       position_query + r * OF_POSITION);
     sums[r].clear();
   }

@@ -1,24 +1,18 @@
-"""Runs the launches of an attention: at most one for pages that sequences share, one for the
-sequences' own pages, and one that merges partial results.
+"""Plans attention, keeps the plans, and runs their launches: at most one for pages that sequences
+share, one for the sequences' own pages, and one that merges partial results."""
 
-The kernel for shared pages is that of prefill, in whose threadgroups the query rows of a KV head
-come from several sequences (kernels/pages/prefix_groups.py).
-"""
-
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, Scores
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
+from paged_kv.kernels.gpu.kernels import GpuKernels, Launch
 from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.tuning import LANES, SIMDGROUP_ROWS, group_threads
+from paged_kv.kernels.gpu.prefix import GroupReader, Groups, groups_of, prefix_launch
 from paged_kv.kernels.pages.layer_memory import LayerMemory
-from paged_kv.kernels.pages.prefix_groups import SEQUENCES, PrefixGroups
 from paged_kv.kernels.pages.tables import Tables
-
-Groups = tuple[int, int]
-"""How many groups read shared pages, and how many places their results have."""
 
 
 class Plan(NamedTuple):
@@ -64,42 +58,58 @@ class Plan(NamedTuple):
         return self.merge(inputs=[partials, measures, *shared, *sinks, self.params])[0]
 
 
-def partial_outputs(results: int, v_dim: int) -> list[Output]:
-    """Of a kernel whose results are merged: weighted values, then maxima and sums of weights."""
-    return [Output((results, v_dim), mx.float32), Output((results, 2), mx.float32), DONE]
+class Planner:
+    """Plans an attention, and keeps its latest plans."""
+
+    _plan_of: Callable[..., Plan]
+    _reader_of: "ClassVar[staticmethod[[str, PageKind], GroupReader]]"
+
+    def __init__(self, kernels: GpuKernels, order: Order) -> None:
+        self._kernels = kernels
+        self._order = order
+        self._plan = lru_cache(maxsize=256)(self._plan_of)
+
+    def _groups_of(self, tables: Tables, kind: PageKind, queries: tuple[int, ...]) -> Groups | None:
+        """The groups that read shared pages for queries [B, q_heads, S, k_dim], if any do."""
+        if tables.groups is None:
+            return None
+        reader = self._reader_of(self._kernels.dialect, kind)
+        return groups_of(tables.groups, reader, kind, queries)
+
+    def _prefix(
+        self, groups: Groups | None, kind: PageKind, heads: int, steps: int, scores: Scores
+    ) -> Launch | None:
+        """The launch of these groups."""
+        if groups is None:
+            return None
+        reader = self._reader_of(self._kernels.dialect, kind)
+        return prefix_launch(self._kernels, reader, groups, kind, heads, steps, scores)
 
 
-def groups_of(
-    groups: PrefixGroups, kernels: GpuKernels, kind: PageKind, queries: tuple[int, ...]
-) -> Groups | None:
-    """For queries [B, q_heads, S, k_dim]; None if each sequence is to read all of its pages,
-    because no threadgroup holds the queries of two sequences."""
-    rows = queries[1] // kind.geometry.k_heads * queries[2]
-    return groups.shape if 2 * rows <= _rows(kernels, kind) else None
+class Asked(NamedTuple):
+    """The arguments that the launches of several layers share in a step of one token per sequence.
+
+    Attributes:
+        writes: whether the kernel also writes the step.
+    """
+
+    kind: PageKind
+    heads: int
+    scores: Scores
+    writes: bool = False
 
 
-def prefix_launch(
-    kernels: GpuKernels, groups: Groups, kind: PageKind, heads: int, steps: int, scores: Scores
-) -> Launch:
-    """Attention of groups to the pages that they share. Its results are float32 [places * q_heads *
-    S, v_dim], weighted values in the plain basis, and float32 [places * q_heads * S, 2]."""
-    geometry, threads = kind.geometry, _threads(kernels, kind)
-    constants = {"K_DIM": geometry.k_dim, "V_DIM": geometry.v_dim, "THREADS": threads}
-    flags = [*kind.flags, *scores.softcap_flag, "IN_GROUPS", "PARTIAL"]
-    count, places = groups
-    rows = SEQUENCES * heads // geometry.k_heads * steps
-    return launch_of(
-        kernels.kernel("prefill", geometry.k_dtype, constants, flags),
-        (-(-rows // _rows(kernels, kind)), geometry.k_heads, count),
-        threads,
-        partial_outputs(places * heads * steps, geometry.v_dim),
-    )
+class StepPlanner(Planner):
+    """Plans steps of one token per sequence."""
 
+    def _plan_for(self, tables: Tables, key: tuple[Any, ...], queries: tuple[int, ...]) -> Plan:
+        """The plan for these tables, kept with them.
 
-def _threads(kernels: GpuKernels, kind: PageKind) -> int:
-    return group_threads(kernels.dialect, kind.geometry.k_dim, kind.geometry.v_dim)
-
-
-def _rows(kernels: GpuKernels, kind: PageKind) -> int:
-    """The query rows of a threadgroup."""
-    return _threads(kernels, kind) // LANES * SIMDGROUP_ROWS[kernels.dialect]
+        Args:
+            key: the fields of `Asked`.
+        """
+        asked = Asked(*key)
+        groups = self._groups_of(tables, asked.kind, queries)
+        reach = tables.reach if groups is None else tables.own_reach
+        plan = tables.plans[key] = self._plan(asked, reach, *tables.array.shape, groups)
+        return plan

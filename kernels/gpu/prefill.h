@@ -46,7 +46,7 @@ void rotate_rows(THREAD float* x, uint lane) {
 }
 
 struct Softmax {
-  float values[V_DIM / 4 * LANE_ROWS];
+  float values[WIDTH / 4 * LANE_ROWS];
   float maximum[LANE_ROWS], sum[LANE_ROWS];  // the sum is of the lane's columns
 #ifdef HAS_SOFTCAP
   float softcap;
@@ -54,12 +54,12 @@ struct Softmax {
 
   void clear() THREAD {
     for (uint i = 0; i < LANE_ROWS; i++) maximum[i] = LOWEST, sum[i] = 0.0f;
-    for (uint i = 0; i < V_DIM / 4 * LANE_ROWS; i++) values[i] = 0.0f;
+    for (uint i = 0; i < WIDTH / 4 * LANE_ROWS; i++) values[i] = 0.0f;
   }
 
   void scale_row(uint i, float factor) THREAD {
     UNROLL
-    for (uint n = 0; n < V_DIM / 8; n++) {
+    for (uint n = 0; n < WIDTH / 8; n++) {
       values[(n * LANE_ROWS + i) * 2] *= factor;
       values[(n * LANE_ROWS + i) * 2 + 1] *= factor;
     }
@@ -102,7 +102,7 @@ struct Softmax {
   template <typename To>
   void store(uint i, bool is_there, uint lane, DEVICE To* to) THREAD {
     UNROLL
-    for (uint n = 0; n < V_DIM / 4; n++) {
+    for (uint n = 0; n < WIDTH / 4; n++) {
       float number = values[(n / 2 * LANE_ROWS + i) * 2 + n % 2];
       to[n / 2 * 8 + column_in_matrix(lane) + n % 2] = To(is_there ? number : 0.0f);
     }

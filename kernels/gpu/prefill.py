@@ -1,7 +1,6 @@
 """Plans and runs attention of several tokens per sequence, whether or not pages hold them yet."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import mlx.core as mx
 
@@ -13,9 +12,9 @@ from paged_kv.kernels.gpu.arrays import (
     parameters,
     scores_of,
 )
-from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Output, launch_of
-from paged_kv.kernels.gpu.order import Order
-from paged_kv.kernels.gpu.plan import Groups, Plan, groups_of, partial_outputs, prefix_launch
+from paged_kv.kernels.gpu.kernels import DONE, Output, launch_of
+from paged_kv.kernels.gpu.plan import Plan, Planner
+from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
 from paged_kv.kernels.gpu.tuning import LANES, PREFILL_THREADS, SIMDGROUP_ROWS
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import NewTokens
@@ -42,13 +41,10 @@ class Asked:
     groups: Groups | None
 
 
-class Prefill:
+class Prefill(Planner):
     """Attention of any number of query tokens per sequence."""
 
-    def __init__(self, kernels: GpuKernels, order: Order) -> None:
-        self._kernels = kernels
-        self._order = order
-        self._plan = lru_cache(maxsize=256)(self._plan_of)
+    _reader_of = staticmethod(reader_of_values)
 
     def __call__(
         self,
@@ -60,14 +56,13 @@ class Prefill:
         new_tokens: NewTokens | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
-        groups = tables.groups
         asked = Asked(
             slabs.kind,
             queries.shape,
             tables.array.shape[1],
             scores_of(attention),
             0 if new_tokens is None else new_tokens[0].shape[2],
-            groups and groups_of(groups, self._kernels, slabs.kind, queries.shape),
+            self._groups_of(tables, slabs.kind, queries.shape),
         )
         step, sinks = [*(new_tokens or ())], inputs_of(attention)
         plan = self._plan(asked)
@@ -117,6 +112,5 @@ class Prefill:
             LANES,
             [output],
         )
-        groups = asked.groups
-        prefix = prefix_launch(self._kernels, groups, asked.kind, heads, steps, asked.scores)
+        prefix = self._prefix(asked.groups, asked.kind, heads, steps, asked.scores)
         return Plan(attend, merge, params, prefix)

@@ -23,7 +23,7 @@ SUFFIXES = {"metal": "metal", "cuda": "cu"}
 # All headers; none uses a later one. Each is in the dialect's folder or in kernels/gpu. Only CUDA
 # has `mma`. The constants of a variant follow the first header.
 HEADERS = ["dialect", "pages", "slots", "reading", "write", "copy", "gather", "decode", "merge"]
-HEADERS += ["latent", "mma", "matrices", "prefill_plan", "prefill"]
+HEADERS += ["latent", "mma", "matrices", "prefill_plan", "prefill", "latent_groups"]
 
 # Operations that take no pages.
 WITHOUT_PAGES = {"merge"}
@@ -68,7 +68,16 @@ def kernel_text(
             items += _items(plain(source(path), flags))
         if name == "dialect":
             items += [f"CONSTANT uint {each} = {number};" for each, number in constants.items()]
-    return KernelText(_namespace(_reached(items, body)), f"\n{body}\n")
+    header = _namespace(_reached(items, body)) + _most_threads(dialect, constants)
+    return KernelText(header, f"\n{body}\n")
+
+
+def _most_threads(dialect: str, constants: Mapping[str, int]) -> str:
+    """Stands before the signature of a Metal kernel with threads that need many registers: its
+    compiler then gives them no more than so many threads can have."""
+    if dialect != "metal" or "THREADS" not in constants:
+        return ""
+    return f"[[max_total_threads_per_threadgroup({constants['THREADS']})]]\n"
 
 
 def own_words(dialect: str) -> set[str]:

@@ -116,6 +116,21 @@ LATENT_SIMDGROUPS = 8
 LATENT_ROWS = 2
 
 
+# Threads of a threadgroup that reads latents for several sequences, and the most sums of a thread.
+# In both dialects they sum 64 query rows of 512 numbers. That takes 128 of the 208 KiB of registers
+# of an Apple core, or of the 256 KiB of an NVIDIA multiprocessor; 128 rows would fit neither. An
+# Apple core runs 512 threads of 104 registers, and kernels/gpu/text.py tells its compiler so.
+# Nothing tells NVIDIA's: it gave each of 512 threads 168 registers, where 128 fit. It gives 256
+# threads up to 227, and as many as a thread may have, 255, fit.
+LATENT_GROUP_THREADS = {"metal": 512, "cuda": 256}
+LATENT_SUMS = {"metal": 64, "cuda": 128}
+
+
+def latent_sharers(dialect: str, k_dim: int) -> int:
+    """Simdgroups that share the query rows of one matrix."""
+    return ceil(SIMDGROUP_ROWS[dialect] * k_dim / (LANES * LATENT_SUMS[dialect]))
+
+
 def latent_parts(batch: int, heads: int, longest: int) -> tuple[int, int]:
     """Tiles of a part, and parts of a context of `longest` tokens, for latent decode. A part has a
     multiple of LEAST_TOKENS, so that plans last for many steps."""

@@ -90,7 +90,7 @@ def _name(parameter: str) -> str:
 
 
 def _without_attributes(text: str) -> str:
-    return re.sub(r"\s*\[\[(?:kernel|buffer\(\d+\)|\w+)\]\]", "", text)
+    return re.sub(r"\s*\[\[\w+(?:\(\d+\))?\]\]", "", text)
 
 
 def _with_shared_memory(text: str, kernel: int) -> str:

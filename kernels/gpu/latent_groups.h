@@ -1,0 +1,83 @@
+// Latent attention of groups of sequences to the pages that they share, on matrix units.
+//
+// A query row is a head of one of a group's sequences, one sequence after the other, as in prefill_plan.h.
+// A threadgroup reads a tile of tokens once for all of its rows. SHARERS simdgroups share some rows. Each
+// multiplies some numbers of the queries with the tile, and the sums of these products, which go through
+// threadgroup memory, are the logits for all of them. Then each sums its own columns of the latents.
+// Queries, of which no memory near a threadgroup holds so many, are read from the cache for every tile.
+
+CONSTANT uint GROUP_SIMDGROUPS = THREADS / LANES;
+CONSTANT uint GROUP_ROWS = GROUP_SIMDGROUPS / SHARERS * SIMDGROUP_ROWS;
+CONSTANT uint LOGITS = TILE_TOKENS / 4 * LANE_ROWS;  // of a tile and lane
+
+// Turns a tile's tokens into the model's dtype in the plain basis, each by one simdgroup.
+void load_latents(Tile tile, Slots latents, Slots position_keys, const THREAD Place& place, SHARED T* to) {
+  threads_meet();
+  for (uint i = place.simdgroup; i < TILE_TOKENS; i += GROUP_SIMDGROUPS) {
+    SHARED T* token = to + i * STRIDE;
+    if (tile.position + i >= tile.begin && tile.position + i < tile.end) {
+      decode_token<K_DIM>(latents, tile.first + i, place.lane, token);
+      decode_token<V_DIM>(position_keys, tile.first + i, place.lane, token + K_DIM);
+    } else {
+      for (uint at = place.lane; at < TOKEN; at += LANES) token[at] = T(0.0f);
+    }
+  }
+  threads_meet();
+}
+
+// The sums of what the simdgroups that share rows have, for each of them.
+void sum_of_sharers(const THREAD Place& place, SHARED float* all, THREAD float* logits) {
+  for (uint i = 0; i < LOGITS; i++) all[(place.simdgroup * LOGITS + i) * LANES + place.lane] = logits[i];
+  threads_meet();
+  uint first = place.simdgroup / SHARERS * SHARERS;
+  for (uint i = 0; i < LOGITS; i++) {
+    logits[i] = 0.0f;
+    for (uint k = 0; k < SHARERS; k++) logits[i] += all[((first + k) * LOGITS + i) * LANES + place.lane];
+  }
+}
+
+template <typename Strides>
+void attend_latent_groups(DEVICE const T* queries, Strides strides, DEVICE const T* position_queries,
+                          Strides p_strides, DEVICE const int* groups, DEVICE float* partials,
+                          DEVICE float* measures, const THREAD Pages& pages, const THREAD Place& place,
+                          SHARED T* tile_numbers, SHARED float* all_logits) {
+  DEVICE const int* group = groups + place.z * GROUP_FIELDS;
+  Rows rows = {group, place.x * GROUP_ROWS};
+  Block block = block_of_group(pages, rows);
+  // Of any of the sequences: they have the same pages here.
+  DEVICE const int* table = pages.row(group[2] < 0 ? 0 : uint(group[2]));
+  uint lane = place.lane, sharer = place.simdgroup % SHARERS;
+  uint first_row = place.simdgroup / SHARERS * SIMDGROUP_ROWS;
+  QueryRow own[LANE_ROWS];
+  Query asked[LANE_ROWS], asked_positions[LANE_ROWS];
+  for (uint k = 0; k < LANE_ROWS; k++) {
+    QueryRow row = own[k] = query_row(pages, rows, first_row + row_in_matrix(lane, k));
+    asked[k] = query_of(queries, strides, row.sequence, row.head, row.is_there);
+    asked_positions[k] = query_of(position_queries, p_strides, row.sequence, row.head, row.is_there);
+  }
+  float scale = float_of_bits(pages.parameter(SCALE)) / LOG2_E;
+  Softmax softmax;
+  softmax.clear();
+  for (uint at = block.begin / TILE_TOKENS * TILE_TOKENS; at < block.end; at += TILE_TOKENS) {
+    uint entry = uint(table[ROW_FIELDS + at / PAGE_SIZE]);
+    Tile tile = {false, at % PAGE_SIZE, at, block.begin, block.end};
+    load_latents(tile, pages.slots(entry, 0, K_DIM, false), pages.slots(entry, 0, V_DIM, true), place,
+                 tile_numbers);
+    float logits[LOGITS];
+    for (uint i = 0; i < LOGITS; i++) logits[i] = 0.0f;
+    add_products_in_memory(asked, K_DIM, sharer, SHARERS, tile_numbers, lane, logits);
+    for (uint i = 0; i < LOGITS; i++) logits[i] *= scale;
+    add_products_in_memory(asked_positions, V_DIM, sharer, SHARERS, tile_numbers + K_DIM, lane, logits);
+    for (uint i = 0; i < LOGITS; i++) logits[i] *= LOG2_E;
+    sum_of_sharers(place, all_logits, logits);
+    for (uint k = 0; k < LANE_ROWS; k++) softmax.weigh(k, own[k].begin, own[k].end, tile, lane, logits);
+    add_weighted(tile_numbers + sharer * WIDTH, lane, logits, softmax.values);
+  }
+  for (uint k = 0; k < LANE_ROWS; k++) {
+    float total = sum_of_row(softmax.sum[k]);
+    if (!own[k].has_place) continue;
+    ulong to = own[k].place * ulong(pages.parameter(GQA_GROUP_SIZE)) + own[k].head;
+    if (sharer + column_in_matrix(lane) == 0) measures[to * 2] = softmax.maximum[k], measures[to * 2 + 1] = total;
+    softmax.store(k, true, lane, partials + to * K_DIM + sharer * WIDTH);
+  }
+}
