@@ -285,6 +285,13 @@ class PagedCacheFactory:
         require_hashable("salt", salt)
         return self._pins.unpin(salt, self._media.keyed(tokens, media))
 
+    def hold(self, tokens: list[int], *, until: float, most: float, salt: Hashable = None) -> None:
+        """Evict the cached prefix of a prompt after all that is not held, until a time by the clock
+        of `pool.timed_pins.expire`. Of the memory, all that is held takes at most a share `most`,
+        and half of it under one salt."""
+        namespace = self._namespace(self.pool.page_format.name, salt)
+        self.prefixes.hold(namespace, tokens, until, most)
+
     def install(self) -> bool:
         """Let mlx-lm make paged caches for this model wherever it is given none; false if this was
         installed already.

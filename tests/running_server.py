@@ -1,6 +1,7 @@
 """Runs a server in threads of this process: mlx-lm's own, or the one on paged caches."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -211,6 +212,7 @@ def assert_idle_pools_hold_nothing(running: PagedRunningServer) -> None:
     running.wait_until_idle()
     for pool in running.pools:
         wait_until(lambda pool=pool: is_settled(pool))
+        pool.timed_pins.expire(math.inf)
         assert pool.stats().blocks_used == 0
         pool.check()
         pool.clear()

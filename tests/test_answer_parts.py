@@ -66,6 +66,6 @@ def test_line_ends_between_parts_belong_to_none(news: list[Choice], expected: li
 
 @pytest.mark.parametrize("calls", [[], [CALL]])
 def test_a_call_that_could_not_be_parsed_is_none(calls: list[dict[str, object]]) -> None:
-    answers = MessageAnswers("a", "m", is_marked=False, shows_thinking=True)
+    answers = MessageAnswers("a", "m", shows_thinking=True)
     whole = answers.whole([Choice(0, tool_calls=calls, finish_reason="tool_calls")], Usage())
     assert whole["stop_reason"] == ("tool_use" if calls else "end_turn")

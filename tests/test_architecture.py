@@ -99,9 +99,9 @@ ARROWS: dict[str, set[str]] = {
         *("store", "tiers"),
     },
     "integrations.server.completions": {
-        *("integrations", "integrations.batching", "integrations.grammar"),
-        *("integrations.server.generation", "integrations.server.http", "commands", "prefix"),
-        "kernels.pages",
+        *("allocator.prefixes", "commands", "integrations", "integrations.batching"),
+        *("integrations.grammar", "integrations.server.generation", "integrations.server.http"),
+        *("kernels.pages", "prefix"),
     },
     "integrations.server.messages": {
         "integrations.server.completions",

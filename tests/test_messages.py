@@ -500,3 +500,75 @@ def events_of(running: PagedRunningServer, body: Any) -> list[tuple[str, Any]]:
 def details(error: anthropic.APIStatusError) -> Any:
     body: Any = error.body
     return body["error"]["details"]
+
+
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+MINUTES = {"type": "ephemeral"}
+
+
+def marked(text: str, mark: Any) -> Any:
+    return [{"type": "text", "text": text, "cache_control": mark}]
+
+
+@pytest.mark.parametrize("where", ["system", "first message", "last message", "body"])
+def test_what_a_mark_of_an_hour_ends_is_counted_and_held_for_an_hour(
+    client: Anthropic, running: PagedRunningServer, where: str
+) -> None:
+    """And the rest of the prompt for 5 minutes."""
+    mark = {at: HOUR if at == where else MINUTES for at in ("system", "first message")}
+    ask: Any = {
+        "model": NAME,
+        "max_tokens": 4,
+        "system": marked(f"{where}: " + "Be short. " * 200, mark["system"]),
+        "messages": [
+            {"role": "user", "content": marked("Well? " * 200, mark["first message"])},
+            {"role": "assistant", "content": "Well."},
+            {
+                "role": "user",
+                "content": marked("Go on. " * 200, HOUR if where == "last message" else MINUTES),
+            },
+        ],
+    }
+    if where == "body":
+        ask["extra_body"] = {"cache_control": HOUR}
+    assert_idle_pools_hold_nothing(running)
+    until = running.service.thread._now + 3000
+    first = client.messages.create(**ask).usage
+    assert first.cache_creation is not None
+    hour = first.cache_creation.ephemeral_1h_input_tokens
+    minutes = first.cache_creation.ephemeral_5m_input_tokens
+    whole = first.cache_creation_input_tokens
+    assert (hour + minutes, first.input_tokens) == (whole, 0)
+    assert whole is not None
+    near = {"system": 0.33, "first message": 0.67, "last message": 1.0, "body": 1.0}
+    assert hour / whole == pytest.approx(near[where], abs=0.1)
+    again = client.messages.create(**ask).usage
+    assert again.cache_read_input_tokens
+    assert again.cache_creation is not None
+    assert again.cache_creation.ephemeral_1h_input_tokens <= 1
+    running.wait_until_idle()
+    (pool,) = running.pools
+    pool.clear()
+    in_all = pool.stats().pages_pinned
+    assert in_all >= whole // 256
+    pool.timed_pins.expire(until)
+    assert hour // 256 <= pool.stats().pages_pinned <= hour // 256 + 1
+    pool.clear()
+    kept = client.messages.create(**ask).usage.cache_read_input_tokens
+    assert kept is not None
+    assert hour - 2 <= kept <= hour + 256
+
+
+def test_what_is_held_refuses_no_request(script: Script, tmp_path: Path) -> None:
+    options = ["--model", agent_folder(tmp_path), "--max-kv-bytes", "4MB"]
+    with paged_server(*options) as started:
+        (pool,) = started.pools
+        for name in "abcdefgh":
+            said = f"{name} " + "Remember this. " * 300
+            body: Any = {**ASK, "model": "default_model", "max_tokens": 1, "cache_salt": name}
+            body["messages"] = [{"role": "user", "content": marked(said, HOUR)}]
+            status, _, answer = raw(started, body)
+            assert status == 200, answer
+        stats = pool.stats()
+        held = stats.pages_pinned * stats.groups[-1].formats[0].block_bytes
+        assert pool.budget.max_bytes / 4 < held <= pool.budget.max_bytes / 2

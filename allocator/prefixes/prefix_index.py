@@ -61,12 +61,15 @@ class PrefixIndex:
         self.lock = lock or threading.RLock()
         # Called with each node that is about to be evicted.
         self.on_evict: Callable[[Node], None] | None = None
+        # Called with a node and the one that takes its place, which holds more tokens.
+        self.on_replace: Callable[[Node, Node], None] | None = None
         self._roots: dict[Hashable, Node] = {}
         # The nodes that have a block: several where it was inserted into several namespaces, or
         # as the end of one prompt and in the middle of another.
         self._nodes: dict[tuple[BlockAllocator, int], set[Node]] = {}
         self._leaves: EvictionOrder[Node] = EvictionOrder(policy)
         self._size = 0
+        self._pinned = 0
 
     def __len__(self) -> int:
         """Cached blocks' worth of tokens."""
@@ -76,6 +79,11 @@ class PrefixIndex:
     def num_prompts(self) -> int:
         """Cached prompts that are not a prefix of another."""
         return len(self._leaves)
+
+    @property
+    def num_pinned(self) -> int:
+        """Those of them that are pinned."""
+        return self._pinned
 
     def nodes(self) -> list[Node]:
         """All nodes, parents before their children. O(nodes)."""
@@ -97,6 +105,11 @@ class PrefixIndex:
         """As `match`, but nothing counts as used: the prompt is not computed yet."""
         with self.lock:
             return Match(*self._path(namespace, tokens, len(tokens) - 1))
+
+    def known(self, namespace: Hashable, tokens: Sequence[int]) -> Match:
+        """As `peek`, the prompt's last token included."""
+        with self.lock:
+            return Match(*self._path(namespace, tokens, len(tokens)))
 
     def insert(
         self,
@@ -131,17 +144,23 @@ class PrefixIndex:
         """Keep what is known of a prefix, its last token included, until `unpin` of what this
         returns. Pins of one node add up."""
         with self.lock:
-            pinned = Match(*self._path(namespace, tokens, len(tokens)))
-            for node in pinned.nodes:
-                node.add_pins(1)
+            pinned = self.known(namespace, tokens)
+            self.add_pins(pinned.nodes, 1)
             return pinned
 
     def unpin(self, pinned: Match) -> None:
         """Undo one `pin`, whatever was inserted since."""
         with self.lock:
-            for node in pinned.nodes:
-                assert node.pins > 0, "a prefix was unpinned more often than pinned"
-                node.add_pins(-1)
+            self.add_pins(pinned.nodes, -1)
+
+    def add_pins(self, nodes: Sequence[Node], change: int) -> None:
+        """Add `change` pins to each of these nodes, 1 or -1."""
+        with self.lock:
+            for node in nodes:
+                before = _is_pinned(node)
+                node.add_pins(change)
+                assert node.pins >= 0, "a prefix was unpinned more often than pinned"
+                self._pinned += _is_pinned(node) - before
 
     def clear(self) -> int:
         """Evict everything that is not pinned; returns how many blocks' worth that was."""
@@ -212,6 +231,8 @@ class PrefixIndex:
         node = Node(page, dict(blocks), parent)
         if shorter is not None and common == len(shorter.tokens):
             node.inherit(shorter)
+            if self.on_replace is not None:
+                self.on_replace(shorter, node)
             if not shorter.pins:
                 self._remove(shorter)
         for allocator, block in node.blocks.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -138,6 +138,18 @@ def step_ends(start: int, end: int, step_size: int) -> list[int]:
         start = min(start + step_size, border, end)
         ends.append(start)
     return ends
+
+
+def cut_at(segments: Iterable[Tokens], ends: Iterable[int]) -> list[Tokens]:
+    """Segments of a prompt, also cut after these numbers of tokens."""
+    cut: list[Tokens] = []
+    start = 0
+    for segment in segments:
+        end = start + len(segment)
+        borders = [start, *sorted(each for each in ends if start < each < end), end]
+        cut += [segment[first - start : last - start] for first, last in pairwise(borders)]
+        start = end
+    return cut
 
 
 def cut_for_snapshots(segments: Sequence[Tokens], *, at_pages: bool = False) -> list[Tokens]:

@@ -186,6 +186,15 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "that cannot begin at once (default: 60)",
     )
     group.add_argument(
+        "--held-share",
+        type=_share,
+        default=0.5,
+        metavar="SHARE",
+        help="the largest share of the memory that marks of /v1/messages (cache_control) may hold "
+        "until their ttl ends; one API key or cache_salt may hold half of it. Requests that need "
+        "the memory get it all the same. 0 holds nothing (default: 0.5)",
+    )
+    group.add_argument(
         "--max-requests-per-key",
         type=positive,
         metavar="NUMBER",
@@ -320,6 +329,16 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a number from 0 on is needed, got {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"a share from 0 to 1 is needed, got {text!r}")
+    return share
 
 
 def _seconds(text: str) -> float:

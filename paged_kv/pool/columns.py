@@ -172,6 +172,10 @@ COLUMNS = [
         "copied on write", "cow_copies", kind=Kind.COUNTER,
     ),
     Column(
+        "pages_pinned", "pages' worth of cached tokens that are pinned",
+        "pinned", "kv_pinned_pages",
+    ),
+    Column(
         "prefix_queries", "tokens of prompts that were looked up",
         "tokens looked up", "prefix_cache_queries", kind=Kind.COUNTER,
     ),

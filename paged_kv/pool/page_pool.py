@@ -17,6 +17,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention_metadata import NewTokens
@@ -150,11 +151,13 @@ class PagePool:
             self.counts.events,
         )
         self.index = PrefixIndex(PAGE_SIZE, self.lock, self.eviction_policy)
+        self.timed_pins = TimedPins(self.index)
         self.out_of_window = OutOfWindowBlocks(self.eviction_policy)
         self.reclaimer = Reclaimer(
             self.groups,
             self.budget,
             self.index,
+            self.timed_pins,
             self.out_of_window,
             self.requantisation_policy,
             self.counts,
@@ -291,6 +294,7 @@ class PagePool:
             backend=self.backend.name,
             bytes_budget=self.budget.max_bytes,
             groups=tuple([group.stats() for group in self.groups if group.is_open]),
+            pages_pinned=self.index.num_pinned,
             kernel_fallbacks=self.backend.fallbacks,
             bytes_steps=self._bytes_of_steps(),
             bytes_states=sum(each.nbytes for each in list(self.snapshots)),

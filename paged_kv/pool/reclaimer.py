@@ -1,8 +1,8 @@
 """Finds blocks for a step, and reclaims memory when the budget gets short.
 
 The order: free blocks, new slabs, eviction of cached out-of-window blocks, eviction of blocks of
-the prefix index, requantisation if the pool has a policy, unmapping of one group's empty slabs for
-another, compaction, and at last eviction of all unpinned prefixes.
+the prefix index, and of those with timed pins, requantisation if the pool has a policy, unmapping
+of one group's empty slabs for another, compaction, and at last eviction of all unpinned prefixes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.format_slabs import FormatSlabs
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.requantisation import RequantisationPolicy, full_blocks
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.stats import Compaction, PoolCounts, sum_counts
@@ -31,6 +32,7 @@ class Reclaimer:
         groups: the pool's groups.
         budget: the bytes that they may map, possibly shared with other pools.
         index: the prefix index, whose cached blocks may be evicted.
+        timed_pins: of the index; they end when everything else was evicted.
         out_of_window: the cached out-of-window blocks, which are evicted first.
         policy: chooses pages to requantise, and when; None for no requantisation.
         counts: counts evictions and requantisations.
@@ -41,6 +43,7 @@ class Reclaimer:
         groups: list[LayerGroup],
         budget: ByteBudget,
         index: PrefixIndex,
+        timed_pins: TimedPins,
         out_of_window: OutOfWindowBlocks,
         policy: RequantisationPolicy | None,
         counts: PoolCounts,
@@ -49,6 +52,7 @@ class Reclaimer:
         self._groups = groups
         self._budget = budget
         self._index = index
+        self._timed_pins = timed_pins
         self._out_of_window = out_of_window
         self._policy = policy
         watermark = policy.watermark if policy else 1.0
@@ -170,7 +174,7 @@ class Reclaimer:
         def is_enough() -> bool:
             return self._mapped_after(needed()) <= self._limit
 
-        self._counts.evictions["room"] += self._index.evict(is_enough)
+        self._counts.evictions["room"] += self._timed_pins.evict(is_enough)
         self._evict_out_of_window(is_enough)
 
     def _reclaim_out_of_window(self, needed: Callable[[], Needs]) -> None:

@@ -15,6 +15,7 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.requantisation import RequantisationPolicy
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
@@ -42,7 +43,8 @@ def would_fit(
         group.rehearsing(_copy_of(group.allocator, free, evictable(group))) for group in groups
     ]
     index, counts = PrefixIndex(PAGE_SIZE, free.lock), PoolCounts(NO_EVENTS)
-    reclaimer = Reclaimer(copies, free, index, OutOfWindowBlocks(), policy, counts)
+    pins, windows = TimedPins(index), OutOfWindowBlocks()
+    reclaimer = Reclaimer(copies, free, index, pins, windows, policy, counts)
     writes = {group: [Write(group.new_table(page_format), 0, tokens)] for group in copies}
     try:
         reserve_by_page(reclaimer, writes)

@@ -68,6 +68,7 @@ class PoolStats(BlockTotals):
         bytes_steps: keys and values of steps that no page holds yet.
         bytes_states: states of recurrent layers that the prefix cache keeps.
         bytes_scratch: what alignment adds to slabs, and arrays that the backend keeps.
+        pages_pinned: pages' worth of cached tokens that are pinned.
     """
 
     page_format: str
@@ -89,6 +90,7 @@ class PoolStats(BlockTotals):
     bytes_steps: int = 0
     bytes_states: int = 0
     bytes_scratch: int = 0
+    pages_pinned: int = 0
     store_hits: Mapping[str, int] = field(default_factory=dict)
     store_bytes_read: Mapping[str, int] = field(default_factory=dict)
     store_bytes_today: Mapping[str, int] = field(default_factory=dict)
@@ -185,6 +187,7 @@ class PoolStats(BlockTotals):
             groups=self.groups + other.groups,
             evictions=sum_counts([self.evictions, other.evictions]),
             requantisations=sum_counts([self.requantisations, other.requantisations]),
+            pages_pinned=self.pages_pinned + other.pages_pinned,
             prefix_queries=self.prefix_queries + other.prefix_queries,
             prefix_hits=self.prefix_hits + other.prefix_hits,
             preemptions=self.preemptions + other.preemptions,

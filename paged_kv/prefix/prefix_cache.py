@@ -144,9 +144,18 @@ class PrefixCache:
         def is_enough() -> bool:
             return (max_prompts is None or len(self) <= max_prompts) and is_small_enough()
 
-        evicted = self.pool.out_of_window.evict(is_small_enough) + self.pool.index.evict(is_enough)
+        evicted = self.pool.out_of_window.evict(is_small_enough)
+        evicted += self.pool.timed_pins.evict(is_enough)
         self.pool.counts.evictions["limit"] += evicted
         return evicted
+
+    @locked
+    def hold(
+        self, namespace: Hashable, tokens: abc.Sequence[int], until: float, most: float
+    ) -> None:
+        """Evict the cached prefix of a prompt after all that is not held, until a time: see
+        `TimedPins`. All that is held may take a share `most` of the memory, 0 to 1."""
+        self.pool.timed_pins.hold(namespace, tokens, until, self._share_of, most)
 
     @locked
     def fetch(
@@ -253,7 +262,24 @@ class PrefixCache:
         if not self.has_states:
             return None
         nbytes = sum(cache.nbytes for cache in states)
-        return self.snapshots.take(states, nbytes)
+        if nbytes > self.snapshots.max_bytes:
+            return None
+        taken = self.snapshots.take(states, nbytes)
+        if taken is None:
+            for _ in self.pool.timed_pins.ending():
+                if (taken := self.snapshots.take(states, nbytes)) is not None:
+                    break
+        return taken
+
+    def _share_of(self, node: Node) -> float:
+        """The share of the memory that a node's pages take, and that of its snapshots."""
+        pages = list(node.blocks.items())
+        for allocator, windows in node.windows.items():
+            slots = [each.out_of_window.block for each in windows.values()]
+            pages += [(allocator, block) for block in set(slots) if block is not None]
+        nbytes = sum(allocator.format_of(block).block_bytes for allocator, block in pages)
+        states = sum(each.nbytes for each in _snapshots(node))
+        return nbytes / self.pool.budget.max_bytes + states / max(1, self.snapshots.max_bytes)
 
     def _share(self, sequence: Sequence, match: Match, start: _Start) -> None:
         """Let a new sequence hold a match up to `start`."""
@@ -346,5 +372,10 @@ class PrefixCache:
 
 
 def _has_snapshot(node: Node) -> bool:
-    snapshots = node.checkpoints.values()
-    return any(isinstance(each, Snapshot) and each.states is not None for each in snapshots)
+    return any(_snapshots(node))
+
+
+def _snapshots(node: Node) -> list[Snapshot]:
+    """Those that a node still holds."""
+    known = [each for each in node.checkpoints.values() if isinstance(each, Snapshot)]
+    return [each for each in known if each.states is not None]

@@ -35,7 +35,7 @@ from paged_kv.integrations.server.http.access import salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.request_body import read_body
 from paged_kv.integrations.server.http.request_log import request_id
-from paged_kv.integrations.server.http.schema import Body, PrefillBody
+from paged_kv.integrations.server.http.schema import PrefillBody
 from paged_kv.prefix.keeping import Published, Unstored
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,10 @@ class Answering:
         """Runs on a reader thread."""
         asked = self._interface.read(content, key)
         with self._told():
-            return asked, self._plan(asked.body, key, name, channel)
+            return asked, self._plan(asked, key, name, channel)
 
-    def _plan(self, body: Body, key: str | None, name: str, channel: Channel) -> Plan:
-        service = self._service
+    def _plan(self, asked: Asked, key: str | None, name: str, channel: Channel) -> Plan:
+        service, body = self._service, asked.body
         service.limits.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
         is_handed = isinstance(body, PrefillBody)
@@ -111,7 +111,7 @@ class Answering:
         elif is_handed:
             _require_servers(service.options)
             salt = Published(salt)
-        return make_plan(body, model, salt, name, service.options, channel)
+        return make_plan(body, model, salt, name, service.options, channel, asked.marks)
 
     @contextmanager
     def _told(self) -> Iterator[None]:

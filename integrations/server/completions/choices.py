@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.generation.jobs import Held, Token
 
 
 @dataclass
 class Usage:
-    """The token counts of a request. `accepted_tokens` of the `draft_tokens` were accepted."""
+    """The token counts of a request. `accepted_tokens` of the `draft_tokens` were accepted, and
+    `held` says how many first tokens of a prompt stay cached, and how long."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -18,6 +19,7 @@ class Usage:
     accepted_tokens: int = 0
     draft_tokens: int = 0
     reasoning_tokens: int = 0
+    held: tuple[Held, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""

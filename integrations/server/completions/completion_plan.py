@@ -6,7 +6,7 @@ A reader thread does this: the client chooses how long it takes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,6 +19,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
+from paged_kv.integrations.server.completions.interface import Mark
 from paged_kv.integrations.server.completions.output_constraint import constraint_of
 from paged_kv.integrations.server.completions.prompt_reader import (
     read_chat,
@@ -70,13 +71,15 @@ def make_plan(
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,
+    marks: Sequence[Mark] = (),
 ) -> Plan:
-    """The jobs of a body, whose events go to the channel. No prompt is tokenized yet.
+    """The jobs of a body, whose events go to the channel. No prompt is tokenized yet. `marks` say
+    what is to stay cached of a chat's prompt.
 
     Raises:
         APIError: 400, the request asks for too many choices, or for an answer of two forms.
     """
-    jobs = _jobs_of(body, model, salt, request_id, options, channel)
+    jobs = _jobs_of(body, model, salt, request_id, options, channel, marks)
     has_images = isinstance(body, ChatBody) and body.has_images
     return Plan(body, jobs, stop_machine(body.stop_words), has_images)
 
@@ -88,6 +91,7 @@ def _jobs_of(
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,
+    marks: Sequence[Mark],
 ) -> list[Job]:
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
@@ -98,7 +102,7 @@ def _jobs_of(
         readers = [partial(read_text, prompt=each, options=options) for each in body.prompts]
     else:
         assert isinstance(body, ChatBody)
-        readers = [partial(read_chat, body=body, options=options)]
+        readers = [partial(read_chat, body=body, options=options, marks=marks)]
     if len(readers) * choices > MOST_CHOICES:
         raise wrong_value(
             f"{len(readers)} prompts of n={choices} choices were asked, and one request may have "

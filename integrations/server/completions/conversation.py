@@ -73,6 +73,7 @@ class Conversation:
             sum(job.speculation.accepted_tokens for job in self._jobs),
             sum(job.speculation.draft_tokens for job in self._jobs),
             sum(choice.reasoning_count for choice in self.choices),
+            tuple(held for prompt in prompts for held in prompt.held),
         )
 
     @property

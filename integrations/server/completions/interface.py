@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.http.api_errors import APIError
@@ -52,6 +52,18 @@ class Answers:
         return []
 
 
+class Mark(NamedTuple):
+    """The end of a prefix of a prompt that is to stay cached.
+
+    Attributes:
+        messages: how many of the chat's messages the prefix has.
+        seconds: how long it is to stay after its last use.
+    """
+
+    messages: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a request asks for.
@@ -59,10 +71,12 @@ class Asked:
     Attributes:
         body: in the form of chat completions or completions.
         answers: makes the writer of the answers, of the request's id and the model's tokenizer.
+        marks: what is to stay cached of its prompt.
     """
 
     body: Body
     answers: Callable[[str, Any], Answers]
+    marks: Sequence[Mark] = ()
 
 
 class Interface:

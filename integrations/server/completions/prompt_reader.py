@@ -12,7 +12,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import server
 
-from paged_kv.integrations.batching.shared_prefill import cut_for_snapshots
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
+from paged_kv.integrations.server.completions.interface import Mark
 from paged_kv.integrations.server.completions.message_parts import (
     copied,
     image_files,
@@ -23,7 +25,7 @@ from paged_kv.integrations.server.completions.message_parts import (
 )
 from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
 from paged_kv.integrations.server.generation.embedded_images import EmbeddedImages
-from paged_kv.integrations.server.generation.jobs import Prompt
+from paged_kv.integrations.server.generation.jobs import Held, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
@@ -63,8 +65,13 @@ def read_prefill(
     return replace(whole, segments=[*parts, last])
 
 
-def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) -> Prompt:
-    """The prompt of a conversation.
+def read_chat(
+    loaded: LoadedModel,
+    body: ChatBody,
+    options: argparse.Namespace,
+    marks: Sequence[Mark] = (),
+) -> Prompt:
+    """The prompt of a conversation. `marks` say what is to stay cached of it.
 
     Raises:
         APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
@@ -84,7 +91,30 @@ def read_chat(loaded: LoadedModel, body: ChatBody, options: argparse.Namespace) 
         raise wrong_value(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
-    return _checked(loaded, prompt, limit)
+    ends = [
+        Held(_end_of(mark, prompt, loaded, body, options, limit), mark.seconds) for mark in marks
+    ]
+    return _checked(loaded, replace(prompt, held=tuple(ends)), limit)
+
+
+def _end_of(
+    mark: Mark,
+    prompt: Prompt,
+    loaded: LoadedModel,
+    body: ChatBody,
+    options: argparse.Namespace,
+    limit: PromptLimit,
+) -> int:
+    """How many tokens of a prompt a mark is about. With images, and where the template takes no
+    shorter conversation, it is about all of them."""
+    if mark.messages >= len(body.messages) or prompt.media is not None:
+        return len(prompt.tokens)
+    try:
+        messages = copied(body.messages[: mark.messages])
+        tokens, *_ = _tokenized(loaded, body, messages, options, limit)
+    except Exception:
+        return len(prompt.tokens)
+    return common_prefix(tokens, prompt.tokens)
 
 
 def _read(
@@ -178,6 +208,7 @@ def _checked(loaded: LoadedModel, prompt: Prompt, limit: PromptLimit) -> Prompt:
     if loaded.prompts is not None and not loaded.is_batchable and prompt.media is None:
         prompt = replace(prompt, media=loaded.prompts.tokens(tokens))
     if loaded.has_states:
-        segments = cut_for_snapshots(prompt.segments, at_pages=loaded.quantises)
+        segments = cut_at(prompt.segments, {each.num_tokens for each in prompt.held})
+        segments = cut_for_snapshots(segments, at_pages=loaded.quantises)
         prompt = replace(prompt, segments=segments)
     return prompt

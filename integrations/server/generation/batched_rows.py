@@ -25,6 +25,7 @@ from paged_kv.integrations.server.generation.jobs import (
     TopToken,
 )
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
 from paged_kv.integrations.server.generation.sampling import Sampling
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
@@ -127,6 +128,7 @@ class BatchedRows:
     def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
         """Add a job; the next steps compute it."""
         cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
+        hold(self._reuse, prompt, job.salt)
         job.cached_tokens = cached
         first, *others = samplings
         row = _Row(job, prompt, job.first_choice, others)
@@ -249,6 +251,13 @@ class BatchedRows:
 
     def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
         self._reuse.insert(tokens, cache, row.job.salt)
+        hold(self._reuse, row.prompt, row.job.salt)
+
+
+def hold(reuse: PromptReuse, prompt: Prompt, salt: Hashable) -> None:
+    """Hold what is cached of a prompt as long as its client asks for."""
+    for each in prompt.held:
+        reuse.hold(prompt.cache_key[: each.num_tokens], each.seconds, salt)
 
 
 def _requests(job: Job) -> list[tuple[str, int, int]]:

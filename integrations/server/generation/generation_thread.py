@@ -177,14 +177,14 @@ class GenerationThread:
         """Rank 0's commands, which all ranks obey at the time of its clock."""
         commands: list[Command] = []
         if self._ranks.rank == 0:
-            most = [IDLE_S] if self._ranks.size > 1 else []
+            most = [IDLE_S if self._ranks.size > 1 else threading.TIMEOUT_MAX]
+            most.append(self.provider.reuse.next_end - self._now)
             if self._rows is not None and self._options.model_ttl is not None:
-                most.append(max(0.0, self._used + self._options.model_ttl - self._now))
+                most.append(self._used + self._options.model_ttl - self._now)
             # A job whose prompt is fetched is not there yet: its arrival is a command.
-            commands = self._mailbox.take(
-                wait=self._admission.is_idle, seconds=min(most, default=None)
-            )
+            commands = self._mailbox.take(wait=self._admission.is_idle, seconds=max(0.0, min(most)))
         self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
+        self.provider.reuse.advance(self._now)
         return commands
 
     def _use_loaded(self) -> None:

@@ -22,6 +22,14 @@ from paged_kv.integrations.speculation.batch import SpeculationCounts
 
 
 @dataclass(frozen=True)
+class Held:
+    """The first tokens of a prompt, which stay cached for `seconds` after their last use."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt as a model reads it.
 
@@ -30,12 +38,14 @@ class Prompt:
         segments: the same tokens in parts; other prompts may share the end of each part.
         initial_state: the kind of text that the model writes first: "normal" or "reasoning".
         media: the images in it. Such a prompt is computed alone.
+        held: what clients ask to keep cached for some time.
     """
 
     tokens: list[int]
     segments: list[list[int]]
     initial_state: str = "normal"
     media: PromptMedia | None = None
+    held: tuple[Held, ...] = ()
 
     @property
     def cache_key(self) -> list[int]:

@@ -257,7 +257,10 @@ class PagedModelProvider(ModelProvider):
     def _describe(self) -> LoadedModel:
         options = self.cli_args
         self.reuse = PromptReuse(
-            self.factories, options.prompt_cache_size, options.prompt_cache_bytes
+            self.factories,
+            options.prompt_cache_size,
+            options.prompt_cache_bytes,
+            options.held_share,
         )
         key: Any = self.model_key
         tokenizer: Any = self.tokenizer

@@ -7,6 +7,7 @@ prompt reuses the longest cached prefix, and pages are evicted when memory gets 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import inf
 from typing import Any
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
@@ -22,6 +23,7 @@ class PromptReuse:
             memory allows.
         max_bytes: the most bytes of all pages, in use or cached; above it, cached ones are evicted.
             None for as many as memory allows.
+        held_share: the most of the memory that `hold` may hold, 0 to 1; under one salt half of it.
     """
 
     def __init__(
@@ -29,11 +31,14 @@ class PromptReuse:
         factories: list[PagedCacheFactory],
         max_prompts: int | None = None,
         max_bytes: int | None = None,
+        held_share: float = 0.0,
     ) -> None:
         self._factories = factories
         self._factory = factories[0] if factories else None
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
+        self._held_share = held_share
+        self._now = 0.0
 
     def fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any] | None, int]:
         """A prompt cache with the longest cached prefix of a prompt, which may be empty, and its
@@ -57,6 +62,23 @@ class PromptReuse:
             self._factory.insert_cache(tokens, prompt_cache, salt=salt)
         prompt_cache.clear()
         self._trim()
+
+    @property
+    def next_end(self) -> float:
+        """Nothing that is held ends before this time."""
+        return inf if self._factory is None else self._factory.pool.timed_pins.next_end
+
+    def advance(self, now: float) -> None:
+        """Let the time be `now`, in seconds of any clock: what was held until then may go."""
+        self._now = now
+        if self._factory is not None:
+            self._factory.pool.timed_pins.expire(now)
+
+    def hold(self, tokens: list[int], seconds: float, salt: Hashable) -> None:
+        """For so long, evict what is cached of these tokens after all that is not held."""
+        if self._factory is not None and self._held_share:
+            until = self._now + seconds
+            self._factory.hold(tokens, until=until, most=self._held_share, salt=salt)
 
     def _trim(self) -> None:
         """Evict the least recently used prompts until both limits hold."""

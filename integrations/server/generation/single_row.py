@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences, maybe_quantize_kv_cache, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from paged_kv.integrations.server.generation.batched_rows import Happened, as_token
+from paged_kv.integrations.server.generation.batched_rows import Happened, as_token, hold
 from paged_kv.integrations.server.generation.jobs import Job, Progress, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.sampling import Sampling
@@ -109,6 +109,7 @@ class SingleRow:
         lengths = accumulate(len(segment) for segment in prompt.segments)
         ends = [end for end in lengths if end < len(prompt.tokens)]
         cache, cached = self._fetch(prompt.cache_key, job.salt)
+        hold(self._provider.reuse, prompt, job.salt)
         if prompt.media is None:
             return _Start(model, cache, cached, ends)
         try:
@@ -132,7 +133,7 @@ class SingleRow:
         for done in self._read(start, prompt.tokens):
             if done in start.ends:
                 # Of a copy of the list, which is emptied.
-                self._provider.reuse.insert(told[:done], [*cache], job.salt)
+                self._keep(told[:done], [*cache], job, prompt)
             yield job, Progress(done, len(prompt.tokens))
         stops = self._stops.matcher()
         for response in self._generate(job, start, prompt.tokens, sampling):
@@ -142,10 +143,14 @@ class SingleRow:
             job.generated_tokens += 1
             if response.finish_reason is not None:
                 # Insert before the client sees the end and drops the job.
-                self._provider.reuse.insert(told, cache, job.salt)
+                self._keep(told, cache, job, prompt)
             yield job, as_token(job, number, response)
             if response.finish_reason is not None:
                 return
+
+    def _keep(self, tokens: list[int], cache: list[Any], job: Job, prompt: Prompt) -> None:
+        self._provider.reuse.insert(tokens, cache, job.salt)
+        hold(self._provider.reuse, prompt, job.salt)
 
     def _generate(
         self, job: Job, start: _Start, tokens: list[int], sampling: Sampling

@@ -17,6 +17,7 @@ from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.interface import Answers
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.server.http.request_log import request_id
+from paged_kv.integrations.server.messages.translation import HOUR_S
 
 # The types of errors by their status; others have those of 400 and of 500.
 ERROR_TYPES = {
@@ -50,14 +51,12 @@ class MessageAnswers(Answers):
     Args:
         name: identifies the request.
         model: the name in the request.
-        is_marked: whether the request marks what to cache.
         shows_thinking: whether thoughts are told.
     """
 
-    def __init__(self, name: str, model: str, *, is_marked: bool, shows_thinking: bool) -> None:
+    def __init__(self, name: str, model: str, *, shows_thinking: bool) -> None:
         self._name = name
         self._model = model
-        self._is_marked = is_marked
         self._shows_thinking = shows_thinking
         self._parts = AnswerParts()
         # Of a stream: the kind of the open block, its number, and how the message ends.
@@ -113,10 +112,16 @@ class MessageAnswers(Answers):
         """Anthropic's counts: the first three add up to the prompt. All that was computed is
         cached, and counts as such where the request marks something to cache."""
         computed = usage.prompt_tokens - usage.cached_tokens
-        created = computed if self._is_marked else 0
+        created = computed if usage.held else 0
+        ends = [each.num_tokens for each in usage.held if each.seconds == HOUR_S]
+        for_an_hour = max(0, max(ends, default=0) - usage.cached_tokens)
         return {
             "input_tokens": computed - created,
             "cache_creation_input_tokens": created,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
+            },
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }

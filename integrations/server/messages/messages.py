@@ -57,7 +57,8 @@ class Messages(Interface):
         require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
         body = checked(said, self._kind)
         chat = self.chat_body(chat_of(said, body, self._skipped))
-        return Asked(chat, partial(_answers, body, chat.model or DEFAULT_MODEL))
+        answers = partial(_answers, body, chat.model or DEFAULT_MODEL)
+        return Asked(chat, answers, cache_marks(body, self._skipped))
 
 
 def _answers(body: PromptBody, model: str, name: str, tokenizer: Any) -> Answers:
@@ -65,7 +66,6 @@ def _answers(body: PromptBody, model: str, name: str, tokenizer: Any) -> Answers
     return MessageAnswers(
         name,
         model,
-        is_marked=any(True for _ in cache_marks(body)),
         shows_thinking=thinking is None or thinking.display != "omitted",
     )
 

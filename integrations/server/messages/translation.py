@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from paged_kv.integrations.server.completions.interface import Mark
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.messages.requests import (
     SHARED,
@@ -17,6 +18,10 @@ from paged_kv.integrations.server.messages.requests import (
 )
 
 Object = dict[str, Any]
+
+# How long a marked prefix stays cached after its last use, as at Anthropic.
+MINUTES_S = 300.0
+HOUR_S = 3600.0
 
 
 def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -> Object:
@@ -37,7 +42,7 @@ def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -
             "messages",
         )
     chat = {name: said[name] for name in SHARED if name in said}
-    chat["messages"] = [*_system(body.system, skipped), *_messages(body.messages)]
+    chat["messages"] = _chat_messages(body.system, body.messages, skipped)
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
@@ -57,15 +62,40 @@ def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -
     return chat
 
 
-def cache_marks(body: PromptBody) -> Iterator[CacheControl]:
-    """The marks of a body's cached prefixes."""
+def cache_marks(body: PromptBody, skipped: Sequence[str]) -> list[Mark]:
+    """What is to stay cached of a body with marks: the whole prompt for 5 minutes, and for an hour
+    all up to the last message with a mark that says so. The arguments are those of `chat_of`."""
+    marks = list(_marks(body))
+    if not marks:
+        return []
+    ends = [(len(body.messages), MINUTES_S)]
+    ends += [(number, HOUR_S) for number, mark in marks if mark.get("ttl") == "1h"][-1:]
+    counts = [len(_chat_messages(body.system, body.messages[:at], skipped)) for at, _ in ends]
+    # No template has a prompt without a message; the marks of tools are at the first one's end.
+    return [Mark(max(1, count), life) for count, (_, life) in zip(counts, ends, strict=True)]
+
+
+def _marks(body: PromptBody) -> Iterator[tuple[int, CacheControl]]:
+    """The marks of a body in their order, each with the number of messages up to it."""
     system = body.system if isinstance(body.system, list) else ()
+    first: list[Any] = [*(body.tools or ()), *system]
     contents = [message["content"] for message in body.messages]
-    blocks: list[Any] = [block for each in contents if isinstance(each, list) for block in each]
-    nested = [block.get("content") for block in blocks]
-    blocks += [block for each in nested if isinstance(each, list) for block in each]
-    marks = [each.get("cache_control") for each in (*system, *(body.tools or ()), *blocks)]
-    return (mark for mark in (*marks, body.cache_control) if mark is not None)
+    by_message = [first, *(each if isinstance(each, list) else [] for each in contents)]
+    for number, blocks in enumerate(by_message):
+        nested = [each for block in blocks for each in _blocks_in(block)]
+        marks = [each.get("cache_control") for each in (*nested, *blocks)]
+        yield from ((number, mark) for mark in marks if mark is not None)
+    if body.cache_control is not None:
+        yield len(body.messages), body.cache_control
+
+
+def _blocks_in(block: Any) -> list[Any]:
+    content = block.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _chat_messages(system: Any, messages: Iterable[Any], skipped: Sequence[str]) -> list[Object]:
+    return [*_system(system, skipped), *_messages(messages)]
 
 
 def _system(system: Any, skipped: Sequence[str]) -> list[Object]:
