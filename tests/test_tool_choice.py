@@ -25,6 +25,8 @@ MARKS = {
     "qwen3_coder": "<tool_call>\n<function=",
     "minimax_m2": "<minimax:tool_call>",
     "minicpm5": '<function name="f"><param name="p">',
+    "gemma4": "<|tool_call><tool_call|>",
+    "muse_spark": "<atem:function_calls>",
 }
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from paged_kv.integrations.grammar.call_forms import CallForm, form_of
 from paged_kv.integrations.grammar.call_rules import CallRules, literal
-from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.integrations.grammar.constraints import Constraint, writes_marks
 from paged_kv.integrations.grammar.grammars import Grammar, lark
 
 # A model that must call tools may find no end.
@@ -90,10 +90,14 @@ class CallConstraint(NamedTuple):
         if self.several and form.between is None:
             between = '"\\n"?' if tokenizer.tool_call_end else ""
             calls = f"{calls} ({between} {calls}){{0,{MOST_CALLS - 1}}}"
-        if self.choice == "auto":
-            assert self.answer is not None, "else calls begin within any text"
+        if self.answer is not None and self.choice == "auto":
             calls = f"{calls} | {_as_rule(rules, self.answer.grammar)}"
-        return Constraint(lark(rules.grammar(calls)), self.field)
+            return Constraint(lark(rules.grammar(calls)), self.field)
+        has_marks = form.around is not None and writes_marks(tokenizer)
+        if form.around is not None and has_marks:
+            before, after = form.around(rules)
+            calls = f"{before} {calls} {after}"
+        return Constraint(lark(rules.grammar(calls)), self.field, has_marks=has_marks)
 
     def _section(self, rules: CallRules, tokenizer: Any, form: CallForm) -> str:
         """The calls within one pair of marks, and the mark behind them."""

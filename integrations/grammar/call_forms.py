@@ -1,5 +1,4 @@
-"""The forms in which models write calls of tools: those of mlx-lm's parsers that a grammar can
-describe.
+"""The forms in which models write calls of tools, one for each of mlx-lm's parsers.
 
 Each form is a function that gives the expression of one call in llguidance's Lark syntax, between
 the marks with which calls start and end.
@@ -9,16 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any, NamedTuple
 
+from paged_kv.integrations.grammar.call_parameters import in_order, sorted_by_name
 from paged_kv.integrations.grammar.call_rules import CallRules, literal
+from paged_kv.integrations.grammar.call_schemas import Schema, definitions, single_types
+from paged_kv.integrations.grammar.gemma_values import gemma_entries
+from paged_kv.integrations.grammar.parameter_values import Place, text, value
+from paged_kv.integrations.grammar.value_readings import (
+    Reading,
+    glm_reading,
+    minimax_reading,
+    muse_reading,
+    qwen_reading,
+)
 
-Schema = Mapping[str, Any]
-# Keywords of a tool's parameters that parameters one by one can fit.
-_OF_PARAMETERS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_NOTES = {"description", "title", "$schema", "$comment", "$id", "strict"}
-_ONE_TYPE = {"integer", "number", "boolean", "object", "array"}
+# Python reads other escapes of JSON as other texts.
+_PYTHON_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
 
 
 class CallForm(NamedTuple):
@@ -28,12 +36,15 @@ class CallForm(NamedTuple):
         call: the expression of a call of a tool, from its name and the schema of its parameters.
         before, between, after: the calls within one pair of marks; without `between` there is
             one call within each pair.
+        around: the expressions before and after an answer that is nothing but calls, in a model
+            whose answers have marks of their own; None in others.
     """
 
     call: Callable[[CallRules, str, Schema], str]
     before: str = ""
     between: str | None = None
     after: str = ""
+    around: Callable[[CallRules], tuple[str, str]] | None = None
 
 
 def form_of(tokenizer: Any) -> CallForm | None:
@@ -71,33 +82,36 @@ def _numbered(rules: CallRules, name: str, parameters: Schema) -> str:
 
 
 def _python(rules: CallRules, name: str, parameters: Schema) -> str:
-    # Python reads other escapes of JSON as other texts.
-    escapes = {"json_allowed_escapes": 'nrtbf\\"'}
+    def argument(key: str, schema: Schema) -> str:
+        if not key.isidentifier() or iskeyword(key):
+            raise ValueError(f"{key!r} is no name in Python")
+        return f"{literal(f'{key}=')} {rules.json(schema, _PYTHON_ESCAPES)}"
 
-    def value(key: str, schema: Schema) -> str:
-        return f"{literal(f'{key}=')} {rules.json(schema, escapes)}"
-
-    inner = _in_order(rules, parameters, value, between='", "')
+    inner = in_order(rules, parameters, argument, between='", "')
     return f'{literal(f"{_plain(name)}(")} {inner} ")"'
 
 
-def _tagged(head: str, value_head: str, value_end: str, end: str) -> Callable[..., str]:
+def _tagged(
+    head: str, opening: str, place: Place, end: str, read: Callable[[Schema], Reading]
+) -> Callable[..., str]:
     """A call whose parameters stand between tags, texts without quotes. `{}` in heads is the name
     of the tool, or of the parameter."""
 
     def call(rules: CallRules, name: str, parameters: Schema) -> str:
-        def value(key: str, schema: Schema) -> str:
-            opening = literal(value_head.format(_plain(key)))
-            if schema.get("type") == "string":
-                return f"{opening} {rules.text_until(value_end, schema)}"
-            if schema.get("type") not in _ONE_TYPE:
-                raise ValueError(f"the parameter {key} has no type, or several")
-            return f"{opening} {rules.json(schema)} {rules.mark(value_end)}"
+        # Each parser takes the end of a call wherever it comes.
+        its = place._replace(never=(*place.never, rules.tokenizer.tool_call_end))
 
-        inner = _in_order(rules, parameters, value)
-        return f"{literal(head.format(_plain(name)))} {inner} {literal(end)}"
+        def argument(key: str, schema: Schema) -> str:
+            return f"{_marked(rules, opening, key)} ({value(rules, schema, its, read)})"
+
+        inner = in_order(rules, parameters, argument)
+        return f"{_marked(rules, head, name)} {inner} {rules.mark(end)}"
 
     return call
+
+
+def _marked(rules: CallRules, template: str, name: str) -> str:
+    return rules.mark(template.format(_plain(name)))
 
 
 def _of_longcat(rules: CallRules, name: str, parameters: Schema) -> str:
@@ -107,39 +121,70 @@ def _of_longcat(rules: CallRules, name: str, parameters: Schema) -> str:
     return _LONGCAT(rules, name, parameters)
 
 
-def _in_order(
-    rules: CallRules,
-    parameters: Schema,
-    value: Callable[[str, Schema], str],
-    between: str = "",
-) -> str:
-    """The parameters of a call one after the other, in the schema's order; those that are not
-    required may be left out.
-
-    Raises:
-        ValueError: the schema says more than which parameters there are.
-    """
-    if unknown := parameters.keys() - _OF_PARAMETERS - _NOTES:
-        raise ValueError(f"parameters one by one cannot fit {', '.join(sorted(unknown))}")
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    required = set(parameters.get("required", ()))
-    properties = parameters.get("properties", {})
-    if not properties.keys() >= required:
-        raise ValueError("a required parameter has no schema")
-    # The rest after each parameter, whether one came before it or not.
-    first, later = '""', '""'
-    for key, schema in reversed(properties.items()):
-        one = rules.rule(value(key, {**shared, **_described(schema)}))
-        whole, joined = f"{one} {later}", f"{between} {one} {later}"
-        if key in required:
-            first, later = rules.rule(whole), rules.rule(joined)
-        else:
-            first, later = rules.rule(f"{whole} | {first}"), rules.rule(f"{joined} | {later}")
-    return first
+def _of_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"{name!r} cannot stand without quotes")
+    return f'{literal(f"call:{name}{{")} {gemma_entries(rules, parameters)} "}}"'
 
 
-def _described(schema: Any) -> Schema:
-    return schema if isinstance(schema, dict) else {}
+def _of_function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
+    if not re.fullmatch(r"\w+", name):
+        raise ValueError(f"{name!r} cannot stand without quotes")
+    # The first brace ends the call, and the first comma a value without marks.
+    place = Place("<escape>", never=("}", rules.tokenizer.tool_call_end))
+
+    def one(schema: Schema) -> str:
+        if schema["type"] == "string":
+            return f"{rules.mark('<escape>')} {text(rules, schema, place)}"
+        if schema["type"] in ("array", "object"):
+            raise ValueError(f"this form has no {schema['type']}")
+        return rules.json(schema)
+
+    def argument(key: str, schema: Schema) -> str:
+        types = single_types(schema, definitions(schema))
+        return f"{literal(f'{_plain(key)}:')} ({' | '.join(map(one, types))})"
+
+    inner = in_order(rules, sorted_by_name(parameters), argument, between='","')
+    return f'{literal(f"call:{name}{{")} {inner} "}}"'
+
+
+def _of_kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
+    ends = ("<|close|>call<|sep|>", "<|close|>json<|sep|>", rules.tokenizer.tool_call_end)
+    place = Place("<|close|>argument<|sep|>", never=ends)
+
+    def one(key: str, schema: Schema) -> str:
+        kind = schema["type"]
+        head = f'<|open|>argument key="{_escaped(key)}" type="{kind}"<|sep|>'
+        if kind == "string":
+            return f"{rules.mark(head)} {text(rules, schema, place)}"
+        return f"{rules.mark(head)} {rules.json(schema)} {place.closing(rules)}"
+
+    def argument(key: str, schema: Schema) -> str:
+        types = single_types(schema, definitions(schema))
+        return " | ".join(one(key, each) for each in types)
+
+    head = rules.mark(f'<|open|>call tool="{_escaped(name)}" index="')
+    begun, end = rules.mark('"<|sep|>'), rules.mark("<|close|>call<|sep|>")
+    return f"{head} /[1-9][0-9]?/ {begun} {in_order(rules, parameters, argument)} {end}"
+
+
+def _around_kimi_k3(rules: CallRules) -> tuple[str, str]:
+    """The answer's text, which is empty, may be open already."""
+    begin, end, last = map(rules.mark, rules.tokenizer.structural_markers)
+    return f"(({begin})? {end})?", f"({last})?"
+
+
+def _around_muse(rules: CallRules) -> tuple[str, str]:
+    """Thoughts, and who gets the calls."""
+    message, end = rules.mark("<|message|>"), "<|eom|>"
+    thoughts = rules.text([], end, never=("<atem:function_calls>",))
+    again = rules.mark("<|start|>assistant")
+    name = rules.rule(r"/[\w.-]{1,64}/")
+    return f'(" "? "to=self" {message} {thoughts} {again})? " "? "to=" {name} {message}', '""'
+
+
+def _escaped(name: str) -> str:
+    return name.replace("&", "&amp;").replace('"', "&quot;")
 
 
 def _plain(name: str) -> str:
@@ -148,12 +193,49 @@ def _plain(name: str) -> str:
     return name
 
 
-_GLM = CallForm(_tagged("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "\n"))
+_GLM = CallForm(
+    _tagged(
+        "{}\n",
+        "<arg_key>{}</arg_key>\n<arg_value>",
+        Place("</arg_value>", trims=True),
+        "\n",
+        glm_reading,
+    )
+)
 _LONGCAT = _tagged(
     "{}\n",
     "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
-    "</longcat_arg_value>",
+    Place("</longcat_arg_value>", trims=True),
     "\n",
+    glm_reading,
+)
+_QWEN = _tagged(
+    "\n<function={}>\n",
+    "<parameter={}>\n",
+    Place("</parameter>", before="\n", after="\n"),
+    "</function>\n",
+    qwen_reading,
+)
+_MINIMAX = _tagged(
+    '<invoke name="{}">\n',
+    '<parameter name="{}">',
+    Place("</parameter>", ("</invoke>",), after="\n", trims=True),
+    "</invoke>\n",
+    minimax_reading,
+)
+_MINICPM = _tagged(
+    '"{}">',
+    '<param name="{}">',
+    Place("</param>", trims=True, wrapping=("<![CDATA[", "]]>")),
+    "",
+    minimax_reading,
+)
+_MUSE = _tagged(
+    '<atem:invoke name="{}">\n',
+    '<atem:parameter name="{}">',
+    Place("</atem:parameter>", after="\n", trims=True),
+    "</atem:invoke>\n",
+    muse_reading,
 )
 _FORMS = {
     "json_tools": CallForm(_on_its_line),
@@ -163,13 +245,11 @@ _FORMS = {
     "glm47": _GLM,
     "laguna": _GLM,
     "longcat": CallForm(_of_longcat),
-    "qwen3_coder": CallForm(
-        _tagged("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n")
-    ),
-    "minimax_m2": CallForm(
-        _tagged('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>\n"),
-        before="\n",
-        between="",
-    ),
-    "minicpm5": CallForm(_tagged('"{}">', '<param name="{}">', "</param>", "")),
+    "qwen3_coder": CallForm(_QWEN),
+    "minimax_m2": CallForm(_MINIMAX, before="\n", between=""),
+    "minicpm5": CallForm(_MINICPM),
+    "gemma4": CallForm(_of_gemma),
+    "function_gemma": CallForm(_of_function_gemma),
+    "kimi_k3": CallForm(_of_kimi_k3, between="", around=_around_kimi_k3),
+    "muse_spark": CallForm(_MUSE, before="\n", between="", around=_around_muse),
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Of a parameter whose text has no quotes: what a grammar can say of it.
-_KNOWN_OF_TEXTS = {"type", "enum", "const", "maxLength", "$defs", "definitions"}
-_NOTES = {"description", "title", "default", "examples", "$comment", "deprecated"}
+from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, exactly
 
 
 class CallRules:
@@ -19,18 +18,33 @@ class CallRules:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        self._tokens = {str(token): number for number, token in added if _is_mark(token)}
         self._rules: list[str] = []
+        self._known: dict[str, str] = {}
 
     def grammar(self, start: str) -> str:
         """The grammar of a text that fits an expression of these rules."""
         return "\n".join([f"start: {start}", *self._rules, ""])
 
-    def rule(self, expression: str, attribute: str = "") -> str:
+    def rule(self, expression: str) -> str:
         """The name of a new rule."""
         name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}{attribute}: {expression}")
+        self._rules.append(f"{name}: {expression}")
         return name
+
+    def shared_rule(self, key: str, expression: Callable[[], str]) -> str:
+        """The name of the rule with this key, which may use itself.
+
+        Args:
+            key: of the rule.
+            expression: makes it, if it is new.
+        """
+        if key not in self._known:
+            self._known[key] = f"shared_{len(self._known)}"
+            self._rules.append(f"{self._known[key]}: {expression()}")
+        return self._known[key]
 
     def json(self, schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
         """A rule for JSON that fits a schema. Only spaces as of Python's `json.dumps` are
@@ -41,29 +55,54 @@ class CallRules:
 
     def mark(self, text: str) -> str:
         """The expression for a mark of the template."""
-        tokens = self._tokenizer.encode(text, add_special_tokens=False) if text else []
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        is_token = len(tokens) == 1 and tokens[0] in added
-        return f"<[{tokens[0]}]>" if is_token else literal(text)
+        return " ".join(self._parts(text)) or '""'
 
-    def text_until(self, end: str, schema: Mapping[str, Any]) -> str:
-        """A rule for a text without quotes that fits a schema, and the mark behind it.
+    def text(
+        self,
+        patterns: Sequence[str],
+        end: str,
+        never: Sequence[str],
+        refused: Sequence[str] = (),
+        before: str = "",
+    ) -> str:
+        """A rule for a text without quotes, and the mark behind it.
 
-        Raises:
-            ValueError: a grammar cannot say what the schema does.
+        Args:
+            patterns: regular expressions that match the whole text.
+            end: the mark.
+            never: what else must not come within the text.
+            refused: regular expressions that must not match the whole text.
+            before: a text before the mark.
         """
-        if unknown := schema.keys() - _KNOWN_OF_TEXTS - _NOTES:
-            raise ValueError(f"texts without quotes cannot fit {', '.join(sorted(unknown))}")
-        mark = self.mark(end)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if values is not None:
-            if any(not isinstance(each, str) or end in each for each in values):
-                raise ValueError("a value is no text")
-            return self.rule(f"({' | '.join(map(literal, values))}) {mark}")
-        text = f"/(.|\\n){{0,{schema.get('maxLength', '')}}}/"
-        if mark.startswith('"'):
-            return self.rule(f"{text} {mark}", "[lazy]")
-        return self.rule(f"{text} {mark}")
+        first, *rest = self._parts(end)
+        ends_text = first.startswith('"')  # nothing but the mark's letters says where it ends
+        unfit = [f"({each}){exactly(before)}" for each in refused]
+        if ends_text:
+            unfit = [f"{each}{exactly(end)}" for each in unfit]
+        behind = r"(.|\n)+" if ends_text else ANY_TEXT
+        unfit += [f"{ANY_TEXT}{exactly(end)}{behind}"]
+        if never:
+            unfit += [f"{ANY_TEXT}({'|'.join(map(exactly, never))}){ANY_TEXT}"]
+        matched = " & ".join(f"/{each}/" for each in patterns or [ANY_TEXT])
+        closing = literal(before + end if ends_text else before)
+        terminal = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{terminal}: (({matched}) {closing}) & ~/{'|'.join(unfit)}/")
+        return self.rule(" ".join([terminal, *(rest if ends_text else [first, *rest])]))
+
+    def _parts(self, text: str) -> list[str]:
+        """A mark, divided into tokens of their own and other texts."""
+        own = sorted((each for each in self._tokens if each in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, own))})", text) if own else [text]
+        return [
+            f"<[{self._tokens[part]}]>" if part in self._tokens else literal(part)
+            for part in parts
+            if part
+        ]
+
+
+def _is_mark(token: Any) -> bool:
+    """Whether llguidance takes an added token for no text."""
+    return bool(token.special) or re.fullmatch("<.*>", str(token)) is not None
 
 
 def literal(text: str) -> str:

@@ -17,6 +17,7 @@ class Constraint(NamedTuple):
             that the grammar describes as a whole, behind the model's thinking.
         repeats: whether other text may follow what the grammar describes.
         is_optional: whether any text will do if the grammar does not compile.
+        has_marks: whether the grammar describes the marks too that a model writes into answers.
     """
 
     grammar: Grammar
@@ -24,6 +25,7 @@ class Constraint(NamedTuple):
     after: str | None = None
     repeats: bool = False
     is_optional: bool = False
+    has_marks: bool = False
 
     def for_model(self, tokenizer: Any) -> Constraint:
         """What this means for a model: the same for all."""
@@ -41,7 +43,7 @@ class Constraint(NamedTuple):
         """
         if self.after is not None:
             return {"after": self.after, "repeats": self.repeats}
-        if tokenizer.structural_markers or tokenizer.response_transitions:
+        if writes_marks(tokenizer) and not self.has_marks:
             raise ValueError("this model writes marks into its answers that no grammar describes")
         if initial_state == "reasoning":
             return {"after": tokenizer.think_end}
@@ -49,3 +51,8 @@ class Constraint(NamedTuple):
         if len(openings) != 1:
             return {}
         return {"after": tokenizer.think_end, "opening": openings[0]}
+
+
+def writes_marks(tokenizer: Any) -> bool:
+    """Whether a model's answers have marks besides those of thinking and of calls."""
+    return bool(tokenizer.structural_markers or tokenizer.response_transitions)
