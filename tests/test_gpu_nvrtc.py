@@ -9,18 +9,21 @@ from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FormatName
 from tests.gpu_on_cpu.emulated import Device
-from tests.gpu_on_cpu.nvrtc import compiled, why_not
+from tests.gpu_on_cpu.nvrtc import compiled, local_bytes, why_not
 from tests.gpu_on_cpu.toolchain import why_not as why_not_on_cpu
 from tests.gpu_pages import backend_on, same, sharing, written
 
 REASON = why_not() or why_not_on_cpu()
+# The addresses that a kernel chooses among: of 16 slabs, layouts, tables and parameters. A thread
+# keeps no other array in memory, as it would an array that a loop which is not unrolled indexes.
+OF_SLABS = (16 + 3) * 8
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON or "there is one")
 @pytest.mark.slow
 @pytest.mark.parametrize("formats", [["fp16"], ["q8"], ["q4"], ["fp16", "q4"]])
 def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here in bfloat16; the bench's texts, below, are in float16."""
+    """In bfloat16, with all sums in registers. The bench's texts, below, are in float16."""
     dim, dtype = 128, mx.bfloat16
     monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 1)
     device = Device(modes=())  # The test makes texts, and runs no kernel.
@@ -58,6 +61,7 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
     for name, text in device.texts.items():
         size, log = compiled(text, "sm_80")
         assert size, f"{name}: {log}"
+        assert local_bytes(log) <= OF_SLABS, f"{name}: {log}"
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")

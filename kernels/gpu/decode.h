@@ -330,6 +330,7 @@ void decode(DEVICE const T* queries, Strides strides,
   SHARED float* measures_here = all_measures + block * ROWS * 2;
   sums.measure(lane, measures_here + part * BLOCKS * ROWS * 2);
   threads_meet();
+  UNROLL
   for (uint r = 0; r < ROWS; r++) {
     float maximum = joined_maximum(measures_here + r * 2);
     sums.give(r, power_of_2(sums.maximum[r] - maximum), lane, own);

@@ -99,6 +99,7 @@ void attend_latent(DEVICE const T* queries, Strides strides, DEVICE const T* pos
   float scale = float_of_bits(pages.parameter(SCALE));
   float query[ROWS * OF_LATENT], position_query[ROWS * OF_POSITION];
   LatentSum sums[ROWS];
+  UNROLL
   for (uint r = 0; r < ROWS; r++) {
     uint head = first_head + r;
     read_query<K_DIM>(query_of(queries, strides, number, head, head < heads), scale, lane,
@@ -121,10 +122,12 @@ void attend_latent(DEVICE const T* queries, Strides strides, DEVICE const T* pos
     threads_meet();
     uint begin = seen.begin > position ? seen.begin - position : 0;
     uint end = smaller(seen.end - position, SIMDGROUPS);
+    UNROLL
     for (uint r = 0; r < ROWS; r++)
       sums[r].add(query + r * OF_LATENT, position_query + r * OF_POSITION, begin, end, lane, tile);
     threads_meet();
   }
+  UNROLL
   for (uint r = 0; r < ROWS; r++) {
     if (first_head + r >= heads) continue;
     ulong at = (number * heads + first_head + r) * ulong(pages.parameter(SPLITS)) + place.y;

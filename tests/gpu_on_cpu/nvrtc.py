@@ -1,11 +1,12 @@
 """NVIDIA's own compiler, from wheels. It needs no GPU and no driver."""
 
 import ctypes
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-OPTIONS = ["--device-as-default-execution-space", "--std=c++17"]
+OPTIONS = ["--device-as-default-execution-space", "--std=c++17", "--ptxas-options=-v"]
 # Replaces a header of MLX that its Linux wheel without CUDA lacks.
 UTILS = b"""
 #include <cuda_bf16.h>
@@ -67,3 +68,10 @@ def compiled(text: str, architecture: str) -> tuple[int, str]:
         library.nvrtcGetCUBINSize(program, ctypes.byref(size))
     library.nvrtcDestroyProgram(ctypes.byref(program))
     return 0 if failed else size.value, log.value.decode()
+
+
+def local_bytes(log: str) -> int:
+    """The bytes of a thread that lie in memory and in no register, by the messages of a kernel."""
+    found = re.search(r"(\d+) bytes stack frame", log)
+    assert found is not None
+    return int(found[1])
