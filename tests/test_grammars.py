@@ -19,6 +19,7 @@ from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema, lark, regex
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
 from paged_kv.integrations.grammar.processor import GrammarProcessor
+from paged_kv.integrations.grammar.token_masks import MaskedRow, token_masks
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
 
 HOT = make_sampler(2.0)
@@ -150,6 +151,24 @@ def test_drafts_stop_where_a_grammar_begins_or_a_sequence_becomes_free(
     assert grammar.allowed([seven, other]) == 2
 
 
+def test_a_sequence_does_not_end_before_its_grammar_begins(vocabulary: Vocabulary) -> None:
+    other, seven, trigger, end = [*(tokens_of(vocabulary, text)[0] for text in "x7("), 0]
+    grammar = vocabulary.compiled(regex("77")).begin(after="(", is_required=True)
+    processor = GrammarProcessor(grammar)
+    thinking = mx.array([1, other])
+    for count in (1, 2):
+        allowed = _finite(processor(thinking[:count], mx.zeros((1, 4096))))
+        assert end not in allowed
+        assert len(allowed) == 4095
+    assert grammar.drafted([other, end, other], 9) == [other]
+    masks: Any = token_masks([MaskedRow(grammar, 0, [other])], 2, 4096).tolist()
+    assert [sum(mask) for mask in masks] == [4095, 4095]
+    assert grammar.drafted([other, trigger, seven], 9) == [other]
+    assert grammar.drafted([end], 9) == [], "nothing is forced before the grammar begins"
+    follow(grammar, [trigger])
+    assert vocabulary.tokens.decode_str(grammar.drafted([other], 9)) == "77"
+
+
 def test_a_token_is_taken_once(vocabulary: Vocabulary) -> None:
     grammar = vocabulary.compiled(regex("777")).begin()
     (digit,) = tokens_of(vocabulary, "7")
@@ -185,8 +204,8 @@ def test_models_with_answers_of_their_own_form_are_refused() -> None:
 @pytest.mark.parametrize(
     ("state", "think", "expected"),
     [
-        ("reasoning", (5,), {"after": "</think>"}),
-        ("normal", (5,), {"after": "</think>", "opening": 5}),
+        ("reasoning", (5,), {"after": "</think>", "is_required": True}),
+        ("normal", (5,), {"after": "</think>", "opening": 5, "is_required": True}),
         ("normal", (5, 6), {}),
         ("normal", None, {}),
     ],

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paged_kv.integrations.server.completions import grammar_compiler
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
+from tests.agent_model import agent_folder, dictated
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PagedRunningServer,
@@ -45,6 +47,7 @@ MANY: dict[str, Any] = {
     "required": ["p2499"],
 }
 MESSAGES: Any = [{"role": "user", "content": "import os\n"}]
+TOOL: Any = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA}}
 # The hottest that answers get; a model of 4,096 tokens says anything then.
 HOT: dict[str, Any] = {"temperature": 2, "max_tokens": 400}
 
@@ -339,6 +342,20 @@ def test_a_preempted_sequence_goes_on_within_its_grammar(draft: list[str]) -> No
     assert found == expected
     for text in found:
         assert Draft202012Validator(LONG).is_valid(json.loads(text))
+
+
+@pytest.mark.parametrize("options", [[], ["--draft-model", "ngram"]])
+def test_thinking_does_not_end_an_answer(options: list[str], tmp_path: Path) -> None:
+    """A model that wants to end while it thinks goes on until `max_tokens`."""
+    with dictated() as script, paged_server("--model", agent_folder(tmp_path), *options) as running:
+        for asked in ({"response_format": FORMAT}, {"tools": [TOOL], "tool_choice": "required"}):
+            script.says("<think>\nhm")
+            (choice,) = chat(running, **asked, temperature=0, max_tokens=20).choices
+            assert choice.finish_reason == "length"
+            assert not choice.message.content
+        script.says("<think>\nhm")
+        (choice,) = chat(running, temperature=0, max_tokens=20).choices
+        assert choice.finish_reason == "stop", "nothing is asked for, so thoughts will do"
 
 
 def test_a_model_whose_caches_cannot_be_batched() -> None:

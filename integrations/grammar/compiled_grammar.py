@@ -58,13 +58,19 @@ class CompiledGrammar:
         self._is_tried = True
 
     def begin(
-        self, *, after: str | None = None, opening: int | None = None, repeats: bool = False
+        self,
+        *,
+        after: str | None = None,
+        opening: int | None = None,
+        repeats: bool = False,
+        is_required: bool = False,
     ) -> FollowedGrammar:
         """The grammar of one sequence, at its beginning.
 
         Args:
             after: the text after which it begins; None means at once.
             opening, repeats: `FollowedGrammar`'s.
+            is_required: whether the sequence must not end before the grammar begins.
         """
         return FollowedGrammar(
             self._matcher.deep_copy(),
@@ -72,4 +78,5 @@ class CompiledGrammar:
             trigger=None if after is None else Trigger(after, self.tokens),
             opening=opening,
             repeats=repeats,
+            barred=self.tokens.eos_tokens if is_required else (),
         )

@@ -46,11 +46,11 @@ class Constraint(NamedTuple):
         if writes_marks(tokenizer) and not self.has_marks:
             raise ValueError("this model writes marks into its answers that no grammar describes")
         if initial_state == "reasoning":
-            return {"after": tokenizer.think_end}
+            return {"after": tokenizer.think_end, "is_required": True}
         openings: Any = tokenizer.think_start_tokens or ()
         if len(openings) != 1:
             return {}
-        return {"after": tokenizer.think_end, "opening": openings[0]}
+        return {"after": tokenizer.think_end, "opening": openings[0], "is_required": True}
 
 
 def writes_marks(tokenizer: Any) -> bool:

@@ -5,6 +5,7 @@ A sequence is *free* before its grammar begins, as while a model thinks; then an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paged_kv.integrations.grammar.grammars import told
@@ -22,11 +23,12 @@ class FollowedGrammar:
         opening: a token that may come first in place of the grammar's; then the grammar begins
             after the trigger. Models that may think write `<think>`. None: the trigger must come.
         repeats: whether the sequence is free again after the grammar's end; else it ends there.
+        barred: tokens that must not come before the grammar begins, such as those that end a text.
 
     Attributes:
         error: why the matcher could not go on; None if all is well. Any token may come then, and
             the sequence should be dropped.
-        matcher, vocab_size: as given.
+        matcher, vocab_size, barred: as given.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class FollowedGrammar:
         trigger: Trigger | None = None,
         opening: int | None = None,
         repeats: bool = False,
+        barred: Sequence[int] = (),
     ) -> None:
         self.error: str | None = None
         self.matcher = matcher
         self.vocab_size = vocab_size
+        self.barred = barred
         self._trigger = trigger
         self._repeats = repeats
         self._is_free = trigger is not None and opening is None
@@ -51,7 +55,12 @@ class FollowedGrammar:
     @property
     def is_masking(self) -> bool:
         """Whether some tokens must not come next."""
-        return not self._is_free and self.error is None
+        return (not self._is_free or len(self.barred) > 0) and self.error is None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the grammar has not begun, and any token may come that is not barred."""
+        return self._is_free
 
     @property
     def opening(self) -> int | None:
@@ -83,7 +92,10 @@ class FollowedGrammar:
         would become free, or be free no more, do not count: masks change there."""
         if self._is_free:
             assert self._trigger is not None, "free sequences have a trigger"
-            return self._trigger.before(tokens)
+            fitting = tokens[: self._trigger.before(tokens)]
+            return next(
+                (at for at, each in enumerate(fitting) if each in self.barred), len(fitting)
+            )
         if self.error is not None or self.opening is not None or self.matcher.is_stopped():
             return 0
         return self._before_end(tokens) if self._repeats else self.matcher.validate_tokens(tokens)
@@ -93,7 +105,7 @@ class FollowedGrammar:
         """The next tokens, as far as the grammar leaves no choice of the text. Others may stand for
         the same text."""
         if self._forced is None:
-            can_force = self.is_masking and self.opening is None
+            can_force = self.is_masking and not self._is_free and self.opening is None
             self._forced = self.matcher.compute_ff_tokens() if can_force else []
         return self._forced
 

@@ -35,9 +35,10 @@ def token_masks(rows: Sequence[MaskedRow], positions: int, vocab_size: int) -> m
     known = max((row.grammar.vocab_size for row in masking), default=0)
     masks = np.full((positions, (known + 31) // 32), -1, dtype=np.int32)
     memory = masks.ctypes.data, masks.strides[0], positions
-    if short := [(row.grammar.matcher, row.first) for row in masking if not row.drafts]:
+    begun = [row for row in masking if not row.grammar.is_free]
+    if short := [(row.grammar.matcher, row.first) for row in begun if not row.drafts]:
         _executor().unsafe_compute_mask_ptr(short, *memory)
-    if long := [(row.grammar.matcher, row.first, row.drafts) for row in masking if row.drafts]:
+    if long := [(row.grammar.matcher, row.first, row.drafts) for row in begun if row.drafts]:
         _executor().unsafe_compute_mask_ptr_with_draft_token(long, *memory)
     for row in masking:
         if (opening := row.grammar.opening) is not None:
@@ -50,6 +51,8 @@ def token_masks(rows: Sequence[MaskedRow], positions: int, vocab_size: int) -> m
         # A model may have more logits than tokens. A sequence whose grammar failed is dropped.
         its = allowed[row.first : row.first + 1 + len(row.drafts)]
         its[:, known:] = False
+        if row.grammar.is_free:
+            its[:, row.grammar.barred] = False
         its |= row.grammar.error is not None
     return mx.array(allowed)
 
