@@ -18,7 +18,9 @@ def kept(clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> KeptRespons
 
 
 def turn(name: str, nbytes: int = 10, previous: Turn | None = None) -> Turn:
-    return Turn(previous, [name], {"id": name}, nbytes)
+    return Turn(
+        previous, [{"id": f"in {name}"}], {"id": name, "output": [{"id": f"out {name}"}]}, nbytes
+    )
 
 
 def names(store: KeptResponses, owner: Any = None) -> str:
@@ -37,6 +39,21 @@ def test_the_least_recently_used_goes_first() -> None:
     with pytest.raises(APIError) as gone:
         store.get(None, "b")
     assert gone.value.status == 404
+
+
+def test_items_are_found_by_their_owner_while_their_turn_is_kept() -> None:
+    store = kept()
+    store.keep("alice", turn("a"))
+    later = turn("b", previous=store.get("alice", "a"))
+    store.keep("alice", later)
+    assert store.item("alice", "out a") == {"id": "out a"}
+    assert [item["id"] for item in later.all_inputs()] == ["in a", "out a", "in b"]
+    with pytest.raises(APIError):
+        store.item("bob", "out a")
+    store.delete("alice", "a")
+    with pytest.raises(APIError):
+        store.item("alice", "out a")
+    assert store.item("alice", "in b") == {"id": "in b"}
 
 
 def test_owners_do_not_find_each_others() -> None:
@@ -69,7 +86,9 @@ def test_what_is_continued_counts_until_nothing_continues_it() -> None:
     store = kept()
     store.keep(None, turn("a", 400))
     store.keep(None, turn("b", 400, store.get(None, "a")))
-    assert store.get(None, "b").all_items() == ["a", "b"]
+    assert store.get(None, "b").all_items() == [
+        {"id": f"{where} {name}"} for name in "ab" for where in ("in", "out")
+    ]
     store.delete(None, "a")
     assert store.nbytes == 800
     # Room for it is there when both have gone.

@@ -336,6 +336,17 @@ def test_tokens_are_counted_without_generating(
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
 
 
+def test_prompts_over_the_context_length_are_counted_too(client: Anthropic) -> None:
+    """Those of long texts give or take a token for each 100,000 characters."""
+    counts = []
+    for words in (1000, 2 * CONTEXT):
+        asked = [{"role": "user", "content": "a b " * words}]
+        count = client.messages.count_tokens(model=NAME, messages=asked)  # type: ignore[arg-type]
+        counts.append(count.input_tokens)
+    assert counts[1] > CONTEXT
+    assert counts[1] / counts[0] == pytest.approx(2 * CONTEXT / 1000, rel=0.02)
+
+
 def test_another_model_counts_tokens_without_generating(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,8 +282,10 @@ def test_effort_is_a_variable_of_the_template(
         ({"background": True}, 400),
         ({"conversation": "conv_1"}, 400),
         ({"tools": [{"type": "web_search"}]}, 400),
-        ({"include": ["message.output_text.logprobs"]}, 400),
-        ({"top_logprobs": 5}, 400),
+        ({"include": ["message.output_text.logprobs"]}, 200),
+        ({"include": ["file_search_call.results"]}, 400),
+        ({"top_logprobs": 5}, 200),
+        ({"top_logprobs": 21}, 400),
         ({"max_tokens": 5}, 400),
         ({"max_output_tokens": 0}, 400),
         ({"input": []}, 400),
@@ -323,3 +325,91 @@ def test_an_error_in_a_stream_is_a_failed_response(
     assert last.response.status == "failed"
     assert last.response.error
     assert last.response.error.code == "server_error"
+
+
+def test_texts_have_the_log_probabilities_of_their_tokens(client: OpenAI, script: Script) -> None:
+    """And thoughts, calls and marks have none."""
+    said = f"{THOUGHT}I read it, twice.\n{CALL}"
+    script.says(said, said, said)
+    asked: Any = {**ASK, "tools": [READ], "include": ["message.output_text.logprobs"]}
+    whole: Any = client.responses.create(**asked, top_logprobs=3)
+    with client.responses.stream(**asked, top_logprobs=3) as stream:
+        events: Any = list(stream)
+        streamed: Any = stream.get_final_response()
+    for response in (whole, streamed):
+        (text,) = [item.content[0] for item in response.output if item.type == "message"]
+        tokens = text.logprobs
+        assert "".join(each.token for each in tokens).strip() == text.text == "I read it, twice."
+        assert all(each.logprob > -1e-3 for each in tokens)
+        for each in tokens:
+            assert bytes(each.bytes).decode() == each.token
+            assert [top.logprob for top in each.top_logprobs] == sorted(
+                (top.logprob for top in each.top_logprobs), reverse=True
+            )
+            assert (len(each.top_logprobs), each.top_logprobs[0].token) == (3, each.token)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    of_deltas = [each.token for event in deltas for each in event.logprobs]
+    assert of_deltas == [each.token for each in done.logprobs]
+    without: Any = client.responses.create(**ASK, top_logprobs=3)
+    (text,) = [item.content[0] for item in without.output if item.type == "message"]
+    assert text.logprobs == []
+
+
+def test_items_are_listed_and_referred_to(
+    client: OpenAI, script: Script, running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = noted_prompts(running, monkeypatch)
+    script.says(f"I read it.\n{CALL}", "It is empty.", "Yes.", "Yes.")
+    first = client.responses.create(**ASK, tools=[READ])
+    outputs: Any = first.output
+    text, call = outputs
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "empty"}
+    second = client.responses.create(
+        model=NAME, tools=[READ], previous_response_id=first.id, input=[result]
+    )
+    asc: Any = [*client.responses.input_items.list(second.id, order="asc")]
+    assert [item.type for item in asc] == [
+        *("message", "message", "function_call", "function_call_output")
+    ]
+    assert asc[0].content[0].to_dict() == {"type": "input_text", "text": ASK["input"]}
+    assert [item.id for item in asc[1:3]] == [text.id, call.id]
+    # In pages, the latest first.
+    desc: Any = [*client.responses.input_items.list(second.id, limit=3)]
+    assert [item.id for item in desc] == [item.id for item in reversed(asc)]
+    page = client.responses.input_items.list(second.id, limit=1, after=str(desc[0].id))
+    assert [item.id for item in page.data] == [desc[1].id]
+    # The same conversation, by references.
+    refer: Any = [{"type": "item_reference", "id": item.id} for item in asc]
+    refer += [{"id": second.output[0].id}, {"role": "user", "content": "Sure?"}]
+    client.responses.create(model=NAME, tools=[READ], input=refer)
+    continued: Any = {"previous_response_id": second.id, "input": "Sure?"}
+    client.responses.create(model=NAME, tools=[READ], **continued)
+    assert prompts[2] == prompts[3]
+    wrongs: Any = ([*refer, refer[0]], [{"type": "item_reference", "id": "a"}])
+    for wrong in wrongs:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model=NAME, input=wrong)
+        assert refused.value.param == "input"
+    script.says("Gone.")
+    gone = client.responses.create(**ASK)
+    client.responses.delete(gone.id)
+    refer = [{"id": gone.output[0].id}]
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(model=NAME, input=refer)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list(gone.id)
+    for query in ({"limit": 0}, {"limit": 101}, {"order": "no"}, {"after": "no"}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.input_items.list(second.id, extra_query=query)
+
+
+def test_nothing_in_the_background_is_read_or_cancelled(client: OpenAI, script: Script) -> None:
+    script.says("A.")
+    response = client.responses.create(**ASK)
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_a")
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.retrieve(response.id, stream=True)

@@ -47,6 +47,7 @@ def _api_routes(service: Service) -> list[BaseRoute]:
     """The routes of clients."""
     options = service.options
     kept = KeptResponses(options)
+    reader = responses.ResponseReader(service.keys, kept)
     chat = Answering(service, Completions(ChatBody))
 
     def models(request: Request) -> Response:
@@ -77,11 +78,9 @@ def _api_routes(service: Service) -> list[BaseRoute]:
             methods=["POST"],
         ),
         Route(responses.PATH, Answering(service, responses.Responses(kept)), methods=["POST"]),
-        Route(
-            f"{responses.PATH}/{{name}}",
-            responses.ResponseReader(service.keys, kept).answer,
-            methods=["GET", "DELETE"],
-        ),
+        Route(f"{responses.PATH}/{{name}}", reader.answer, methods=["GET", "DELETE"]),
+        Route(f"{responses.PATH}/{{name}}/input_items", reader.inputs),
+        Route(f"{responses.PATH}/{{name}}/cancel", reader.cancel, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,12 +11,9 @@ from mlx_lm.server import get_system_fingerprint
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
-from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.completions.logprobs import Logprobs, bounded
 from paged_kv.integrations.server.http.request_body import parse_body
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
-
-# OpenAI's log probability of an impossible token: JSON has no infinity.
-LEAST_LOGPROB = -9999.0
 
 
 class Completions(Interface):
@@ -59,8 +54,7 @@ class OpenAIAnswers(Answers):
             "created": int(time.time()),
         }
         self._includes_usage = body.includes_usage
-        # Texts of tokens: log probabilities name the same ones again and again.
-        self._text_of = functools.cache(partial(_text_of, tokenizer))
+        self._of_tokens = Logprobs(tokenizer)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """See `Answers`."""
@@ -93,17 +87,7 @@ class OpenAIAnswers(Answers):
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         """Log probabilities of each token, in the form of chat completions."""
-        return {"content": [self._logprob(token) for token in choice.tokens]}
-
-    def _logprob(self, token: Token) -> dict[str, Any]:
-        top = [self._token(each.token, each.logprob) for each in token.top]
-        return {**self._token(token.token, token.logprob), "top_logprobs": top}
-
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text_of(token)
-        # The tokenizer does not give the bytes of a token that is a part of a character.
-        octets = None if "\ufffd" in text else list(text.encode())
-        return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
+        return {"content": [self._of_tokens.of(token) for token in choice.tokens]}
 
 
 class ChatAnswers(OpenAIAnswers):
@@ -143,7 +127,7 @@ class TextAnswers(OpenAIAnswers):
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         if not self._is_listed:
             return super()._logprobs(choice)
-        texts = [self._text_of(token.token) for token in choice.tokens]
+        texts = [self._of_tokens.text_of(token.token) for token in choice.tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offsets.get(choice.index, 0))
@@ -152,7 +136,7 @@ class TextAnswers(OpenAIAnswers):
             "tokens": texts,
             "token_logprobs": [bounded(token.logprob) for token in choice.tokens],
             "top_logprobs": [
-                {self._text_of(each.token): bounded(each.logprob) for each in token.top}
+                {self._of_tokens.text_of(each.token): bounded(each.logprob) for each in token.top}
                 for token in choice.tokens
             ],
             "text_offset": offsets,
@@ -163,15 +147,3 @@ def _answers(body: Body, name: str, tokenizer: Any) -> Answers:
     if isinstance(body, TextBody):
         return TextAnswers(body, name, tokenizer)
     return ChatAnswers(body, name, tokenizer)
-
-
-def _text_of(tokenizer: Any, token: int) -> str:
-    text: str = tokenizer.decode([token])
-    return text
-
-
-def bounded(logprob: float | None) -> float | None:
-    """A log probability that JSON can hold, at least LEAST_LOGPROB."""
-    if logprob is None:
-        return None
-    return LEAST_LOGPROB if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)

@@ -111,7 +111,7 @@ class Answering:
         elif is_handed:
             _require_servers(service.options)
             salt = Published(salt)
-        return make_plan(body, model, salt, name, service.options, channel, asked.marks)
+        return make_plan(asked, model, salt, name, service.options, channel)
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ A reader thread does this: the client chooses how long it takes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from paged_kv.integrations.server.completions.interface import Mark
+from paged_kv.integrations.server.completions.interface import Asked
 from paged_kv.integrations.server.completions.output_constraint import constraint_of
 from paged_kv.integrations.server.completions.prompt_reader import (
     read_chat,
@@ -65,34 +65,33 @@ class Plan:
 
 
 def make_plan(
-    body: Body,
+    asked: Asked,
     model: ModelKey,
     salt: Hashable,
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,
-    marks: Sequence[Mark] = (),
 ) -> Plan:
-    """The jobs of a body, whose events go to the channel. No prompt is tokenized yet. `marks` say
-    what is to stay cached of a chat's prompt.
+    """The jobs of a request, whose events go to the channel. No prompt is tokenized yet.
 
     Raises:
         APIError: 400, the request asks for too many choices, or for an answer of two forms.
     """
-    jobs = _jobs_of(body, model, salt, request_id, options, channel, marks)
+    body = asked.body
+    jobs = _jobs_of(asked, model, salt, request_id, options, channel)
     has_images = isinstance(body, ChatBody) and body.has_images
     return Plan(body, jobs, stop_machine(body.stop_words), has_images)
 
 
 def _jobs_of(
-    body: Body,
+    asked: Asked,
     model: ModelKey,
     salt: Hashable,
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,
-    marks: Sequence[Mark],
 ) -> list[Job]:
+    body = asked.body
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
     choices = body.n or 1
@@ -102,7 +101,8 @@ def _jobs_of(
         readers = [partial(read_text, prompt=each, options=options) for each in body.prompts]
     else:
         assert isinstance(body, ChatBody)
-        readers = [partial(read_chat, body=body, options=options, marks=marks)]
+        chat = partial(read_chat, body=body, options=options)
+        readers = [partial(chat, marks=asked.marks, is_counted=asked.is_counted)]
     if len(readers) * choices > MOST_CHOICES:
         raise wrong_value(
             f"{len(readers)} prompts of n={choices} choices were asked, and one request may have "

@@ -72,11 +72,13 @@ class Asked:
         body: in the form of chat completions or completions.
         answers: makes the writer of the answers, of the request's id and the model's tokenizer.
         marks: what is to stay cached of its prompt.
+        is_counted: whether only the tokens of its prompt are counted, however many.
     """
 
     body: Body
     answers: Callable[[str, Any], Answers]
     marks: Sequence[Mark] = ()
+    is_counted: bool = False
 
 
 class Interface:

@@ -23,12 +23,24 @@ class PromptLimit:
         loaded: the model.
         options: of the server; `max_prompt_tokens` replaces the model's context length.
         param: the field that holds the prompt.
+        is_counted: whether the prompt is only counted, so that it may have any length.
+
+    Attributes:
+        param, is_counted: as given.
     """
 
-    def __init__(self, loaded: LoadedModel, options: argparse.Namespace, param: str) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: argparse.Namespace,
+        param: str,
+        *,
+        is_counted: bool = False,
+    ) -> None:
         self.param = param
+        self.is_counted = is_counted
         self._option: int | None = options.max_prompt_tokens
-        self._most = self._option or loaded.context_length
+        self._most = None if is_counted else self._option or loaded.context_length
 
     def require(self, tokens: int, about: str = "") -> None:
         """Raise APIError 400 if so many tokens are too many; `about` tells how they were
@@ -75,6 +87,12 @@ class LimitedTokenizer:
         tokens: list[int] = self._tokenizer.encode(text, **named)
         return tokens
 
+    def _in_pieces(self, text: str) -> list[int]:
+        """As many tokens as a text has, give or take one for each piece."""
+        starts = range(0, len(text), PIECE_CHARACTERS)
+        pieces = [text[start : start + PIECE_CHARACTERS] for start in starts]
+        return [token for piece in pieces for token in self._tokenizer.encode(piece)]
+
     def apply_chat_template(self, messages: Any, *, tokenize: bool, **named: Any) -> Any:
         """The tokens of a conversation.
 
@@ -85,6 +103,8 @@ class LimitedTokenizer:
         if tokenize and _characters(messages) > PIECE_CHARACTERS:
             text = render(messages, tokenize=False, **named)
             self._limit.require_text(self._tokenizer, text)
+            if self._limit.is_counted:
+                return self._in_pieces(text)
         return render(messages, tokenize=tokenize, **named)
 
 

@@ -70,14 +70,17 @@ def read_chat(
     body: ChatBody,
     options: argparse.Namespace,
     marks: Sequence[Mark] = (),
+    *,
+    is_counted: bool = False,
 ) -> Prompt:
-    """The prompt of a conversation. `marks` say what is to stay cached of it.
+    """The prompt of a conversation. `marks` say what is to stay cached of it, and one that
+    `is_counted` may have any length.
 
     Raises:
         APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
             too long.
     """
-    limit = PromptLimit(loaded, options, "messages")
+    limit = PromptLimit(loaded, options, "messages", is_counted=is_counted)
     _require_template_kwargs(loaded, body.chat_template_kwargs or {})
     messages = copied(body.messages)
     require_parts(

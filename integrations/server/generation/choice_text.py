@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_lm.generate import TextStateMachine
 
@@ -85,11 +85,15 @@ class ChoiceText:
         reason = token.finish_reason if stop_text is None else "stop"
         self._safe_length += len(text)
         is_whole = token.finish_reason is not None and stop_text is None
-        tokens = list(self._listed(is_whole))
-        delta = Delta(finish_reason=reason, stop_text=stop_text, tokens=tokens)
+        delta = Delta(finish_reason=reason, stop_text=stop_text)
+        before = self._state[0]
         for state, part in self._segments(text, reason):
             self._add(delta, state, part)
             delta.is_reasoning = state == "reasoning"
+        is_text = before == self._state[0] == "normal"
+        delta.tokens = [
+            each if is_text else replace(each, is_text=False) for each in self._listed(is_whole)
+        ]
         if reason is not None and self._tool_text:
             delta.calls.append(self._tool_text)
         self._made_call |= bool(delta.calls)

@@ -160,6 +160,7 @@ class Token:
         logprob: log probability, if requested.
         top: the likeliest tokens, the likeliest first, if requested.
         finish_reason: "stop" or "length" if this is the last token.
+        is_text: whether it is one of the answer's text; not of thoughts, calls or their marks.
     """
 
     choice: int
@@ -167,6 +168,7 @@ class Token:
     logprob: float | None = None
     top: tuple[TopToken, ...] = ()
     finish_reason: str | None = None
+    is_text: bool = True
 
 
 @dataclass(frozen=True, slots=True)

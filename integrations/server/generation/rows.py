@@ -48,6 +48,8 @@ class Rows:
 
     def demand(self, job: Job, prompt: Prompt) -> Demand:
         """The most that a job may need."""
+        if not job.arguments.max_tokens:
+            return Demand(0, 0)  # nothing is computed
         demand = Demand(len(prompt.tokens), job.arguments.max_tokens)
         if self._is_alone(prompt):
             # It computes its choices one after the other.

@@ -24,6 +24,7 @@ from paged_kv.integrations.server.messages.requests import (
     ONLY,
     SHARED,
     WITHOUT_MEANING,
+    MessagesBody,
     PromptBody,
 )
 from paged_kv.integrations.server.messages.translation import cache_marks, chat_of
@@ -58,7 +59,8 @@ class Messages(Interface):
         body = checked(said, self._kind)
         chat = self.chat_body(chat_of(said, body, self._skipped))
         answers = partial(_answers, body, chat.model or DEFAULT_MODEL)
-        return Asked(chat, answers, cache_marks(body, self._skipped))
+        marks = cache_marks(body, self._skipped)
+        return Asked(chat, answers, marks, is_counted=not isinstance(body, MessagesBody))
 
 
 def _answers(body: PromptBody, model: str, name: str, tokenizer: Any) -> Answers:

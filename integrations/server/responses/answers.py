@@ -16,6 +16,7 @@ from paged_kv.integrations.server.completions.answer_parts import (
 )
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.interface import Answers
+from paged_kv.integrations.server.completions.logprobs import Logprobs
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.server.responses.translation import PLAIN
 
@@ -31,10 +32,18 @@ class ResponseAnswers(Answers):
     Args:
         fields: of the request, which the response repeats.
         is_plain: whether reasoning items have their text as `encrypted_content` too.
+        logprobs: describes the tokens of texts.
         keep: is called with the complete response.
     """
 
-    def __init__(self, fields: Object, *, is_plain: bool, keep: Callable[[Object], None]) -> None:
+    def __init__(
+        self,
+        fields: Object,
+        *,
+        is_plain: bool,
+        logprobs: Logprobs,
+        keep: Callable[[Object], None],
+    ) -> None:
         self._name = uuid.uuid4().hex
         self._head = {
             "id": f"resp_{self._name}",
@@ -44,7 +53,10 @@ class ResponseAnswers(Answers):
         }
         self._is_plain = is_plain
         self._keep = keep
+        self._logprobs = logprobs
         self._parts = AnswerParts()
+        # Those of texts that are not told yet.
+        self._tokens: list[Object] = []
         # The output so far. Of a stream, the last item may be open.
         self._items: list[Object] = []
         self._open: type[Part] | None = None
@@ -65,6 +77,7 @@ class ResponseAnswers(Answers):
 
     def news(self, new: Choice) -> list[Object]:
         """See `Answers`."""
+        self._tokens += [self._logprobs.of(token) for token in new.tokens if token.is_text]
         events = [event for part in self._parts.take(new) for event in self._part(part)]
         if new.finish_reason is not None:
             self._is_cut = new.finish_reason == "length"
@@ -130,8 +143,10 @@ class ResponseAnswers(Answers):
                 item["content"][0]["text"] += text
                 return self._content_event("response.reasoning_text.delta", delta=text)
             case Text(text):
+                tokens, self._tokens = self._tokens, []
                 item["content"][0]["text"] += text
-                more = {"delta": text, "logprobs": []}
+                item["content"][0]["logprobs"] += tokens
+                more = {"delta": text, "logprobs": tokens}
                 return self._content_event("response.output_text.delta", **more)
             case Call(_, _, arguments):
                 item["arguments"] = arguments
@@ -155,7 +170,9 @@ class ResponseAnswers(Answers):
             (content,) = item["content"]
             is_text = opened is Text
             kind = "response.output_text.done" if is_text else "response.reasoning_text.done"
-            more: Object = {"text": content["text"]} | ({"logprobs": []} if is_text else {})
+            more: Object = {"text": content["text"]}
+            if is_text:
+                more["logprobs"] = content["logprobs"]
             done = [
                 self._content_event(kind, **more),
                 self._content_event("response.content_part.done", part=content),

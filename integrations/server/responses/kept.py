@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from time import monotonic
 from typing import Any
+from weakref import WeakValueDictionary
 
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
 
@@ -20,22 +21,31 @@ class Turn:
 
     Attributes:
         previous: the turn that it continues.
-        items: the input, and then the output.
+        inputs: the items of the input, each with an id.
         body: the response object.
         nbytes: the length of both as JSON.
         since: the time at which it was kept, by the store's clock.
     """
 
     previous: Turn | None
-    items: list[Any]
+    inputs: list[Any]
     body: dict[str, Any]
     nbytes: int
     since: float = field(default=0.0)
+
+    @property
+    def items(self) -> list[Any]:
+        """The items of the input, and then of the output."""
+        return [*self.inputs, *self.body["output"]]
 
     def all_items(self) -> list[Any]:
         """The items of this turn and of all before it."""
         turns = list(self._turns())
         return [item for turn in reversed(turns) for item in turn.items]
+
+    def all_inputs(self) -> list[Any]:
+        """The items that the model was given for this response."""
+        return [*(self.previous.all_items() if self.previous else ()), *self.inputs]
 
     def _turns(self) -> Iterator[Turn]:
         turn: Turn | None = self
@@ -61,6 +71,8 @@ class KeptResponses:
         self._ttl_s: float = options.response_ttl
         self._clock = clock
         self._turns: OrderedDict[tuple[Hashable, str], Turn] = OrderedDict()
+        # The turns that items came with, or were given for.
+        self._turn_of: WeakValueDictionary[tuple[Hashable, str], Turn] = WeakValueDictionary()
         # A turn may be freed, and counted off, while its own thread keeps another.
         self._lock = RLock()
         self.nbytes = 0
@@ -74,6 +86,8 @@ class KeptResponses:
             self.nbytes += turn.nbytes
             weakref.finalize(turn, self._forget, turn.nbytes)
             self._turns[owner, turn.body["id"]] = turn
+            for item in turn.items:
+                self._turn_of[owner, item["id"]] = turn
             while self._turns and self._is_over():
                 self._turns.popitem(last=False)
 
@@ -89,9 +103,22 @@ class KeptResponses:
                 del self._turns[owner, response_id]
                 turn = None
             if turn is None:
-                raise _not_found(response_id)
+                raise _not_found("response", response_id)
             self._turns.move_to_end((owner, response_id))
             return turn
+
+    def item(self, owner: Hashable, item_id: str) -> Any:
+        """An item of a kept turn.
+
+        Raises:
+            APIError: 404, there is none of this owner, or no longer.
+        """
+        with self._lock:
+            turn = self._turn_of.get((owner, item_id))
+            if turn is None:
+                raise _not_found("item", item_id)
+            self.get(owner, turn.body["id"])  # it may be forgotten, and only continued
+            return next(item for item in turn.items if item["id"] == item_id)
 
     def delete(self, owner: Hashable, response_id: str) -> None:
         """Forget a turn.
@@ -113,9 +140,9 @@ class KeptResponses:
             self.nbytes -= nbytes
 
 
-def _not_found(response_id: str) -> APIError:
+def _not_found(kind: str, name: str) -> APIError:
     return APIError(
         404,
-        f"there is no response {shortened(response_id)}: it was never kept, or has been forgotten",
-        code="response_not_found",
+        f"there is no {kind} {shortened(name)}: it was never kept, or has been forgotten",
+        code=f"{kind}_not_found",
     )

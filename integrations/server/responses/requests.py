@@ -20,6 +20,7 @@ from paged_kv.integrations.server.http.schema import (
     MOST_MESSAGES,
     MOST_PARTS,
     MOST_TOOLS,
+    MOST_TOP_LOGPROBS,
     Name,
     Positive,
     at_most,
@@ -44,11 +45,11 @@ WITHOUT_MEANING = frozenset(
 ONLY: Mapping[str, Any] = {
     "background": False,
     "context_management": [],
-    "top_logprobs": 0,
     "truncation": "disabled",
 }
 
 ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 
 # As at OpenAI.
 MOST_METADATA = 16
@@ -153,15 +154,26 @@ class ReasoningItem(TypedDict):
     status: NotRequired[str | None]
 
 
+@with_config(_STRICT)
+class ItemReference(TypedDict):
+    """An item of a kept response, by its id."""
+
+    type: NotRequired[Literal["item_reference"] | None]
+    id: str
+
+
 def _kind_of(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(item, dict):
+        return None
+    return item.get("type") or ("message" if "role" in item else "item_reference")
 
 
 Item = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of),
 ]
 
@@ -233,14 +245,23 @@ class ResponsesBody(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, at_most(16)] = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
+        at_most(16),
+    ] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     metadata: Annotated[
         dict[str, Annotated[str, StringConstraints(max_length=512)]] | None, at_most(MOST_METADATA)
     ] = None
 
     @property
+    def includes_logprobs(self) -> bool:
+        """Whether the answer has the log probabilities of its texts' tokens."""
+        return LOGPROBS in (self.include or ())
+
+    @property
     def items(self) -> list[Any]:
-        """The input as items."""
+        """The input as items; some may be references."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return list(self.input)

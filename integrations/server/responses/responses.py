@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.completions.logprobs import Logprobs
 from paged_kv.integrations.server.http.access import APIKeys, salt_of
-from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
+from paged_kv.integrations.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.request_body import checked, parsed_json
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL
 from paged_kv.integrations.server.responses.answers import ResponseAnswers
+from paged_kv.integrations.server.responses.inputs import listed_inputs, named, page_of
 from paged_kv.integrations.server.responses.kept import KeptResponses, Turn
 from paged_kv.integrations.server.responses.requests import (
     ENCRYPTED,
@@ -56,8 +58,9 @@ class Responses(Interface):
         owner = salt_of(key, salt if isinstance(salt, str) else None)
         previous = self._previous(owner, body)
         earlier = [] if previous is None else previous.all_items()
-        chat = self.chat_body(chat_of(said, body, earlier))
-        keep = partial(self._keep, owner, previous, body.items, len(content), chat.store)
+        items = named(self._resolved(owner, body))
+        chat = self.chat_body(chat_of(said, body, [*earlier, *items]))
+        keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
         return Asked(chat, partial(_answers, said, body, keep))
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
@@ -74,6 +77,26 @@ class Responses(Interface):
             message = f"previous_response_id: {error.message}"
             raise wrong_value(message, "previous_response_id") from error
 
+    def _resolved(self, owner: Hashable, body: ResponsesBody) -> list[Any]:
+        """The items of the input, with those that references name in their places.
+
+        Raises:
+            APIError: 400, an item is not kept, or is named twice: prompts would have no limit.
+        """
+        seen: set[str] = set()
+        items = []
+        for item in body.items:
+            if "role" not in item and item.get("type") in (None, "item_reference"):
+                if item["id"] in seen:
+                    raise wrong_value(f"input: item {shortened(item['id'])} comes twice", "input")
+                seen.add(item["id"])
+                try:
+                    item = self._kept.item(owner, item["id"])
+                except APIError as error:
+                    raise wrong_value(f"input: {error.message}", "input") from error
+            items.append(item)
+        return items
+
     def _keep(
         self,
         owner: Hashable,
@@ -85,8 +108,7 @@ class Responses(Interface):
     ) -> None:
         if store is not False:
             nbytes += len(json.dumps(response))
-            turn = Turn(previous, [*items, *response["output"]], response, nbytes)
-            self._kept.keep(owner, turn)
+            self._kept.keep(owner, Turn(previous, items, response, nbytes))
 
 
 class ResponseReader:
@@ -103,15 +125,43 @@ class ResponseReader:
 
     async def answer(self, request: Request) -> Response:
         """Send a response, or forget it."""
-        owner = salt_of(self._keys.require(request), request.query_params.get("cache_salt"))
-        name = request.path_params["name"]
+        owner, name = self._asked(request)
         if request.method == "DELETE":
             self._kept.delete(owner, name)
             return JSONResponse({"id": name, "object": "response", "deleted": True})
+        if request.query_params.get("stream") == "true":
+            raise wrong_value(
+                "stream: only responses in the background are streamed again", "stream"
+            )
         return JSONResponse(self._kept.get(owner, name).body)
 
+    async def inputs(self, request: Request) -> Response:
+        """Send what the model was given for a response, the latest items first."""
+        owner, name = self._asked(request)
+        items = listed_inputs(self._kept.get(owner, name).all_inputs())
+        return JSONResponse(page_of(items, request.query_params))
 
-def _answers(said: dict[str, Any], body: ResponsesBody, keep: Any, _: str, __: Any) -> Answers:
+    async def cancel(self, request: Request) -> Response:
+        """Refuse to stop a response, as none is in the background: a client stops its own request
+        by leaving.
+
+        Raises:
+            APIError: 400, or 404 if the response is not kept.
+        """
+        self._kept.get(*self._asked(request))
+        raise wrong_value(
+            "only a response in the background is cancelled; this one has ended", "id"
+        )
+
+    def _asked(self, request: Request) -> tuple[Hashable, str]:
+        """The owner that a client stands for, and the id of the response."""
+        owner = salt_of(self._keys.require(request), request.query_params.get("cache_salt"))
+        return owner, request.path_params["name"]
+
+
+def _answers(
+    said: dict[str, Any], body: ResponsesBody, keep: Any, _: str, tokenizer: Any
+) -> Answers:
     reasoning = body.reasoning
     fields = {
         "background": False,
@@ -127,7 +177,9 @@ def _answers(said: dict[str, Any], body: ResponsesBody, keep: Any, _: str, __: A
         "text": said.get("text") or {"format": {"type": "text"}},
         "tool_choice": said.get("tool_choice") or "auto",
         "tools": said.get("tools") or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": said.get("top_p"),
         "truncation": "disabled",
     }
-    return ResponseAnswers(fields, is_plain=ENCRYPTED in (body.include or ()), keep=keep)
+    is_plain = ENCRYPTED in (body.include or ())
+    return ResponseAnswers(fields, is_plain=is_plain, logprobs=Logprobs(tokenizer), keep=keep)

@@ -19,17 +19,19 @@ PLAIN = "plain:"
 Object = dict[str, Any]
 
 
-def chat_of(said: Mapping[str, Any], body: ResponsesBody, earlier: Iterable[Any]) -> Object:
+def chat_of(said: Mapping[str, Any], body: ResponsesBody, items: Iterable[Any]) -> Object:
     """The body of chat completions that asks for the same.
 
     Args:
         said: the body as it came, for the fields that both have.
         body: the same, checked.
-        earlier: the items of the responses before.
+        items: those of the responses before and of this one, without references.
     """
     chat = {name: said[name] for name in SHARED if name in said}
-    chat["messages"] = messages_of(body.instructions, [*earlier, *body.items])
+    chat["messages"] = messages_of(body.instructions, items)
     chat["max_tokens"] = body.max_output_tokens
+    if body.includes_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
