@@ -20,7 +20,7 @@ from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import NUMBER_FORMATS, WORD, SixteenBit
-from paged_kv.kernels.pages.page_format import page_format_named
+from paged_kv.kernels.pages.page_format import PAGE_SIZE, page_format_named
 from paged_kv.kernels.partial_backend import (
     DECODE,
     GATHER,
@@ -43,6 +43,9 @@ LENGTHS = (300, 31)
 WRITTEN = ((1, 0), (2,))
 # The first page is full, and so in the format that is tested: the first page of the next slab.
 RECODED = ((STRIDE, 0), (2,))
+# So many sequences share both pages of the first one that a GPU reads them in groups. One more
+# shares the first page, and then has its own.
+SHARING = 9
 # Numbers are of size 1; float16 has 11 significant bits, bfloat16 has 8.
 TOLERANCES = {mx.float16: 4e-3, mx.bfloat16: 2e-2}
 # The native backend may round queries to bytes for keys of 4 bits: an error of 5.3e-3 here.
@@ -85,12 +88,12 @@ def checks(backend: Backend) -> Iterator[Check]:
                     ("write", test.write, 0)
                     if page_format == "fp16"
                     else ("recode", test.write, OTHER_BYTES),
-                    (DECODE, partial(test.attend, 1, None), decoded),
-                    (WINDOW_DECODE, partial(test.attend, 1, WINDOW), decoded),
+                    (DECODE, partial(test.decode, None), decoded),
+                    (WINDOW_DECODE, partial(test.decode, WINDOW), decoded),
                     (STEP_DECODE, test.write_and_decode, decoded),
-                    (PREFILL, partial(test.attend, 20, None), near),
+                    (PREFILL, test.prefill, decoded),
                     (GATHER, test.gather, near),
-                    (LATENT_DECODE, latent.attend_latent, near),
+                    (LATENT_DECODE, latent.decode_latents, near),
                     ("copy", test.copy, 0),
                     ("convert", test.convert, 0.15),
                 )
@@ -105,6 +108,13 @@ class _Test:
         self.backend, self.page_format, self.geometry = backend, page_format, geometry
         self.tables = WRITTEN if page_format == "fp16" else RECODED
         self.metadata = AttentionMetadata(self.tables, LENGTHS, (0,) * len(LENGTHS))
+        (first, second), (other,) = self.tables
+        shared = AttentionMetadata(
+            ((first, second),) * SHARING + ((first, other),),
+            (LENGTHS[0],) * SHARING + (PAGE_SIZE + LENGTHS[1],),
+            (0,) * (SHARING + 1),
+        )
+        self.batches = self.metadata, shared
 
     def write(self) -> float:
         """The share of bytes that differ from those of plain operations."""
@@ -114,13 +124,23 @@ class _Test:
         )
         return float(np.mean(ours.view(np.uint8) != theirs.view(np.uint8)))
 
-    def attend(self, count: int, window: int | None) -> float:
-        """The largest difference from attention in float64."""
-        pages, scale = self._written(self.backend), DIM**-0.5
-        queries = self._normal((len(LENGTHS), KV_HEADS * RATIO, count, DIM), seed=3)
+    def decode(self, window: int | None) -> float:
+        """The largest difference of steps of one token from attention in float64."""
+        return max(self._attend(batch, 1, window) for batch in self.batches)
+
+    def prefill(self) -> float:
+        """The largest difference of steps of several tokens, as of drafts behind shared pages."""
+        return max(
+            self._attend(batch, count, None)
+            for batch, count in zip(self.batches, (20, 3), strict=True)
+        )
+
+    def _attend(self, metadata: AttentionMetadata, count: int, window: int | None) -> float:
+        pages, batch = self._written(self.backend), len(metadata.context_lens)
+        queries = self._normal((batch, KV_HEADS * RATIO, count, DIM), seed=3)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
-        found = pages.attend(queries, self.metadata, Attention(scale, window=window, sinks=sinks))
-        return self._error(pages, self.metadata, queries, found, window)
+        found = pages.attend(queries, metadata, Attention(DIM**-0.5, window=window, sinks=sinks))
+        return self._error(pages, metadata, queries, found, window)
 
     def write_and_decode(self) -> float:
         """The largest difference from float64 after a kernel that writes one more token and attends
@@ -161,15 +181,19 @@ class _Test:
             worst = max(worst, np.abs(_numbers(found[row]) - expected).max())
         return worst
 
-    def attend_latent(self) -> float:
+    def decode_latents(self) -> float:
         """The largest difference from float64, where keys are latents and values position keys."""
+        return max(map(self._attend_latent, self.batches))
+
+    def _attend_latent(self, metadata: AttentionMetadata) -> float:
         pages, scale, heads = self._written(self.backend), DIM**-0.5, KV_HEADS * RATIO
-        queries = self._normal((len(LENGTHS), heads, 1, DIM), seed=3)
-        position_queries = self._normal((len(LENGTHS), heads, 1, POSITIONS), seed=5) * scale
-        found = pages.attend_latent(queries, position_queries, self.metadata, Attention(scale))
-        latents, position_keys = map(_numbers, self._plain(pages).gather(self.metadata))
+        batch = len(metadata.context_lens)
+        queries = self._normal((batch, heads, 1, DIM), seed=3)
+        position_queries = self._normal((batch, heads, 1, POSITIONS), seed=5) * scale
+        found = pages.attend_latent(queries, position_queries, metadata, Attention(scale))
+        latents, position_keys = map(_numbers, self._plain(pages).gather(metadata))
         worst = 0.0
-        for row, length in enumerate(LENGTHS):
+        for row, length in enumerate(metadata.context_lens):
             own = latents[row, :, -length:]
             expected = _attention(
                 np.concatenate(

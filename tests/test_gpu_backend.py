@@ -182,6 +182,11 @@ class TestOnThisCpu:
         monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
         assert main(["doctor"]) == 0
         assert f"backend: {dialect}" in capsys.readouterr().out
+        names = {launch.name for launch in device.launches}
+        for operation in ("decode_after_prefix", "prefill_after_prefix", "latent_after_prefix"):
+            assert any(operation in name for name in names)
+        for operation in ("prefill", "latent"):
+            assert any(operation in name and "in_groups" in name for name in names)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model_name", ["stdlib-llama", "stdlib-gemma3"])
