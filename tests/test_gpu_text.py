@@ -9,6 +9,7 @@ import pytest
 
 from paged_kv.kernels.gpu.kernels import GpuKernels
 from paged_kv.kernels.gpu.short_text import shortened
+from paged_kv.kernels.gpu.text import kernel_text
 from tests.gpu_pages import DIALECTS
 
 MOST_OF_DECODE = 10_000
@@ -43,6 +44,17 @@ def test_a_text_has_nothing_that_no_compiler_needs(dialect: str, operation: str)
     lines = _text(dialect, operation, [*ALL_FORMATS, "WHOLE"]).splitlines()
     assert not any("//" in line or line.startswith(("#if", "#else", "#end")) for line in lines)
     assert not any(line.startswith(" ") for line in lines)
+
+
+def test_metals_compiler_is_told_of_how_many_threads_a_core_runs() -> None:
+    """Just before the signature, which MLX writes. In CUDA nothing can stand there."""
+    constants = {"K_DIM": 512, "V_DIM": 64, "THREADS": 512, "SHARERS": 2}
+    flags = ["HAS_FLOATS", "IN_GROUPS", "OF_LATENTS"]
+    metal, cuda = (
+        kernel_text(dialect, "latent", "float16", constants, flags).header for dialect in DIALECTS
+    )
+    assert metal.endswith("}\n[[max_total_threads_per_threadgroup(512)]]\n")
+    assert cuda.endswith("}\n")
 
 
 def test_what_a_variant_does_not_use_is_not_in_its_text() -> None:
