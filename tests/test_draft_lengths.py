@@ -178,3 +178,31 @@ def test_a_chance_follows_acceptance_up_to_the_first_rejected_token() -> None:
     assert rejected.chance < 0.02
     assert accepted.chance > 0.98
     assert 0.35 < cut.chance < 0.65
+
+
+def test_drafts_of_a_few_rows_wait_until_their_try_is_saved_up() -> None:
+    """All rows of a batch wait for the longer step, so it may lose a whole step."""
+    lengths = AdaptiveLengths()
+    all_rows = [Candidate(Acceptance(), 1) for _ in range(16)]
+    waited = 0
+    lengths.note(16, 1, 16, 1.0)
+    assert lengths.choose(16, all_rows) == 1
+    while not lengths.choose(16, all_rows[:4]):
+        lengths.note(16, 1, 16, 1.0)
+        waited += 1
+    assert 20 <= waited <= 40
+    # Once such a step is known to cost little, they need no more saving.
+    for _ in range(2):
+        lengths.note(16, 2, 18, 1.05)
+    assert lengths.choose(16, all_rows[:4]) == 1
+
+
+def test_a_step_that_is_not_known_costs_its_tokens_one_by_one_at_worst() -> None:
+    times = StepTimes()
+    assert times.worst(2, 3) == 3
+    times.note(2, 1, 2.0)
+    assert times.worst(2, 3) == 3
+    for _ in range(2):
+        times.note(2, 2, 2.5)
+    assert times.worst(2, 2) == times.ratio(2, 2) == 1.25
+    assert times.worst(2, 4) == 3.25

@@ -6,8 +6,8 @@ takes the n with most tokens a second, from measured times, and 0 if drafts do n
 
 Trying costs time too: a longer step whose drafts are rejected. So tries have an allowance, in steps
 without drafts. A step adds what it saved, or takes what it lost; without drafts it adds a little.
-Nothing is drafted while the allowance is used up. So drafts that never pay cost 1 %, and a step or
-two at first.
+Nothing is drafted that may lose more than the allowance. So drafts that never pay cost 1 %, and
+a step or two at first.
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ class AdaptiveLengths:
     def choose(self, rows: int, candidates: Sequence[Candidate]) -> int:
         """The length with most tokens a second. A length is tried after all shorter ones."""
         length = self._best(rows, candidates) if self._allowance > 0 else 0
+        if length:
+            emitted = _emitted(rows, candidates, length) / rows
+            if self._times.worst(rows, length + 1) - emitted > self._allowance:
+                length = 0
         if not length:
             for each in candidates:
                 each.acceptance.recover()
@@ -121,10 +125,13 @@ class AdaptiveLengths:
         for length in range(1, most + 1):
             ratio = self._times.ratio(rows, length + 1)
             assert ratio is not None, "longest is 0 while steps without drafts are not timed"
-            emitted = rows - len(candidates)
-            rate = emitted + sum(
-                each.acceptance.emitted(min(length, each.most)) for each in candidates
-            )
-            if rate / ratio > best_rate:
-                best, best_rate = length, rate / ratio
+            rate = _emitted(rows, candidates, length) / ratio
+            if rate > best_rate:
+                best, best_rate = length, rate
         return best
+
+
+def _emitted(rows: int, candidates: Sequence[Candidate], length: int) -> float:
+    """Expected tokens of a step in which each candidate drafts so many, or as many as it may."""
+    drafting = sum(each.acceptance.emitted(min(length, each.most)) for each in candidates)
+    return rows - len(candidates) + drafting

@@ -52,6 +52,15 @@ class StepTimes:
             return None
         return known[max(each for each in known if each <= tokens)] / known[1]
 
+    def worst(self, rows: int, tokens: int) -> float:
+        """What a step may cost, in steps without drafts: as much as its tokens one by one, beyond
+        what is known."""
+        known = self._known(rows)
+        if 1 not in known:
+            return tokens
+        longest = max(each for each in known if each <= tokens)
+        return known[longest] / known[1] + tokens - longest
+
     def _known(self, rows: int) -> dict[int, float]:
         """The least seconds by tokens; those that are too old are forgotten."""
         kept = {
