@@ -1,11 +1,11 @@
-"""Measures structured output: python -m benches.structured_output SUITE
+"""Measures structured output: python -m benches.structured_output SUITE [--only-suite]
 
 stdlib-llama, texts at temperature 2. SUITE is the folder tests/draft2020-12 of
 JSON Schema's test suite; jsonschema's source package has it as json/tests/draft2020-12. Without
 it that part keeps its last figures.
 
     suite       the suite's schemas that are taken, and those whose texts are all valid, of those
-                with a text that ended by itself
+                with a text that ended by itself; and why the others are refused
     generated   the same of 2,000 schemas that are made by chance
     cost        tokens a second of 16 sequences with grammars beside the same without, in turns,
                 and processor seconds, which other processes disturb less
@@ -15,6 +15,7 @@ it that part keeps its last figures.
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,21 @@ LONG: Schema = {
     },
 }
 
+# What messages say, the first that fits; and what that means.
+CAUSES = {
+    "Resource": "a reference to another document",
+    "Unsatisfiable": "no value fits",
+    "$dynamic": "$dynamicRef, $dynamicAnchor",
+    '"if"': "if, then, else",
+    '"not"': "not",
+    '"contains"': "contains",
+    "unevaluated": "unevaluatedItems, unevaluatedProperties beside others",
+    "propertyNames": "propertyNames",
+    "uniqueItems": "uniqueItems",
+    "oneOf": "oneOf of schemas that the same value may fit",
+    "patternProperty": "patternProperties that the same name matches",
+}
+
 
 class Bench:
     """The small model, and grammars for it."""
@@ -65,17 +81,18 @@ class Bench:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.ends = [[token] for token in self.tokenizer.eos_token_ids]
 
-    def validity(self, schemas: Iterable[Schema]) -> dict[str, int]:
-        """How many schemas are taken, and how many of them have only valid texts."""
+    def validity(self, schemas: Iterable[Schema]) -> dict[str, Any]:
+        """How many schemas are taken, how many of them have only valid texts, and why the others
+        are refused."""
         taken: list[tuple[Schema, CompiledGrammar]] = []
-        refused = 0
+        causes: Counter[str] = Counter()
         for schema in schemas:
             try:
                 compiled = self.vocabulary.compiled(json_schema(schema))
                 compiled.require_quick()
                 taken.append((schema, compiled))
-            except GrammarError:
-                refused += 1
+            except GrammarError as error:
+                causes[cause_of(str(error))] += 1
         ended = invalid = 0
         faulty: set[int] = set()
         told: set[int] = set()
@@ -87,12 +104,13 @@ class Bench:
                 invalid += 1
                 faulty.add(number)
         return {
-            "schemas": len(taken) + refused,
+            "schemas": len(taken) + causes.total(),
             "taken": len(taken),
             "with_ended_texts": len(told),
             "only_valid": len(told - faulty),
             "ended_texts": ended,
             "invalid_texts": invalid,
+            "refused": dict(causes.most_common()),
         }
 
     def _texts(self, grammars: list[CompiledGrammar]) -> Iterator[tuple[int, str]]:
@@ -184,6 +202,14 @@ class Bench:
         return took[0] * scale, took[1] * scale
 
 
+def cause_of(message: str) -> str:
+    """Why llguidance refuses a schema, from its message."""
+    for said, cause in CAUSES.items():
+        if said in message:
+            return cause
+    return "other"
+
+
 def suite_schemas(folder: Path) -> Iterator[Schema]:
     """The suite's schemas that are objects, without those of optional parts."""
     for path in sorted(folder.glob("*.json")):
@@ -196,13 +222,17 @@ def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suite", nargs="?", type=Path)
-    suite = parser.parse_args().suite
+    parser.add_argument("--only-suite", action="store_true", help="leave the other figures")
+    options = parser.parse_args()
     bench, figures = Bench(), latest_figures("structured output")
+    if options.suite is not None:
+        figures["suite"] = bench.validity(suite_schemas(options.suite))
+        print(figures["suite"])
+    if options.only_suite:
+        print(write_result("structured output", figures))
+        return
     figures["cost"] = bench.costs()
     print(figures["cost"])
-    if suite is not None:
-        figures["suite"] = bench.validity(suite_schemas(suite))
-        print(figures["suite"])
     random = Random(0)
     figures["generated"] = bench.validity(generated_schema(random) for _ in range(GENERATED))
     print(figures["generated"])

@@ -534,5 +534,14 @@ FIGURES: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "structured output": {
+        "suite": {
+            "schemas": 366,
+            "taken": 349,
+            "ended_texts": 95,
+            "invalid_texts": 0,
+            "refused": {"contains": 17},
+        }
+    },
     **FAMILY_FIGURES,
 }

@@ -225,6 +225,24 @@ def test_what_a_form_cannot_write_is_named(form: str, schema: Any, said: str) ->
         constraint.for_model(of_form(form, with_tokens=True))
 
 
+@pytest.mark.parametrize("form", ["glm47", "gemma4"])
+def test_schemas_that_would_take_long_are_refused_soon(form: str) -> None:
+    ten = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 10} for at in range(40)}
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    large = {"d": {"enum": ["x" * 5000]}}
+    many = {f"p{at}": {"$ref": "#/$defs/d"} for at in range(3000)}
+    for asked in (
+        {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**ten, "40": {"type": "null"}}},
+        {"properties": {"a": deep}},
+        {"properties": many, "$defs": large},
+    ):
+        constraint = CallConstraint((Tool("f", json.dumps(asked)),), "required")
+        with pytest.raises(ValueError, match=r"many parts|nested|recursion|large"):
+            constraint.for_model(of_form(form, with_tokens=True))
+
+
 def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
     """Optional texts, which many tools have, may be written as models write them."""
     optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}

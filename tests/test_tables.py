@@ -61,6 +61,7 @@ ROWS = {
     "copying": "| q4 | 35% | 94.3% | 35% | 94.3% |",
     "step_lengths": "| stdlib-gemma3: 7 | 9.4e-06 | 3.0e-03 | 102 and 102 | 8.1e-06 |",
     "speculation": "| repeating text, 8 rows | 205 | 1.25 | 800 | 600 | 2.00 | 0.44 | 0.41 |",
+    "structured output": "| contains | 17 |",
     "vision_families": "- Tokens of a batch: equal to mlx-vlm's in 1 of 2",
 }
 

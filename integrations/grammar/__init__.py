@@ -2,6 +2,7 @@
 
 grammars          what a text must fit: a JSON schema, a regex, a list of texts, a grammar
 constraints       in which part of an answer a grammar holds
+equivalent_schemas  JSON schemas in keywords that llguidance knows
 grammar_texts     grammars as llguidance takes them, and its limits
 vocabulary        compiles grammars for a tokenizer; needs the extra `structured`
 compiled_grammar  a grammar that sequences can begin

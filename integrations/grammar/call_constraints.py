@@ -65,9 +65,9 @@ class CallConstraint(NamedTuple):
             return self.answer or self._without_calls(tokenizer)
         try:
             return self._with_calls(tokenizer, form)
-        except ValueError:
+        except (ValueError, RecursionError) as error:
             if self.choice != "auto":
-                raise
+                raise ValueError(str(error) or "a schema is nested too deeply") from None
             return self.answer
 
     def _without_calls(self, tokenizer: Any) -> Constraint | None:
@@ -101,7 +101,9 @@ class CallConstraint(NamedTuple):
 
     def _section(self, rules: CallRules, tokenizer: Any, form: CallForm) -> str:
         """The calls within one pair of marks, and the mark behind them."""
-        calls = [form.call(rules, tool.name, _schema(tool)) for tool in self.tools]
+        schemas = [_schema(tool) for tool in self.tools]
+        named = zip(self.tools, schemas, strict=True)
+        calls = [form.call(rules, tool.name, schema) for tool, schema in named]
         call = rules.rule(" | ".join(calls))
         more = ""
         if self.several and form.between is not None:

@@ -124,7 +124,8 @@ def _of_longcat(rules: CallRules, name: str, parameters: Schema) -> str:
 def _of_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
     if not re.fullmatch(r"[\w-]+", name):
         raise ValueError(f"{name!r} cannot stand without quotes")
-    return f'{literal(f"call:{name}{{")} {gemma_entries(rules, parameters)} "}}"'
+    entries = gemma_entries(rules, parameters, definitions(parameters))
+    return f'{literal(f"call:{name}{{")} {entries} "}}"'
 
 
 def _of_function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:

@@ -7,7 +7,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
 from paged_kv.integrations.grammar.text_patterns import ANY_TEXT, exactly
+
+# Parameters one by one repeat the definitions that they refer to.
+_MOST_CHARACTERS = 1 << 21
 
 
 class CallRules:
@@ -15,6 +19,9 @@ class CallRules:
 
     Args:
         tokenizer: mlx-lm's. A mark that it has a token for can only come as this token.
+
+    Raises:
+        ValueError: of every method that makes a rule: they are too large together.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -22,6 +29,7 @@ class CallRules:
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._tokens = {str(token): number for number, token in added if _is_mark(token)}
         self._rules: list[str] = []
+        self._characters = 0
         self._known: dict[str, str] = {}
 
     def grammar(self, start: str) -> str:
@@ -31,7 +39,7 @@ class CallRules:
     def rule(self, expression: str) -> str:
         """The name of a new rule."""
         name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}: {expression}")
+        self._append(name, expression)
         return name
 
     def shared_rule(self, key: str, expression: Callable[[], str]) -> str:
@@ -43,14 +51,14 @@ class CallRules:
         """
         if key not in self._known:
             self._known[key] = f"shared_{len(self._known)}"
-            self._rules.append(f"{self._known[key]}: {expression()}")
+            self._append(self._known[key], expression())
         return self._known[key]
 
     def json(self, schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
         """A rule for JSON that fits a schema. Only spaces as of Python's `json.dumps` are
         possible, which all templates show."""
         spaced = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-        guided = {**schema, "x-guidance": {**spaced, **(options or {})}}
+        guided = {**equivalent_schema(schema), "x-guidance": {**spaced, **(options or {})}}
         return self.rule(f"%json {json.dumps(guided)}")
 
     def mark(self, text: str) -> str:
@@ -86,8 +94,14 @@ class CallRules:
         matched = " & ".join(f"/{each}/" for each in patterns or [ANY_TEXT])
         closing = literal(before + end if ends_text else before)
         terminal = f"TEXT_{len(self._rules)}"
-        self._rules.append(f"{terminal}: (({matched}) {closing}) & ~/{'|'.join(unfit)}/")
+        self._append(terminal, f"(({matched}) {closing}) & ~/{'|'.join(unfit)}/")
         return self.rule(" ".join([terminal, *(rest if ends_text else [first, *rest])]))
+
+    def _append(self, name: str, expression: str) -> None:
+        self._characters += len(expression)
+        if self._characters > _MOST_CHARACTERS:
+            raise ValueError("the schemas of the tools are too large for a grammar")
+        self._rules.append(f"{name}: {expression}")
 
     def _parts(self, text: str) -> list[str]:
         """A mark, divided into tokens of their own and other texts."""

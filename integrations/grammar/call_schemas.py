@@ -9,8 +9,8 @@ Schema = Mapping[str, Any]
 
 NOTES = {"description", "title", "default", "examples", "$comment", "deprecated", "readOnly"}
 DEFINITIONS = ("$defs", "definitions")
-# References may lead to each other.
-_MOST_STEPS = 16
+# References may lead to each other, and a few of them to very many schemas.
+_MOST_STEPS = 256
 
 
 def definitions(schema: Schema) -> Schema:
@@ -28,7 +28,7 @@ def single_types(schema: Any, shared: Schema) -> list[dict[str, Any]]:
     Raises:
         ValueError: the schema names no type, or cannot be divided.
     """
-    found = list(_divided(schema, shared, _MOST_STEPS))
+    found = list(_divided(schema, shared, iter(range(_MOST_STEPS))))
     if not found:
         raise ValueError("no value fits the schema")
     return found
@@ -42,14 +42,16 @@ def type_of(value: Any) -> str:
     return kinds.get(type(value), "object")
 
 
-def _divided(schema: Any, shared: Schema, steps: int) -> Iterator[dict[str, Any]]:
-    if not isinstance(schema, Mapping) or steps == 0:
+def _divided(schema: Any, shared: Schema, steps: Iterator[int]) -> Iterator[dict[str, Any]]:
+    if not isinstance(schema, Mapping):
         raise ValueError("the schema names no type")
+    if next(steps, None) is None:
+        raise ValueError("the schema has too many parts")
     for key in ("$ref", "allOf", "anyOf", "oneOf"):
         if key in schema:
             rest = {each: value for each, value in schema.items() if each != key}
             options = _options(key, schema[key], shared)
-            parts = [list(_divided(_joined(rest, each), shared, steps - 1)) for each in options]
+            parts = [list(_divided(_joined(rest, each), shared, steps)) for each in options]
             if key == "oneOf":
                 _require_apart(parts)
             yield from (each for part in parts for each in part)

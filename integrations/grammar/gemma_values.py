@@ -13,7 +13,6 @@ from paged_kv.integrations.grammar.call_schemas import (
     DEFINITIONS,
     NOTES,
     Schema,
-    definitions,
     single_types,
 )
 from paged_kv.integrations.grammar.parameter_values import Place, require_known, text
@@ -32,6 +31,7 @@ def gemma_value(rules: CallRules, schema: Any, shared: Schema) -> str:
     """The expression of a value that fits a schema.
 
     Args:
+        rules: to add to. The schema must live as long.
         shared: `definitions` that the schema may refer to.
 
     Raises:
@@ -43,15 +43,18 @@ def gemma_value(rules: CallRules, schema: Any, shared: Schema) -> str:
     return f"({' | '.join(written)})"
 
 
-def gemma_entries(rules: CallRules, schema: Schema) -> str:
+def gemma_entries(rules: CallRules, schema: Schema, shared: Schema) -> str:
     """The expression of an object's entries, sorted as templates of these models write them.
+
+    Args:
+        shared: `definitions` that the schema may refer to.
 
     Raises:
         ValueError: a grammar cannot say what the schema does.
     """
 
     def entry(key: str, one: Schema) -> str:
-        return f'{_name(rules, key)} ":" {gemma_value(rules, one, definitions(schema))}'
+        return f'{_name(rules, key)} ":" {gemma_value(rules, one, shared)}'
 
     return in_order(rules, sorted_by_name(schema), entry, between='","')
 
@@ -78,8 +81,9 @@ def _one_type(rules: CallRules, schema: Schema, shared: Schema) -> str:
     if unknown := schema.keys() - known - NOTES - {*DEFINITIONS}:
         raise ValueError(f"arguments of this form cannot fit {', '.join(sorted(unknown))}")
     make = _array if kind == "array" else _object
-    key = json.dumps([{each: schema[each] for each in known & schema.keys()}, shared])
-    return rules.shared_rule(key, lambda: make(rules, schema, shared))
+    # Parts of the tools' schemas, which live meanwhile: each is made once, whatever refers to it.
+    parts = [id(schema.get(each)) for each in sorted(known - {"type"})]
+    return rules.shared_rule(f"{kind} {parts}", lambda: make(rules, schema, shared))
 
 
 def _array(rules: CallRules, schema: Schema, shared: Schema) -> str:
@@ -98,7 +102,7 @@ def _object(rules: CallRules, schema: Schema, shared: Schema) -> str:
     properties = schema.get("properties", {})
     if not properties and schema.get("additionalProperties", True) is not False:
         return _mapping(rules, schema, shared)
-    return f'"{{" {gemma_entries(rules, {**schema, **shared})} "}}"'
+    return f'"{{" {gemma_entries(rules, schema, shared)} "}}"'
 
 
 def _mapping(rules: CallRules, schema: Schema, shared: Schema) -> str:

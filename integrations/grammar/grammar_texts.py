@@ -8,6 +8,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
+from paged_kv.integrations.grammar.equivalent_schemas import equivalent_schema
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
 
 # Far more than schemas of tools need. With llguidance's own limits one grammar could take 500 MB
@@ -35,12 +36,13 @@ def llguidance_text(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+                schema = json.dumps(equivalent_schema(json.loads(grammar.text)))
+                return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
             case "choice":
                 return LLMatcher.grammar_from_lark(_alternatives(json.loads(grammar.text)))
             case "regex" | "grammar":
                 return grammar_from(grammar.kind, grammar.text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(str(error)) from None
     raise ValueError(f"a grammar cannot be of the kind {grammar.kind!r}")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from paged_kv.extras import extra_module
 from paged_kv.integrations.grammar import grammar_check
+from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
@@ -56,7 +57,7 @@ class GrammarCompiler:
                 `structured` is not installed.
         """
         asked = jobs[0].constraint  # all jobs of a request have the same
-        constraint = model_constraint(asked, loaded)
+        constraint = await self._of_model(asked, loaded)
         compiled = None
         try:
             if constraint is not None:
@@ -71,6 +72,13 @@ class GrammarCompiler:
         for job in jobs:
             job.constraint = asked if loaded is None else constraint
             job.compiled = compiled
+
+    async def _of_model(
+        self, asked: Constraint | CallConstraint | None, loaded: LoadedModel | None
+    ) -> Constraint | None:
+        work = partial(model_constraint, asked, loaded)
+        # The grammar of many tools takes long to write.
+        return await self._workers.compile(work) if isinstance(asked, CallConstraint) else work()
 
     async def _require_valid(self, constraint: Constraint) -> None:
         grammar = constraint.grammar
