@@ -12,7 +12,8 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.sample_utils import make_logits_processors
 
 from paged_kv import PagedCacheFactory, PoolExhausted
-from paged_kv.integrations.batching.preemption import Preemption
+from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.preemption import Preemption, attach
 from paged_kv.integrations.batching.rows import Line, running_uids
 from paged_kv.integrations.server.generation.sampling import RandomSampler
 from paged_kv.pool.arguments import FormatChoice
@@ -342,3 +343,72 @@ def test_without_a_factory_mlx_lms_generator_is_its_own() -> None:
     generator = generator_of(model)
     generator.insert([PROMPTS[0]], max_tokens=[1])
     assert "_next" not in vars(generator)
+
+
+def test_the_worst_priority_is_preempted_first_whoever_came_first() -> None:
+    model = small_model("qwen3")
+    large, small = PagedCacheFactory(model, max_bytes=LARGE), factory_of_blocks(model, 5)
+    expected = served(large, model)
+    with small:
+        generator: Any = generator_of(model)
+        uids = generator.insert(PROMPTS, max_tokens=[NEW_TOKENS] * 4)
+        attached = attach(generator, small)
+        assert attached is not None
+        attached.priorities.by_uid.update({uids[0]: 5, uids[1]: -5})
+        given: dict[int, list[Any]] = {uid: [] for uid in uids}
+        order: list[int] = []
+        while responses := generator.next_generated():
+            for response in responses:
+                response.prompt_cache = None
+                given[response.uid].append(response)
+                if response.finish_reason is not None:
+                    order.append(uids.index(response.uid))
+    assert order == [1, 2, 3, 0]
+    runs = [
+        Run([each.token for each in its], mx.stack([each.logprobs for each in its]))
+        for its in given.values()
+    ]
+    assert_same_runs(runs, expected, TOLERANCE)
+    assert small.stats().preemptions > 0
+
+
+def test_sequences_make_way_for_one_of_a_better_priority_if_that_is_enough() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 4)
+    large = PagedCacheFactory(model, max_bytes=LARGE)
+    expected = served(large, model, prompts=PROMPTS[:2])
+    with factory:
+        generator: Any = generator_of(model)
+        uids = generator.insert(PROMPTS[:2], max_tokens=[NEW_TOKENS] * 2)
+        given: dict[int, list[Any]] = {uid: [] for uid in uids}
+
+        def step() -> None:
+            for response in generator.next_generated():
+                response.prompt_cache = None
+                given[response.uid].append(response)
+
+        while min(map(len, given.values())) < 15:
+            step()
+        preemption = generator.paged_kv_preemption
+        preemption.priorities.by_uid.update(dict.fromkeys(uids, 5))
+        block = pool_size(factory.pool).bytes_for(1)
+        assert factory.stats().blocks_used == 4
+        # Not for one that is no better, nor for one that would not fit all the same.
+        assert not preemption.can_begin(2 * block, 5)
+        assert not preemption.can_begin(5 * block, 0)
+        assert factory.stats().preemptions == 0
+        # Nor before they have generated.
+        preemption._scheduler._returned = set(uids)
+        assert not preemption.can_begin(2 * block, 0)
+        preemption._scheduler._returned = set()
+        assert preemption.can_begin(2 * block, 0)
+        assert set(_preempted(generator)) == {uids[1]}
+        # Nobody passes one that waits and is as good.
+        assert not preemption.can_begin(0, 5)
+        while len(given[uids[0]]) < NEW_TOKENS or len(given[uids[1]]) < NEW_TOKENS:
+            step()
+    runs = [
+        Run([each.token for each in its], mx.stack([each.logprobs for each in its]))
+        for its in given.values()
+    ]
+    assert_same_runs(runs, expected, TOLERANCE)

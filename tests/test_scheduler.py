@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paged_kv.admission.growth import Growth
 from paged_kv.admission.pool_size import GroupSize, PoolSize
+from paged_kv.admission.scheduler import Scheduler
 from paged_kv.trace.simulated_batch import ReservingBatch, SimulatedBatch, SimulatedSequence
 
 PAGE = 4
@@ -89,6 +90,64 @@ def test_every_sequence_ends_and_the_earliest_is_never_preempted(
         if machine.running or machine.waiting:
             machine.step()
         assert len(machine.running) <= places
+    assert sorted(machine.ended) == list(range(len(arrivals)))
+    assert machine.bytes_in_use == 0
+
+
+class Ranked(Machine):
+    """Sequences have priorities: the first in order is never preempted."""
+
+    def __init__(self, pool: PoolSize, places: int, priorities: list[int]) -> None:
+        super().__init__(pool, places)
+        self.priorities = priorities
+        self.scheduler = Scheduler(self, self.order)
+
+    def order(self, number: int) -> tuple[int, int]:
+        return self.priorities[number], number
+
+    def arrive(self, sequence: SimulatedSequence) -> bool:
+        arrived = super().arrive(sequence)
+        self.waiting.sort(key=self.order)
+        return arrived
+
+    def preempt(self, number: int) -> None:
+        assert number != min(self.running, key=self.order), "the first sequence was preempted"
+        spared = [each for each in self.running if self.since_return.get(each, 1) == 0]
+        behind = [each for each in self.running if self.order(each) > self.order(number)]
+        assert {*behind} <= {*spared}, "one that comes later was not preempted"
+        self.preempted.append(number)
+        self.since_return.pop(number, None)
+        SimulatedBatch.preempt(self, number)
+
+    def step(self) -> None:
+        before = {*self.running, *self.waiting}
+        generated = [each.generated for each in self.sequences]
+        SimulatedBatch.step(self)
+        assert self.waiting == sorted(self.waiting, key=self.order)
+        self.ended += sorted(before - {*self.running, *self.waiting})
+        for number in self.since_return:
+            self.since_return[number] += self.sequences[number].generated - generated[number]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), rows, st.integers(-2, 2)), min_size=1, max_size=12),
+    st.integers(15, 40),
+    st.integers(1, 12),
+)
+def test_sequences_with_priorities_end_and_the_last_in_their_order_are_preempted(
+    arrivals: list[tuple[int, Row, int]], blocks: int, places: int
+) -> None:
+    machine = Ranked(pool_of(blocks), places, [priority for *_, priority in arrivals])
+    times = list(accumulate(after for after, *_ in arrivals))
+    work = sum(row.prompt + row.answer for _, row, _ in arrivals)
+    for step in range(times[-1] + work * len(arrivals)):
+        for time, (_, row, _) in zip(times, arrivals, strict=True):
+            if time == step:
+                assert machine.arrive(replace(row))
+        if machine.running or machine.waiting:
+            machine.step()
     assert sorted(machine.ended) == list(range(len(arrivals)))
     assert machine.bytes_in_use == 0
 

@@ -13,6 +13,7 @@ from tests.running_server import (
     assert_idle_pools_hold_nothing,
     in_float32,
     paged_server,
+    wait_until,
 )
 
 NAME = "default_model"
@@ -94,3 +95,36 @@ def test_more_requests_begin_than_may_all_reach_max_tokens() -> None:
         for stream in streams:
             stream.close()
         assert_idle_pools_hold_nothing(running)
+
+
+def with_priority(body: dict[str, Any], priority: int) -> dict[str, Any]:
+    return {**body, "extra_body": {**body.get("extra_body", {}), "priority": priority}}
+
+
+@pytest.mark.slow
+def test_a_request_of_a_better_priority_takes_the_place_of_others() -> None:
+    """They continue with the tokens that they would have got."""
+    low = [with_priority(body, 5) for body in requests()]
+    high = {**requests()[0], "max_tokens": 20}
+    high["prompt"] = [token % 400 + 50 for token in high["prompt"]]
+    found, ended = [], []
+    for size in (LARGE, SMALL):
+        with paged_server(*LLAMA, *size) as running, ThreadPoolExecutor(5) as clients:
+            running.hold_until_submitted(len(low))
+
+            def ask(body: dict[str, Any], number: int, running: Any = running) -> dict[int, str]:
+                try:
+                    return texts(running, body)
+                finally:
+                    ended.append(number)
+
+            asked = [clients.submit(ask, body, at) for at, body in enumerate(low)]
+            jobs = running.service.thread.jobs
+            wait_until(lambda jobs=jobs: sum(j.generated_tokens > 0 for j in [*jobs.values()]) == 4)
+            ended.clear()
+            first = ask(high, -1)
+            found.append([first, *(each.result() for each in asked)])
+            stats = running.pools[0].stats()
+    assert ended[0] == -1
+    assert stats.preemptions > 0
+    assert found[0] == found[1]

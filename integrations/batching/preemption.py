@@ -1,5 +1,5 @@
 """Preempts and resumes sequences of mlx-lm's BatchGenerator, so that no step of a batch runs out of
-pages while a later sequence could make room.
+pages while a later sequence could make room, or one of a worse priority.
 
 BatchGenerator lets every sequence begin for which there is a place. This holds back those for which
 there is no memory. Before each step it reserves the blocks of all running sequences. When the pool
@@ -32,6 +32,7 @@ from paged_kv.allocator.events import Events
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.last_responses import LastResponses
 from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.priorities import Priorities
 from paged_kv.integrations.batching.rows import (
     Line,
     Waiting,
@@ -45,6 +46,7 @@ from paged_kv.integrations.batching.rows import (
     prompt_chunks,
     row_as_waiting,
     running_uids,
+    step_without,
 )
 from paged_kv.integrations.batching.shared_prefill import (
     WORTH_SHARING,
@@ -92,6 +94,7 @@ class Preemption:
         factory: makes the caches of its model, which has layers with pages.
 
     Attributes:
+        priorities: of sequences that have one.
         salts: of sequences that share prompts with their like only, by uid.
         requests: what a trace calls sequences that are known to it before they come here, by uid.
     """
@@ -103,9 +106,10 @@ class Preemption:
         self._factory = factory
         self._pool = factory.pool
         self._ranks = factory.ranks
-        self._line = Line(self._generator)
+        self.priorities = Priorities()
+        self._line = Line(self._generator, self.priorities.order)
         self._last_responses = LastResponses(self._pool)
-        self._scheduler = Scheduler(self)
+        self._scheduler = Scheduler(self, self.priorities.order)
         self._known: set[int] = set()
         self._generating: dict[int, GenerationBatch] = {}
         # The tokens that a sequence held when it was preempted, and where its prompt ends.
@@ -126,7 +130,8 @@ class Preemption:
         """
         self._learn()
         self._rejoin()
-        running = sorted(running_uids(self._generator))
+        running = sorted(running_uids(self._generator), key=self.priorities.order)
+        self._line.sort()
         waiting = [each.uid for each in self._line]
         places, fixed = free_places(self._generator), set(running) - self._known
         if not self._scheduler.schedule(running, waiting, places, fixed):
@@ -161,12 +166,37 @@ class Preemption:
         nbytes = growth.bytes_to_begin(pool_size(self._pool))
         return self._fits(nbytes, begun)
 
-    def can_begin(self, nbytes: int) -> bool:
-        """Whether a new sequence that takes so many bytes could begin at once."""
-        return not self._generator._unprocessed_sequences and self._fits(nbytes, [])
+    def can_begin(self, nbytes: int, priority: int = 0) -> bool:
+        """Whether a new sequence that takes so many bytes can begin at once. Sequences of worse
+        priorities are preempted if that makes enough room."""
+        if any(self.priorities.of(each.uid) <= priority for each in self._line):
+            return False
+        behind = self.priorities.behind(priority, running_uids(self._generator))
+        victims = [
+            uid for uid in behind if uid in self._known and not self._scheduler.is_spared(uid)
+        ]
+        if not victims:
+            return self._fits(nbytes, [])
+        if not self._ranks.agree("way", self._fits_without(victims, nbytes)):
+            return False
+        while not self._ranks.agree("room", self._fits(nbytes, [])):
+            if not victims:
+                return False
+            self._scheduler.preempt(victims.pop())
+        return True
+
+    def _fits_without(self, victims: list[int], nbytes: int) -> bool:
+        """Whether a new sequence fits at once, or certainly without these. The others may share
+        pages, so that they take less than is counted here."""
+        if self._fits(nbytes, []):
+            return True
+        size = pool_size(self._pool)
+        others = [each for each in growths(self._generator) if each[0] not in victims]
+        in_use = sum(size.bytes_for(growth.held) for _, growth in others)
+        return has_room(nbytes, [self._promised(*each) for each in others], size, in_use)
 
     def reserve(self, running: list[int]) -> bool:
-        return self._try(self._reserve_step, behind=-1)
+        return self._try(self._reserve_step, behind=None)
 
     def begin(self, number: int) -> bool:
         if number in self._unshared:
@@ -313,9 +343,10 @@ class Preemption:
         """The tokens of a sequence that others must leave room for."""
         return growth if uid in self._known else growth.to_the_end
 
-    def _try(self, work: Work, behind: int) -> bool:
+    def _try(self, work: Work, behind: int | None) -> bool:
         """Whether the work succeeds on every rank, if need be with the pages of ended sequences
-        that nobody has asked for, and then with those of sequences that wait behind this one."""
+        that nobody has asked for, and then with those of sequences that wait behind this one, or
+        of all that wait."""
         while not self._succeeds(work):
             if not self._take_back() and not self._take_pages(behind):
                 return False
@@ -332,12 +363,15 @@ class Preemption:
         # Callers drop responses at different times if a garbage collector does it.
         return any(self._ranks.gather("ended", self._last_responses.take_back()))
 
-    def _take_pages(self, behind: int) -> bool:
+    def _take_pages(self, behind: int | None) -> bool:
         """Let sequences wait without their pages; false if none has any."""
+        order = self.priorities.order
         holders = [
             each
             for each in self._line
-            if each.uid > behind and each.tokens and each.uid in self._known
+            if (behind is None or order(each.uid) > order(behind))
+            and each.tokens
+            and each.uid in self._known
         ]
         for each in holders:
             self._line.put(self._without_pages(each))
@@ -357,8 +391,8 @@ class Preemption:
                 self._events.ended(self._request(uid))
             self._known &= uids
             self._unshared &= uids
-            by_uid = self._generating, self._held, self._prompt_tokens, self.salts, self.requests
-            for gone in by_uid:
+            kept = self._generating, self._held, self._prompt_tokens
+            for gone in (*kept, self.priorities.by_uid, self.salts, self.requests):
                 for uid in [uid for uid in gone if uid not in uids]:
                     del gone[uid]
 
@@ -382,23 +416,10 @@ class Preemption:
         """As `_step_without`; notes how long prompts take."""
         tokens = sum(prompt_chunks(self._generator))
         began = perf_counter()
-        responses = self._step_without(held_back)
+        responses = step_without(self._generator, held_back)
         if tokens > _FEW_TOKENS:
             self._factory.prefixes.rates.computing.note(tokens, perf_counter() - began)
         return responses
-
-    def _step_without(self, held_back: set[int]) -> Responses:
-        """BatchGenerator's step without some of the waiting sequences."""
-        generator = self._generator
-        waiting = [each for each in generator._unprocessed_sequences if each[0] in held_back]
-        # Only the deque may hold the others: a reference to their caches would keep pages shared.
-        for _ in waiting:
-            generator._unprocessed_sequences.pop()
-        try:
-            prompts, generated = BatchGenerator._next(generator)
-            return prompts, generated
-        finally:
-            generator._unprocessed_sequences.extend(waiting)
 
     def _told(self, response: Any) -> Any:
         """A response about a prompt, with the progress in the whole prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -61,10 +61,16 @@ class Waiting(NamedTuple):
 
 
 class Line:
-    """The sequences of a BatchGenerator that wait, in the order of their uids."""
+    """The sequences of a BatchGenerator that wait.
 
-    def __init__(self, generator: Any) -> None:
+    Args:
+        generator: BatchGenerator.
+        order: what they are sorted by, of a uid.
+    """
+
+    def __init__(self, generator: Any, order: Callable[[int], Any] = int) -> None:
         self._generator = generator
+        self._order = order
 
     def __len__(self) -> int:
         return len(self._generator._unprocessed_sequences)
@@ -79,8 +85,15 @@ class Line:
     def put(self, waiting: Waiting) -> None:
         """Add a sequence, or replace the one with this uid."""
         self.remove(waiting.uid)
-        line = [*self._generator._unprocessed_sequences, waiting]
-        self._generator._unprocessed_sequences = deque(sorted(line, key=lambda each: each[0]))
+        self._generator._unprocessed_sequences.append(waiting)
+        self.sort()
+
+    def sort(self) -> None:
+        """Put those in order that BatchGenerator has added at the end."""
+        line = self._generator._unprocessed_sequences
+        self._generator._unprocessed_sequences = deque(
+            sorted(line, key=lambda each: self._order(each[0]))
+        )
 
     def remove(self, uid: int) -> None:
         """Remove a sequence if it is there."""
@@ -119,6 +132,19 @@ def free_places(generator: BatchGenerator) -> int:
 def running_uids(generator: BatchGenerator) -> list[int]:
     """The uids of the running sequences."""
     return [*generator._generation_batch.uids, *generator._prompt_batch.uids]
+
+
+def step_without(generator: BatchGenerator, held_back: set[int]) -> tuple[list[Any], list[Any]]:
+    """BatchGenerator's step without some of the waiting sequences, which are the last ones."""
+    waiting = [each for each in generator._unprocessed_sequences if each[0] in held_back]
+    # Only the deque may hold the others: a reference to their caches would keep pages shared.
+    for _ in waiting:
+        generator._unprocessed_sequences.pop()
+    try:
+        prompts, generated = BatchGenerator._next(generator)
+        return prompts, generated
+    finally:
+        generator._unprocessed_sequences.extend(waiting)
 
 
 def token_counts(prompt_cache: list[Any]) -> list[tuple[int, int]]:

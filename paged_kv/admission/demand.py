@@ -19,6 +19,7 @@ class Demand:
         shared_tokens: tokens of the first full pages of its prompt that running requests hold.
         awaits_prefix: whether a running request will soon have computed what its prompt begins
             with, so that it would only compute the same again.
+        priority: of requests that run, those with a higher one may be preempted for it.
     """
 
     prompt_tokens: int
@@ -27,6 +28,7 @@ class Demand:
     is_alone: bool = False
     shared_tokens: int = 0
     awaits_prefix: bool = False
+    priority: int = 0
 
     def bytes_in(self, pool: PoolSize) -> int:
         """The most bytes that all choices take together."""

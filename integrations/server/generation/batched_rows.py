@@ -89,10 +89,12 @@ class BatchedRows:
         return len(self._rows)
 
     def fits(self, demand: Demand) -> bool:
-        """Whether a job could begin at once, beside what is in use now."""
+        """Whether a job can begin at once, beside what is in use now, or in the place of choices
+        of worse priorities, which are preempted."""
         if self._preemption is None:
             return True
-        return self._preemption.can_begin(demand.bytes_to_begin(pool_size(self._pool)))
+        nbytes = demand.bytes_to_begin(pool_size(self._pool))
+        return self._preemption.can_begin(nbytes, demand.priority)
 
     def sharing(self, prompt: Prompt, salt: Hashable) -> tuple[int, bool]:
         """How many first tokens of a prompt are in full pages of running choices, and whether one
@@ -195,6 +197,7 @@ class BatchedRows:
             stop_sequences=self._stops,
         )
         if self._preemption is not None:
+            self._preemption.priorities.by_uid[uid] = row.job.priority
             self._preemption.salts[uid] = row.job.salt
             self._preemption.requests[uid] = _requests(row.job)[row.number - row.job.first_choice]
         self._rows[uid] = row

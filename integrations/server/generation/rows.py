@@ -50,7 +50,8 @@ class Rows:
         """The most that a job may need."""
         if not job.arguments.max_tokens:
             return Demand(0, 0)  # nothing is computed
-        demand = Demand(len(prompt.tokens), job.arguments.max_tokens)
+        most = job.arguments.max_tokens
+        demand = Demand(len(prompt.tokens), most, priority=job.priority)
         if self._is_alone(prompt):
             # It computes its choices one after the other.
             return replace(demand, is_alone=True)
