@@ -72,9 +72,10 @@ class PagedServer:
         default = Limits(options.priorities, options.max_requests_per_key)
         limits = read_limits(read_api_keys(options.api_key), default)
         metrics, workers = ServerMetrics(), WorkerThreads()
+        thread = GenerationThread(provider, metrics)
         self.service = Service(
             options=options,
-            thread=GenerationThread(provider, metrics),
+            thread=thread,
             metrics=metrics,
             names=ModelNames(options),
             keys=APIKeys(limits),
@@ -82,7 +83,7 @@ class PagedServer:
             hosts=KnownHosts(options.host, options.allowed_hosts),
             workers=workers,
             call_parser=CallParser(workers),
-            grammars=GrammarCompiler(workers),
+            grammars=GrammarCompiler(workers, thread.announce),
             gate=Gate(),
         )
         self._socket = _listening(options.host, options.port)

@@ -12,7 +12,7 @@ import logging
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from subprocess import PIPE
 from typing import Any
@@ -42,10 +42,12 @@ class GrammarCompiler:
 
     Args:
         workers: their threads.
+        announce: tells other ranks of a grammar that compiles within the limits.
     """
 
-    def __init__(self, workers: WorkerThreads) -> None:
+    def __init__(self, workers: WorkerThreads, announce: Callable[[Constraint], None]) -> None:
         self._workers = workers
+        self._announce = announce
         self._processes = asyncio.Semaphore(MOST_PROCESSES)
         self._known: OrderedDict[Grammar, None] = OrderedDict()  # grammars that compile
 
@@ -63,6 +65,7 @@ class GrammarCompiler:
             if constraint is not None:
                 await self._require_valid(constraint)
             if constraint is not None and loaded is not None:
+                self._announce(constraint)
                 compiled = await self._workers.compile(partial(_compiled, loaded, constraint))
         except APIError as error:
             if constraint is None or not constraint.is_optional:

@@ -6,7 +6,10 @@ from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.server.generation.jobs import Job, Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.generation.paged_model_provider import (
+    LoadedModel,
+    PagedModelProvider,
+)
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 
 
@@ -29,7 +32,7 @@ def model_constraint(
 
 def begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[FollowedGrammar]:
     """The grammar of each choice, at its beginning; none if any text will do. It is compiled here
-    if it was not before, as on other ranks, or for a model that was loaded for this job.
+    if it was not before, as for a model that was loaded for this job.
 
     Raises:
         APIError: 400, it does not compile, or the model's answers have a form of their own.
@@ -50,6 +53,13 @@ def begun_grammars(loaded: LoadedModel, job: Job, prompt: Prompt) -> list[Follow
     except ValueError as error:
         raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
     return [compiled.begin(**place) for _ in range(job.choices)]
+
+
+def compile_on_other_ranks(provider: PagedModelProvider, constraint: Constraint) -> None:
+    """Compile a grammar on a thread, unless this is the first rank, which compiles it by itself.
+    So no step waits for it when its request begins, as long as ranks are about as quick."""
+    if provider.ranks.rank > 0 and provider.loaded is not None:
+        provider.loaded.grammars.begin_compiling(constraint)
 
 
 def stopped_grammar(job: Job, error: str) -> APIError:

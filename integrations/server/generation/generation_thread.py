@@ -25,6 +25,8 @@ from paged_kv.admission.admission import Admission, RequestImpossible
 from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.integrations.server.generation.begun_grammars import compile_on_other_ranks
 from paged_kv.integrations.server.generation.jobs import (
     Begun,
     Empty,
@@ -119,6 +121,11 @@ class GenerationThread:
     def cancel_choice(self, job: Job, number: int) -> None:
         """Stop one choice of a job."""
         self._mailbox.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
+
+    def announce(self, constraint: Constraint) -> None:
+        """Let the other ranks compile a grammar, while this one does."""
+        if self._ranks.size > 1:
+            self._mailbox.put(partial(GenerationThread._compile, constraint=constraint))
 
     def refuse(self, error: APIError) -> None:
         """Answer waiting and later jobs with an error; finish the running ones."""
@@ -232,6 +239,9 @@ class GenerationThread:
                 command(self)
             except Exception as error:
                 self._note_failed_step(error)
+
+    def _compile(self, constraint: Constraint) -> None:
+        compile_on_other_ranks(self.provider, constraint)
 
     def _note_stop(self) -> None:
         self._stopped = True
