@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
 import mlx_vlm
+from anthropic import Anthropic
+from anthropic import BadRequestError as AnthropicBadRequest
 from mlx_vlm.prompt_utils import apply_chat_template
 from openai import BadRequestError, OpenAI
 from PIL import Image
@@ -316,3 +318,117 @@ def test_models_of_both_libraries_replace_each_other(
             with pytest.raises(BadRequestError, match="this model takes no images"):
                 server.client().chat.completions.create(model=blind, messages=messages)
         assert_idle_pools_hold_nothing(server)
+
+
+def test_images_of_responses_and_messages_are_those_of_chats(
+    folder: Path, running: PagedRunningServer, client: OpenAI, expected: Callable[..., str]
+) -> None:
+    """And they are found by their content."""
+    base = f"http://127.0.0.1:{running.port}"
+    about = expected(user(LONG, picture(folder, "red"), TEXT), "red")
+    url = picture(folder, "red")["image_url"]["url"]
+    asked: Any = [
+        {"type": "input_text", "text": LONG},
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": TEXT},
+    ]
+    shown: Any = [
+        {"type": "text", "text": LONG},
+        {"type": "image", "source": source_of(folder, "red")},
+        {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ]
+    with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=PATIENCE_S) as claude:
+        for turn in range(2):
+            response = client.responses.create(
+                model="default_model", input=[{"role": "user", "content": asked}], **salted("new")
+            )
+            assert response.output_text == about
+            assert response.usage
+            found = response.usage.input_tokens_details.cached_tokens
+            assert bool(found) == bool(turn)
+            message: Any = claude.messages.create(
+                model="default_model",
+                max_tokens=NEW_TOKENS,
+                messages=[{"role": "user", "content": shown}],
+                extra_body={"cache_salt": "new"},
+            )
+            assert message.content[0].text == about
+            # Whichever interface came first, the other finds its pages.
+            assert message.usage.cache_read_input_tokens > 0
+        count = claude.messages.count_tokens(
+            model="default_model", messages=[{"role": "user", "content": shown}]
+        )
+        usage = message.usage
+        assert count.input_tokens == (
+            usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+        )
+        assert usage.cache_creation.ephemeral_5m_input_tokens == 0
+        wrong: Any = [{**shown[1], "source": {**shown[1]["source"], "data": "aGVsbG8="}}]
+        with pytest.raises(AnthropicBadRequest, match="cannot be read"):
+            claude.messages.create(
+                model="default_model",
+                max_tokens=1,
+                messages=[{"role": "user", "content": wrong}],
+            )
+    there: Any = [{"type": "input_image", "image_url": "http://127.0.0.1:9/a.png"}]
+    with pytest.raises(BadRequestError, match="--allow-image-urls"):
+        client.responses.create(model="default_model", input=[{"role": "user", "content": there}])
+
+
+def source_of(folder: Path, name: str) -> dict[str, Any]:
+    content = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
+    return {"type": "base64", "media_type": "image/png", "data": content}
+
+
+def test_a_response_with_an_image_is_continued(
+    folder: Path, client: OpenAI, expected: Callable[..., str]
+) -> None:
+    url = picture(folder, "blue")["image_url"]["url"]
+    asked: Any = [{"type": "input_text", "text": LONG}, {"type": "input_image", "image_url": url}]
+    first = client.responses.create(
+        model="default_model", input=[{"role": "user", "content": asked}], **salted("on")
+    )
+    second = client.responses.create(
+        model="default_model", previous_response_id=first.id, input=TEXT, **salted("on")
+    )
+    conversation = [
+        *user(LONG, picture(folder, "blue")),
+        {"role": "assistant", "content": first.output_text},
+        *user(TEXT),
+    ]
+    assert second.output_text == expected(conversation, "blue")
+    assert second.usage
+    assert second.usage.input_tokens_details.cached_tokens > 20
+
+
+def test_a_tool_shows_an_image(folder: Path, running: PagedRunningServer, client: OpenAI) -> None:
+    """As a part of its result, in both interfaces: for the template the user shows it."""
+    url = picture(folder, "red")["image_url"]["url"]
+    call: Any = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    parts: Any = [{"type": "input_text", "text": TEXT}, {"type": "input_image", "image_url": url}]
+    result: Any = {"type": "function_call_output", "call_id": "1", "output": parts}
+    response = client.responses.create(
+        model="default_model", input=[{"role": "user", "content": LONG}, call, result]
+    )
+    base = f"http://127.0.0.1:{running.port}"
+    content: Any = [
+        {"type": "text", "text": TEXT},
+        {"type": "image", "source": source_of(folder, "red")},
+    ]
+    shown: Any = [
+        {"role": "user", "content": LONG},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "1", "content": content}],
+        },
+    ]
+    with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=PATIENCE_S) as claude:
+        message: Any = claude.messages.create(
+            model="default_model", max_tokens=NEW_TOKENS, messages=shown
+        )
+    assert message.content[0].text == response.output_text
+    assert message.usage.cache_read_input_tokens > 20

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paged_kv.integrations.server.completions.interface import Mark
+from paged_kv.integrations.server.completions.tool_images import shown_by_user
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.messages.requests import (
     SHARED,
@@ -95,7 +96,7 @@ def _blocks_in(block: Any) -> list[Any]:
 
 
 def _chat_messages(system: Any, messages: Iterable[Any], skipped: Sequence[str]) -> list[Object]:
-    return [*_system(system, skipped), *_messages(messages)]
+    return shown_by_user([*_system(system, skipped), *_messages(messages)])
 
 
 def _system(system: Any, skipped: Sequence[str]) -> list[Object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paged_kv.integrations.server.completions.tool_images import shown_by_user
 from paged_kv.integrations.server.responses.requests import (
     SHARED,
     Format,
@@ -64,7 +65,7 @@ def messages_of(instructions: str | None, items: Iterable[Any]) -> list[Object]:
                 message.setdefault("tool_calls", []).append(_call(item))
             case "function_call_output":
                 messages.append(_call_output(item))
-    return messages
+    return shown_by_user(messages)
 
 
 def _add_message(messages: list[Object], item: Any) -> None:
