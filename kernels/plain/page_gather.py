@@ -134,27 +134,25 @@ def _decoded(
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [1, heads, tokens, dim] of whole pages of one format."""
     planes = []
-    for plane in range(len(layout.planes)):
-        parts = [_plane(pages.slabs[slab], plane, page, count) for slab, page, count in runs]
-        planes.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
+    for at, plane in enumerate(layout.planes):
+        parts = [_plane(pages.slabs[slab], at, page, count) for slab, page, count in runs]
+        joined = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+        planes.append(joined.reshape(1, plane.heads, joined.shape[2] * PAGE_SIZE, plane.slot_words))
     if own_memory and len(runs) == 1 and _is_view(layout, runs[0][2]):
         planes = [plane + 0 for plane in planes]
     return layout.page_format.decode(pages.geometry, planes)
 
 
 def _plane(slab: Slab, plane: int, page: int, count: int) -> mx.array:
-    """Words [1, heads, tokens, slot_words] of one plane of adjacent pages: a view for one page, a
-    copy for more."""
+    """Words [1, heads, pages, 256 * slot_words] of one plane of adjacent pages: a view."""
     layout = slab.layout
-    heads, words = layout.planes[plane].heads, layout.planes[plane].slot_words
-    head_words = PAGE_SIZE * words
-    view = mx.as_strided(
+    heads, head_words = layout.planes[plane].heads, PAGE_SIZE * layout.planes[plane].slot_words
+    return mx.as_strided(
         slab.memory,
         (1, heads, count, head_words),
         (0, head_words, layout.page_words, 1),
         page * layout.page_words + layout.offsets[plane],
     )
-    return view.reshape(1, heads, count * PAGE_SIZE, words)
 
 
 def _is_view(layout: PageLayout, count: int) -> bool:
