@@ -7,6 +7,8 @@ ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Reco
                        "decode": attention read pages in steps of one token; longer steps gathered
                        "gather": keys and values are in pages, and were gathered for the model's own
                        attention, for the reason given
+                       "rows": its layers append rows, which are in pages; attention takes those
+                       that the model chooses
                        "states": there is nothing to page; prompts resume from snapshots of states
                        "not run": not here, for the reason given
                        "fails": pages raise where mlx-lm's caches do not
@@ -128,6 +130,8 @@ class PagedRuns:
 
     @property
     def gets(self) -> str:
+        if _factory(self._model).pool.rows:
+            return "rows"
         if not self.layers:
             return "states" if self._resumes() else "nothing"
         if not self.gathers:
@@ -157,7 +161,7 @@ def compiled(model: Any) -> dict[str, str]:
         )
     recordings = factory.recordings.get(factory.pool)
     if recordings is None or (recordings.reason is None and not recordings.repeated):
-        told = "it has no pages"
+        told = "its layers append rows" if factory.pool.rows else "it has no pages"
     else:
         told = recordings.reason or "yes"
     return {"compiled": told, "compiled_tokens": "equal" if got == expected else "differs"}

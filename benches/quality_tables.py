@@ -353,6 +353,7 @@ _GETS = {
     "paged": "Attention reads pages",
     "decode": "Attention reads pages while decoding",
     "gather": "Pages, gathered for attention of the model's own",
+    "rows": "Rows that layers append are in pages; attention takes those that the model chooses",
     "states": "No pages: prompts resume from snapshots of states",
     "nothing": "Nothing, caches of mlx-lm only",
     "fails": "Fails on pages",

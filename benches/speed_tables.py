@@ -341,13 +341,13 @@ def prefix_reuse(figures: Figures) -> str:
 
 
 def state_reuse(figures: Figures) -> str:
-    """Repeated prompts of models without pages."""
+    """Repeated prompts of models whose caches mlx-lm cannot trim."""
     count = f"{figures['tokens']:,} tokens"
     parted = f"found if the last {figures['other_tokens']:,} differ"
     heads = (
         f"first token of {count}",
         *("cold", "repeated", "repeated, LRUPromptCache", "cold / repeated"),
-        *(parted, f"{parted}, LRUPromptCache", "snapshots"),
+        *(parted, f"{parted}, LRUPromptCache", "kept"),
     )
     rows = [
         (
@@ -358,9 +358,30 @@ def state_reuse(figures: Figures) -> str:
             f"{of['cold_over_repeated']:,.0f}",
             f"{of['parted_tokens_found']:,}",
             f"{of['mlx_lm_parted_tokens_found']:,}",
-            megabytes(of["snapshot_bytes"]),
+            megabytes(of["kept_bytes"]),
         )
         for name, of in figures["files"].items()
+    ]
+    return table(heads, rows)
+
+
+def appended_rows(figures: Figures) -> str:
+    """deepseek_v41 behind a long context."""
+    heads = (f"{figures['context']:,} tokens", "mlx-lm", "pages", "ratio")
+    rows = [
+        (
+            "decode step",
+            millis(figures["mlx_lm_decode_milliseconds"] / 1e3),
+            millis(figures["decode_milliseconds"] / 1e3),
+            f"{figures['mlx_lm_over_paged']:.2f}",
+        ),
+        (
+            "held",
+            megabytes(figures["mlx_lm_bytes"]),
+            megabytes(figures["bytes"]),
+            f"{figures['bytes_over_mlx_lm']:.2f}",
+        ),
+        ("copied in a step", megabytes(figures["copied_bytes"]), "0", ""),
     ]
     return table(heads, rows)
 
@@ -509,6 +530,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
         rings,
         prefix_reuse,
         state_reuse,
+        appended_rows,
         publishing,
         shared_pages,
         latent_attention,

@@ -1,14 +1,14 @@
-"""Repeated prompts of models without pages: python -m benches.state_reuse
+"""Repeated prompts of models whose caches mlx-lm cannot trim: python -m benches.state_reuse
 
-Each small random model of tests/zoo.py that keeps only states computes a prompt of 8,192 tokens.
-Its states are inserted every 2,048 tokens and at its last token but one: into a factory, and those
-of the end into mlx-lm's LRUPromptCache. Then follow, in turns,
+Each small random model of tests/zoo.py that keeps only states, or appends rows, computes a prompt
+of 8,192 tokens. It is inserted every 2,048 tokens and at its last token but one: into a factory,
+and what it holds at its end into mlx-lm's LRUPromptCache. Then follow, in turns,
 
     cold       the prompt without a cache, to its first token
     repeated   the same prompt with what each cache finds
     parted     the tokens that each finds of a prompt with 1,000 other tokens at its end
 
-`snapshot_bytes` are the bytes of all inserted states.
+`kept_bytes` are the bytes of all that was inserted.
 """
 
 from statistics import median
@@ -88,8 +88,7 @@ def reuse(name: str) -> dict[str, Any]:
         "mlx_lm_over_paged": ratio(stock_times, warm_times),
         "parted_tokens_found": factory.fetch_cache(PARTED)[1],
         "mlx_lm_parted_tokens_found": TOKENS - len(stock.fetch_nearest_cache(MODEL_KEY, PARTED)[1]),
-        "snapshots": TOKENS // STEP,
-        "snapshot_bytes": factory.stats().bytes_states,
+        "kept_bytes": factory.prefixes.nbytes,
     }
 
 

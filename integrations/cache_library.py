@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -15,6 +15,8 @@ from paged_kv.extras import extra_module
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.prompt_cache_hook import MLX_LM_HOOKS, stock_make_prompt_cache
 from paged_kv.integrations.rebinding import Hooks
+from paged_kv.integrations.states.growing_layers import GrowingLayer, growing_layers
+from paged_kv.integrations.states.layer_rows import LayerRows
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 
 # These models pair a layer's cache with one for an indexer's keys, whose arrays they read and
@@ -35,6 +37,7 @@ class CacheLibrary:
         unpaged: the names, with modules, of classes that stay as they are: those of recurrent
             layers, and those whose content no page can hold.
         hooks: replace the library's functions while a factory is installed.
+        growing: the parts of each of a model's caches that append rows, see `growing_layers`.
     """
 
     name: str
@@ -44,16 +47,25 @@ class CacheLibrary:
     chunked: type[Any]
     unpaged: frozenset[str]
     hooks: Hooks
+    growing: tuple[list[GrowingLayer], ...] = ()
+
+    def of(self, model: Module) -> CacheLibrary:
+        """The same for one model."""
+        growing = growing_layers(model, self.make_prompt_cache(model, None))
+        return replace(self, growing=tuple(growing))
 
     def layers(
         self, model: Module, paged: Callable[[Any], Any], max_kv_size: int | None = None
     ) -> list[Any]:
-        """The library's prompt cache, with `paged(cache)` in the place of each that is paged.
+        """The library's prompt cache, with `paged(cache)` in the place of each that is paged, or
+        `paged(part)` for each `GrowingLayer` of one that appends rows.
 
         Raises:
             TypeError: a cache is of a class that is not known: what it holds might be lost.
         """
         has_indexer = model_file(model) in _INDEXER_MODELS
+        if self.growing:
+            return [LayerRows(*map(paged, parts)) for parts in self.growing]
         stock = self.make_prompt_cache(model, max_kv_size)
         return [self._replaced(cache, paged, has_indexer) for cache in stock]
 
@@ -70,7 +82,11 @@ class CacheLibrary:
         Raises:
             ValueError: the cache holds only its sink tokens.
         """
-        if isinstance(cache, self.chunked):
+        if isinstance(cache, GrowingLayer):
+            if cache.window is None:
+                return None
+            size, sink_tokens = cache.window, 0
+        elif isinstance(cache, self.chunked):
             size, sink_tokens = cache.chunk_size, 0
         elif isinstance(cache, self.window):
             size, sink_tokens = cache.max_size - cache.keep, cache.keep
@@ -110,7 +126,7 @@ MLX_LM = CacheLibrary(
     full=KVCache,
     window=RotatingKVCache,
     chunked=ChunkedKVCache,
-    unpaged=frozenset({"mlx_lm.models.cache.ArraysCache", "mlx_lm.models.deepseek_v41.LayerCache"}),
+    unpaged=frozenset({"mlx_lm.models.cache.ArraysCache"}),
     hooks=MLX_LM_HOOKS,
 )
 
@@ -122,7 +138,7 @@ def library_of(model: Module) -> CacheLibrary:
         ValueError: a package that mlx-vlm needs is not installed.
     """
     if not _is_of_mlx_vlm(model):
-        return MLX_LM
+        return MLX_LM.of(model)
     library: CacheLibrary = extra_module("paged_kv.integrations.mlx_vlm.library", "vlm").MLX_VLM
     return library
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,6 +25,7 @@ from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import new_stand_in
+from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 
 logger = logging.getLogger("paged_kv")
@@ -152,6 +153,13 @@ class _TriedCache:
     def merge(self, caches: list[_TriedCache]) -> _TriedCache:
         stock = self._stock.merge([cache._stock for cache in caches])
         return _TriedCache(stock, self._layer, self._arrays)
+
+
+def trial_of_rows(rows: Mapping[int, AppendedRows]) -> Trial:
+    """The result for layers that append rows: all are known, and nothing else reads their pages."""
+    layers = frozenset(rows)
+    geometries = {layer: each.geometry for layer, each in rows.items()}
+    return Trial(geometries, attending=layers, attending_in_decode=layers)
 
 
 def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]]) -> Trial:

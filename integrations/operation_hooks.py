@@ -11,11 +11,13 @@ import mlx.core as mx
 
 from paged_kv.cache.dependencies import DependentArray, depending
 from paged_kv.integrations.rebinding import rebind
+from paged_kv.integrations.states.row_arrays import GrowingArray
 from paged_kv.recognition.latent_arrays import PositionScores, TokenIndices
 from paged_kv.recognition.softcapped_arrays import AttentionScores
 from paged_kv.sequences.paged_array import PagedKeys, PagedValues
 
 _stock_depends: Callable[..., Any] = mx.depends
+_stock_concatenate: Callable[..., mx.array] = mx.concatenate
 _stock_where: Callable[..., mx.array] = mx.where
 _stock_tile: Callable[..., mx.array] = mx.tile
 _stock_broadcast_to: Callable[..., mx.array] = mx.broadcast_to
@@ -32,6 +34,13 @@ def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
         return _stock_depends(inputs, dependencies)
     added = [dependencies] if isinstance(dependencies, mx.array) else dependencies
     return depending(inputs, added)
+
+
+def concatenate(arrays: Any, axis: int = 0, *, stream: Any = None) -> mx.array:
+    """`mx.concatenate`, which tells a cache what a model appends to its rows."""
+    if len(arrays) > 1 and isinstance(arrays[0], GrowingArray):
+        arrays[0].grown(arrays, axis)
+    return _stock_concatenate(arrays, axis, stream=stream)
 
 
 def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
@@ -87,6 +96,7 @@ def softmax(
 def install_operation_hooks() -> None:
     """Replace the operations in every module that has them; repeated calls do nothing."""
     rebind(_stock_depends, depends)
+    rebind(_stock_concatenate, concatenate)
     rebind(_stock_where, where)
     rebind(_stock_tile, tile)
     rebind(_stock_broadcast_to, broadcast_to)

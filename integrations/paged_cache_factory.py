@@ -27,11 +27,12 @@ from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
-from paged_kv.integrations.model_trial import Trial, try_out
+from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.states.equal_steps import install_equal_steps
+from paged_kv.integrations.states.growing_layers import GrowingLayer
 from paged_kv.integrations.states.model_call import continued, known_states, prepare_call
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
@@ -162,7 +163,7 @@ class PagedCacheFactory:
         has_states = bool(unpaged_caches(layers))
         if has_states:
             install_equal_steps()
-        prepare_call(model)
+        prepare_call(model, self.pool)
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
@@ -403,9 +404,11 @@ class PagedCacheFactory:
             for layer, cache in enumerate(paged)
             if (window := self._library.window_of(cache, self._write_chunk)) is not None
         }
+        rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
         return PagePool(
             len(paged),
             windows=windows,
+            rows=rows,
             page_format=self._page_format,
             trace=self._trace,
             eviction_policy=self._eviction_policy,
@@ -417,7 +420,9 @@ class PagedCacheFactory:
         """The trial of the model; it runs once."""
         if self._trial is None:
             install_attention_hook()
-            trial = try_out(self._model, partial(self._library.layers, self._model))
+            layers = partial(self._library.layers, self._model)
+            rows = self.pool.rows
+            trial = trial_of_rows(rows) if rows else try_out(self._model, layers)
             self._require_a_page(trial)
             self._trial = trial
             for pool in self._pools.values():
@@ -437,7 +442,7 @@ class PagedCacheFactory:
         if not self._always_gather:
             pool.attending, pool.attends_in_order = trial.attending, trial.in_order
             pool.attending_in_decode = trial.attending_in_decode
-        if self._compiles:
+        if self._compiles and not pool.rows:
             self.recordings[pool] = compile_steps(self._model, pool)
 
     def _learn_geometry(self) -> None:

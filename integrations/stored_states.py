@@ -7,7 +7,6 @@ it; no name is looked up elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -16,15 +15,11 @@ import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from paged_kv.integrations.states.counted_states import CountedArraysCache
-from paged_kv.integrations.states.separate_sequences import SeparateSequences
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
     for each in (ArraysCache, ChunkedKVCache, CountedArraysCache, KVCache, RotatingKVCache)
 }
-# Caches that mlx-lm cannot batch, and the files that define them. They cannot be made from a state,
-# so all their attributes are packed.
-_SEPARATE = {"LayerCache": "mlx_lm.models.deepseek_v41"}
 _DTYPES = {
     str(dtype).rpartition(".")[2]: dtype
     for dtype in (
@@ -42,37 +37,15 @@ class StoredStates:
 
     def pack(self, states: list[Any]) -> tuple[Any, dict[str, Any]]:
         arrays: dict[str, Bytes] = {}
-        notes = [[name, _packed(content, arrays)] for name, content in map(_named, states)]
+        notes = [[type(each).__name__, _packed(each.state, arrays)] for each in states]
         return notes, arrays
 
     def unpack(self, notes: Any, arrays: Mapping[str, Any]) -> list[Any]:
-        return [_made(name, _unpacked(tree, arrays)) for name, tree in notes]
+        return [_CLASSES[name].from_state(_unpacked(tree, arrays)) for name, tree in notes]
 
     def knows(self, states: list[Any]) -> bool:
         """Whether all of these can be packed."""
-        return all(
-            type(cache.sequences[0]).__module__ in _SEPARATE.values()
-            if isinstance(cache, SeparateSequences)
-            else _CLASSES.get(type(cache).__name__) is type(cache)
-            for cache in states
-        )
-
-
-def _named(cache: Any) -> tuple[str, Any]:
-    """A class's name, and what an object of it is made from."""
-    if isinstance(cache, SeparateSequences):
-        (only,) = cache.sequences
-        return type(only).__name__, [list(each) for each in vars(only).items()]
-    return type(cache).__name__, cache.state
-
-
-def _made(name: str, content: Any) -> Any:
-    if name not in _SEPARATE:
-        return _CLASSES[name].from_state(content)
-    kind = getattr(import_module(_SEPARATE[name]), name)
-    only = kind.__new__(kind)
-    vars(only).update(content)
-    return SeparateSequences([only], [None])
+        return all(_CLASSES.get(type(each).__name__) is type(each) for each in states)
 
 
 def _packed(value: Any, arrays: dict[str, Bytes]) -> Any:

@@ -325,6 +325,17 @@ FIGURES: dict[str, dict[str, Any]] = {
         },
         "allocations": {"decoded": 10000, "allocations": 0},
     },
+    "appended_rows": {
+        "context": 32768,
+        "decode_milliseconds": 80.0,
+        "mlx_lm_decode_milliseconds": 100.0,
+        "mlx_lm_over_paged": 1.25,
+        "bytes": 2**20,
+        "mlx_lm_bytes": 2**21,
+        "bytes_over_mlx_lm": 0.5,
+        "copied_bytes": 2**20,
+        "rewrites": 1,
+    },
     "state_reuse": {
         "tokens": 8192,
         "other_tokens": 1000,
@@ -336,7 +347,7 @@ FIGURES: dict[str, dict[str, Any]] = {
                 "cold_over_repeated": 800.0,
                 "parted_tokens_found": 6144,
                 "mlx_lm_parted_tokens_found": 0,
-                "snapshot_bytes": 2**20,
+                "kept_bytes": 2**20,
             }
         },
     },

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
 from paged_kv import PagedCacheFactory, PoolExhausted, command_line
@@ -27,7 +28,7 @@ HEADS_FOR_3 = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate
 
 
 # Shared layer by layer, as with mlx-lm's --pipeline; with as many layers on each rank.
-PIPELINES = {"qwen2": {"num_hidden_layers": 4}}
+PIPELINES = {"qwen2": {"num_hidden_layers": 4}, "deepseek_v41 by layers": {}}
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -37,7 +38,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def sharded(name: str, group: mx.distributed.Group, **changes: Any) -> Any:
     """A small random model, or this rank's shard of it."""
-    model: Any = small_model(name, **changes, **PIPELINES.get(name, {}))
+    model: Any = small_model(name.split()[0], **changes, **PIPELINES.get(name, {}))
     if group.size() > 1 and name in PIPELINES:
         model.model.pipeline(group)
     elif group.size() > 1 and hasattr(model, "shard"):
@@ -110,6 +111,27 @@ def stories(group: mx.distributed.Group, *names: str, size: int = 2) -> dict[str
             "digest": digest(factory.pool),
         }
     return found
+
+
+def rows(group: mx.distributed.Group, name: str) -> list[Any]:
+    """Tokens of prompts by mlx-lm's own caches, by pages, and behind a cached prefix of each."""
+    model = sharded(name, group)
+    factory = PagedCacheFactory(model, max_bytes=LARGE)
+    found = list[Any]()
+    for length in (3, 300, 531):
+        tokens = prompt(length, length)
+        caches = [make_prompt_cache(model), factory.make_cache()]
+        runs = [decoded(model, tokens, each) for each in caches]
+        factory.insert_cache(tokens, caches[1])
+        again, cached = factory.fetch_cache(tokens)
+        found.append([*runs, decoded(model, tokens[cached:], again), cached])
+    return found
+
+
+def decoded(model: Any, tokens: list[int], cache: Any) -> list[int]:
+    """Twelve tokens behind these."""
+    steps = generate_step(mx.array(tokens), model, prompt_cache=cache, max_tokens=12)
+    return [int(token) for token, _ in steps]
 
 
 def full(group: mx.distributed.Group) -> dict[str, Any]:

@@ -60,7 +60,9 @@ ARROWS: dict[str, set[str]] = {
         *("cache", "integrations.batching", "integrations.rebinding", "kernels"),
         *("kernels.pages", "pool", "sequences"),
     },
-    "integrations.states": {"cache", "integrations.batching", "sequences"},
+    "integrations.states": {
+        *("cache", "integrations.batching", "kernels.pages", "pool", "recognition", "sequences")
+    },
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),

@@ -40,6 +40,29 @@ def test_ranks_give_the_tokens_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["stories", "rows"])
+def test_ranks_of_layers_append_the_rows_that_one_process_appends(
+    tmp_path: Path, case: str
+) -> None:
+    """A rank gets rows of the ranks before it; in batches too, which mlx-lm cannot compute."""
+    name = "deepseek_v41 by layers"
+    expected, found = alone(case, name), told(tmp_path, 2, case, name)
+    if case == "stories":
+        expected, found = expected[name], [each[name] for each in found]
+        assert expected["cached"] == [308, 0]
+    assert found == [expected, expected]
+
+
+@pytest.mark.slow
+def test_ranks_of_heads_append_all_rows(tmp_path: Path) -> None:
+    found = told(tmp_path, 2, "rows", "deepseek_v41")
+    assert found[0] == found[1]
+    for stock, paged, again, cached in found[0]:
+        assert stock == paged == again
+        assert cached > 0
+
+
+@pytest.mark.slow
 def test_ranks_give_the_same_tokens_by_compiled_steps(tmp_path: Path) -> None:
     names = ("llama", "qwen3_5")
     expected = alone("stories", *names)

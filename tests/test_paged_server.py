@@ -309,7 +309,9 @@ def test_prompts_that_mlx_lm_cannot_reuse_or_batch_resume_at_their_ends(
         assert [cached for _, cached in first] == [0, 0, 0]
         lengths = [len(tokens_of(running, prompt)) for prompt in prompts]
         again = answers(running, prompts[::-1])[::-1]
-        assert again == [(text, n - 1) for (text, _), n in zip(first, lengths, strict=True)]
+        # Rows of deepseek_v41 are of two tokens.
+        ends = [(n - 1) // 2 * 2 if name == "deepseek_v41" else n - 1 for n in lengths]
+        assert again == [(text, end) for (text, _), end in zip(first, ends, strict=True)]
         assert [answers(running, [prompt])[0] for prompt in prompts] == again
     with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
         assert answers(running, prompts) == again

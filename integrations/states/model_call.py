@@ -16,13 +16,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.states.counted_states import CountedArraysCache, Held
-from paged_kv.integrations.states.separate_sequences import (
-    SeparateSequences,
-    one_by_one,
-    step_of_separate,
-)
+from paged_kv.integrations.states.one_by_one import one_by_one
+from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_row import StepRow
 
@@ -43,40 +40,38 @@ def known_states(model: Module, layers: list[Any], model_version: int) -> list[A
     if type(first) is ArraysCache:
         hook_call(type(model))
         return [CountedArraysCache(len(first.cache), model_version), *layers[1:]]
-    if all(hasattr(each, "offset") and not hasattr(each, "merge") for each in layers):
-        hook_call(type(model))
-        return [SeparateSequences([each], [model_version]) for each in layers]
     return layers
 
 
 def held_by(prompt_cache: list[Any]) -> list[Held]:
     """What a prompt cache without pages holds of each sequence."""
     first = next(leaves(prompt_cache), None)
-    if isinstance(first, CountedArraysCache | SeparateSequences):
+    if isinstance(first, CountedArraysCache):
         return first.held
     return [Held(None, None)]
 
 
-def takes_one(model: Module) -> bool:
+def takes_one(model: Module, pool: PagePool) -> bool:
     """Whether sequences of a batch of paged caches are computed one after the other."""
-    return type(model).__module__ in _ONE_AT_A_TIME
+    return bool(pool.rows) or type(model).__module__ in _ONE_AT_A_TIME
 
 
-def prepare_call(model: Module) -> None:
+def prepare_call(model: Module, pool: PagePool) -> None:
     """Let the calls of a model with pages compute one sequence at a time if it takes no more."""
-    if takes_one(model):
+    if takes_one(model, pool):
         hook_call(type(model))
 
 
 def is_separate(model: Module, prompt_cache: list[Any]) -> bool:
     """Whether a batch of such prompt caches is computed one sequence after the other."""
-    return takes_one(model) or isinstance(next(leaves(prompt_cache), None), SeparateSequences)
+    first = next(leaves(prompt_cache), None)
+    return isinstance(first, PagedKVCache) and takes_one(model, first.pool)
 
 
 def continued(prompt_cache: list[Any], model_version: int) -> list[Any]:
     """A prompt cache that this version of the model continues."""
     first = next(leaves(prompt_cache), None)
-    if isinstance(first, CountedArraysCache | SeparateSequences):
+    if isinstance(first, CountedArraysCache):
         first.set_version(model_version)
     return prompt_cache
 
@@ -90,11 +85,11 @@ def hook_call(kind: Any) -> None:
     @wraps(stock)
     def call(model: Module, tokens: Any, *args: Any, **options: Any) -> Any:
         caches: Any = args[0] if args else options.get("cache")
-        first = caches[0] if caches else None
-        if isinstance(first, SeparateSequences):
-            return step_of_separate(partial(stock, model), tokens, caches)
-        if isinstance(first, PagedKVCache) and len(first.sequences) > 1 and takes_one(model):
-            return _step_of_pages(partial(stock, model), tokens, caches)
+        first = next(leaves(caches or ()), None)
+        if isinstance(first, PagedKVCache) and takes_one(model, first.pool):
+            _widen(caches, tokens.shape[0])
+            if len(first.sequences) > 1:
+                return _step_of_pages(partial(stock, model), tokens, caches)
         output = stock(model, tokens, *args, **options)
         if isinstance(first, CountedArraysCache):
             first.note_step(*tokens.shape)
@@ -106,14 +101,38 @@ def hook_call(kind: Any) -> None:
 
 def _step_of_pages(step: Callable[..., mx.array], tokens: mx.array, caches: list[Any]) -> mx.array:
     """See `one_by_one`; each sequence's caches are views of its pages."""
-    first = caches[0]
+    first = next(leaves(caches))
     sequences, num_tokens = first.sequences, tokens.shape[1]
     counts = [each.progress(first.layer)[1].own(num_tokens) for each in sequences]
     steps = zip(sequences, counts, strict=True)
     # Now, for all of them: a sequence that fails would leave those before it a step ahead.
     reserve(first.pool, [StepRow.next(each, first.layer, count) for each, count in steps])
-    rows = [
-        [type(cache)(cache.pool, cache.layer, [cache.sequences[at]]) for cache in caches]
-        for at in range(len(sequences))
-    ]
-    return one_by_one(step, tokens, counts, rows)
+    rows = [[_row_of(cache, at) for cache in caches] for at in range(len(sequences))]
+    if first.pool.ranks.size > 1:
+        step = partial(_computed, step)
+    logits = one_by_one(step, tokens, counts, rows)
+    for cache, *views in zip(leaves(caches), *map(leaves, rows), strict=True):
+        cache.depend_on(views)
+    return logits
+
+
+def _computed(step: Callable[..., mx.array], tokens: mx.array, cache: list[Any]) -> mx.array:
+    """A step that is computed at once: ranks exchange what belongs to one sequence before they
+    begin with the next one, so that all do so in the same order."""
+    logits = step(tokens, cache=cache)
+    mx.eval([each.state for each in cache])
+    return logits
+
+
+def _row_of(cache: Any, row: int) -> Any:
+    """A view of one sequence's pages."""
+    if is_list(cache):
+        return type(cache)(*[_row_of(inner, row) for inner in cache.caches])
+    return type(cache)(cache.pool, cache.layer, [cache.sequences[row]])
+
+
+def _widen(caches: list[Any], batch_size: int) -> None:
+    """Let a new prompt cache be that of a batch."""
+    for cache in leaves(caches):
+        if batch_size > 1 == len(cache.sequences) and cache.empty():
+            cache.batch = cache.batch.widened(batch_size)

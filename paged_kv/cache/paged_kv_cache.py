@@ -146,6 +146,11 @@ class PagedKVCache:
     def values(self, values: mx.array) -> None:
         self._dependency = joined_of([self._dependency, dependency_on(values)])
 
+    def depend_on(self, caches: Iterable[PagedKVCache]) -> None:
+        """Let the next write depend on whatever those of other caches depend on."""
+        others = [each._dependency for each in caches]
+        self._dependency = joined_of([self._dependency, *others])
+
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
@@ -263,7 +268,7 @@ class PagedKVCache:
         """
         self._require_same_pages(other)
         self.batch = Batch.of(self.pool, self._distinct([*self.sequences, *other.sequences]))
-        self._dependency = joined_of([self._dependency, other._dependency])
+        self.depend_on([other])
 
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one sequence, as a cache of its own."""
@@ -353,7 +358,7 @@ class PagedKVCache:
     def _with(self, sequences: list[Sequence], sources: list[PagedKVCache]) -> PagedKVCache:
         """A cache of these sequences, which depends on what its sources depend on."""
         cache = type(self)(self.pool, self.layer, sequences)
-        cache._dependency = joined_of(source._dependency for source in sources)
+        cache.depend_on(sources)
         return cache
 
     def _dependent(self, array: PagedKeys | PagedValues) -> mx.array:

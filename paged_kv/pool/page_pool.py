@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Protocol
 from weakref import WeakSet
 
+import mlx.core as mx
+
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.eviction import LEAST_RECENTLY_USED, EvictionPolicy
@@ -20,12 +22,12 @@ from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.checks import described, whole_number
 from paged_kv.kernels.backends import choose_backend
-from paged_kv.kernels.pages.attention_metadata import NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.memory import return_to_system
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, page_format_named
 from paged_kv.listeners import new_pool_listeners
+from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.pool.arguments import (
     FormatChoice,
     checked_eviction_policy,
@@ -49,10 +51,10 @@ _serials = itertools.count()
 
 
 class Unwritten(Protocol):
-    """Keys and values of a step that no page holds yet."""
+    """Arrays of a step that no page holds yet: keys and values, or what rows are made of."""
 
     @property
-    def step(self) -> NewTokens: ...
+    def step(self) -> tuple[mx.array, ...]: ...
 
 
 class Sized(Protocol):
@@ -92,6 +94,7 @@ class PagePool:
     Args:
         num_layers: number of layers that keep keys and values.
         windows: the windows of layers with a sliding window, by layer.
+        rows: what layers hold that append rows and no keys and values, by layer.
         page_format: the number format of full pages: "fp16" (the model's 16 bits), "q8" or "q4";
             or a pair, for keys and for values. The page that is being written has 16 bits. With
             "auto", or a `RequantisationPolicy`, full pages keep 16 bits and are requantised when
@@ -122,6 +125,7 @@ class PagePool:
         num_layers: int,
         *,
         windows: Mapping[int, Window] | None = None,
+        rows: Mapping[int, AppendedRows] | None = None,
         page_format: FormatChoice = "fp16",
         max_bytes: float | str | None = None,
         beside: PagePool | None = None,
@@ -131,9 +135,16 @@ class PagePool:
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, least=0)
         self.windows = checked_windows(windows, num_layers)
+        self.rows = dict(rows or {})
         self.name = name
         self.serial = next(_serials)
         self.page_format, self.requantisation_policy = chosen_formats(page_format)
+        if self.rows and self.quantises:
+            names = ", ".join(dict.fromkeys(each.name for each in self.rows.values()))
+            raise ValueError(
+                f'page_format must be "fp16" for {name}: its layers append rows ({names}), which '
+                f"keep 16 bits, got {described(page_format)}"
+            )
         self.eviction_policy = checked_eviction_policy(eviction_policy)
         if beside is not None:
             require_pool("beside", beside)
@@ -187,6 +198,12 @@ class PagePool:
     def quantises(self) -> bool:
         """Whether full pages are quantised, or may be when memory runs short."""
         return self.page_format != FP16 or self.requantisation_policy is not None
+
+    @property
+    def group_tokens(self) -> int:
+        """Sequences resume after multiples of so many tokens from pages alone: no layer's group of
+        tokens is open there."""
+        return max((each.rate for each in self.rows.values()), default=1)
 
     @property
     def slack(self) -> int:

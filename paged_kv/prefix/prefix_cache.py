@@ -332,7 +332,9 @@ class PrefixCache:
         """The numbers of a node's tokens, of its first `tokens`, after which all layers without
         pages can resume, the longest first: where a snapshot was taken if the model needs one."""
         if not self.has_states:
-            yield tokens, None
+            end = tokens - tokens % self.pool.group_tokens
+            if end:
+                yield end, None
             return
         for end in sorted(node.checkpoints, reverse=True):
             snapshot = node.checkpoints[end]

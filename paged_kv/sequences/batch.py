@@ -17,7 +17,7 @@ from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.full_pages import full_blocks
-from paged_kv.sequences.paged_array import PagedKeys, PagedValues, gathered_arrays
+from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
 from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step import Step, unwritten_step
 from paged_kv.sequences.step_row import StepRow, layers_of_step
@@ -107,6 +107,11 @@ class Batch:
         Raises:
             ValueError: the layer has not been written yet.
         """
+        with self.pool.lock:
+            return gathered_arrays(self.page_read(layer))
+
+    def page_read(self, layer: int) -> PagedRead:
+        """As `read`, as pages."""
         pool, step = self.pool, self.step
         with pool.lock:
             if layer not in pool.group_of(layer).pages:
@@ -118,7 +123,7 @@ class Batch:
                     commit(self.sequences, {layer})
                 rows = [StepRow.latest(sequence, layer) for sequence in self.sequences]
                 step = self.step = Step(pool, rows, 0, {layer})
-            return gathered_arrays(step.read(layer, new_tokens))
+            return step.read(layer, new_tokens)
 
     def convert(self, page_format: PageFormat) -> None:
         """Convert all full pages of the sequences to a format, but for those of rings; later ones

@@ -160,7 +160,11 @@ class GatheredRead(PagedRead):
         if not self._is_attended:
             # A graph may still hold the gathered arrays, and be computed later.
             self.pages.lazy_reads.leave(self.gathered, self.group_step.metadata, self._thread)
-            self.group_step.pool.note_gather(self.group_step.group, self.pages)
+            self.note_gather()
+
+    def note_gather(self) -> None:
+        """Count the gather."""
+        self.group_step.pool.note_gather(self.group_step.group, self.pages)
 
     def attend(self, queries: mx.array, mask: Any, **options: Any) -> mx.array | None:
         output = super().attend(queries, mask, **options)

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Mapping, Set
 from threading import Thread, current_thread
 
+import mlx.core as mx
+
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
@@ -15,6 +17,8 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool, require_pool
+from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
+from paged_kv.sequences.group_inputs import GroupInputs
 from paged_kv.sequences.padding import NO_PADDING, Padding
 from paged_kv.sequences.pending_step import PendingStep, write_pending
 from paged_kv.sequences.step_progress import StepProgress
@@ -40,6 +44,7 @@ class Sequence:
         pending: the latest step of each layer that has not written it yet.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
+        inputs: of layers that append rows, what open groups are computed from, by layer and name.
         tables: the sequence's block tables; `table` makes those of other groups.
 
     Raises:
@@ -64,11 +69,12 @@ class Sequence:
         self.pending: dict[int, PendingStep] = {}
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
+        self.inputs: dict[tuple[int, str], GroupInputs] = {}
         # The latest step, how many of the layers that took it are noted here, and what it changes.
         self._step: StepProgress | None = None
         self._noted = 0
         self._change = 0, 0, NO_PADDING
-        self._before_step = self._context_lens, self._written_lens, self._padding
+        self._before_step = self._context_lens, self._written_lens, self._padding, self.inputs
         self.tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
         weakref.finalize(self, _drop_tables, self.tables).atexit = False
@@ -146,7 +152,7 @@ class Sequence:
         padding. Closes any other step."""
         self.close_step()
         self._step, self._noted, self._change = step, 0, (before, end, padding)
-        self._before_step = self._context_lens, self._written_lens, self._padding
+        self._before_step = self._context_lens, self._written_lens, self._padding, self.inputs
         if end > before:
             self._forks.clear()
 
@@ -191,7 +197,7 @@ class Sequence:
     def undo_step(self) -> None:
         """Undo the writes of all layers in the current step, and close it."""
         self.close_step()
-        context_lens, written_lens, padding = self._before_step
+        context_lens, written_lens, padding, self.inputs = self._before_step
         for layer, context_len in enumerate(context_lens):
             if self._context_lens[layer] > context_len:
                 self._context_lens[layer] = context_len
@@ -209,6 +215,7 @@ class Sequence:
         for layer, window in self.pool.windows.items():
             shortest = window.shortest_rollback(self.written_lens[layer])
             possible.append(self.context_lens[layer] - shortest)
+        possible += [self.length - self._shortest_of_rows(layer) for layer in self.pool.rows]
         return max(0, min(possible))
 
     def trim(self, layer: int, count: int) -> int:
@@ -228,6 +235,10 @@ class Sequence:
         if not self.context_lens[layer]:
             self.written_lens[layer] = 0
         self.step_lens[layer] = 0
+        self.inputs = {
+            key: inputs.without_last(count) if key[0] == layer else inputs
+            for key, inputs in self.inputs.items()
+        }
         self.shrink()
         return count
 
@@ -237,6 +248,9 @@ class Sequence:
         for other, window in self.pool.windows.items():
             shortest = window.shortest_rollback(self.written_lens[other])
             if target < min(shortest, self.context_lens[other]):
+                raise RollbackError(count, self.rollback)
+        for other, rows in self.pool.rows.items():
+            if target % rows.rate and target < self._shortest_of_rows(other):
                 raise RollbackError(count, self.rollback)
 
     def prepare(self, layer: int, padding: Padding) -> None:
@@ -310,11 +324,29 @@ class Sequence:
         copy._context_lens, copy._written_lens = list(self._context_lens), list(self._written_lens)
         copy._padding = list(self._padding)
         copy.shrink()
+        copy.inputs = self.inputs
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():
             copy.tables[group] = group.allocator.fork(table)
             copy.tables[group].owner = copy.uid
         return copy
+
+    def _shortest_of_rows(self, layer: int) -> int:
+        """The shortest length to which a layer that appends rows can be trimmed wherever its group
+        is open."""
+        rows, length = self.pool.rows[layer], self.context_lens[layer]
+        kept = [len(self.inputs.get((layer, each.name), ())) for each in rows.inputs]
+        first = length - min(kept, default=length)
+        return -(-first // rows.rate) * rows.rate
+
+    def note_inputs(self, layer: int, name: str, inputs: mx.array) -> None:
+        """Keep what a step adds to open groups, for as many tokens as rings can roll back."""
+        chunks = [window.write_chunk for window in self.pool.windows.values()]
+        most = self.pool.rows[layer].rate + min(chunks, default=DEFAULT_WRITE_CHUNK)
+        kept = self.inputs.get((layer, name), GroupInputs()).followed_by(inputs, most)
+        self.pool.pending.add(kept)
+        # Not in place: `undo_step` needs the former ones.
+        self.inputs = {**self.inputs, (layer, name): kept}
 
     def _follow_step(self) -> None:
         """Note which layers have taken the latest step."""

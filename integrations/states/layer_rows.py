@@ -1,0 +1,281 @@
+"""Takes the place of a cache that appends rows at rates of its own: see `growing_layers`.
+
+The model reads and assigns its arrays by name. Reading gives arrays that stand for the rows in
+pages. What it assigns is what it has read with new rows behind, made by `mx.concatenate`, and only
+the new rows are written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from threading import current_thread
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import CacheList
+
+from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.integrations.states.row_arrays import GrowingArray, RowArray, RowRead
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.pool.appended_rows import AppendedRows, RowInput
+from paged_kv.sequences.group_inputs import GroupInputs
+from paged_kv.sequences.sequence import Sequence
+from paged_kv.sequences.step import Step
+
+
+class LayerRows(CacheList):
+    """One layer of one sequence, or of several that the model computes one after the other.
+
+    Args:
+        caches: the window's, then those of the layer's rows.
+    """
+
+    caches: tuple[PagedKVCache, ...]
+
+    def __init__(self, *caches: PagedKVCache) -> None:
+        self._step: Step | None = None
+        self._noted: dict[str, mx.array] = {}  # what the model appended, and did not assign yet
+        self._assigned: set[str] = set()  # what the model has assigned in the step
+        self._early: dict[str, mx.array] = {}  # what it has assigned before the step
+        super().__init__(*caches)  # type: ignore[no-untyped-call]  # mlx-lm's
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The position of the next token."""
+        return self.caches[0].offset
+
+    @property
+    def window(self) -> mx.array | None:
+        """The latest rows [1, count, dim] that the next token's query sees; None before the first.
+        What an assigned array depends on is computed no later than the next write."""
+        cache = self.caches[0]
+        with cache.pool.lock:
+            return self._latest(cache.sequences[0].context_lens[cache.layer])
+
+    @window.setter
+    def window(self, window: mx.array) -> None:
+        self.caches[0].keys = window
+
+    def update_window(self, rows: mx.array) -> mx.array:
+        """Append rows [1, S, dim] of the next S tokens; returns them behind `window`. All other
+        rows of the layer take the step too: their slots are there, empty until rows are assigned.
+
+        Raises:
+            ValueError: there are several sequences.
+            PoolExhausted: the pool's budget does not hold the tokens.
+        """
+        cache, *others = self.caches
+        step = self._begin(rows)
+        with cache.pool.lock:
+            before = self._latest(step.rows[0].before)
+            cache.update_and_fetch(*self._layout(cache).shares(rows))
+            step.take([each.layer for each in others])
+            for each in others:
+                layout = self._layout(each)
+                if (early := self._early.pop(layout.name, None)) is not None:
+                    self._write_rows(each, layout, early, step)
+        return rows if before is None else mx.concatenate([before, rows], axis=1)
+
+    @property
+    def nbytes(self) -> int:
+        rows = [self._kept_inputs(each) for each in self.caches[0].sequences]
+        inputs = [each.nbytes for row in rows for *_, kept in row for each in kept.step]
+        return sum(each.nbytes for each in self.caches) + sum(inputs)
+
+    @property  # type: ignore[misc]  # mlx-lm's can be set, and nothing sets it
+    def state(self) -> dict[str, Any]:
+        """The caches, and per sequence what open groups are computed from, for saving."""
+        inputs = [
+            [[layer, name, mx.concatenate(list(kept.step), axis=1)] for layer, name, kept in row]
+            for row in map(self._kept_inputs, self.caches[0].sequences)
+        ]
+        return {"caches": [each.state for each in self.caches], "inputs": inputs}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LayerRows:
+        """The cache of a `state`, possibly of another process.
+
+        Raises:
+            ValueError: no factory of the model is open, which knows what its layers append.
+        """
+        caches = [PagedKVCache.from_state(each) for each in state["caches"]]
+        first = caches[0]
+        if not first.pool.rows:
+            raise ValueError(
+                "the saved cache has layers that append rows: make a PagedCacheFactory of its "
+                "model before you load it"
+            )
+        # Empty lists do not survive the file.
+        for sequence, row in zip(first.sequences, state.get("inputs") or [], strict=False):
+            for layer, name, inputs in row or []:
+                sequence.note_inputs(int(layer), name, inputs)
+        return cls(*caches)
+
+    def extract(self, idx: int) -> LayerRows:
+        return LayerRows(*[each.extract(idx) for each in self.caches])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRows:
+        return LayerRows(*copy.deepcopy(self.caches, memo))
+
+    def __getattr__(self, name: str) -> Any:
+        for cache, rows, given in self._named(name):
+            return self._rows(cache, rows) if given is None else self._inputs(cache, rows, given)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for cache, rows, given in self._named(name):
+            if given is None:
+                self._append_rows(cache, rows, value)
+            else:
+                self._append_inputs(cache, given, value)
+            return
+        super().__setattr__(name, value)
+
+    def _named(self, name: str) -> Iterator[tuple[PagedKVCache, AppendedRows, RowInput | None]]:
+        """The rows, or the inputs, of that name."""
+        for cache in self.__dict__.get("caches", ())[1:]:
+            rows = self._layout(cache)
+            if rows.name == name:
+                yield cache, rows, None
+            yield from ((cache, rows, each) for each in rows.inputs if each.name == name)
+
+    @staticmethod
+    def _layout(cache: PagedKVCache) -> AppendedRows:
+        return cache.pool.rows[cache.layer]
+
+    def _begin(self, rows: mx.array) -> Step:
+        cache = self.caches[0]
+        if rows.shape[0] != 1 or len(cache.sequences) != 1:
+            raise ValueError(
+                f"a layer that appends rows takes one sequence at a time, this cache holds "
+                f"{len(cache.sequences)} and was given {rows.shape[0]}: call the model itself, "
+                "which computes the sequences of a batch one after the other"
+            )
+        step = cache.batch.begin(cache.layer, rows.shape[1])
+        step.begin_in_model()  # A step that a ring has not written yet is written now.
+        self._step = step
+        self._noted.clear()
+        self._assigned.clear()
+        return step
+
+    def _kept_inputs(self, sequence: Sequence) -> list[tuple[int, str, GroupInputs]]:
+        """What this layer's open groups are computed from, by layer of the pool and name."""
+        layers = {each.layer for each in self.caches}
+        return [(*key, kept) for key, kept in sequence.inputs.items() if key[0] in layers and kept]
+
+    def _latest(self, length: int) -> mx.array | None:
+        """The rows that the query of token `length` sees before it."""
+        cache = self.caches[0]
+        pool, (sequence,), layer = cache.pool, cache.sequences, cache.layer
+        count = min(pool.windows[layer].size - 1, length)
+        if not count:
+            return None
+        sequence.write_pending({layer})
+        base = (length - count) // PAGE_SIZE * PAGE_SIZE
+        group = pool.group_of(layer)
+        blocks = sequence.table(group).blocks_of(base, length)
+        metadata = AttentionMetadata((blocks,), (length - base,), (0,))
+        pages = group.pages[layer]
+        gathered = pages.gather(metadata)
+        pages.lazy_reads.leave(gathered, metadata, current_thread())
+        return self._layout(cache).rows(*[each[:, :, -count:] for each in gathered])
+
+    def _rows(self, cache: PagedKVCache, rows: AppendedRows) -> mx.array | None:
+        """All rows of closed groups; None before the first."""
+        early = self._early.get(rows.name)
+        written = self._written_rows(cache, rows)
+        if early is None or written is None:
+            return written if early is None else early
+        return mx.concatenate([mx.array(written), early], axis=1)
+
+    def _written_rows(self, cache: PagedKVCache, rows: AppendedRows) -> RowArray | None:
+        count = self._known(cache, rows.name) // rows.rate
+        if not count:
+            return None
+        with cache.pool.lock:
+            read = RowRead(cache.batch.page_read(cache.layer))
+        array = RowArray.of(read, rows, count)
+        array.note = partial(self._noted.__setitem__, rows.name)
+        return array
+
+    def _append_rows(self, cache: PagedKVCache, rows: AppendedRows, array: mx.array) -> None:
+        """Write the rows of the groups that the step closes; those of the next step once it begins:
+        a rank has rows of the ranks before it earlier than its own."""
+        new, step = self._noted.pop(rows.name, array), self._open_step
+        is_early = step is None or rows.name in self._assigned or not _closed(step, rows)
+        if step is None or is_early:
+            self._early[rows.name] = new
+        else:
+            self._write_rows(cache, rows, new, step)
+
+    def _write_rows(
+        self, cache: PagedKVCache, rows: AppendedRows, new: mx.array, step: Step
+    ) -> None:
+        closed, (sequence,) = _closed(step, rows), cache.sequences
+        if new.shape != (1, len(closed), rows.dim):
+            raise ValueError(
+                f"{rows.name} takes {len(closed)} new rows of {rows.dim} numbers in this step, got "
+                f"{tuple(new.shape)}: append them with mx.concatenate"
+            )
+        start, stop = closed.start * rows.rate, closed.stop * rows.rate
+        base = start - start % PAGE_SIZE
+        with cache.pool.lock:
+            group = cache.pool.group_of(cache.layer)
+            # The step owns the page in which the open group begins, as it writes in it too.
+            blocks = sequence.table(group).blocks_of(base, stop)
+            pages = group.pages[cache.layer]
+            try:
+                pages.note_thread()
+                keys, values = rows.shares(new)
+                pages.write(keys, values, AttentionMetadata((blocks,), (stop - base,), (0,)))
+            except ThreadConflict:
+                sequence.undo_step()
+                raise
+        self._assigned.add(rows.name)
+
+    def _inputs(self, cache: PagedKVCache, rows: AppendedRows, given: RowInput) -> mx.array:
+        """The inputs of the open group, [1, tokens, dim]."""
+        count = self._known(cache, given.name) % rows.rate
+        kept = cache.sequences[0].inputs.get((cache.layer, given.name))
+        if count and kept is not None:
+            array = GrowingArray(kept.last(count))
+        else:
+            array = GrowingArray(mx.zeros((1, 0, given.dim), given.dtype))
+        array.note = partial(self._noted.__setitem__, given.name)
+        return array
+
+    def _append_inputs(self, cache: PagedKVCache, given: RowInput, array: mx.array) -> None:
+        """Keep what the step adds to open groups."""
+        new = self._noted.pop(given.name, array)
+        cache.sequences[0].note_inputs(cache.layer, given.name, new)
+        self._assigned.add(given.name)
+
+    @property
+    def _open_step(self) -> Step | None:
+        """The step that `update_window` began, if no other has begun."""
+        step = self._step
+        is_open = step is not None and step is self.caches[0].batch.step and step.progress.is_open
+        return step if is_open else None
+
+    def _known(self, cache: PagedKVCache, name: str) -> int:
+        """The tokens of which a name holds all that there is: in a step, those before it until
+        the step's own are assigned."""
+        step = self._open_step
+        if step is not None and name not in self._assigned:
+            return step.rows[0].before
+        return cache.sequences[0].context_lens[cache.layer]
+
+
+def _closed(step: Step, rows: AppendedRows) -> range:
+    """The numbers of the rows whose groups a step closes."""
+    _, before, end, *_ = step.rows[0]
+    return range(before // rows.rate, end // rows.rate)
+
+
+# mlx-lm's load_prompt_cache looks classes up by name in its own module.
+setattr(mlx_lm_cache, LayerRows.__name__, LayerRows)
