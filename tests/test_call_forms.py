@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -225,6 +226,23 @@ def test_what_a_form_cannot_write_is_named(form: str, schema: Any, said: str) ->
         constraint.for_model(of_form(form, with_tokens=True))
 
 
+@pytest.mark.parametrize("wrong", [5, "a", [1], {"a": 5}, None, True, -1.5, [None]])
+@pytest.mark.parametrize("form", ["qwen3_coder", "gemma4", "kimi_k3", "function_gemma"])
+def test_schemas_with_wrong_types_are_refused_or_do_not_compile(form: str, wrong: Any) -> None:
+    tokenizer = of_form(form, with_tokens=True)
+    for key in ("properties", "required", "$defs", "type"):
+        _refused_or_written(tokenizer, {"properties": {"a": {"type": "string"}}, key: wrong})
+    keys = ("type", "enum", "anyOf", "oneOf", "allOf", "$ref", "pattern", "format", "minLength")
+    for key in (*keys, "items", "properties", "required", "maxItems", "additionalProperties"):
+        for kind in ("string", "object", "array"):
+            _refused_or_written(tokenizer, {"properties": {"a": {"type": kind, key: wrong}}})
+
+
+def _refused_or_written(tokenizer: Any, schema: dict[str, Any]) -> None:
+    with suppress(ValueError):
+        CallConstraint((Tool("f", json.dumps(schema)),), "required").for_model(tokenizer)
+
+
 @pytest.mark.parametrize("form", ["glm47", "gemma4"])
 def test_schemas_that_would_take_long_are_refused_soon(form: str) -> None:
     ten = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 10} for at in range(40)}
@@ -239,7 +257,7 @@ def test_schemas_that_would_take_long_are_refused_soon(form: str) -> None:
         {"properties": many, "$defs": large},
     ):
         constraint = CallConstraint((Tool("f", json.dumps(asked)),), "required")
-        with pytest.raises(ValueError, match=r"many parts|nested|recursion|large"):
+        with pytest.raises(ValueError, match=r"many parts|nested|large"):
             constraint.for_model(of_form(form, with_tokens=True))
 
 

@@ -14,6 +14,9 @@ from paged_kv.integrations.grammar.grammars import Grammar, lark
 
 # A model that must call tools may find no end.
 MOST_CALLS = 32
+# What clients write into schemas has any type, and may be nested too deeply.
+_WRONG = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
+_NO_SCHEMA = "the schema of a tool is wrong, or nested too deeply"
 
 _NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 
@@ -65,9 +68,10 @@ class CallConstraint(NamedTuple):
             return self.answer or self._without_calls(tokenizer)
         try:
             return self._with_calls(tokenizer, form)
-        except (ValueError, RecursionError) as error:
+        except _WRONG as error:
             if self.choice != "auto":
-                raise ValueError(str(error) or "a schema is nested too deeply") from None
+                told = str(error) if isinstance(error, ValueError) else _NO_SCHEMA
+                raise ValueError(told) from None
             return self.answer
 
     def _without_calls(self, tokenizer: Any) -> Constraint | None:
