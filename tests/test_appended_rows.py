@@ -381,6 +381,28 @@ def test_a_step_that_does_not_fit_leaves_the_sequence_where_it_was(model: Any) -
     assert_same_run(ours, greedy(model, TEXT[254:258], stock, 8), TOLERANCE)
 
 
+def test_a_step_that_fails_in_a_later_layer_leaves_open_groups_as_they_were(
+    model: Any, factory: PagedCacheFactory
+) -> None:
+    cache = filled(model, factory, TEXT[:6])
+    before = cache[1].pending_kv
+    row = mx.ones((1, 1, 64))
+    for layer in cache[:2]:
+        layer.update_window(row)
+    for name in ("pending_kv", "pending_gate"):
+        setattr(cache[1], name, mx.concatenate([getattr(cache[1], name), row], axis=1))
+    assert cache[1].pending_kv.shape == (1, 3, 64)
+    with pytest.raises(ValueError, match="layer 4 expects"):
+        cache[2].update_window(row.astype(mx.float16))
+    assert cache[0].offset == 6
+    assert mx.array_equal(cache[1].pending_kv, before)
+    # The same steps as here, as sums of other steps have another order.
+    stock = make_prompt_cache(model)
+    model(mx.array([TEXT[:6]]), cache=stock)
+    ours = greedy(model, TEXT[6:9], cache, 8)
+    assert_same_run(ours, greedy(model, TEXT[6:9], stock, 8), TOLERANCE)
+
+
 @pytest.mark.parametrize("page_format", ["q8", "q4", ("q8", "fp16"), "auto"])
 def test_rows_keep_16_bits(model: Any, page_format: Any) -> None:
     with pytest.raises(ValueError, match=r"page_format must be \"fp16\" for deepseek_v41.*index_k"):
