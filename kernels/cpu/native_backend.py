@@ -19,6 +19,7 @@ from paged_kv.kernels.cpu.native_library import (
     PagesStruct,
     Tensor,
 )
+from paged_kv.kernels.cpu.token_copies import gather_tokens
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -28,7 +29,6 @@ from paged_kv.kernels.pages.number_format import FLOATS, WORD
 from paged_kv.kernels.pages.page_format import PageLayout
 from paged_kv.kernels.pages.untouched_memory import untouched
 from paged_kv.kernels.plain.page_gather import gather
-from paged_kv.kernels.plain.token_gather import gather_tokens
 
 HEAD_SIZES = range(8, 577, 8)
 ALIGNMENT = 64
