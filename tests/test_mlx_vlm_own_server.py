@@ -98,7 +98,8 @@ def test_texts_and_pictures_at_once_get_the_same_answers(server: OwnServer) -> N
     with server.factory() as factory, ThreadPoolExecutor(len(questions)) as clients:
         assert list(clients.map(server.answer, questions)) == expected
         wait_until(lambda: not factory.stats().bytes_active)
-        assert factory.stats().bytes_mapped > 0
+        # Not whether memory is mapped: an idle pool may have given all of it back.
+        assert factory.pool.is_open
         assert factory.stats().gather_fallbacks == 0
 
 
