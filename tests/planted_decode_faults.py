@@ -24,8 +24,8 @@ DECODE_FAULTS = [
     Fault(
         "no barrier before simdgroups look at what others have",
         "decode",
-        "  threads_meet();\n  for (uint r = 0; r < ROWS; r++) {\n    float maximum",
-        "  for (uint r = 0; r < ROWS; r++) {\n    float maximum",
+        "  threads_meet();\n  UNROLL\n  for (uint r = 0; r < ROWS; r++) {\n    float maximum",
+        "  UNROLL\n  for (uint r = 0; r < ROWS; r++) {\n    float maximum",
         "race",
         BOTH,
     ),
