@@ -9,6 +9,17 @@ from tests.gpu_pages import STRIDE, Batch, backend_on, same, sharing
 
 Table = tuple[int, ...]
 
+# In which the emulated threads run.
+ORDERS = ("forward", "reverse", "shuffled")
+# Of the slabs, in turn.
+FORMATS: list[Sequence[FormatName]] = [
+    ["fp16"],
+    ["q8"],
+    ["q4"],
+    ["q4-unrotated"],
+    ["fp16", ("q8", "q4"), "q4-unrotated", "q4"],
+]
+
 
 def tables_behind(pages: int, own: Sequence[int], slabs: int = 1) -> list[Table]:
     """Tables of sequences that share so many pages, and then have so many of their own. With

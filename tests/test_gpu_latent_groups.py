@@ -13,19 +13,11 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, FormatName
 from paged_kv.kernels.pages.prefix_groups import SEQUENCES
 from tests.gpu_pages import ALL_DIALECTS, TOLERANCES, Batch, device_of, needs_compiler
-from tests.gpu_prefixes import Table, batch_of, names, tables_behind
+from tests.gpu_prefixes import FORMATS, ORDERS, Table, batch_of, names, tables_behind
 from tests.grids import plain_cases, plain_only
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", ALL_DIALECTS)]
 
-ORDERS = ("forward", "reverse", "shuffled")
-FORMATS: list[Sequence[FormatName]] = [
-    ["fp16"],
-    ["q8"],
-    ["q4"],
-    ["q4-unrotated"],
-    ["fp16", ("q8", "q4"), "q4-unrotated", "q4"],
-]
 IN_GROUPS = ["groups", "latent", "merge"]
 
 

@@ -20,19 +20,10 @@ from tests.gpu_pages import (
     needs_compiler,
     same,
 )
-from tests.gpu_prefixes import Table, batch_of, names, tables_behind
+from tests.gpu_prefixes import FORMATS, ORDERS, Table, batch_of, names, tables_behind
 from tests.grids import plain_only
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", ALL_DIALECTS)]
-
-ORDERS = ("forward", "reverse", "shuffled")
-FORMATS: list[Sequence[FormatName]] = [
-    ["fp16"],
-    ["q8"],
-    ["q4"],
-    ["q4-unrotated"],
-    ["fp16", ("q8", "q4"), "q4-unrotated", "q4"],
-]
 
 
 @pytest.fixture(autouse=True)
