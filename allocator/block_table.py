@@ -4,12 +4,15 @@ of page b = p // page_size, slot p % page_size. That entry is b, or `Ring.entry(
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from paged_kv.allocator.idle_slots import UsedSlots
 from paged_kv.allocator.ring import Ring, bits
 from paged_kv.allocator.slab_allocator import SlabAllocator
+
+CopyPages = Callable[[Mapping[int, int]], None]
+"""Called with page copies (from block, to block), to make them."""
 
 
 class BlockTable:
@@ -137,15 +140,18 @@ class BlockTable:
             allocator.idle_slots.note_later(self, self.note_slots)
         allocator.events.written(self, start, end, 0, 0)
 
-    def reserve(self, start: int, end: int) -> dict[int, int]:
+    def reserve(
+        self, start: int, end: int, copy_pages: CopyPages = lambda copies: None
+    ) -> dict[int, int]:
         """Reserve blocks for the tokens at [start, end); all or nothing.
 
         Appends blocks, and replaces those that are shared or have another format than the write
-        needs. Returns the page copies (from block, to block) to make before the first write, and
-        before the allocator's next call.
+        needs by copies. `copy_pages` copies their pages before the table changes, so that the table
+        never refers to a page that was not copied. Returns the copies (from block, to block).
 
         Raises:
             PoolExhausted: too few blocks are available; nothing was changed.
+            Exception: what `copy_pages` raises; nothing was changed.
         """
         allocator = self.allocator
         # Drop tables now, not between the plan and the copies, where sources must stay in use.
@@ -159,21 +165,26 @@ class BlockTable:
         if not replaced and not missing:
             self.grow(start, end)
             return {}
-        allocator.tokens_reserved += end - start
-        self.last_reserved = allocator.tokens_reserved
-        tokens = max(self.tokens, end)
         taken = allocator.take_free(Counter([*replaced.values(), *missing]))
         fresh = {name: iter(blocks) for name, blocks in taken.items()}
         copies: dict[int, int] = {}
         blocks = list(self.blocks)
-        if replaced:
-            self.forget_reserved()
         for entry, name in replaced.items():
             copies[blocks[entry]] = blocks[entry] = next(fresh[name])
-        self.change((*blocks, *[next(fresh[name]) for name in missing]), tokens)
+        blocks += [next(fresh[name]) for name in missing]
+        try:
+            copy_pages(copies)
+        except BaseException:
+            allocator.release([block for each in taken.values() for block in each])
+            raise
+        allocator.tokens_reserved += end - start
+        self.last_reserved = allocator.tokens_reserved
+        if replaced:
+            self.forget_reserved()
+        self.change(tuple(blocks), max(self.tokens, end))
         self._reserved_end = end
-        allocator.release_later(copies)
         allocator.cow_copies += len(copies)
+        allocator.release(copies)
         allocator.events.written(self, start, end, len(missing), len(copies))
         return copies
 

@@ -28,7 +28,15 @@ class Table(Protocol):
 
 
 class Events:
-    """Receives each event after it happened; this base class records nothing."""
+    """Receives each event after it happened; this base class records nothing.
+
+    A change that is told of has been made, so no method raises an `Exception`.
+
+    Attributes:
+        has_stopped: whether later events are lost, because one could not be recorded.
+    """
+
+    has_stopped = False
 
     def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
         """`block_bytes` gives the new bytes of a block of each named format."""

@@ -97,7 +97,6 @@ class SlabAllocator(Generic[Table]):
         self.refs = RefCounts(self._count_cached, self._not_used)
         self.idle_slots = IdleSlots(page_size, self.refs.holders, self.format_of)
         self._dropped: deque[Table] = deque()
-        self._unread: list[int] = []
         self._may_be_untidy = False
         events.sized(self, {page_format: block_bytes})
 
@@ -159,18 +158,8 @@ class SlabAllocator(Generic[Table]):
         """Drop a table at the next call. For finalisers, which may interrupt a call."""
         self._dropped.append(table)
 
-    def release_later(self, blocks: Iterable[int]) -> None:
-        """Remove a reference from each block; those without any become free at the next call, so
-        that their pages can be copied before."""
-        counts = self.refs.counts
-        self._unread += [block for block in blocks if counts[block] == 1]
-        self.release([block for block in blocks if counts[block] > 1])
-
     def drain(self) -> None:
         """Drop the tables of collected sequences, so that the reference counts are current."""
-        if self._unread:
-            unread, self._unread = self._unread, []
-            self.release(unread)
         # A finaliser may append at any moment; append and popleft are atomic.
         while self._dropped:
             self._forget(self._dropped.popleft())
@@ -253,7 +242,11 @@ class SlabAllocator(Generic[Table]):
         """Keep a used block for later with a reference of its own; `on_move` is called with
         (block, other block) after its pages moved."""
         self.refs.keep(block, on_move)
-        self.events.kept(self, block)
+        try:
+            self.events.kept(self, block)
+        except BaseException:
+            self.refs.evict(block)  # The caller does not know that it is kept.
+            raise
 
     def evict(self, block: int) -> None:
         """Remove the reference of `keep`."""
@@ -271,7 +264,7 @@ class SlabAllocator(Generic[Table]):
     @property
     def is_tidy(self) -> bool:
         """Whether `tidy` has nothing to do."""
-        return not (self._may_be_untidy or self._dropped or self._unread)
+        return not (self._may_be_untidy or self._dropped)
 
     def tidy(self) -> bool:
         """Make one rewrite that is due: free pages beyond `FormatSlabs.reserve` are given back, and
@@ -486,11 +479,12 @@ class SlabAllocator(Generic[Table]):
     def _free(self, blocks: list[int]) -> None:
         """Free blocks, given in ascending order; unmaps slabs that are empty and spare."""
         self._may_be_untidy = True
-        for slabs, theirs in by_format(blocks, self._slab_format).items():
-            if slabs.give(theirs):
-                for slab in sorted(slabs.empty_slabs(), reverse=True):
-                    if len(slabs.free) > slabs.reserve:
-                        self._unmap(slab)
+        by_slabs = by_format(blocks, self._slab_format).items()
+        # All blocks are free before a slab is unmapped, which may fail.
+        for slabs in [slabs for slabs, theirs in by_slabs if slabs.give(theirs)]:
+            for slab in sorted(slabs.empty_slabs(), reverse=True):
+                if len(slabs.free) > slabs.reserve:
+                    self._unmap(slab)
 
     def _count_cached(self, block: int, change: int) -> None:
         self.format_of(block).num_cached += change

@@ -328,6 +328,31 @@ def test_every_process_records_where_the_environment_says(tmp_path: Path) -> Non
     assert "t 0 201" not in found
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = PagePool(1, max_bytes=1 << 20, trace=str(tmp_path / "trace"))
+    caches = new_caches(pool)
+    write(caches, 100)
+    events: Any = pool.counts.events
+    assert pool.stats().traces_stopped == 0
+    events.file._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115  # the trace closes it
+    fork = copy.deepcopy(caches)
+    write(fork, 1)
+    events.arrived("request", 300, 10)
+    events.shares("request", [1] * 300, None)
+    events.begun("request")
+    events.ended("request")
+    pool.check()
+    assert [cache.offset for cache in (*caches, *fork)] == [100, 101]
+    assert pool.stats().traces_stopped == 1
+    said = [record.getMessage() for record in caplog.records if "ends here" in record.getMessage()]
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert "trace=" in said[0], "what to change"
+
+
 def test_a_trace_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         PagePool(1, max_bytes=1 << 20, trace=str(tmp_path / "no" / "folder"))

@@ -81,9 +81,8 @@ class Recordings:
                 if recordable is None:
                     return None
                 return self._take(call, tokens, caches, recordable)
-            except ThreadConflict:
-                for row in step.rows:
-                    row.sequence.undo_step()
+            except BaseException:
+                step.undo()
                 raise
 
     def _take(

@@ -20,7 +20,6 @@ from mlx_lm.models.cache import CacheList
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.states.row_arrays import GrowingArray, RowArray, RowRead
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
-from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
 from paged_kv.sequences.group_inputs import GroupInputs
@@ -233,8 +232,8 @@ class LayerRows(CacheList):
                 pages.note_thread()
                 keys, values = rows.shares(new)
                 pages.write(keys, values, AttentionMetadata((blocks,), (stop - base,), (0,)))
-            except ThreadConflict:
-                sequence.undo_step()
+            except BaseException:
+                step.undo()
                 raise
         self._assigned.add(rows.name)
 

@@ -75,6 +75,8 @@ class LayerPages(LayerMemory):
 
     def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
         """Add a slab of `pages` pages with undefined contents."""
+        if slab in self.slabs:
+            self.unmap_slab(slab)  # What was deferred could not be written when it was unmapped.
         layout = PageLayout(page_format, self.geometry)
         memory = self.backend.new_slab(pages, layout.page_units, layout.unit_words)
         self.slabs[slab] = Slab(memory, layout)
@@ -121,6 +123,11 @@ class LayerPages(LayerMemory):
             self._compute_lazy_reads(metadata, keys.shape[2])
         self.backend.begin(keys, values)
         self._deferred = _DeferredWrite((keys, values), metadata)
+
+    def forget_deferred(self, metadata: AttentionMetadata) -> None:
+        """Do not write the deferred step of this `metadata`, which was undone."""
+        if self._deferred is not None and self._deferred.metadata is metadata:
+            self._deferred = None
 
     def begin_write(self, metadata: AttentionMetadata, count: int) -> None:
         """Do what must be done before a step of `count` tokens is written.

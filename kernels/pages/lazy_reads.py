@@ -10,6 +10,7 @@ page that is about to change: see `ThreadConflict`.
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from threading import Thread, current_thread
 from typing import NamedTuple
 
@@ -65,17 +66,12 @@ class LazyReads:
         their memory: until then the arrays would hold it. Arrays that cannot be computed, because
         they are part of a function that MLX traces, stay noted."""
         me = current_thread()
-        reads, self.noted = self.noted, []
-        for read in reads:
+        for read in list(self.noted):
             tables = read.metadata.block_tables
-            is_mine = read.thread is me
-            if not (is_mine and any(is_read(entry) for table in tables for entry in table)):
-                self.noted.append(read)
-                continue
-            try:
-                mx.eval(read.waiting())
-            except RuntimeError:
-                self.noted.append(read)
+            if read.thread is me and any(is_read(entry) for table in tables for entry in table):
+                with suppress(RuntimeError):
+                    mx.eval(read.waiting())
+                    self.noted.remove(read)
 
     def compute(self, changing: Callable[[], set[int]]) -> None:
         """Compute and forget this thread's arrays, before a write to the table entries that

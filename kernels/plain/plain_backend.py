@@ -48,6 +48,8 @@ class PlainBackend:
         self, pages: LayerMemory, keys: mx.array, values: mx.array, metadata: AttentionMetadata
     ) -> None:
         pages.require_writable(metadata, keys.shape[2])
+        # First, so that keys that cannot be computed stay out of the slabs, which others share.
+        mx.eval(keys, values)
         mx.synchronize()
         step = metadata.valid_tokens(keys.shape[2])
         slabs, page_ids, slots = _places(metadata, step, pages.slab_stride)

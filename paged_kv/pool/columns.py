@@ -252,6 +252,10 @@ COLUMNS = [
         "calls without a kernel", "kernel_fallbacks", kind=Kind.COUNTER,
     ),
     Column("plain_layers", "layers that no kernel takes", "layers without kernels"),
+    Column(
+        "traces_stopped", "traces whose file could not be written any more",
+        "traces stopped", "traces_stopped",
+    ),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from copy import copy
 from itertools import chain, takewhile
 
@@ -321,7 +322,6 @@ class LayerGroup:
             )
             for name, size in block_bytes.items():
                 self.allocator.add_format(name, size)
-            self.is_open = True
         else:
             self.allocator.set_block_bytes(block_bytes)
         for slabs in self.allocator.formats:
@@ -329,6 +329,7 @@ class LayerGroup:
                 pages.map_slab(slab, count, self.formats[slabs.name])
         self.pages[layer] = pages
         self._note_page_sizes()
+        self.is_open = True
 
     def _require_holds(self, page_format: PageFormat, layer: int, pages: LayerPages) -> None:
         try:
@@ -361,8 +362,10 @@ class LayerGroup:
             raise
 
     def _unmap_slab(self, slab: int) -> None:
-        for pages in self.pages.values():
-            pages.unmap_slab(slab)
+        # In all layers, even if one of them fails to write what it has deferred.
+        with ExitStack() as layers:
+            for pages in self.pages.values():
+                layers.callback(pages.unmap_slab, slab)
 
     def _rewrite_slabs(self, rewrite: Rewrite, slab: int, moves: Mapping[int, int]) -> bool:
         """See `RewriteSlabs`. Layer by layer, so that few pages exist twice at a time."""

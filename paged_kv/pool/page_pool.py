@@ -312,6 +312,7 @@ class PagePool:
             bytes_budget=self.budget.max_bytes,
             groups=tuple([group.stats() for group in self.groups if group.is_open]),
             pages_pinned=self.index.num_pinned,
+            traces_stopped=int(self.counts.events.has_stopped),
             kernel_fallbacks=self.backend.fallbacks,
             bytes_steps=self._bytes_of_steps(),
             bytes_states=sum(each.nbytes for each in list(self.snapshots)),

@@ -124,9 +124,10 @@ class Reclaimer:
                 return None
         group.allocator.ensure_free(needs[group], 0)
         blocks = group.allocator.allocate(1)
-        out_of_window = self._out_of_window.cache(group.allocator, blocks[0])
-        group.allocator.release(blocks)
-        return out_of_window
+        try:
+            return self._out_of_window.cache(group.allocator, blocks[0])
+        finally:
+            group.allocator.release(blocks)
 
     def drain(self) -> None:
         """Release the blocks of collected sequences."""

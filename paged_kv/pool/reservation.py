@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paged_kv.allocator.block_table import Write, blocks_needed
-from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.reclaimer import Reclaimer
 
@@ -18,23 +17,18 @@ def needs_of(writes: Writes) -> dict[LayerGroup, Mapping[str, int]]:
 
 
 def reserve_together(reclaimer: Reclaimer, writes: Writes) -> None:
-    """Reserve blocks for all writes, or none, and copy shared pages.
+    """Reserve blocks for all writes, and copy shared pages before a table refers to the copies.
 
     Raises:
         PoolExhausted: the budget does not hold them; no table has changed.
-        ThreadConflict: another thread still has to read the target page of a copy; the source
-            block stays shared.
+        BaseException: what copying raises, such as a `ThreadConflict`. The tables before that one
+            have reserved, and each table refers to the tokens that it had.
     """
     if not all(each.is_owned for theirs in writes.values() for each in theirs):
         reclaimer.make_room(lambda: needs_of(writes))
     for group, group_writes in writes.items():
         for write in group_writes:
-            copies = write.table.reserve(write.start, write.end)
-            try:
-                group.copy_pages(copies)
-            except ThreadConflict:
-                write.table.exchange({copy: source for source, copy in copies.items()})
-                raise
+            write.table.reserve(write.start, write.end, group.copy_pages)
 
 
 def reserve_by_page(reclaimer: Reclaimer, writes: Writes) -> None:

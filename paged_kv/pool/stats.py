@@ -69,6 +69,7 @@ class PoolStats(BlockTotals):
         bytes_states: states of recurrent layers that the prefix cache keeps.
         bytes_scratch: what alignment adds to slabs, and arrays that the backend keeps.
         pages_pinned: pages' worth of cached tokens that are pinned.
+        traces_stopped: traces that ended early, because their file could not be written.
     """
 
     page_format: str
@@ -91,6 +92,7 @@ class PoolStats(BlockTotals):
     bytes_states: int = 0
     bytes_scratch: int = 0
     pages_pinned: int = 0
+    traces_stopped: int = 0
     store_hits: Mapping[str, int] = field(default_factory=dict)
     store_bytes_read: Mapping[str, int] = field(default_factory=dict)
     store_bytes_today: Mapping[str, int] = field(default_factory=dict)
@@ -188,6 +190,7 @@ class PoolStats(BlockTotals):
             evictions=sum_counts([self.evictions, other.evictions]),
             requantisations=sum_counts([self.requantisations, other.requantisations]),
             pages_pinned=self.pages_pinned + other.pages_pinned,
+            traces_stopped=self.traces_stopped + other.traces_stopped,
             prefix_queries=self.prefix_queries + other.prefix_queries,
             prefix_hits=self.prefix_hits + other.prefix_hits,
             preemptions=self.preemptions + other.preemptions,

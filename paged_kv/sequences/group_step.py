@@ -12,7 +12,7 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.step_metadata import StepPart, attention_metadata, step_parts
 from paged_kv.sequences.step_progress import StepProgress
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.sequences.step_row import StepRow, undo_step
 from paged_kv.sequences.visibility import Visibility, visible
 
 
@@ -103,6 +103,16 @@ class GroupStep:
         """Make the metadata again if pages have moved."""
         if self.moves != self.group.moves:
             self._locate()
+
+    def forget_deferred(self) -> None:
+        """Do not write what layers have deferred, which was undone."""
+        for pages in self.group.pages.values():
+            pages.forget_deferred(self.metadata)
+
+    def undo(self) -> None:
+        """As `Step.undo`, after attention of a layer of this group has failed."""
+        self.forget_deferred()
+        undo_step(self._rows, self.progress)
 
     def _locate(self) -> None:
         group, rows = self.group, self._rows

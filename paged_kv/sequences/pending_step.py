@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PendingStep:
     """One sequence's part of a step.
 
@@ -27,11 +27,14 @@ class PendingStep:
         step: the keys [B, heads, S, k_dim] and values [B, heads, S, v_dim] of the batch.
         row: the sequence's index in the batch.
         own: which of the step's S tokens are valid for the sequence.
+        has_filled: whether the pages that are cached out of window have got their tokens. A write
+            to the ring that failed may have overwritten those that were in it.
     """
 
     step: NewTokens
     row: int
     own: range
+    has_filled: bool = False
 
     def between(self, first: int, last: int) -> NewTokens:
         """Keys and values [1, heads, last - first, dim] of the valid tokens [first, last)."""
@@ -51,7 +54,9 @@ def write_pending(
     """Write a step of one layer that ends at `end`: first the pages that are cached out of window,
     then its last tokens into the ring."""
     start = end - len(pending.own)
-    _write_skipped(pages, table, out_of_window, pending, start, end)
+    if not pending.has_filled:
+        _write_skipped(pages, table, out_of_window, pending, start, end)
+        pending.has_filled = True
     for first, last in window.kept_parts(start, end):
         base = first - first % PAGE_SIZE
         blocks = table.blocks_of(base, last)

@@ -23,6 +23,14 @@ from paged_kv.sequences.padding import NO_PADDING, Padding
 from paged_kv.sequences.pending_step import PendingStep, write_pending
 from paged_kv.sequences.step_progress import StepProgress
 
+_Undoable = tuple[
+    list[int],
+    list[int],
+    list[Padding],
+    dict[tuple[int, str], GroupInputs],
+    dict[int, PendingStep],
+]
+
 
 class Sequence:
     """Owns blocks, and frees them when no cache refers to it any more.
@@ -74,7 +82,7 @@ class Sequence:
         self._step: StepProgress | None = None
         self._noted = 0
         self._change = 0, 0, NO_PADDING
-        self._before_step = self._context_lens, self._written_lens, self._padding, self.inputs
+        self._before_step = self._undoable()
         self.tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
         weakref.finalize(self, _drop_tables, self.tables).atexit = False
@@ -152,7 +160,7 @@ class Sequence:
         padding. Closes any other step."""
         self.close_step()
         self._step, self._noted, self._change = step, 0, (before, end, padding)
-        self._before_step = self._context_lens, self._written_lens, self._padding, self.inputs
+        self._before_step = self._undoable()
         if end > before:
             self._forks.clear()
 
@@ -194,19 +202,24 @@ class Sequence:
         self.close_step()
         self.context_lens[layer], self.written_lens[layer] = context_len, written_len
 
-    def undo_step(self) -> None:
-        """Undo the writes of all layers in the current step, and close it."""
+    def undo(self, step: StepProgress) -> bool:
+        """Undo the writes of all layers in a step, and close it; returns whether it was the current
+        one. `shrink` then gives back its blocks."""
+        if self._step is not step:
+            return False
         self.close_step()
-        context_lens, written_lens, padding, self.inputs = self._before_step
+        context_lens, written_lens, padding, self.inputs, pending = self._before_step
         for layer, context_len in enumerate(context_lens):
+            is_pending = self.pending.get(layer) not in (None, pending.get(layer))
+            if is_pending:
+                del self.pending[layer]
             if self._context_lens[layer] > context_len:
                 self._context_lens[layer] = context_len
-                is_pending = self.pending.pop(layer, None) is not None
                 # A written ring has lost the tokens that the step overwrote.
                 if is_pending or not context_len:
                     self._written_lens[layer] = written_lens[layer]
         self._padding[:] = padding
-        self.shrink()
+        return True
 
     @property
     def rollback(self) -> int:
@@ -345,8 +358,13 @@ class Sequence:
         most = self.pool.rows[layer].rate + min(chunks, default=DEFAULT_WRITE_CHUNK)
         kept = self.inputs.get((layer, name), GroupInputs()).followed_by(inputs, most)
         self.pool.pending.add(kept)
-        # Not in place: `undo_step` needs the former ones.
+        # Not in place: `undo` needs the former ones.
         self.inputs = {**self.inputs, (layer, name): kept}
+
+    def _undoable(self) -> _Undoable:
+        """What a step changes."""
+        pending = dict(self.pending) if self.pending else {}
+        return self._context_lens, self._written_lens, self._padding, self.inputs, pending
 
     def _follow_step(self) -> None:
         """Note which layers have taken the latest step."""
@@ -360,7 +378,7 @@ class Sequence:
             self._context_lens, self._written_lens = [end] * everywhere, [end] * everywhere
             self._step_lens, self._padding = [end - before] * everywhere, [padding] * everywhere
             return
-        # Not in place: `undo_step` needs the former numbers.
+        # Not in place: `undo` needs the former numbers.
         self._context_lens, self._written_lens = list(self._context_lens), list(self._written_lens)
         self._padding = list(self._padding)
         for layer in layers:

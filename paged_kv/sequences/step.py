@@ -13,9 +13,8 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
-from paged_kv.kernels.pages.errors import PagesNotRead, ThreadConflict
+from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
@@ -27,7 +26,7 @@ from paged_kv.sequences.sequence import Sequence
 from paged_kv.sequences.step_blocks import reserve
 from paged_kv.sequences.step_metadata import StepPart
 from paged_kv.sequences.step_progress import StepProgress
-from paged_kv.sequences.step_row import StepRow, offset_of
+from paged_kv.sequences.step_row import StepRow, offset_of, undo_step
 
 
 class Step:
@@ -77,7 +76,11 @@ class Step:
         Raises:
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
-        self._reserve()
+        try:
+            self._reserve()
+        except BaseException:
+            self.undo()
+            raise
         pool, is_decode = self.pool, self.shape[1] == 1
         self.attending = pool.attending_in_decode if is_decode else pool.attending
 
@@ -97,25 +100,33 @@ class Step:
                     arrays = step.arrays_for(layer, keys, values)
                 if step.moves != step.group.moves:
                     step.follow_moves()
+                # Before the write: one that fails may have overwritten a ring's tokens.
+                self.waiting.discard(layer)
+                self.progress.layers.append(layer)
                 if step.read_first:
                     keep_pending(layer, self.rows, (keys, values), step.metadata)
                 elif step.parts:
                     write_parts(pages, step.parts, (keys, values))
                 else:
                     pages.defer(keys, values, step.metadata)
-                self.waiting.discard(layer)
-                self.progress.layers.append(layer)
                 read = PagedRead(step, pages, (keys, values) if step.needs_step else None)
                 if layer not in self.attending:
                     return gathered_arrays(read)
-            except (PoolExhausted, ValueError, ThreadConflict, PagesNotRead):
-                for row in self.rows:
-                    row.sequence.undo_step()
+            except BaseException:
+                self.undo()
                 raise
             self.progress.is_unread = self.pool.attends_in_order
             paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
             paged_keys.read = paged_values.read = read
             return paged_keys, paged_values
+
+    def undo(self) -> None:
+        """Let the sequences be as they were before the step, which has failed in some layer, unless
+        they have changed in another way since."""
+        with self.lock:
+            for step in set(self._groups.values()):
+                step.forget_deferred()
+            undo_step(self.rows, self.progress)
 
     def read(self, layer: int, new_tokens: NewTokens | None) -> PagedRead:
         """A read of all tokens so far, in a layer that has taken the step; `new_tokens` are those

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from paged_kv.allocator.block_table import BlockTable, Write
-from paged_kv.allocator.errors import PoolExhausted
-from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
@@ -27,8 +25,9 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch:
     Before that, full pages are recoded to the format of their sequence.
 
     Raises:
-        PoolExhausted: the budget does not hold the blocks. No sequence has changed, but full pages
-            may be recoded already.
+        PoolExhausted: the budget does not hold the blocks. Full pages may be recoded already.
+        BaseException: what copying or mapping raises. Each sequence has the tokens that it had;
+            some tables may have reserved blocks, which the caller gives back.
     """
     with pool.lock:
         growing: list[tuple[BlockTable, int, int]] = []
@@ -41,54 +40,43 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch:
                         growing.append((table, start, end))
                     else:
                         others.append(SequenceWrite(group, sequence, Write(table, start, end)))
-        scratch = _reserve_blocks(pool, others, rows) if others else {}
-        for table, start, end in growing:
-            table.grow(start, end)
-        pool.reclaimer.tidy()
+        scratch: Scratch = {}
+        try:
+            if others:
+                _reserve_blocks(pool, others, scratch)
+            for table, start, end in growing:
+                table.grow(start, end)
+            pool.reclaimer.tidy()
+        except BaseException:
+            drop(scratch)
+            raise
         return scratch
 
 
-def _reserve_blocks(
-    pool: PagePool, step_writes: list[SequenceWrite], rows: list[StepRow]
-) -> Scratch:
+def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite], scratch: Scratch) -> None:
     unreserved = [each for each in step_writes if not each.write.is_reserved]
     recode_full_pages(pool.reclaimer, unreserved)
     for group, sequence, write in unreserved:
         cache_overwritten(pool.out_of_window, group, sequence, write.end)
-    scratch = _scratch_of(pool, step_writes)
-    try:
-        _reserve_tables(pool, _by_group(unreserved), rows)
-    except (PoolExhausted, ThreadConflict):
-        drop(scratch)
-        raise
-    return scratch
-
-
-def _reserve_tables(pool: PagePool, writes: Writes, rows: list[StepRow]) -> None:
+    _reserve_scratch(pool, step_writes, scratch)
+    writes = _by_group(unreserved)
     if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
         reserve_together(pool.reclaimer, writes)
-        return
-    try:
+    else:
         reserve_by_page(pool.reclaimer, writes)
-    except (PoolExhausted, ThreadConflict):
-        for row in rows:
-            row.sequence.shrink()
-        raise
 
 
-def _scratch_of(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch:
+def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite], scratch: Scratch) -> None:
     needs: dict[LayerGroup, Counter[str]] = {}
     for group, _, write in step_writes:
         if write.needs_scratch:
             needs.setdefault(group, Counter())[write.table.page_format] += 1
-    scratch: Scratch = {}
     if needs:
         pool.reclaimer.make_room(lambda: needs)
     for group, sequence, write in step_writes:
         if write.needs_scratch:
             table = group.allocator.new_scratch(write.table.page_format)
             scratch.setdefault(group, {})[sequence.uid] = table
-    return scratch
 
 
 def _by_group(step_writes: list[SequenceWrite]) -> Writes:

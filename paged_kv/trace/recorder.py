@@ -36,12 +36,17 @@ through the file, each kind separately.
 
 Consecutive small writes of one table are joined, up to 16 tokens, if they need no block. A trace
 holds no tokens, and nothing derived from them but how much prompts have in common.
+
+A trace ends early if its file cannot be written any more: that is logged once, and counted in the
+statistics of its pools.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -51,7 +56,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Concatenate, ParamSpec, TypeVar
 
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS, Events, Group, Table
@@ -59,6 +64,10 @@ from paged_kv.allocator.ring import Ring
 from paged_kv.checks import file_path
 
 Known = TypeVar("Known")
+Arguments = ParamSpec("Arguments")
+Told = Callable[Concatenate["TracedPool", Arguments], None]
+
+logger = logging.getLogger("paged_kv")
 
 VERSION = 1
 PAGE_SIZE = 256
@@ -124,12 +133,17 @@ class TraceFile:
         path: the file, which must be missing or empty.
         clock: returns seconds since any fixed time.
 
+    Attributes:
+        has_stopped: whether no more lines are written, because one could not be.
+
     Raises:
         OSError: the file cannot be written, or is not empty.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = os.getpid()
+        self.has_stopped = False
+        self._path = path
         self.numbers = {kind: count() for kind in _NUMBERED}
         self.pools: weakref.WeakSet[TracedPool] = weakref.WeakSet()
         self._budgets: list[ByteBudget] = []
@@ -144,8 +158,12 @@ class TraceFile:
         atexit.register(self._end)
 
     def line(self, *words: Any) -> None:
-        """Write a line, preceded by a `+` line if time has passed."""
-        if self.pid != os.getpid():
+        """Write a line, preceded by a `+` line if time has passed.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.has_stopped or self.pid != os.getpid():
             return
         with self._lock:
             now = self._clock()
@@ -166,14 +184,30 @@ class TraceFile:
         self._budgets.append(budget)
         return len(self._budgets) - 1
 
+    def stop(self, error: Exception) -> None:
+        """Write no more lines, because of an error, and say so."""
+        self.has_stopped = True
+        logger.error(
+            "the trace %s ends here, and what follows is not recorded: %s. Free space for it, or "
+            "name another file with trace= or PAGED_KV_TRACE, and start again",
+            self._path,
+            error,
+        )
+        # Closing would write once more what could not be written.
+        with contextlib.suppress(Exception):
+            self._file.close()
+
     def _end(self) -> None:
         for pool in self.pools:
             pool.flush()
-        self.flush()
 
     def flush(self) -> None:
-        """Flush the file, so that readers see all lines."""
-        if self.pid == os.getpid():
+        """Flush the file, so that readers see all lines.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self.pid == os.getpid() and not self.has_stopped:
             with self._lock:
                 self._file.flush()
 
@@ -195,11 +229,25 @@ def _opened(path: Path) -> IO[str]:
     return file
 
 
+def _stopping(method: Told[Arguments]) -> Told[Arguments]:
+    """A method that stops the trace where the given one raises an error."""
+
+    def stopping(pool: TracedPool, /, *args: Arguments.args, **options: Arguments.kwargs) -> None:
+        if not pool.has_stopped:
+            try:
+                method(pool, *args, **options)
+            except Exception as error:
+                pool.file.stop(error)
+
+    stopping.__doc__ = method.__doc__
+    return stopping
+
+
 class TracedPool(Events):
     """Writes the events of one pool. Called under the pool's lock."""
 
     def __init__(self, file: TraceFile, budget: ByteBudget, name: str) -> None:
-        self._file = file
+        self.file = file
         file.pools.add(self)
         self._pool = next(file.numbers["pool"])
         self._groups: dict[Group, int] = {}
@@ -218,21 +266,28 @@ class TracedPool(Events):
         self._prompts: dict[int, int] = {}
         file.line(TraceEvent.POOL, self._pool, file.number_of(budget), budget.max_bytes, name)
 
+    @_stopping
     def flush(self) -> None:
         """Write joined events and flush the file."""
         for table in list(self._joined):
             self._flushed_table(table)
-        self._file.flush()
+        self.file.flush()
 
+    @property
+    def has_stopped(self) -> bool:  # type: ignore[override]  # the base class never stops
+        return self.file.has_stopped
+
+    @_stopping
     def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
         """See `Events`."""
         if allocator not in self._groups:
-            self._groups[allocator] = next(self._file.numbers["group"])
+            self._groups[allocator] = next(self.file.numbers["group"])
         for name, size in block_bytes.items():
             if self._sizes.get((allocator, name)) != size:
                 self._sizes[allocator, name] = size
-                self._file.line(TraceEvent.BLOCK_BYTES, self._groups[allocator], size, name)
+                self.file.line(TraceEvent.BLOCK_BYTES, self._groups[allocator], size, name)
 
+    @_stopping
     def made(self, table: Table) -> None:
         """See `Events`."""
         group = self._groups[table.allocator]
@@ -240,13 +295,15 @@ class TracedPool(Events):
             self._rings[table.allocator] = table.ring
             ring = table.ring or Ring(0)
             shape = ring.entries, ring.head, ring.window or 0, ring.sink_tokens
-            self._file.line(TraceEvent.GROUP, group, self._pool, *shape)
-        self._file.line(TraceEvent.NEW_TABLE, self._number(table), group, table.page_format)
+            self.file.line(TraceEvent.GROUP, group, self._pool, *shape)
+        self.file.line(TraceEvent.NEW_TABLE, self._number(table), group, table.page_format)
 
+    @_stopping
     def forked(self, table: Table, fork: Table) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.FORK, self._flushed_table(table), self._number(fork))
+        self.file.line(TraceEvent.FORK, self._flushed_table(table), self._number(fork))
 
+    @_stopping
     def written(self, table: Table, start: int, end: int, fresh: int, copied: int) -> None:
         """See `Events`."""
         first, last = self._joined.get(table, (start, start))
@@ -256,61 +313,66 @@ class TracedPool(Events):
             return
         number = self._flushed_table(table)
         if copied:
-            self._file.line(TraceEvent.COPY_ON_WRITE, number, copied)
+            self.file.line(TraceEvent.COPY_ON_WRITE, number, copied)
         if fresh or copied or end - start > JOINED_TOKENS:
-            self._file.line(TraceEvent.WRITE, number, start, end, fresh)
+            self.file.line(TraceEvent.WRITE, number, start, end, fresh)
         else:
             self._joined[table] = start, end
 
+    @_stopping
     def trimmed(self, table: Table) -> None:
         """See `Events`."""
         number = self._flushed_table(table)
         if table not in self._adopting:
-            self._file.line(TraceEvent.TRIM, number, table.tokens)
+            self.file.line(TraceEvent.TRIM, number, table.tokens)
             return
         known = self._adopting.pop(table)
         if known is None:
             # The trace does not know this prefix: record the tokens as the table's own write.
-            self._file.line(TraceEvent.WRITE, number, 0, table.tokens, 0)
+            self.file.line(TraceEvent.WRITE, number, 0, table.tokens, 0)
         else:
             event = TraceEvent.ADOPT_PREFIX if table.ring is None else TraceEvent.BEGIN_RING
-            self._file.line(event, number, table.tokens, known)
+            self.file.line(event, number, table.tokens, known)
 
+    @_stopping
     def dropped(self, table: Table) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.DROP, self._flushed_table(table))
+        self.file.line(TraceEvent.DROP, self._flushed_table(table))
         del self._tables[table]
         self._adopting.pop(table, None)
 
+    @_stopping
     def kept(self, allocator: Group, block: int) -> None:
         """See `Events`."""
         if self._rings.get(allocator) is None:
             self._fresh[allocator, block] = None
             return
-        number = self._out_of_window[allocator, block] = next(self._file.numbers["retired"])
+        number = self._out_of_window[allocator, block] = next(self.file.numbers["retired"])
         tables = [each for each in self._tables if each.allocator is allocator]
         holder = next((each for each in tables if block in each.blocks), None)
         if holder is None:
             page_format = allocator.format_of(block).name
-            self._file.line(
+            self.file.line(
                 TraceEvent.CACHE_UNSEEN_BLOCK, number, self._groups[allocator], page_format
             )
         else:
             table = self._flushed_table(holder)
-            self._file.line(TraceEvent.CACHE_RING_BLOCK, number, table, holder.blocks.index(block))
+            self.file.line(TraceEvent.CACHE_RING_BLOCK, number, table, holder.blocks.index(block))
 
+    @_stopping
     def inserted(self, table: Table, num_tokens: int) -> None:
         """See `Events`."""
         mine = [each for each in self._fresh if each[0] is table.allocator]
         for each in mine:
             del self._fresh[each]
         if mine:
-            prefix = next(self._file.numbers["prefix"])
+            prefix = next(self.file.numbers["prefix"])
             self._prefix_of.update(dict.fromkeys(mine, prefix))
-            self._file.line(
+            self.file.line(
                 TraceEvent.INSERT_PREFIX, self._flushed_table(table), num_tokens, prefix, len(mine)
             )
 
+    @_stopping
     def adopted(self, table: Table, blocks: Sequence[int]) -> None:
         """See `Events`."""
         # The next event, `trimmed`, gives the number of tokens.
@@ -321,16 +383,19 @@ class TracedPool(Events):
         else:
             self._adopting[table] = " ".join([str(self._out_of_window[each]) for each in known])
 
+    @_stopping
     def looked_up(self, num_tokens: int, found: int) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.LOOK_UP, self._pool, num_tokens, found)
+        self.file.line(TraceEvent.LOOK_UP, self._pool, num_tokens, found)
 
+    @_stopping
     def arrived(self, request: Hashable, prompt_tokens: int, max_tokens: int) -> None:
         """See `Events`."""
         if request not in self._requests:
-            number = self._requests[request] = next(self._file.numbers["request"])
-            self._file.line(TraceEvent.ARRIVE, number, self._pool, prompt_tokens, max_tokens)
+            number = self._requests[request] = next(self.file.numbers["request"])
+            self.file.line(TraceEvent.ARRIVE, number, self._pool, prompt_tokens, max_tokens)
 
+    @_stopping
     def shares(self, request: Hashable, prompt: Sequence[int], salt: Hashable) -> None:
         """See `Events`."""
         number = self._requests[request]
@@ -344,35 +409,41 @@ class TracedPool(Events):
         while len(self._prompts) > MOST_PROMPT_PAGES:
             del self._prompts[next(iter(self._prompts))]
         if shared:
-            self._file.line(TraceEvent.SHARE_PROMPT, number, other, shared)
+            self.file.line(TraceEvent.SHARE_PROMPT, number, other, shared)
 
+    @_stopping
     def begun(self, request: Hashable) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.BEGIN, self._requests[request])
+        self.file.line(TraceEvent.BEGIN, self._requests[request])
 
+    @_stopping
     def generated(self, request: Hashable) -> None:
         """See `Events`."""
         self._generated[request] += 1
 
+    @_stopping
     def preempted(self, request: Hashable) -> None:
         """See `Events`."""
-        self._file.line(TraceEvent.PREEMPT, self._requests[request])
+        self.file.line(TraceEvent.PREEMPT, self._requests[request])
 
+    @_stopping
     def ended(self, request: Hashable) -> None:
         """See `Events`."""
         if request in self._requests:
             generated = self._generated.pop(request, 0)
-            self._file.line(TraceEvent.END, self._requests.pop(request), generated)
+            self.file.line(TraceEvent.END, self._requests.pop(request), generated)
 
+    @_stopping
     def evicted(self, allocator: Group, block: int) -> None:
         """See `Events`."""
         if (allocator, block) in self._out_of_window:
-            self._file.line(TraceEvent.EVICT_BLOCK, self._out_of_window.pop((allocator, block)))
+            self.file.line(TraceEvent.EVICT_BLOCK, self._out_of_window.pop((allocator, block)))
         self._fresh.pop((allocator, block), None)
         prefix = self._prefix_of.pop((allocator, block), None)
         if prefix is not None:
-            self._file.line(TraceEvent.EVICT_PREFIX, prefix, 1)
+            self.file.line(TraceEvent.EVICT_PREFIX, prefix, 1)
 
+    @_stopping
     def moved(self, allocator: Group, moves: Mapping[int, int]) -> None:
         """See `Events`."""
         _move(self._prefix_of, allocator, moves)
@@ -380,14 +451,14 @@ class TracedPool(Events):
         _move(self._fresh, allocator, moves)
 
     def _number(self, table: Table) -> int:
-        self._tables[table] = next(self._file.numbers["table"])
+        self._tables[table] = next(self.file.numbers["table"])
         return self._tables[table]
 
     def _flushed_table(self, table: Table) -> int:
         """Write the table's joined writes; returns its number."""
         number = self._tables[table]
         if table in self._joined:
-            self._file.line(TraceEvent.WRITE, number, *self._joined.pop(table), 0)
+            self.file.line(TraceEvent.WRITE, number, *self._joined.pop(table), 0)
         return number
 
 

@@ -358,6 +358,8 @@ class GenerationThread:
                 for job, event in self._rows.step():
                     self.metrics.generation_tokens += isinstance(event, Token)
                     self._outbox.put(job, event)
+            for job in [job for job in self._running() if not self._rows.holds(job)]:
+                self._leave(job)
         except Exception as error:
             self._note_failed_step(error)
             return
@@ -365,9 +367,6 @@ class GenerationThread:
         self._steps += 1
         if self._steps % COMPARED_STEPS == 0:
             self.provider.require_same_caches()
-        for job in self._running():
-            if not self._rows.holds(job):
-                self._leave(job)
 
     def _note_failed_step(self, error: Exception) -> None:
         """Fail the running jobs and start an empty batch: the old one's state is unknown."""
