@@ -19,6 +19,10 @@ GROWTH_SHARE = 64
 # Free pages beyond this share of the used ones are given back. More than what growth maps ahead:
 # otherwise sequences that come and go would map and unmap slabs all the time.
 RESERVE_SHARE = 8
+# Steps after which an empty slab that none has needed is given back. Drafts that reach over the end
+# of a page need one at nearly every step; a sequence that has filled a page does not, and its empty
+# slab may hold as much as it does.
+IDLE_STEPS = 64
 # Growth maps no slab with more than this share of its format's pages, or of the budget, so that it
 # can be emptied at little cost; up to SMALL_SLAB_PAGES it may.
 LARGEST_SLAB_SHARE = 8
@@ -39,6 +43,7 @@ class FormatSlabs:
         num_used: used and cached blocks of all slabs.
         num_cached: the cached ones among them, which no table holds.
         spare: blocks of empty slabs.
+        idle_steps: steps that ended with an empty slab since a block was last allocated.
         last_block_slots, out_of_window_slots: see `IdleSlots`.
     """
 
@@ -54,6 +59,7 @@ class FormatSlabs:
         self.num_used = 0
         self.num_cached = 0
         self.spare = 0
+        self.idle_steps = 0
         self.last_block_slots = 0
         self.out_of_window_slots = 0
 
@@ -64,8 +70,8 @@ class FormatSlabs:
 
     @property
     def reserve(self) -> int:
-        """Free blocks that are kept for later steps."""
-        return max(1, self.num_used // RESERVE_SHARE)
+        """Free blocks that are kept for later steps; none if no block is used."""
+        return max(1, self.num_used // RESERVE_SHARE) if self.num_used else 0
 
     def missing(self, needed: int) -> int:
         """Blocks to map so that `needed` are free."""
@@ -132,6 +138,11 @@ class FormatSlabs:
         self.num_used -= len(blocks)
         return emptied
 
+    def note_step(self) -> list[int]:
+        """Note that a step has ended; returns the empty slabs that none has needed for long."""
+        self.idle_steps += 1
+        return self.empty_slabs() if self.idle_steps >= IDLE_STEPS else []
+
     def empty_slabs(self) -> list[int]:
         """The slabs of which no block is used."""
         return [slab for slab, used in self.used.items() if not used]
@@ -172,6 +183,7 @@ class FormatSlabs:
             self.spare -= self.slabs[slab]
         self.used[slab] += count
         self.num_used += count
+        self.idle_steps = 0
 
 
 def by_format(

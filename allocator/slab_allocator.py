@@ -267,14 +267,19 @@ class SlabAllocator(Generic[Table]):
         return not (self._may_be_untidy or self._dropped)
 
     def tidy(self) -> bool:
-        """Make one rewrite that is due: free pages beyond `FormatSlabs.reserve` are given back, and
-        slabs joined if there are more than `max_slabs`. Returns whether there was one.
+        """Note a step, and make one rewrite that is due: free pages beyond `FormatSlabs.reserve`
+        are given back, and slabs joined if there are more than `max_slabs`. Returns whether there
+        was one.
 
         It copies few pages, so that it can be called between steps. O(formats) if none is due.
         """
         self.drain()
         self._may_be_untidy = False
         for slabs in self.formats:
+            if slabs.spare:
+                for slab in slabs.note_step():
+                    self._unmap(slab)
+                self._may_be_untidy |= slabs.spare > 0
             if len(slabs.free) > slabs.reserve:
                 # Also if the budget has no room for the rewrite now.
                 self._may_be_untidy = True

@@ -59,13 +59,15 @@ class SlabLog:
 
 def test_a_block_is_free_until_allocated_and_again_after_its_last_release() -> None:
     allocator = new_allocator()
+    allocator.ensure_free({"fp16": 2})
+    allocator.new_table().reserve(0, 1)
     (block,) = allocator.allocate(1)
     counts = [allocator.ref_count(block)]
     for step in (allocator.retain, allocator.release, allocator.release):
         step([block])
         counts.append(allocator.ref_count(block))
     assert counts == [1, 2, 1, 0]
-    assert (allocator.capacity, len(free_blocks(allocator))) == (1, 1)
+    assert (allocator.capacity, free_blocks(allocator)) == (2, [block])
     allocator.check()
 
 
@@ -213,7 +215,7 @@ def test_ensure_free_counts_what_is_free_already() -> None:
     allocator.check()
 
 
-@pytest.mark.parametrize(("released", "left"), [(1, 20), (2, 20), (3, 19), (7, 14), (20, 1)])
+@pytest.mark.parametrize(("released", "left"), [(1, 20), (2, 20), (3, 19), (7, 14), (20, 0)])
 def test_blocks_beyond_an_eighth_of_the_used_ones_are_given_back(released: int, left: int) -> None:
     log = SlabLog()
     allocator = log.new_allocator()
@@ -221,6 +223,15 @@ def test_blocks_beyond_an_eighth_of_the_used_ones_are_given_back(released: int, 
     allocator.release(blocks[-released:])
     assert (allocator.capacity, allocator.budget.mapped) == (left, left * BLOCK_BYTES)
     assert len(log.unmapped) == len(log.mapped) - len(allocator.slabs)
+
+
+def test_a_format_of_which_no_block_is_used_maps_nothing() -> None:
+    log = SlabLog()
+    allocator = log.new_allocator()
+    allocator.add_format("q4", BLOCK_BYTES // 2)
+    allocator.allocate(1)
+    allocator.release(allocator.allocate(1, "q4"))
+    assert (allocator.slabs, log.unmapped) == ({0: 1}, [1])
 
 
 def test_coming_and_going_at_the_edge_of_a_slab_maps_it_once() -> None:

@@ -10,6 +10,9 @@ import mlx.core as mx
 import pytest
 
 from benches.held_bytes import CODES, Rows, ended, prefill
+from paged_kv import Sequence
+from paged_kv.allocator.format_slabs import IDLE_STEPS
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from tests.grids import plain_only
 
 
@@ -50,6 +53,29 @@ def test_memory_of_sequences_that_have_ended_comes_back_in_few_steps(page_format
     found = ended(page_format, None)
     assert found["at_once"] > 2
     assert found["after_100_steps"] <= 1.25
+
+
+@pytest.mark.parametrize("page_format", ["fp16", "q8", "q4"])
+def test_a_short_sequence_holds_what_it_needs_and_nothing_when_it_has_ended(
+    page_format: str,
+) -> None:
+    rows = Rows(page_format, "256MB", [])
+    rows.sequences = [Sequence(rows.pool)]
+    # The second step fills a page, for which it takes another one until it ends.
+    for count in (200, 190):
+        rows.write(count)
+    with_spare = rows.held
+    for _ in range(IDLE_STEPS + 1):
+        rows.write(1)
+    full, last = CODES[page_format], 16.0
+    needed = (full + last) * PAGE_SIZE * rows.numbers / 8
+    assert 0 <= rows.held - needed < 2**12
+    assert (with_spare > 1.5 * needed) == (page_format != "fp16")
+    rows.sequences.clear()
+    gc.collect()
+    rows.pool.stats()
+    assert rows.pool.budget.mapped == 0
+    assert rows.held < 2**12
 
 
 # Prints the process's resident bytes before, with, and after the pages of a sequence.

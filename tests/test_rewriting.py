@@ -6,7 +6,7 @@ import pytest
 
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.allocator.format_slabs import FormatSlabs
+from paged_kv.allocator.format_slabs import IDLE_STEPS, FormatSlabs
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range
 
@@ -169,6 +169,22 @@ def test_nothing_moves_while_the_reserve_is_not_exceeded() -> None:
     rewrites = Rewrites()
     rewrites.with_slabs("u" * 16, "..")
     assert not rewrites.allocator.tidy()
+
+
+def test_an_empty_slab_goes_when_no_step_has_needed_it_for_long() -> None:
+    rewrites = Rewrites()
+    rewrites.with_slabs("u", ".")
+    allocator = rewrites.allocator
+    for _ in range(3):
+        # Drafts reach into a new page, and are trimmed.
+        allocator.release(allocator.allocate(1))
+        for _ in range(IDLE_STEPS - 1):
+            assert not allocator.tidy()
+        assert (allocator.slabs, allocator.is_tidy) == ({0: 1, 1: 1}, False)
+    assert not allocator.tidy()
+    assert (allocator.slabs, allocator.is_tidy) == ({0: 1}, True)
+    assert rewrites.budget.mapped == BLOCK_BYTES
+    allocator.check()
 
 
 def test_what_cannot_move_now_moves_later() -> None:

@@ -101,6 +101,12 @@ def test_a_pool_settles_without_steps() -> None:
     (fp16,) = pool.groups[0].allocator.formats
     assert len(fp16.free) <= max(1, fp16.num_used // 8)
     assert [contents(caches) for caches in kept] == expected
+    fork = kept[0][0].sequences[0].fork(0)
+    write([PagedKVCache(pool, layer, [fork]) for layer in range(LAYERS)], 1, 0)
+    del fork
+    gc.collect()
+    pool.release_unused()
+    assert fp16.spare == 0
 
 
 @pytest.mark.parametrize(

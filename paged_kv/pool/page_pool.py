@@ -273,11 +273,12 @@ class PagePool:
 
     @locked
     def release_unused(self) -> None:
-        """Give back, while no step runs, what steps give back little by little: see
-        `FormatSlabs.reserve` for what stays free."""
+        """Give back, while no step runs, what steps give back little by little, and every empty
+        slab."""
         self.reclaimer.drain()
         while self.reclaimer.tidy():
             pass
+        self.reclaimer.give_back()
         return_to_system()
 
     @locked
