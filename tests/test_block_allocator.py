@@ -1,5 +1,6 @@
 """The allocator: block states, order, slabs, and refused calls without side effects."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.rewriting import Rewrite
+from paged_kv.allocator.slabs import slab_of
 
 # Ids of the first blocks of slabs 1 and 2; those of slab 0 begin at 0.
 S1, S2 = 65536, 131072
@@ -134,6 +136,119 @@ def test_a_block_may_be_named_as_often_as_it_has_references() -> None:
     allocator.release([0, 0, 0])
     assert allocator.ref_count(0) == 0
     allocator.check()
+
+
+def test_references_are_counted_by_every_call_that_adds_or_removes_one() -> None:
+    """Against a list of those who hold a block."""
+    allocator = new_allocator()
+    held = allocator.allocate(4)
+    kept: list[int] = []
+
+    def check() -> None:
+        holders = Counter(held)
+        allocator.refs.check(held)
+        for block in range(4):
+            assert allocator.ref_count(block) == holders[block] + kept.count(block)
+        stats = allocator.stats()
+        assert stats.table_entries == len(held)
+        assert stats.blocks_shared == sum(count > 1 for count in holders.values())
+        (fp16,) = stats.formats
+        assert fp16.cached == sum(not holders[block] for block in kept)
+        assert fp16.used == len(holders)
+
+    def retain(blocks: list[int]) -> None:
+        allocator.retain(blocks)
+        held.extend(blocks)
+        check()
+
+    def release(blocks: list[int]) -> None:
+        allocator.release(blocks)
+        for block in blocks:
+            held.remove(block)
+        check()
+
+    check()
+    retain([0, 1])
+    retain([0, 2, 2])
+    release([2])
+    for block in (1, 3):
+        allocator.keep(block, lambda source, target: None)
+        kept.append(block)
+        check()
+    release([1, 1, 3])
+    retain([3])
+    retain([3, 3, 1])
+    allocator.evict(1)
+    kept.remove(1)
+    check()
+    allocator.keep(1, lambda source, target: None)
+    kept.append(1)
+    check()
+    release([3, 0, 3])
+    release([0, 3, 1])
+    for block in (3, 1):
+        allocator.evict(block)
+        kept.remove(block)
+        check()
+    release([2])
+    release([0, 2])
+    assert (held, allocator.capacity) == ([], 0)
+
+
+def test_a_block_that_moves_takes_its_references_along() -> None:
+    """One that a table holds and the prefix index keeps, one that is cached, and one of a table."""
+    allocator = new_allocator()
+    allocator.add_format("q8", BLOCK_BYTES // 2)
+    table, other = allocator.new_table(), allocator.new_table()
+    other.reserve(0, 1)
+    table.reserve(0, 2 * 256)
+    found: list[tuple[int, int]] = []
+    for block in table.blocks:
+        allocator.keep(block, lambda *move: found.append(move))
+    moved = [*table.blocks, *other.blocks]
+    table.truncate(256)
+    allocator.ensure_free({"q8": 3})
+    moves = dict(zip(moved, list(allocator.format_named("q8").free), strict=False))
+    allocator.apply_moves(moves)
+    held, cached, alone = moves.values()
+    assert found == list(moves.items())[:2]
+    assert (table.blocks, other.blocks) == ((held,), (alone,))
+    assert allocator.refs.counts == {held: 2, cached: 1, alone: 1}
+    assert [each.cached for each in allocator.stats().formats] == [0, 1]
+    assert allocator.slabs == {slab_of(held): 3}
+    allocator.check()
+
+
+@pytest.mark.parametrize("way", ["drop", "drop_later"])
+def test_a_dropped_table_frees_the_blocks_that_no_other_holds(way: str) -> None:
+    allocator = new_allocator()
+    table = allocator.new_table()
+    table.reserve(0, 3 * 256)
+    fork = allocator.fork(table)
+    fork.reserve(0, 1)
+    allocator.new_table().reserve(0, 1)
+    getattr(allocator, way)(table)
+    assert (allocator.available(), allocator.stats().blocks_used) == (1000 - 4, 4)
+    assert table not in allocator.tables
+    assert sorted(allocator.refs.counts.values()) == [1] * 4
+    allocator.check()
+    getattr(allocator, way)(fork)
+    assert (allocator.available(), allocator.stats().blocks_used) == (1000 - 1, 1)
+    assert (fork.blocks, fork.tokens, len(allocator.tables)) == ((), 0, 1)
+    allocator.check()
+
+
+def test_blocks_that_are_released_later_are_used_until_the_next_call() -> None:
+    """Their pages may still be copied; other references go at once."""
+    allocator = new_allocator()
+    allocator.allocate(3)
+    allocator.retain([1])
+    allocator.release_later([0, 1])
+    assert allocator.refs.counts == {0: 1, 1: 1, 2: 1}
+    assert not allocator.is_tidy
+    allocator.drain()
+    assert allocator.refs.counts == {1: 1, 2: 1}
+    assert free_blocks(allocator) == [0]
 
 
 def test_a_second_release_is_refused_also_after_the_slab_was_given_back() -> None:
