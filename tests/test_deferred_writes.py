@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -18,6 +19,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16
 from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.sequences.recorded_step import RecordableLayer, RecordableStep
 from tests.arrays import normal
 from tests.attention_metadata import unpadded
 from tests.backends import native_library
@@ -227,6 +229,24 @@ def test_once_two_threads_have_come_steps_are_written_at_once(
     metadata = one_token(pages, 3, 301)
     assert len(written) == 3
     assert written[-1] is metadata
+
+
+def test_a_recorded_step_of_another_thread_counts_as_one_that_it_wrote() -> None:
+    """Otherwise a thread defers a step that the other one cannot compute."""
+    pages = new_pages(NativeBackend(native_library()))
+    one_token(pages, 2)
+    assert pages.deferred
+    mx.eval(pages.page(1))
+    group, recorder, step = (Mock(name=name) for name in ("group", "recorder", "step"))
+    recorder.changes.return_value = 0
+    layer = RecordableLayer(0, group, pages, recorder)
+    recorded = RecordableStep(step, [layer], {group: Mock()})
+    other = Thread(target=lambda: recorded.keep([], [0]))
+    other.start()
+    other.join()
+    step.take.assert_called_once_with([0])
+    one_token(pages, 3, 301)
+    assert not pages.deferred
 
 
 def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[AttentionMetadata]) -> None:

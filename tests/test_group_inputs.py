@@ -1,0 +1,66 @@
+"""The inputs of rows that a sequence keeps, and the trims that these allow."""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagePool, Sequence
+from paged_kv.allocator.errors import RollbackError
+from paged_kv.pool.appended_rows import AppendedRows, RowInput
+from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
+from paged_kv.sequences.group_inputs import GroupInputs
+
+RATE, INPUT = 4, "gate"
+
+
+def tokens(start: int, end: int) -> mx.array:
+    """The inputs of these tokens: their numbers."""
+    return mx.arange(start, end).reshape(1, -1, 1)
+
+
+def sequence_of(length: int, kept: int) -> Sequence:
+    """A sequence whose layer was given the inputs of its latest tokens."""
+    rows = AppendedRows("rows", RATE, 8, mx.float32, (RowInput(INPUT, 1, mx.float32),))
+    sequence = Sequence(PagePool(1, rows={0: rows}, max_bytes=1 << 20))
+    sequence.restore(0, length, length)
+    sequence.note_inputs(0, INPUT, tokens(length - kept, length))
+    return sequence
+
+
+@pytest.mark.parametrize("most", [1, 4, 5])
+@pytest.mark.parametrize("steps", [[1] * 9, [2, 3, 4], [9], [5, 1, 1, 1, 1], [4, 4, 1]])
+def test_the_inputs_of_the_latest_tokens_are_kept(steps: list[int], most: int) -> None:
+    kept, end = GroupInputs(), 0
+    for count in steps:
+        kept = kept.followed_by(tokens(end, end + count), most)
+        end += count
+        known = min(end, most)
+        assert known <= len(kept) < most + max(steps)
+        assert kept.last(known).flatten().tolist() == [*range(end - known, end)]
+
+
+@pytest.mark.parametrize("count", range(10))
+def test_those_of_trimmed_tokens_are_not(count: int) -> None:
+    kept = GroupInputs((tokens(0, 4), tokens(4, 5), tokens(5, 9))).without_last(count)
+    assert len(kept) == 9 - count
+    if len(kept):
+        assert kept.last(len(kept)).flatten().tolist() == [*range(9 - count)]
+
+
+def test_a_trim_opens_only_a_group_of_which_all_inputs_are_kept() -> None:
+    length = 10
+    for kept, target in itertools.product(range(length + 1), range(length)):
+        sequence = sequence_of(length, kept)
+        is_known = target % RATE == 0 or target - target % RATE >= length - kept
+        try:
+            sequence.trim(0, length - target)
+        except RollbackError:
+            assert (is_known, sequence.length) == (False, length)
+        else:
+            assert (is_known, sequence.length) == (True, target)
+
+
+@pytest.mark.parametrize("length", range(1000, 1000 + RATE))
+def test_inputs_are_kept_for_as_many_tokens_as_may_be_trimmed(length: int) -> None:
+    assert sequence_of(length, length).rollback >= DEFAULT_WRITE_CHUNK
