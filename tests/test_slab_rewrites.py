@@ -101,12 +101,23 @@ def test_a_pool_settles_without_steps() -> None:
     (fp16,) = pool.groups[0].allocator.formats
     assert len(fp16.free) <= max(1, fp16.num_used // 8)
     assert [contents(caches) for caches in kept] == expected
-    fork = kept[0][0].sequences[0].fork(0)
-    write([PagedKVCache(pool, layer, [fork]) for layer in range(LAYERS)], 1, 0)
-    del fork
+
+
+def test_a_pool_without_steps_keeps_no_empty_slab() -> None:
+    pool = PagePool(LAYERS, max_bytes=64 << 20)
+    kept = new_caches(pool)
+    write(kept, 200, 1)
+    expected = contents(kept)
+    ended = new_caches(pool)
+    write(ended, 100, 2)
+    del ended
     gc.collect()
+    pool.stats()
+    (fp16,) = pool.groups[0].allocator.formats
+    assert fp16.spare == 1
     pool.release_unused()
-    assert fp16.spare == 0
+    assert (fp16.spare, pool.budget.mapped) == (0, LAYERS * LAYER_PAGE)
+    assert contents(kept) == expected
 
 
 @pytest.mark.parametrize(
