@@ -20,8 +20,15 @@ from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Reserve, Unanimous
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.integrations.batching.preemption import Preemption
+from paged_kv.integrations.distributed import connections
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
-from paged_kv.integrations.distributed.connections import Meeting, NotConnected, accept, connect
+from paged_kv.integrations.distributed.connections import (
+    MOST_NEWCOMERS,
+    Meeting,
+    NotConnected,
+    accept,
+    connect,
+)
 from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
 from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
@@ -142,6 +149,72 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         pytest.raises(NotConnected, match="rank 1, 2 did not connect to rank 0"),
     ):
         accept(listening, KEY, range(1, 3), 0.05)
+
+
+# What a client says that is no rank; None for one that leaves.
+NOISE = [b"", b"half", b"\0" * 200, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", None]
+
+
+def noisy(port: int, count: int) -> list[socket.socket]:
+    """Clients of rank 0 that are no ranks."""
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    for at, client in enumerate(clients):
+        noise = NOISE[at % len(NOISE)]
+        if noise is None:
+            client.close()
+        else:
+            client.sendall(noise)
+    return clients
+
+
+def test_clients_that_say_nothing_or_half_of_it_keep_no_rank_out() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=MOST_NEWCOMERS) as listening,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        port = listening.getsockname()[1]
+        clients = noisy(port, 10)
+        accepted = threads.submit(accept, listening, KEY, range(1, 3), FOREVER_S)
+        first = connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        clients += noisy(port, 2 * MOST_NEWCOMERS)
+        second = connect(Meeting(["127.0.0.1"], port, KEY), 2)
+        its_ends = accepted.result()
+        for rank, connection in ((1, first), (2, second)):
+            its_ends[rank].send(rank)
+            assert connection.recv() == rank
+        for client in clients:
+            client.close()
+
+
+def test_a_client_that_proves_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PROOF_S", 0.05)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        port = listening.getsockname()[1]
+        accepted = threads.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            while silent.recv(1000):
+                pass  # the challenge; then the end
+        assert not accepted.done()
+        monkeypatch.undo()
+        connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        accepted.result()
+
+
+@pytest.mark.parametrize("said", [b"", b"half", b"\0" * 64])
+def test_a_rank_gives_up_what_answers_as_no_rank_does(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(connections, "PROOF_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
+        meeting = Meeting(["127.0.0.1"], listening.getsockname()[1], KEY)
+        connected = threads.submit(connect, meeting, 1)
+        with listening.accept()[0] as other:
+            other.sendall(said)
+            with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
+                connected.result()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ from typing import cast
 import mlx.core as mx
 
 from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks
-from paged_kv.integrations.distributed.connections import Accepted, Meeting, accept, connect
+from paged_kv.integrations.distributed.connections import (
+    MOST_NEWCOMERS,
+    Accepted,
+    Meeting,
+    accept,
+    connect,
+)
 from paged_kv.integrations.distributed.watch import Watch
 from paged_kv.ranks import ALONE, Ranks
 
@@ -50,7 +56,7 @@ def _connected(rank: int, size: int) -> Accepted:
     """On rank 0 a connection to each other rank, elsewhere one to rank 0."""
     if rank != 0:
         return {0: connect(_shared(None), rank)}
-    with socket.create_server(("", 0), backlog=size) as listening:
+    with socket.create_server(("", 0), backlog=MOST_NEWCOMERS) as listening:
         port = listening.getsockname()[1]
         meeting = _shared(Meeting(_hosts(), port, secrets.token_bytes(32)))
         return accept(listening, meeting.key, range(1, size), MEETING_S)
