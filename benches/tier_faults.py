@@ -22,6 +22,7 @@ from paged_kv import StoreOptions
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.opening import open_tiers, store_addresses
 from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.tiers.waits import Waits
 from tests.store_damage import forged
 from tests.store_entries import PAGE_SIZE, PAGES, entry, is_right, links, prompt
 from tests.tier_servers import SECRET, RedisServer, redis_server
@@ -143,13 +144,13 @@ def forge(server: RedisServer, secret: Path) -> dict[str, Any]:
     while tried < FORGED:
         for key, data in forged(rng, sound).items():
             client.set(key, data)
-        sizes = tier.ask(wanted).sizes
+        sizes = tier.ask(wanted, Waits()).sizes
         for place in places:
             tried += 1
             nbytes = sizes.get(place.key, 0)
-            accepted += bool(
-                nbytes and tier.finish(tier.start(place, nbytes), place, nbytes) is not None
-            )
+            waits = Waits()
+            reading = tier.read([(place, nbytes)], waits)
+            accepted += bool(nbytes and tier.finish(reading.start(place), place, waits) is not None)
     errors = dict(store.stats().errors)
     store.close()
     assert not accepted

@@ -56,10 +56,10 @@ def let_tiers_wait(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, th
     is_asked, may_answer = threading.Event(), threading.Event()
     asked = RemoteTier.ask
 
-    def slow(tier: RemoteTier, wanted: Any) -> Any:
+    def slow(tier: RemoteTier, *wanted: Any) -> Any:
         is_asked.set()
         assert may_answer.wait(60)
-        return asked(tier, wanted)
+        return asked(tier, *wanted)
 
     monkeypatch.setattr(RemoteTier, "ask", slow)
     return is_asked, may_answer

@@ -61,10 +61,10 @@ def test_a_redis_that_hangs_before_it_sends_an_entry(
         for key in server.client().scan_iter():
             server.client().setrange(key, ENTRY_BYTES - 1, b"x")
 
-        def stopping(tier: RemoteTier, wanted: Any) -> Any:
+        def stopping(tier: RemoteTier, *wanted: Any) -> Any:
             server.resume()
             server.client().ping()
-            found = ask(tier, wanted)
+            found = ask(tier, *wanted)
             server.stop()
             sizes.append(set(found.sizes.values()))
             return found

@@ -28,7 +28,7 @@ import time
 import weakref
 from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeGuard
 
@@ -49,6 +49,7 @@ from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted
 from paged_kv.store.read_ahead import READ_AHEAD
 from paged_kv.store.sights import WRITE_ALL, WriteRule
 from paged_kv.tiers.tiered_store import Offer, TieredStore
+from paged_kv.tiers.waits import Waits
 
 
 class StateCodec(Protocol):
@@ -108,12 +109,13 @@ class StoredPrefixes:
         if known >= len(tokens) - 1:
             return
         failed: list[str] = []
+        waits = Waits()
         most = len(tokens)
         while True:
             # A load that failed may have evicted blocks that were held before.
             held = self._held(namespace, tokens)
             wanted = self._wanted(Link.root(identity), tokens, most, len(held), known)
-            offer = self._offer(wanted, failed)
+            offer = self._offer(wanted, failed, waits)
             end = None if offer is None else _end(offer.stored)
             ends = self._prefixes.ranks.gather("stored prefix", end)
             if offer is None or None in ends:
@@ -150,9 +152,9 @@ class StoredPrefixes:
         held = len(self._held(namespace, tokens))
         return self._wanted(Link.root(identity), tokens, len(tokens), held, known)
 
-    def _offer(self, wanted: Wanted, failed: list[str]) -> Offer | None:
+    def _offer(self, wanted: Wanted, failed: list[str], waits: Waits) -> Offer | None:
         """What this rank has stored, fits its pool and is quicker to read than to compute."""
-        for offer in self._store.offers(wanted, failed):
+        for offer in self._store.offers(wanted, failed, waits):
             if self._pool.can_admit(offer.stored.num_tokens) and (
                 offer.has_landed or self.is_quicker(offer, wanted)
             ):
@@ -170,7 +172,9 @@ class StoredPrefixes:
         ranks = self._prefixes.ranks
         if ranks.size == 1:
             return True  # `_load` finds out, and reads once
-        entries = zip(offer.stored.places, self._store.read(offer), strict=False)
+        # It is read once more, and waits for that as long.
+        reading = self._store.read(replace(offer, waits=Waits()))
+        entries = zip(offer.stored.places, reading, strict=False)
         damaged = [place.key for place, entry in entries if entry is None]
         failed += damaged
         return ranks.agree("readable", not damaged)

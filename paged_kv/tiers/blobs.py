@@ -34,8 +34,9 @@ class Blobs(Protocol):
         """The bytes of each entry, 0 where there is none. One round trip, or as long as one."""
         ...
 
-    def get(self, name: str, nbytes: int) -> Buffer:
-        """The first `nbytes` bytes of an entry; fewer if it has become shorter."""
+    def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
+        """Of each name the first so many bytes of the entry; fewer if it has become shorter, and
+        none if it is gone. One round trip, or as long as one, if they are not many megabytes."""
         ...
 
     def put(self, name: str, data: Sequence[Buffer]) -> None:
@@ -52,7 +53,8 @@ class Blobs(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Let calls that run now fail, where the client can."""
+        """Let calls that run now fail, where the client can. Connections that are being made are
+        kept, as the next call needs one too."""
         ...
 
     def close(self) -> None:

@@ -32,7 +32,8 @@ class Server:
         """
         if not HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES:
             raise WrongSize(f"it has {nbytes:,} bytes")
-        payload = self.seal.opened(name, self.blobs.get(name, nbytes))
+        (data,) = self.blobs.get([(name, nbytes)])
+        payload = self.seal.opened(name, data)
         entry = decode(payload, None)
         if self.seal.name(entry.place.key) != name:
             raise OtherEntry("it has the name of another entry")

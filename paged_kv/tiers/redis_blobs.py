@@ -24,7 +24,12 @@ PREFIX = "paged-kv:"
 _READ_BYTES = 1 << 20
 # An entry of 16 MB that is read as one piece comes half as fast as one of 4 MB.
 _PIECE_BYTES = 4 << 20
+# A server keeps in memory what it answers in one round trip.
+_PIECES_AT_ONCE = 4
 _REMOVED_AT_ONCE = 1000
+
+_Piece = tuple[int, int, int]
+"""Of which entry, from where, and to where."""
 
 
 class RedisBlobs:
@@ -45,7 +50,7 @@ class RedisBlobs:
         if address.tls:
             tls["connection_class"] = redis.SSLConnection
             tls |= {name: str(file) for name, file in files.items() if file is not None}
-        self._pool = redis.ConnectionPool(
+        self._pool = _Connections(
             host=address.host,
             port=address.port,
             db=address.db,
@@ -67,17 +72,25 @@ class RedisBlobs:
                 asked.strlen(PREFIX + name)
             return [int(size) for size in asked.execute()]
 
-    def get(self, name: str, nbytes: int) -> Buffer:
-        data, end = memoryview(bytearray(nbytes)), 0
+    def get(self, wanted: Sequence[tuple[str, int]]) -> list[Buffer]:
+        found: list[Buffer] = [b""] * len(wanted)
+        ends = [0] * len(wanted)
+        pieces = [
+            (at, start, min(start + _PIECE_BYTES, nbytes))
+            for at, (_, nbytes) in enumerate(wanted)
+            for start in range(0, nbytes, _PIECE_BYTES)
+        ]
         with _faults():
-            for start in range(0, nbytes, _PIECE_BYTES):
-                last = min(start + _PIECE_BYTES, nbytes) - 1
-                piece: Any = self._client.getrange(PREFIX + name, start, last)
-                end = start + len(piece)
-                data[start:end] = piece
-                if end <= last:
-                    break
-        return data[:end]
+            for at_once in _round_trips(pieces):
+                with self._client.pipeline(transaction=False) as asked:
+                    for at, start, end in at_once:
+                        asked.getrange(PREFIX + wanted[at][0], start, end - 1)
+                    answers = asked.execute()
+                for (at, start, _), data in zip(at_once, answers, strict=True):
+                    if start == ends[at]:  # else it has become shorter
+                        ends[at] = start + len(data)
+                        found[at] = _joined(found[at], data, start, wanted[at][1])
+        return [memoryview(data)[:end] for data, end in zip(found, ends, strict=True)]
 
     def put(self, name: str, data: Sequence[Buffer]) -> None:
         with _faults():
@@ -96,11 +109,58 @@ class RedisBlobs:
                 self._client.unlink(*some)
 
     def interrupt(self) -> None:
-        self._pool.disconnect()
+        self._pool.interrupt()
 
     def close(self) -> None:
         self._client.close()
         self._pool.disconnect()
+
+
+class _Connections(redis.ConnectionPool):
+    """Connections to one server, which lets calls fail and keeps the connections that are being
+    made: for a server that is far away, that takes longer than a prompt waits."""
+
+    def __init__(self, **options: Any) -> None:
+        self._made: set[Any] = set()
+        super().__init__(**options)
+
+    def get_connection(self, *arguments: Any, **options: Any) -> Any:
+        connection = super().get_connection(*arguments, **options)
+        self._made.add(connection)
+        return connection
+
+    def release(self, connection: Any) -> None:
+        self._made.discard(connection)
+        super().release(connection)
+
+    def interrupt(self) -> None:
+        """Let calls that wait for an answer fail."""
+        for connection in self._made.copy():
+            connection.disconnect()
+
+
+def _joined(before: Buffer, piece: bytes, start: int, nbytes: int) -> Buffer:
+    """An entry of `nbytes` bytes with one piece more; alone if it is all of it."""
+    if len(piece) == nbytes:
+        return piece
+    whole = memoryview(before if start else bytearray(nbytes))
+    whole[start : start + len(piece)] = piece
+    return whole
+
+
+def _round_trips(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Some pieces after the other: as many as `_PIECES_AT_ONCE` of the largest."""
+    some: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        _, start, end = piece
+        nbytes += end - start
+        if some and nbytes > _PIECES_AT_ONCE * _PIECE_BYTES:
+            yield some
+            some, nbytes = [], end - start
+        some.append(piece)
+    if some:
+        yield some
 
 
 @contextmanager

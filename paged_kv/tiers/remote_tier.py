@@ -3,20 +3,22 @@
 It holds what follows from a prompt's tokens alone: the parts of its full blocks. So one question
 asks for a whole prompt. Blocks that end within a page stay in folders.
 
-Every failure is a miss, and the server is left alone for a while after it. No call waits longer
-than the time-outs: half a second, and for entries what they take at 20 MB/s besides.
+Every failure is a miss, and the server is left alone for a while after it. A prompt waits half a
+second for its question, and as long for all its entries together, besides what they take at
+20 MB/s. So servers are of use that answer within half a second, however many blocks are read.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from paged_kv.store.background import StoreStats
-from paged_kv.store.entry_file import Entry, decode
+from paged_kv.store.entry_file import Buffer, Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
 from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Wanted
@@ -24,8 +26,10 @@ from paged_kv.store.write_queue import Faults
 from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
 from paged_kv.tiers.pause import Pause
 from paged_kv.tiers.presence import Presence
+from paged_kv.tiers.remote_read import RemoteRead, Sized
 from paged_kv.tiers.remote_writer import RemoteWriter
 from paged_kv.tiers.seal import HEADER_BYTES, Seal
+from paged_kv.tiers.waits import Patience, Waits
 
 PATIENCE_S = 0.5
 _SLOWEST_BYTES_A_SECOND = 20 << 20
@@ -46,7 +50,8 @@ class RemoteTier:
         name: names it in logs, without passwords.
         blobs: the server; `close` closes it.
         seal: makes and verifies entries.
-        patience_s: seconds that a question may take.
+        patience_s: seconds that a prompt waits for its question, and for its entries besides what
+            they take at 20 MB/s.
 
     Attributes:
         label: as given.
@@ -85,11 +90,12 @@ class RemoteTier:
         """Write the queued entries and close the connections. Later calls do nothing."""
         self._close()
 
-    def ask(self, wanted: Wanted) -> Presence:
+    def ask(self, wanted: Wanted, waits: Waits) -> Presence:
         """Which full blocks of a prompt the server holds, in one question."""
         places = list(_askable(wanted))[:_MOST_ASKED]
         names = [self._seal.name(place.key) for place in places]
-        sizes = self._wait(self._submit(self._blobs.sizes, names), self._patience_s)
+        patience = waits.asking(self, self._patience_s)
+        sizes = self._wait(self._submit(self._blobs.sizes, names), patience)
         presence = Presence()
         for place, nbytes in zip(places, sizes or (), strict=False):
             is_there = HEADER_BYTES < nbytes <= MOST_ENTRY_BYTES
@@ -100,13 +106,13 @@ class RemoteTier:
                 self.faults.note(WrongSize(f"an entry has {nbytes:,} bytes"))
         return presence
 
-    def start(self, place: Place, nbytes: int) -> Future[Entry] | None:
-        """Begin to read an entry of so many bytes; None during a pause."""
-        return self._submit(self._get, place, nbytes)
+    def read(self, wanted: Iterable[Sized], waits: Waits) -> RemoteRead:
+        """A read of entries for a prompt, which begins when the first of them is started."""
+        return RemoteRead(wanted, partial(self._begin, self._reading_patience(waits)))
 
-    def finish(self, reading: Future[Entry] | None, place: Place, nbytes: int) -> Entry | None:
-        """The entry that `start` has begun to read; None if it cannot be had."""
-        entry = self._wait(reading, self._patience_s + nbytes / _SLOWEST_BYTES_A_SECOND)
+    def finish(self, reading: Future[Entry] | None, place: Place, waits: Waits) -> Entry | None:
+        """The entry that a `RemoteRead` has started; None if it cannot be had."""
+        entry = self._wait(reading, self._reading_patience(waits))
         if entry is None:
             self.queue.note(place.key, is_there=False)
         else:
@@ -129,10 +135,35 @@ class RemoteTier:
             errors=dict(self.faults.errors),
         )
 
-    def _get(self, place: Place, nbytes: int) -> Entry:
-        """Runs on a reader thread."""
-        name = self._seal.name(place.key)
-        data = self._blobs.get(name, nbytes)
+    def _reading_patience(self, waits: Waits) -> Patience:
+        return waits.reading(self, self._patience_s)
+
+    def _begin(self, patience: Patience, batch: Sequence[Sized]) -> Sequence[Future[Entry] | None]:
+        """Begin one round trip; None for each of its entries during a pause."""
+        futures: list[Future[Entry]] = [Future() for _ in batch]
+        if self._submit(self._get, batch, futures) is None:
+            return [None] * len(batch)
+        for place, nbytes in batch:
+            patience.allow(place.key, nbytes / _SLOWEST_BYTES_A_SECOND)
+        return futures
+
+    def _get(self, batch: Sequence[Sized], futures: Sequence[Future[Entry]]) -> None:
+        """Runs on a reader thread, and lets every future know."""
+        names = [self._seal.name(place.key) for place, _ in batch]
+        sizes = [nbytes for _, nbytes in batch]
+        try:
+            found = self._blobs.get(list(zip(names, sizes, strict=True)))
+        except Exception as error:  # clients raise what they like, and `_wait` counts it
+            for future in futures:
+                _settle(future, error)
+            return
+        for (place, _), name, data, future in zip(batch, names, found, futures, strict=True):
+            try:
+                _settle(future, self._opened(place, name, data))
+            except Exception as error:
+                _settle(future, error)
+
+    def _opened(self, place: Place, name: str, data: Buffer) -> Entry:
         entry = decode(self._seal.opened(name, data), place.key)
         if entry.place != place:
             raise OtherEntry("it holds other tokens, or pages of another model")
@@ -146,11 +177,11 @@ class RemoteTier:
         except RuntimeError:
             return None  # the interpreter is exiting
 
-    def _wait(self, future: Future[Result] | None, seconds: float) -> Result | None:
+    def _wait(self, future: Future[Result] | None, patience: Patience) -> Result | None:
         if future is None:
             return None
-        if not wait([future], seconds).done:
-            self.faults.note(TimeoutError(f"no answer in {seconds:g} s"))
+        if not patience.wait(future):
+            self.faults.note(TimeoutError("no answer in the time that a prompt waits"))
             self._pause.note_failure()
             future.cancel()
             self._blobs.interrupt()
@@ -184,6 +215,16 @@ def _askable(wanted: Wanted) -> Iterable[Place]:
         pages = wanted.parts if link.end > wanted.held else ()
         for part in (*pages, *rings, *(states if link.end > wanted.beyond else ())):
             yield Place(link, part)
+
+
+def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:
+    """Give a future its outcome, unless nobody waits for it any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _close(writer: RemoteWriter, readers: ThreadPoolExecutor, blobs: Blobs) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 from paged_kv.store.background import BackgroundStore, StoreStats
@@ -20,7 +20,9 @@ from paged_kv.store.read_ahead import read_ahead
 from paged_kv.store.sights import Sights
 from paged_kv.tiers.landing import Landing
 from paged_kv.tiers.presence import Presence
+from paged_kv.tiers.remote_read import RemoteRead
 from paged_kv.tiers.remote_tier import RemoteTier
+from paged_kv.tiers.waits import Waits
 
 Tier = BackgroundStore | RemoteTier
 Source = Tier | Landing
@@ -35,20 +37,14 @@ class Offer:
         tier: the slowest tier that is needed.
         remote: what servers have said to hold, of the tiers up to that one, and what has landed.
         has_landed: whether some of it has landed, and need not be waited for.
+        waits: how long its prompt may still wait for servers.
     """
 
     stored: Stored
     tier: str
     remote: Mapping[Source, Presence]
     has_landed: bool = False
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A read on the way from the first of an entry's holders."""
-
-    holders: Sequence[Source]
-    future: Future[Entry] | None
+    waits: Waits = field(default_factory=Waits)
 
 
 class TieredStore:
@@ -118,11 +114,17 @@ class TieredStore:
         (self.folder or self.sights).see(digest)
 
     def offers(
-        self, wanted: Wanted, without: Sequence[str] = (), *, ask: bool | None = None
+        self,
+        wanted: Wanted,
+        without: Sequence[str] = (),
+        waits: Waits | None = None,
+        *,
+        ask: bool | None = None,
     ) -> list[Offer]:
         """What a prompt can begin with, the longest first: from all tiers, and from the quicker
         ones alone if that is shorter. A server is asked only if the tiers before it hold less than
-        all full blocks."""
+        all full blocks. Whoever asks again for the same prompt gives the same `waits`."""
+        waits = waits or Waits()
         found: list[Offer] = []
         remote: dict[Source, Presence] = {}
         folder: BackgroundStore | None = None
@@ -135,7 +137,7 @@ class TieredStore:
                 case Landing():
                     remote[tier] = tier.presence()
                 case RemoteTier() if asks:
-                    remote[tier] = tier.ask(wanted)
+                    remote[tier] = tier.ask(wanted, waits)
             if tier is not folder and not (tier in remote and remote[tier].sizes):
                 continue
             stored = _found(folder, remote, wanted, without)
@@ -143,7 +145,7 @@ class TieredStore:
             if stored is not None and stored.num_tokens > longest:
                 landed = _landed(stored, remote)
                 label = landed.label if landed else self._labels[tier]  # type: ignore[index]  # not a landing that has landed nothing
-                found.insert(0, Offer(stored, label, dict(remote), landed is not None))
+                found.insert(0, Offer(stored, label, dict(remote), landed is not None, waits))
                 longest = stored.num_tokens
             if longest >= len(wanted.tokens) // wanted.page_size * wanted.page_size:
                 break
@@ -170,17 +172,23 @@ class TieredStore:
         return self._read(offer.stored.places, offer)
 
     def _read(self, places: Sequence[Place], offer: Offer) -> Iterator[Entry | None]:
+        holders = {place: self._holders(place, offer) for place in places}
+        reads = {
+            server: _read([place for place in places if holders[place][0] is server], server, offer)
+            for server in self.servers
+        }
 
-        def start(place: Place) -> _Reading:
-            holders = self._holders(place, offer)
-            return _Reading(holders, _start(holders[0], place, offer))
+        def start(place: Place) -> Future[Entry] | None:
+            first = holders[place][0]
+            return (reads[first] if isinstance(first, RemoteTier) else first).start(place)
 
-        def finish(reading: _Reading, place: Place) -> Entry | None:
-            first, *others = reading.holders
-            entry, source = _finish(first, reading.future, place, offer), first
+        def finish(future: Future[Entry] | None, place: Place) -> Entry | None:
+            first, *others = holders[place]
+            entry, source = _finish(first, future, place, offer), first
             for tier in others:
                 if entry is None:
-                    entry, source = _finish(tier, _start(tier, place, offer), place, offer), tier
+                    again = _read([place], tier, offer) if isinstance(tier, RemoteTier) else tier
+                    entry, source = _finish(tier, again.start(place), place, offer), tier
             if entry is not None and not isinstance(source, Landing):
                 quicker = self._tiers[: self._tiers.index(source)]
                 self.save(entry, _takers(quicker, place, entry.nbytes), offer.stored.keys)
@@ -253,10 +261,10 @@ def _is_local(holders: Sequence[Source]) -> bool:
     return not isinstance(holders[0], RemoteTier)
 
 
-def _start(tier: Source, place: Place, offer: Offer) -> Future[Entry] | None:
-    if not isinstance(tier, RemoteTier):
-        return tier.start(place)
-    return tier.start(place, offer.remote[tier].sizes[place.key])
+def _read(places: Sequence[Place], server: RemoteTier, offer: Offer) -> RemoteRead:
+    """A read of what a server has said to hold."""
+    wanted = [(place, offer.remote[server].sizes[place.key]) for place in places]
+    return server.read(wanted, offer.waits)
 
 
 def _finish(tier: Source, future: Future[Entry] | None, place: Place, offer: Offer) -> Entry | None:
@@ -264,7 +272,7 @@ def _finish(tier: Source, future: Future[Entry] | None, place: Place, offer: Off
         return None if future is None else tier.finish(future)
     if isinstance(tier, BackgroundStore):
         return tier.finish(future, place)
-    return tier.finish(future, place, offer.remote[tier].sizes[place.key])
+    return tier.finish(future, place, offer.waits)
 
 
 def _takers(tiers: Sequence[Tier], place: Place, nbytes: int) -> list[Tier]:
