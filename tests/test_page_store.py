@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.store import index
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.folder import TAG, default_folder
@@ -127,6 +128,19 @@ def test_a_prompt_that_comes_in_parts_does_not_push_out_its_beginning(tmp_path: 
         kept = store.stored_keys()
         assert 10 < len(kept) < 40
         assert kept == set(keys[: len(kept)])
+
+
+def test_rows_that_the_index_is_about_to_get_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of one call get their rows in the end, and the cap must hold then."""
+    chain = links(prompt(1, 256 * 20))
+    keys = [Place(link, PAGES).key for link in chain]
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        monkeypatch.setattr(index, "ROW_BYTES", MIN_BYTES // 10)
+        outcomes = store.put([entry(link, words=4) for link in chain], keep=keys)
+    assert 0 < outcomes.count(Outcome.STORED) < 10
+    assert outcomes[-1] is Outcome.NO_ROOM
 
 
 def test_foreign_files_count_and_stay(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def _preempted(generator: Any) -> dict[int, Any]:
     return preempted
 
 
-def test_a_preempted_sequences_pages_keep_its_salt() -> None:
+def test_a_preempted_sequences_pages_keep_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3")
     factory = factory_of_blocks(model, 5)
     with factory:
@@ -244,7 +244,21 @@ def test_a_preempted_sequences_pages_keep_its_salt() -> None:
         prompt = PROMPTS[uids.index(next(iter(_preempted(generator))))]
         assert factory.fetch_cache(prompt)[1] == 0
         assert factory.fetch_cache(prompt, salt="a user's")[1] > 0
-        generator.remove(uids)
+        returning = list(_preempted(generator))
+        generator.remove([uid for uid in uids if uid not in returning])
+        fetch, salts = factory.fetch_cache, []
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            salts.append(options.get("salt"))
+            return fetch(*arguments, **options)
+
+        monkeypatch.setattr(factory, "fetch_cache", noted)
+        generator.next()
+        assert salts
+        assert set(salts) == {"a user's"}
+        # Those of the others have ended with them.
+        assert generator.paged_kv_preemption.salts == dict.fromkeys(returning, "a user's")
+        generator.remove(returning)
 
 
 def test_a_preempted_sequence_keeps_its_uid_and_can_be_removed_or_extracted() -> None:
