@@ -117,7 +117,7 @@ def test_store_knows_the_pages_that_generate_has_written() -> None:
         last = done("generate", "--prompt", PROMPT, "--max-tokens", "3", "--store", "pages")
         assert last.returncode == 0, last.stderr
     assert "269 of them cached" in last.stderr
-    assert json.loads(printed("store", "ls", "--store", "pages", "--json"))
+    assert json.loads(printed("store", "list", "--store", "pages", "--json"))
     printed("store", "verify", "--store", "pages")
 
 

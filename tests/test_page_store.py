@@ -153,6 +153,7 @@ def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
         assert 0 < len(store.stored_keys()) < 8
         (tmp_path / "store" / "film.mp4").write_bytes(bytes(3 << 20))
         assert put(store, links(prompt(30)), LARGE) == [Outcome.NO_ROOM]
+        assert "of at most 8.39 MB, and what could be evicted is less: raise" in store.lack
     assert (tmp_path / "store" / "notes" / "film.mp4").exists()
 
 
@@ -166,6 +167,8 @@ def test_the_disk_keeps_what_it_must_have_free(tmp_path: Path, monkeypatch: Any)
         before = store.stored_keys()
         # Evicting everything that may go would not be enough, so nothing is evicted.
         assert put(store, links(prompt(9)), LARGE) == [Outcome.NO_ROOM]
+        assert "the disk has 1.05 MB free, of which 1.07 GB stay free" in store.lack
+        assert "free disk space, or name a folder on another disk" in store.lack
         assert store.stored_keys() == before
 
 

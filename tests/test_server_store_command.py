@@ -57,7 +57,7 @@ def test_a_folder_is_copied_to_a_server_and_back(
         command = ["store", "copy", redis.address, "--store", str(folder), "--json", *secret]
         assert main(command) == 0
         assert told(capsys)["entries"] == done
-    assert main(["store", "ls", "--store", redis.address, "--json", *secret]) == 0
+    assert main(["store", "list", "--store", redis.address, "--json", *secret]) == 0
     assert len(told(capsys)) == redis.client().dbsize() == 3
     other = tmp_path / "other"
     assert main(["store", "copy", str(other), "--store", redis.address, *secret]) == 0
@@ -98,7 +98,7 @@ def test_gc_of_a_bucket_removes_the_oldest_over_a_cap(
         assert main(["store", "copy", address, "--store", str(folder), *secret]) == 0
         place = ["--store", address, *secret]
         capsys.readouterr()
-        assert main(["store", "ls", "--json", *place]) == 0
+        assert main(["store", "list", "--json", *place]) == 0
         before = told(capsys)
         assert main(["store", "gc", "--store-bytes", "8MiB", "--json", *place]) == 0
         assert told(capsys) == []
@@ -121,10 +121,10 @@ def test_a_server_that_is_gone_is_an_error_without_its_password(
 ) -> None:
     monkeypatch.setenv("OF_THE_STORE", "hunter2")
     place = "redis://127.0.0.1:1/0?password=env:OF_THE_STORE"
-    assert main(["store", "ls", "--store", place, *secret]) == 1
+    assert main(["store", "list", "--store", place, *secret]) == 1
     shown = capsys.readouterr()
     assert "a call to the server failed with ConnectionError" in shown.err
     assert "hunter2" not in shown.err + shown.out
     assert main(["store", "export", str(tmp_path / "tar"), "--store", place, *secret]) != 0
-    assert main(["store", "ls", "--store", place]) != 0
+    assert main(["store", "list", "--store", place]) != 0
     assert "needs a secret" in capsys.readouterr().err

@@ -42,12 +42,13 @@ def a_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def test_ls(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    status, rows = run_json(capsys, folder, "ls")
+@pytest.mark.parametrize("name", ["list", "ls"])
+def test_list(capsys: pytest.CaptureFixture[str], folder: Path, name: str) -> None:
+    status, rows = run_json(capsys, folder, name)
     assert (status, len(rows)) == (0, 4)
     assert {row["model"] for row in rows} == {"llama"}
     assert sum(row["num_tokens"] for row in rows) == 856
-    assert run(folder, "ls") == 0
+    assert run(folder, name) == 0
     assert "llama, fp16, pages 0: 4 entries, 856 tokens" in capsys.readouterr().out
 
 
@@ -107,7 +108,7 @@ def test_clear(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert "4 files removed" in capsys.readouterr().out
     assert not list(folder.glob("*.safetensors"))
     assert (folder / "notes.txt").exists()
-    assert run_json(capsys, folder, "ls") == (0, [])
+    assert run_json(capsys, folder, "list") == (0, [])
 
 
 def test_export_and_import(
@@ -178,12 +179,12 @@ def test_import_takes_nothing_that_is_not_sound(
 def test_where_there_is_no_store_it_says_so_and_makes_none(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for command in ("ls", "verify", "gc", "clear"):
+    for command in ("list", "verify", "gc", "clear"):
         assert run(tmp_path / "nothing", command) == 1
         assert f"there is no page store in {tmp_path / 'nothing'}" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    assert main(["store", "ls"]) == 1
+    assert main(["store", "list"]) == 1
     assert str(tmp_path / "caches" / "paged-kv" / "pages") in capsys.readouterr().err
 
 

@@ -24,6 +24,7 @@ from paged_kv.store.keys import Link, Place
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.maintenance import verify
 from paged_kv.store.page_store import FAULTS, MIN_BYTES, Outcome, PageStore
+from paged_kv.store.write_queue import NO_ROOM
 from tests.grids import plain_only
 from tests.patience import wait_until
 from tests.store_entries import (
@@ -228,6 +229,17 @@ def test_a_disk_that_cannot_be_written_is_refused_by_name(
     with pytest.raises(StoreError, match=r"Read-only file system.*choose another folder") as caught:
         open_store(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_a_disk_that_must_keep_more_free_than_it_has_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BackgroundStore(open_store(tmp_path / "store", min_free_bytes=1 << 60))
+    save(store, TEXT)
+    store.close()
+    assert store.stats().dropped == {NO_ROOM: 3}
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert "of which 1152921.50 TB stay free: free disk space" in message
 
 
 @pytest.mark.parametrize("returns", [False, True])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paged_kv.tiers.maintenance import Server
 
 
-def run_ls(arguments: argparse.Namespace) -> int:
+def run_list(arguments: argparse.Namespace) -> int:
     """Count the entries."""
     with opened_server(arguments.store, arguments) as server:
         found = list(server.blobs.names())

@@ -35,7 +35,7 @@ def add_store_parser(subparsers: Subparsers) -> None:
         help="list, verify and clean up pages on disk",
         description="Manages a folder of pages that --store of other commands names.",
         **examples(
-            "paged-kv store ls",
+            "paged-kv store list",
             "paged-kv store verify --store /data/pages",
             "paged-kv store gc --store-bytes 20GB",
             "paged-kv store copy redis://192.168.1.7 --store-secret FILE",
@@ -43,7 +43,8 @@ def add_store_parser(subparsers: Subparsers) -> None:
         ),
     )
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
-    _add(commands, "ls", "list the entries, most recently used first", run_ls)
+    meaning = "list the entries, most recently used first"
+    _add(commands, "list", meaning, run_list, aliases=("ls",))
     _add(commands, "verify", "read every file; name faults and exit with status 1", run_verify)
     gc = _add(commands, "gc", "remove damaged entries, and those over a cap", run_gc)
     _add_cap(gc, None, "evict least recently used entries until the folder takes at most this")
@@ -69,7 +70,7 @@ def add_store_parser(subparsers: Subparsers) -> None:
     )
 
 
-def run_ls(arguments: argparse.Namespace) -> int:
+def run_list(arguments: argparse.Namespace) -> int:
     """List the entries."""
     with _opened(arguments) as store:
         rows = store.rows()
@@ -148,9 +149,15 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def _add(
-    commands: Subparsers, name: str, meaning: str, run: Callable[[argparse.Namespace], int]
+    commands: Subparsers,
+    name: str,
+    meaning: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=meaning, description=f"{meaning.capitalize()}.")
+    description = f"{meaning.capitalize()}."
+    parser = commands.add_parser(name, aliases=aliases, help=meaning, description=description)
     parser.add_argument(
         "--store",
         type=tier,
@@ -182,7 +189,7 @@ def _add_cap(parser: argparse._ActionsContainer, default: str | None, meaning: s
 def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     if isinstance(arguments.store, str):
         known = {
-            run_ls: server_store.run_ls,
+            run_list: server_store.run_list,
             run_verify: server_store.run_verify,
             run_gc: server_store.run_gc,
             run_clear: server_store.run_clear,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from paged_kv.sizes import format_size
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -21,6 +23,21 @@ class Limits:
     def excess(self, used: int, free: int, more: int) -> int:
         """The bytes by which `more` bytes would exceed a limit; negative if they fit."""
         return max(used + more - self.max_bytes, self.min_free_bytes + more - free)
+
+    def lack(self, used: int, free: int, more: int) -> str:
+        """Which limit `more` bytes exceed, and what to change, for people to read."""
+        needs = f"an entry and what the index may grow by need {format_size(more)}"
+        if self.min_free_bytes - free > used - self.max_bytes:
+            return (
+                f"{needs}, and the disk has {format_size(free)} free, of which "
+                f"{format_size(self.min_free_bytes)} stay free: free disk space, or name a folder "
+                "on another disk"
+            )
+        return (
+            f"{needs}, the folder takes {format_size(used)} of at most "
+            f"{format_size(self.max_bytes)}, and what could be evicted is less: raise "
+            "--store-bytes (store_bytes=)"
+        )
 
 
 def victims(

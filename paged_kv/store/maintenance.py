@@ -118,7 +118,7 @@ def import_(store: PageStore, path: Path) -> Transfer:
                 kept.append(row.key)
                 (outcome,) = store.put_files([(known, data)], kept)
                 if outcome is Outcome.NO_ROOM:
-                    skipped[file_name(row.key)] = outcome.value
+                    skipped[file_name(row.key)] = f"{outcome.value}: {store.lack}"
                 elif outcome is Outcome.STORED:
                     done, nbytes = done + 1, nbytes + row.nbytes
     except tarfile.TarError as error:

@@ -116,6 +116,7 @@ class PageStore:
     Attributes:
         discarded: useless files found in the folder so far.
         written: the bytes written by all processes, as far as this one has seen.
+        lack: what the latest entry lacked for which there was no room, and what to change.
 
     Raises:
         ValueError: max_bytes is too small for the index and any entry.
@@ -142,6 +143,7 @@ class PageStore:
         self._daily_bytes = daily_bytes
         self.written = Written()
         self.discarded: list[Finding] = []
+        self.lack = ""
         self.path = Path(path).expanduser().absolute()
         self.folder = Folder(self.path)
         self._thread_lock = threading.RLock()
@@ -296,6 +298,7 @@ class PageStore:
             order = [(key, contents.files.get(key, 0)) for key in self.eviction_order()]
             evicted = victims(order, excess, keep)
             if evicted is None:
+                self.lack = self.limits.lack(contents.used, self.folder.free_bytes(), more)
                 return Outcome.NO_ROOM
             self._discard(evicted)
             contents.used -= sum(contents.files.pop(key, 0) for key in evicted)

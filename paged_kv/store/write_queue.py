@@ -17,6 +17,7 @@ _BATCH_BYTES = 64 << 20
 _MOST_NOTES = 1000
 # With an uncommonly slow disk, entries still queued after this time are lost at process exit.
 CLOSE_PATIENCE_S = 60.0
+NO_ROOM = "there is no room, and nothing that could go"
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Faults:
         kind = getattr(error, "kind", type(error).__name__)
         self._count(self.errors, kind, f"{kind}: {error}", 1)
 
-    def drop(self, reason: str, count: int = 1) -> None:
-        """Count entries that were not stored."""
-        self._count(self.dropped, reason, f"pages were not stored: {reason}", count)
+    def drop(self, reason: str, count: int = 1, details: str = "") -> None:
+        """Count entries that were not stored. The details are for the log alone."""
+        message = f"pages were not stored: {reason}" + (f": {details}" if details else "")
+        self._count(self.dropped, reason, message, count)
 
     def _count(self, counter: Counter[str], kind: str, message: str, count: int) -> None:
         with self._lock:
@@ -204,7 +206,7 @@ class WriteQueue:
         self.counts["entries_written"] += len(stored)
         self.counts["bytes_written"] += sum(entry.nbytes for entry in stored)
         if no_room := outcomes.count(Outcome.NO_ROOM):
-            self._faults.drop("there is no room, and nothing that could go", no_room)
+            self._faults.drop(NO_ROOM, no_room, self._store.lack)
         if spent := outcomes.count(Outcome.BUDGET_SPENT):
             self._faults.drop(Outcome.BUDGET_SPENT.value, spent)
         if entries:

@@ -83,8 +83,8 @@ def copy(source: PageStore | Server, target: PageStore | Server) -> Transfer:
             outcome = _put(target, entry, data)
         if outcome is Outcome.STORED:
             done, nbytes = done + 1, nbytes + len(data)
-        elif outcome is Outcome.NO_ROOM:
-            skipped[name] = outcome.value
+        elif outcome is Outcome.NO_ROOM and isinstance(target, PageStore):
+            skipped[name] = f"{outcome.value}: {target.lack}"
     return Transfer(done, nbytes, skipped)
 
 
