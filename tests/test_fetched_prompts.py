@@ -149,7 +149,7 @@ def test_generation_does_not_wait_for_pages_of_the_draft_model(
     (tier,) = store.servers
     may_answer = threading.Event()
     asked = tier.ask
-    monkeypatch.setattr(tier, "ask", lambda wanted: may_answer.wait(60) and asked(wanted))
+    monkeypatch.setattr(tier, "ask", lambda *wanted: may_answer.wait(60) and asked(*wanted))
     assert ask(second, TOKENS) == expected
     assert drafting.stats().store_hits == {"redis": 0}
     may_answer.set()
