@@ -95,17 +95,14 @@ def q4_bits(figures: Figures) -> tuple[int, float]:
 
 
 def _gain(row: Figures) -> float:
-    return float(row["paged_over_mlx_lm"])
+    """Of the two rates that stand beside it."""
+    return float(row["paged_tokens_per_second"] / row["mlx_lm_tokens_per_second"])
 
 
 def _slowest(rows: list[Figures]) -> list[Row]:
-    """The whole model that loses most, if any does. A median of ratios and the ratio of medians
-    may part by noise: slower is what both say."""
-    slower = [
-        row
-        for row in rows
-        if _gain(row) < 1 and row["paged_tokens_per_second"] < row["mlx_lm_tokens_per_second"]
-    ]
+    """The whole model that loses most, if any does. The ratio of medians and the median of the
+    ratios of turns may part by noise: slower is what both say."""
+    slower = [row for row in rows if _gain(row) < 1 and row["paged_over_mlx_lm"] < 1]
     mark = f"**slower**, the most of {len(slower)} of {len(rows)} measured: "
     return [_decode(min(slower, key=_gain), mark)] if slower else []
 
@@ -122,7 +119,7 @@ def _host(figures: Figures) -> Row:
     that builds it."""
     rows = [row for row in figures["rows"] if row["backend"].endswith("compiled")]
     stock, paged = ([row[f"{name}_microseconds"] for row in rows] for name in ("mlx_lm", "paged"))
-    gains = [1 / row["paged_over_mlx_lm"] for row in rows]
+    gains = [one / other for one, other in zip(stock, paged, strict=True)]
     mark = "" if min(gains) >= 1 else "**slower**: "
     return (
         f"{mark}host time of a GPU decode step that is compiled, per layer, without a GPU",
@@ -163,7 +160,7 @@ def _files_that_get(*kinds: str) -> Callable[[Figures], str]:
 
 
 def _least_gain(figures: Figures) -> str:
-    return f"{min(row['paged_over_mlx_lm'] for row in figures['rows']):.2f}"
+    return _ratio(min(map(_gain, figures["rows"])))
 
 
 def _loss_of(page_format: str) -> Callable[[Figures], str]:

@@ -243,7 +243,8 @@ def whole_model(figures: Figures) -> str:
         )
         for row in figures["rows"]
     ]
-    speeds = ("mlx-lm", "pages", "pages / mlx-lm", "mlx-lm with one wait a layer / mlx-lm")
+    turns = ("pages / mlx-lm", "mlx-lm with one wait a layer / mlx-lm")
+    speeds = ("mlx-lm", "pages", *(f"{name}, median of turns" for name in turns))
     shares = ("attention in mlx-lm", "attention in pages")
     return table((f"tokens a second, {figures['backend']} backend", *speeds, *shares), rows)
 
@@ -265,7 +266,7 @@ def host_cost(figures: Figures) -> str:
         )
         for row in figures["rows"]
     ]
-    head = ("mlx-lm", "pages", "mlx-lm / pages", "launches", "characters of text")
+    head = ("mlx-lm", "pages", "mlx-lm / pages, median of turns", "launches", "characters of text")
     return table(("a layer's step", *head, "to record", "to compare two traces"), rows)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from benches import quality_tables, speed_tables, structured_tables
 from benches.prose_numbers import DIGESTS, NUMBERS
 from benches.results_file import RESULTS
+from paged_kv.integrations.bench.report import measured_on
 
 TABLES = speed_tables.TABLES | quality_tables.TABLES | structured_tables.TABLES
 ROOT = RESULTS.parents[1]
@@ -75,7 +76,7 @@ def section(name: str, results: Path = RESULTS) -> str:
         known = ", ".join(sorted({*TABLES, *DIGESTS}))
         raise ValueError(f"there is no table {name!r}: use one of {known}")
     tables = [
-        f"{TABLES[name](result['figures'])}\n\n{measured_on(result)}\n"
+        f"{TABLES[name](result['figures'])}\n\n{_place(result)}\n"
         for result in newest(name, results)
     ]
     return "\n" + "\n".join(tables) + "\n"
@@ -85,9 +86,13 @@ def _digest(name: str, results: Path) -> str:
     """What is made of several benches, and the machines that they ran on."""
     digest, benches = DIGESTS[name]
     found = {bench: newest(bench, results)[0] for bench in benches}
-    machines = dict.fromkeys(measured_on(result) for result in found.values())
+    machines = dict.fromkeys(_place(result) for result in found.values())
     text = digest({bench: result["figures"] for bench, result in found.items()})
     return f"\n{text}\n\n" + "\n".join(machines) + "\n\n"
+
+
+def _place(result: Result) -> str:
+    return f"*{measured_on(result)}.*"
 
 
 def newest(name: str, results: Path) -> list[Result]:
@@ -107,14 +112,6 @@ def newest(name: str, results: Path) -> list[Result]:
 def _version(result: Result) -> list[list[int]]:
     versions = result["versions"]
     return [[int(n) for n in re.findall(r"\d+", versions[name])] for name in ("mlx", "mlx-lm")]
-
-
-def measured_on(result: Result) -> str:
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
-    where = f"{machine['chip']}, {machine['cores']}, {memory}, {machine['system']}"
-    return f"*{where}; {versions}.*"
 
 
 def documents(root: Path = ROOT) -> list[Path]:

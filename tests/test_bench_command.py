@@ -16,6 +16,7 @@ from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.bench import measurements
 from paged_kv.integrations.bench.cache_pairs import CachePairs
 from paged_kv.integrations.bench.measurements import Plan
+from paged_kv.integrations.bench.report import measured_on
 from paged_kv.integrations.bench.turns import (
     FEWEST_TURNS,
     Measurement,
@@ -40,6 +41,10 @@ def test_the_verdict_names_the_better_one() -> None:
 def test_what_the_spread_explains_is_equal_or_unknown() -> None:
     assert measured(times_better=1.1, spread=1.2).verdict == "equal"
     assert measured(times_better=1 / 1.1, spread=1.2).verdict == "equal"
+    # With two decimals these would be 1.00 times as good.
+    assert measured(times_better=1.004).verdict == "equal"
+    assert measured(times_better=1 / 1.004).verdict == "equal"
+    assert measured(times_better=1 / 1.006).verdict == "mlx-lm, 1.01 times"
     assert measured(times_better=9.0, spread=1.3).verdict == "too noisy to tell (spread 1.30)"
 
 
@@ -101,6 +106,7 @@ def test_the_command_prints_writes_and_plots(
         assert part in output.out
     assert "does not read pages" not in caplog.text
     content = json.loads(report.read_text())
+    assert measured_on(content) in output.out
     assert content["backend"] in ("native", "plain", "metal", "cuda")
     assert {"chip", "memory_bytes"} <= content["machine"].keys()
     assert any("verdict" in each for each in content["outcomes"])

@@ -52,13 +52,8 @@ def write_json(content: dict[str, Any], file: Path) -> None:
 
 def print_table(content: dict[str, Any], outcomes: Iterable[Outcome]) -> None:
     """Print a report to standard output."""
-    where, with_ = content["machine"], content["versions"]
     console = Console(highlight=False)
-    console.print(
-        f"{content['model']}, {content['backend']} backend\n{where['chip']}, {where['cores']}, "
-        f"{format_size(where['memory_bytes'])}, {where['system']}; "
-        + ", ".join(f"{name} {version}" for name, version in with_.items())
-    )
+    console.print(f"{content['model']}, {content['backend']} backend\n{measured_on(content)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     table.add_column("mlx-lm", justify="right")
@@ -118,6 +113,17 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def measured_on(content: dict[str, Any]) -> str:
+    """The `machine` and `versions` of a report or results file, in one line.
+
+    Memory is in GiB, as machines are sold with it: a kernel keeps some, so it is rounded.
+    """
+    machine = content["machine"]
+    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
+    where = f"{machine['chip']}, {machine['cores']}, {memory}, {machine['system']}"
+    return where + "; " + ", ".join(f"{name} {v}" for name, v in content["versions"].items())
 
 
 def versions() -> dict[str, str]:

@@ -46,11 +46,12 @@ class Measurement:
         """Which of the two is better, and by how much."""
         if self.is_noisy:
             return f"too noisy to tell (spread {self.spread:.2f})"
-        if max(self.times_better, 1 / self.times_better) <= self.spread:
+        factor = max(self.times_better, 1 / self.times_better)
+        times = f"{factor:.2f}"
+        # Who is 1.00 times as good is not better.
+        if factor <= self.spread or times == "1.00":
             return "equal"
-        if self.times_better > 1:
-            return f"paged_kv, {self.times_better:.2f} times"
-        return f"mlx-lm, {1 / self.times_better:.2f} times"
+        return f"{'paged_kv' if self.times_better > 1 else 'mlx-lm'}, {times} times"
 
 
 @dataclass(frozen=True)
