@@ -1,19 +1,20 @@
 """Reads a long text in little memory: "auto" requantises the oldest pages when it gets short.
 
-python examples/small_budget.py MODEL
+python examples/small_budget.py [MODEL]
 """
 
 import sys
 
-from mlx_lm import generate, load
+from example_model import load_model
+from mlx_lm import generate
 
 from paged_kv import PagedCacheFactory
 
 TEXT = "def add(a, b):\n    return a + b\n\n\n" * 100
 
-if len(sys.argv) != 2:
+if len(sys.argv) > 2:
     sys.exit(__doc__)
-model, tokenizer = load(sys.argv[1])
+model, tokenizer = load_model(*sys.argv[1:])
 prompt = tokenizer.encode(TEXT)
 
 exact = PagedCacheFactory(model)

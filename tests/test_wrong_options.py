@@ -40,6 +40,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*GENERATE, "--page-format", ""], "no page format"),
     ([*GENERATE, "--model", ""], "argument --model: it is empty"),
     ([*GENERATE, "--model", "text"], "there is no folder 'text': give --model the folder of"),
+    ([*GENERATE, "--model", "./text"], "there is no folder './text': give --model the folder of"),
     ([*GENERATE, "--model", "folder"], "the folder 'folder' holds no configuration (config.json)"),
     ([*GENERATE, "--model", "bare"], "the folder 'bare' holds no weights (*.safetensors): give"),
     ([*GENERATE, "--model", "broken"], "--model broken cannot be loaded: JSONDecodeError"),

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+# The Hub takes no name that begins with a dot or a dash: ./model is a folder.
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def require_model(option: str, name: str) -> None:

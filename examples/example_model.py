@@ -1,0 +1,34 @@
+"""What the examples share: which model they run, and how they ask it something."""
+
+import sys
+
+from mlx_lm import load
+
+from paged_kv import embedded_model
+from paged_kv.commands.model_names import not_loaded, require_model
+
+
+def load_model(name=None):
+    """The model of a folder or a Hugging Face repository, and its tokenizer; without a name, the
+    small one of paged_kv, which writes what looks like Python. Ends the program with one line if
+    there is no such model."""
+    if name is None:
+        return load(embedded_model())
+    try:
+        require_model("MODEL", name)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
+    try:
+        return load(name)
+    except Exception as error:
+        sys.exit(str(not_loaded("MODEL", name, error)))
+
+
+def question_tokens(tokenizer, question, system=""):
+    """A question as the model expects it: in its chat template, where it has one."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(system + question)
+    messages = [{"role": "user", "content": question}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
