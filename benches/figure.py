@@ -1,8 +1,8 @@
 """The figure of README.md: python -m benches.figure
 
-Three sequences of a small allocator, their block tables, and the slabs that hold their pages. The
-block ids are the allocator's own. The figure brings a white panel with it, so that it can be read
-on a light and on a dark page.
+Three sequences of a small allocator, their block tables, and the slabs that hold their pages. A
+block is called by the two parts of its id, which is the allocator's own. The figure brings a white
+panel with it, so that it can be read on a light and on a dark page.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,14 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.slab_allocator import SlabAllocator
 from paged_kv.allocator.slabs import block_range, page_of, slab_of
+from paged_kv.sizes import counted
 
 FIGURE = Path(__file__).parents[1] / "docs" / "pictures" / "blocks.svg"
-WIDTH, HEIGHT = 820, 350
+WIDTH, HEIGHT = 820, 420
 TOP, ROW = 70, 84
-TABLES_X, SLABS_X = 250, 560
+TABLES_X, SLABS_X = 240, 580
 ENTRY, PAGE, HIGH = 56, 44, 30
-OWN, SHARED, FREE, LINE, INK = "#9ecae1", "#d4b9da", "#f3f4f6", "#8c959f", "#24292f"
+OWN, SHARED, LINE, INK = "#9ecae1", "#d4b9da", "#8c959f", "#24292f"
 
 
 def main() -> None:
@@ -67,11 +68,11 @@ def _sequence(name: str, table: BlockTable, y: int, pages: dict[int, tuple[int, 
     lines = [
         _text(20, y + 14, f"sequence {name}"),
         _text(20, y + 32, f"{table.tokens} tokens", colour="#57606a"),
-        f'<path d="M170 {y + 15} H{TABLES_X - 8}" stroke="{LINE}"/>',
+        f'<path d="M192 {y + 15} H{TABLES_X - 8}" stroke="{LINE}"/>',
     ]
     for at, block in enumerate(table.blocks):
         x = TABLES_X + ENTRY * at
-        lines.append(_box(x, y, ENTRY, str(block), _colour(table.allocator, block)))
+        lines.append(_box(x, y, ENTRY, _name(block), _colour(table.allocator, block)))
         lines.append(_arrow((x + ENTRY // 2, y), pages[block]))
     return lines
 
@@ -87,19 +88,23 @@ def _arrow(entry: tuple[int, int], page: tuple[int, int]) -> str:
 
 
 def _legend() -> Iterator[str]:
-    for x, colour, text in (
-        (20, OWN, "of one sequence"),
-        (190, SHARED, "shared"),
-        (300, FREE, "free"),
-    ):
+    for x, colour, text in ((20, OWN, "of one sequence"), (190, SHARED, "shared")):
         yield _box(x, HEIGHT - 44, 24, "", colour)
         yield _text(x + 32, HEIGHT - 24, text)
+    # The block that the fork has copied: it is the first of its slab.
+    block = next(iter(block_range(1, 1)))
+    text = f"{_name(block)} is page {page_of(block)} of slab {slab_of(block)}, as integer {block:,}"
+    yield _text(WIDTH - 20, HEIGHT - 24, text, anchor="end")
+
+
+def _name(block: int) -> str:
+    return f"{slab_of(block)}:{page_of(block)}"
 
 
 def _slabs(allocator: BlockAllocator) -> Iterator[str]:
     for slab, pages in allocator.slabs.items():
         _, y = _page(slab << 16)
-        yield _text(SLABS_X, y - 10, f"slab {slab}, {pages} pages", colour="#57606a")
+        yield _text(SLABS_X, y - 10, f"slab {slab}, {counted(pages, 'page')}", colour="#57606a")
         for block in list(block_range(slab, pages))[:5]:
             x, y = _page(block)
             yield _box(x, y, PAGE, str(page_of(block)), _colour(allocator, block))
@@ -113,9 +118,8 @@ def _page(block: int) -> tuple[int, int]:
 
 
 def _colour(allocator: SlabAllocator[BlockTable], block: int) -> str:
-    """Of a block: whose it is."""
-    holders = allocator.ref_count(block)
-    return SHARED if holders > 1 else OWN if holders else FREE
+    """Of a block: whose it is. Each of the example is a sequence's."""
+    return SHARED if allocator.ref_count(block) > 1 else OWN
 
 
 def _box(x: int, y: int, width: int, text: str, colour: str) -> str:

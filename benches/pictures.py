@@ -44,7 +44,7 @@ def main() -> None:
         for _ in range(400):
             held.go_on()
         pool.stats()
-        write_watch(view_process([pool]))
+        (PICTURES / "watch.svg").write_text(watch_picture(view_process([pool])))
         held.rows.clear()
         gc.collect()
         pool.stats()
@@ -99,7 +99,7 @@ class Conversations:
             cache.batch.append(cache.layer, numbers, numbers)
 
 
-def write_watch(view: ProcessView) -> None:
+def watch_picture(view: ProcessView) -> str:
     """What the terminal shows, without the fonts that rich would load from elsewhere."""
     console = Console(
         record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True
@@ -107,8 +107,7 @@ def write_watch(view: ProcessView) -> None:
     shown = ProcessView(71, "paged-kv server --model llama --max-kv-bytes 12MiB", 0, view.pools)
     console.print(screen(shown, console))
     svg = console.export_svg(title="paged-kv stats --watch", theme=MONOKAI)
-    svg = re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL)
-    (PICTURES / "watch.svg").write_text(svg)
+    return re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|cu|metal|html|json|toml|md))(?:::(\w+))?`")
 FOLDER = re.compile(r"`((?:paged_kv|allocator|kernels|integrations|tests|benches|docs)/[a-z_/]*)`")
+SOURCE = r"`([\w.-]*/[\w./-]+\.(?:py|h|cpp|cu|metal|toml)|setup\.py)`"
+# `NAME`, `NAME` and `NAME` stand in `FILE`; and list items of the form "`FILE`: what it holds."
+STAND_IN = re.compile(r"((?:`\w+`(?:, | and )?)+)[^`|.;]{0,60}?\b(?:in|of|from)\s+" + SOURCE)
+HOLDS = re.compile(r"^(?:\d+\.|-) " + SOURCE + r": (.*?)(?:\.\s|\Z)", re.MULTILINE | re.DOTALL)
 # Words in capitals in a file name are placeholders. The others are users' files.
 NOT_OURS = re.compile(r"[A-Z]{3}|(?:snapshot|my_program)\.")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -260,6 +264,29 @@ def test_files_that_are_named_are_there(document: Path) -> None:
         assert (ROOT / name).is_dir(), name
 
 
+def symbols(text: str) -> Iterator[tuple[str, str]]:
+    """Each name that a text says is in a file, and the file."""
+    told = [(file, names) for names, file in STAND_IN.findall(text)] + HOLDS.findall(text)
+    for file, names in told:
+        for name in re.findall(r"`([A-Za-z_]\w*)`", names):
+            yield name, file
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_names_are_in_the_files_that_they_are_said_to_be_in(document: Path) -> None:
+    for name, file in symbols(document.read_text(encoding="utf-8")):
+        if not NOT_OURS.search(file):
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert re.search(rf"\b{name}\b", text), f"{file} holds no {name}"
+
+
+def test_names_of_files_are_found_in_sentences_and_lists() -> None:
+    text = "3. To\n   `B` and `C` in `a/b.py`. Unlike `D`.\n4. `setup.py`: flags of\n`E`. `F`."
+    assert set(symbols(text)) == {("B", "a/b.py"), ("C", "a/b.py"), ("E", "setup.py")}
+    found = {name for path in DOCUMENTS for name, _ in symbols(path.read_text(encoding="utf-8"))}
+    assert {"_INDEXER_MODELS", "MAX_SLABS", "LeastRecentlyUsed", "NumberFormat"} <= found
+
+
 @cache
 def functions_of(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -375,9 +402,3 @@ def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"^ +- (\S+\.md)$", text, re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in SITE)
-
-
-def test_the_figure_is_up_to_date() -> None:
-    from benches.figure import FIGURE, figure
-
-    assert FIGURE.read_text(encoding="utf-8") == figure()
