@@ -166,7 +166,8 @@ def _least_gain(figures: Figures) -> str:
 def _loss_of(page_format: str) -> Callable[[Figures], str]:
     """How much larger the perplexity of stdlib-llama is than with pages of 16 bits."""
     return lambda figures: (
-        f"{figures['text']['stdlib-llama']['rows'][page_format]['loss_percent']:.2f} %"
+        f"{figures['text']['stdlib-llama']['rows'][page_format]['loss_percent']:.2f} % "
+        "(stdlib-llama)"
     )
 
 
