@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from tests.attention_metadata import unpadded
 from tests.backends import instruction_sets, native_library
 from tests.dense_attention import dense_attention
 from tests.examples import examples
+from tests.patience import wait_until
 
 ENTRIES = [0, 1, 2, 3, 4, 5, 64, 65, 66, 67, 68, 69]
 TOLERANCES = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -302,15 +304,34 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert done.stdout.split() == ["0", "True"], done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what each thread does")
 def test_nothing_spins_between_calls(backend: NativeBackend) -> None:
-    backend.library.use_threads(4)
     pages = new_pages(backend, LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
     metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
     step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
     pages.write(step, step, metadata)
-    pages.attend(step[:, :, :1], metadata, Attention(0.1))
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
     backend.library.use_threads(2)
+    pages.attend(step[:, :, :1], metadata, Attention(0.1))
+    others = set(THREADS.iterdir())
+    backend.library.use_threads(4)
+    pages.attend(step[:, :, :1], metadata, Attention(0.1))
+    started = set(THREADS.iterdir()) - others
+    assert len(started) == 3
+    wait_until(lambda: all(is_asleep(thread) for thread in started))
+    ran = [nanoseconds(thread) for thread in started]
+    time.sleep(0.3)
+    assert [nanoseconds(thread) for thread in started] == ran
+    backend.library.use_threads(2)
+
+
+THREADS = Path("/proc/self/task")
+
+
+def is_asleep(thread: Path) -> bool:
+    # The name before the state may contain blanks and brackets.
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def nanoseconds(thread: Path) -> int:
+    """How long a thread has run on a processor."""
+    return int((thread / "schedstat").read_text().split()[0])

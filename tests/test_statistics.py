@@ -3,10 +3,11 @@
 import copy
 import gc
 import random
+import sys
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from threading import Event, Thread
-from timeit import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -160,15 +161,40 @@ def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
 
 
 def test_a_snapshot_is_cheap_and_does_not_depend_on_what_there_is() -> None:
-    allocator = BlockAllocator(ByteBudget(20_000), 1)
-    for _ in range(100):
-        allocator.new_table().reserve(0, 100 * 256)
-    assert allocator.stats().blocks_used == 10_000
+    """Slabs are counted one by one, and blocks and tables are not."""
     pool = PagePool(1, max_bytes=1 << 30)
     write(new_caches(pool), 1)
-    pool.groups[0].allocator = allocator
-    assert pool.stats().blocks_used == 10_000
-    assert min(repeat(pool.stats, number=50, repeat=20)) / 50 < 50e-6
+    steps, slabs = set(), set()
+    for blocks in (5_000, 10_000):
+        allocator = BlockAllocator(ByteBudget(2 * blocks), 1)
+        table = allocator.new_table()
+        table.reserve(0, blocks * 256)
+        forks = [allocator.fork(table) for _ in range(blocks // 100)]
+        pool.groups[0].allocator = allocator
+        stats = pool.stats()
+        assert (stats.blocks_used, stats.groups[0].tables) == (blocks, 1 + len(forks))
+        slabs.add(stats.slabs)
+        steps.add(steps_of(pool.stats))
+    assert (len(slabs), len(steps)) == (1, 1)
+
+
+def steps_of(function: Callable[[], object]) -> int:
+    """How many lines, calls and returns of Python a call executes."""
+    steps, before = 0, sys.gettrace()
+
+    def note(*_: object) -> Any:
+        nonlocal steps
+        steps += 1
+        return note
+
+    gc.disable()  # others may have asked to be told of a collection
+    sys.settrace(note)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return steps
 
 
 def test_snapshots_from_another_thread_are_of_one_moment() -> None:
