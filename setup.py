@@ -1,8 +1,9 @@
 """Compiles the CPU kernels where there is a C++ compiler; everything else is in pyproject.toml.
 
 One source is compiled once for each instruction set, with its flags, and all objects are linked
-into one library with a C interface, which knows no Python. Without a compiler the package installs
-all the same: pip -v shows why, and paged_kv says at run time that it runs without.
+into one library with a C interface, which knows no Python. On Linux a second, small library lets
+MLX find OpenBLAS. Without a compiler the package installs all the same: pip -v shows why, and
+paged_kv says at run time that it runs without.
 """
 
 import os
@@ -53,14 +54,17 @@ for set_name, set_flags in INSTRUCTION_SETS.get(architecture(), {"generic": []})
     SOURCES[f"kernels_{set_name}"] = set_flags
 
 
-class BuildLibrary(build_ext):
-    """Builds a library that is no Python module, from objects with flags of their own."""
+class BuildLibraries(build_ext):
+    """Builds libraries that are no Python modules, from objects with flags of their own."""
 
     def get_ext_filename(self, fullname: str) -> str:
         suffix = "dylib" if sys.platform == "darwin" else "so"
         return f"{fullname.replace('.', os.sep)}.{suffix}"
 
     def build_extension(self, ext: Extension) -> None:
+        if ext is openblas_names:
+            self._build_openblas_names(ext)
+            return
         objects = [
             built
             for name in SOURCES
@@ -76,6 +80,17 @@ class BuildLibrary(build_ext):
             self.get_ext_fullpath(ext.name),
             extra_postargs=["-pthread", *EXTRA_FLAGS],
             target_lang="c++",
+        )
+
+    def _build_openblas_names(self, ext: Extension) -> None:
+        """Without EXTRA_FLAGS: code of a sanitizer cannot run while the dynamic linker binds."""
+        objects = self.compiler.compile(
+            ext.sources,
+            output_dir=self.build_temp,
+            extra_postargs=["-std=gnu11", "-O2", "-fvisibility=hidden", "-g0"],
+        )
+        self.compiler.link_shared_object(
+            objects, self.get_ext_fullpath(ext.name), extra_postargs=["-ldl"]
         )
 
 
@@ -94,7 +109,12 @@ library = Extension(
     optional=True,
 )
 
+openblas_names = Extension(
+    "paged_kv.libpaged_kv_blas", sources=[str(KERNELS / "openblas_names.c")], optional=True
+)
+
 setup(
-    ext_modules=[library],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    # On a Mac MLX has Apple's BLAS.
+    ext_modules=[library, openblas_names] if sys.platform == "linux" else [library],
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
 )

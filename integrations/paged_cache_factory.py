@@ -31,6 +31,7 @@ from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
+from paged_kv.integrations.slow_products import warn_in_program
 from paged_kv.integrations.states.equal_steps import install_equal_steps
 from paged_kv.integrations.states.growing_layers import GrowingLayer
 from paged_kv.integrations.states.model_call import continued, known_states, prepare_call
@@ -135,6 +136,7 @@ class PagedCacheFactory:
         self._media = MediaKeys(model, processor)
         whole, model = model, language_model(model)
         require_model(model)
+        warn_in_program(model)
         if write_chunk is not None:
             write_chunk = whole_number("write_chunk", write_chunk, least=1)
         tiers = [] if store is None else store_addresses(store)

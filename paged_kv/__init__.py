@@ -6,10 +6,12 @@
     generate(model, tokenizer, prompt, prompt_cache=factory.make_cache())
 
 Importing the package loads nothing: each name is imported at its first use, so that code that
-needs only the allocator does not load mlx. Before mlx-lm loads a saved prompt cache, the process
-must have used one of these names, so that mlx-lm knows the cache's class.
+needs only the allocator does not load mlx. On Linux, mlx that is imported later gets OpenBLAS.
+Before mlx-lm loads a saved prompt cache, the process must have used one of these names, so that
+mlx-lm knows the cache's class.
 """
 
+from paged_kv.before_mlx import await_mlx
 from paged_kv.listeners import new_pool_listeners
 
 # Type checkers know this name. typing itself takes most of the time of this import, in which
@@ -143,3 +145,4 @@ def _publish() -> None:
 
 # Here, because no module of the package can make a pool before this file has run.
 new_pool_listeners.append(_publish)
+await_mlx()

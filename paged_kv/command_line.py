@@ -19,7 +19,6 @@ from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.commands.trace_command import add_trace_parser
 from paged_kv.extras import MissingBackend, backend_named
-from paged_kv.openblas import load_openblas
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = _arguments(argv)
             command = f"paged-kv {arguments.command}"
             logging.basicConfig(level=arguments.log_level.upper(), format="%(name)s: %(message)s")
-            if "mlx.core" not in sys.modules:
-                load_openblas()
             status: int = arguments.run(arguments)
         # Flush here: at interpreter exit a closed pipe would look like any other failure.
         sys.stdout.flush()
