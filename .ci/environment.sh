@@ -57,6 +57,11 @@ install() {
     # An install that is cut off leaves no stamp.
     rm -f "$stamp"
     echo "${0##*/}: installing paged-kv[$1] into $venv, which takes a minute or two" >&2
-    "$venv/bin/python" -m pip install --disable-pip-version-check --editable ".[$1]" >&2
+    # A hundred lines that only matter if it fails.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --editable ".[$1]" \
+        >"$venv/install.log" 2>&1 || {
+        cat "$venv/install.log" >&2
+        fail "pip could not install paged-kv[$1] into $venv, see above"
+    }
     printf '%s\n' "$now" >"$stamp"
 }
