@@ -103,6 +103,7 @@ def test_a_text_longer_than_the_tokenizer_expects_gives_no_warning(
     generation = text_generation.TextGeneration(
         embedded_model(), page_format="fp16", max_bytes=None, max_tokens=1, temp=0, seed=None
     )
+    caplog.clear()
     assert len(generation.encode("import os\n" * 1500, use_template=False)) > 4096
     assert caplog.text == ""
     generation.close()
