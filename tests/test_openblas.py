@@ -145,7 +145,10 @@ def test_products_of_several_threads_are_right() -> None:
     [
         "import paged_kv, mlx.core",
         "from paged_kv import PagePool",
-        "from paged_kv.command_line import main; main(['doctor', '--reset'])",
+        pytest.param(
+            "from paged_kv.command_line import main; main(['doctor', '--reset'])",
+            marks=pytest.mark.slow,
+        ),
         "from paged_kv.openblas import load_openblas; load_openblas(); import mlx.core",
     ],
     ids=["package", "name", "command", "function"],
