@@ -12,7 +12,8 @@ from mlx_lm.models import llama
 from benches.host_cost import GraphMaker, backend, filled, small_llama
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.compiled import recordings
-from paged_kv.integrations.compiled.recording import StepFunction
+from paged_kv.integrations.compiled.comparison import Comparisons
+from paged_kv.integrations.compiled.recording import Repeated, StepFunction
 from paged_kv.kernels import backends
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bound_slabs
 from paged_kv.kernels.gpu.backend import GpuBackend
@@ -136,8 +137,8 @@ def test_what_changes_from_step_to_step_is_an_argument(batch: int) -> None:
 def _bake_positions(patch: pytest.MonkeyPatch) -> None:
     init = RecordedStep.__init__
 
-    def baked(self: Any, recordable: Any, arrays: Any, earlier: int) -> None:
-        init(self, recordable, arrays, earlier)
+    def baked(self: Any, recordable: Any, arrays: Any, before: int | None) -> None:
+        init(self, recordable, arrays, before)
         self._offset = mx.array([row.offset for row in recordable.step.rows], mx.int32)
 
     patch.setattr(RecordedStep, "__init__", baked)
@@ -190,11 +191,10 @@ class StepByStep:
     def __init__(self, call: Any, *_: Any) -> None:
         self._call = call
 
-    def __call__(self, tokens: mx.array, caches: list[Any], step: RecordableStep) -> mx.array:
+    def __call__(self, tokens: mx.array, caches: list[Any], step: RecordableStep) -> Repeated:
         function = StepFunction(self._call, caches, step)
         logits, *changed = function(tokens, *step.arrays())
-        step.keep(changed, function.written)
-        return logits
+        return Repeated(logits, changed, [], function.written)
 
 
 def _llama() -> Any:
@@ -240,6 +240,7 @@ def _run(
         patch.setattr(backends, "_best", lambda: backend_on(device, dialect))
         patch.setattr(recordings, "Recording", StepByStep)
         patch.setattr(recordings, "require_no_numbers", lambda *_: None)
+        patch.setattr(Comparisons, "is_due", lambda self, is_first: False)
         # Handles are shorter than what a kernel reads, which is checked.
         whole = property(lambda bound: [*bound.inputs[: bound.count], bound.inputs[-1]])
         patch.setattr(BoundSlabs, "handles", whole)

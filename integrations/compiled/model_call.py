@@ -39,7 +39,7 @@ def _hook(kind: Any) -> None:
             pool = _pool_of(options["cache"])
             recordings = None if pool is None else _recordings.get(pool)
             if recordings is not None and recordings.model is model:
-                logits = recordings.take(partial(stock, model), args[0], options["cache"])
+                logits = recordings.take(kind, partial(stock, model), args[0], options["cache"])
                 if logits is not None:
                     return logits
         return stock(model, *args, **options)

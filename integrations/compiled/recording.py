@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -12,20 +12,54 @@ from paged_kv.cache.recorded_cache import RecordedCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled import cache_states
 from paged_kv.integrations.compiled.exported_graph import NotExportable, exported_graph
+from paged_kv.integrations.compiled.model_contents import ModelContents
 from paged_kv.sequences.recorded_step import NotRecordable, RecordableStep, RecordedStep
 
 ModelCall = Callable[..., mx.array]
 """A model's own call: takes tokens int [B, 1] and `cache`, returns logits [B, 1, vocabulary]."""
 
 
+# The tokens before the steps whose traces are compared. Beyond all contexts, and a prime apart: a
+# remainder differs too.
+COMPARED = (1, 1 + 1_048_583)
+
+
+class Repeated(NamedTuple):
+    """What a repeated recording computes: nothing is noted in the caches before `keep`.
+
+    Attributes:
+        logits: [B, 1, vocabulary].
+        changed: what the step changes in each layer's pages.
+        states: the new arrays of caches without pages.
+        written: the layers that wrote, in their order.
+    """
+
+    logits: mx.array
+    changed: list[mx.array]
+    states: list[mx.array]
+    written: list[int]
+
+    def keep(self, caches: list[Any], step: RecordableStep) -> mx.array:
+        """Note the step in all caches; returns the logits."""
+        step.keep(self.changed, self.written)
+        if self.states:
+            cache_states.put(_unpaged(caches), iter(self.states))
+        return self.logits
+
+
 class Recording:
     """A recorded step. Calls repeat it.
+
+    The model's arrays are arguments. `mx.compile(inputs=)` would make them so too, but puts other
+    Python objects in their places when it traces: whoever holds one could change the model in
+    place no more.
 
     Args:
         call: the model's own call.
         tokens: int [B, 1].
         caches: the prompt cache.
         step: the prompt cache's step.
+        contents: of the model.
 
     Raises:
         NotRecordable: the model asks for more than arrays can tell.
@@ -33,43 +67,79 @@ class Recording:
     """
 
     def __init__(
-        self, call: ModelCall, tokens: mx.array, caches: list[Any], step: RecordableStep
+        self,
+        call: ModelCall,
+        tokens: mx.array,
+        caches: list[Any],
+        step: RecordableStep,
+        contents: ModelContents,
     ) -> None:
         trace = StepFunction(call, caches, step)
-        arrays = [tokens, *step.arrays(), *cache_states.arrays_of(_unpaged(caches))]
+        self._contents = contents
+        self._is_void = False
         waiting = [trace]  # not kept afterwards: it holds the step
-        self._repeat = mx.compile(lambda *given: waiting.pop()(*given))
-        self._repeat(*arrays)
+
+        def traced(weights: list[mx.array], *given: mx.array) -> list[mx.array]:
+            if not waiting:
+                self._is_void = True
+                return list(given)
+            with contents.restoring(weights):
+                return waiting.pop()(*given)
+
+        self._repeat = mx.compile(traced)
+        self._repeat(contents.arrays(), *_arrays(tokens, caches, step))
         self._written = trace.written
         self._num_changed = trace.num_changed
 
-    def __call__(self, tokens: mx.array, caches: list[Any], step: RecordableStep) -> mx.array:
-        """The logits of a step of the same key; it is noted in all caches.
+    def __call__(
+        self, tokens: mx.array, caches: list[Any], step: RecordableStep
+    ) -> Repeated | None:
+        """A step of the same key; None if MLX does not repeat the recording, because compiling was
+        switched off, or because an array of the model has another shape or dtype now.
 
         Raises:
             ThreadConflict: another thread has yet to compute what the step reads.
         """
-        unpaged = _unpaged(caches)
-        arrays = [tokens, *step.arrays(), *cache_states.arrays_of(unpaged)]
-        logits, *others = self._repeat(*arrays)
-        step.keep(others[: self._num_changed], self._written)
-        if unpaged:
-            cache_states.put(unpaged, iter(others[self._num_changed :]))
-        return logits
+        arrays = _arrays(tokens, caches, step)
+        logits, *others = self._repeat(self._contents.arrays(), *arrays)
+        if self._is_void:
+            return None
+        changed, states = others[: self._num_changed], others[self._num_changed :]
+        return Repeated(logits, changed, states, self._written)
+
+
+def compiling_is_on() -> bool:
+    """Whether `mx.compile` repeats what it has traced: not after `mx.disable_compile()`, or with
+    MLX_DISABLE_COMPILE. MLX does not tell, so it is tried out."""
+    calls: list[None] = []
+
+    def counted(number: mx.array) -> mx.array:
+        calls.append(None)
+        return number + 1
+
+    function, number = mx.compile(counted), mx.array(0)
+    function(number)
+    function(number)
+    return len(calls) == 1
+
+
+def _arrays(tokens: mx.array, caches: list[Any], step: RecordableStep) -> list[mx.array]:
+    return [tokens, *step.arrays(), *cache_states.arrays_of(_unpaged(caches))]
 
 
 def require_no_numbers(
     call: ModelCall, tokens: mx.array, caches: list[Any], step: RecordableStep
 ) -> None:
-    """Trace a model's step twice, with Python numbers that differ by a token, and compare.
+    """Trace a model's step twice, with Python numbers of a sequence's second token and of one far
+    from it, and compare: so a number that is compared with a threshold shows too.
 
     Raises:
         NotRecordable: the graphs differ, so that a recording would hold a number of its step.
         Exception: see `Recording`.
     """
     function = StepFunction(call, caches, step)
-    arrays = [tokens, *step.arrays(), *cache_states.arrays_of(_unpaged(caches))]
-    functions = [function.earlier_by(count) for count in (0, 1)]
+    arrays = _arrays(tokens, caches, step)
+    functions = [function.after(count) for count in COMPARED]
     try:
         one, other = (exported_graph(each, arrays) for each in functions)
         are_equal = one == other
@@ -95,11 +165,11 @@ class StepFunction:
         self.written: list[int] = []
         self.num_changed = 0
 
-    def __call__(self, *arrays: mx.array, earlier: int = 0) -> list[mx.array]:
+    def __call__(self, *arrays: mx.array, before: int | None = None) -> list[mx.array]:
         unpaged = _unpaged(self._caches)
         tokens, *others = arrays
         first_state = len(others) - len(cache_states.arrays_of(unpaged))
-        recorded = RecordedStep(self._step, others[:first_state], earlier)
+        recorded = RecordedStep(self._step, others[:first_state], before)
         states = cache_states.copies_with(unpaged, iter(others[first_state:]))
         seen = iter(states)
         stand_ins = [_stand_in(each, recorded, seen) for each in self._caches]
@@ -116,9 +186,9 @@ class StepFunction:
         """Of the function's results, those that the model's user sees: logits and states."""
         return [results[0], *results[1 + self.num_changed :]]
 
-    def earlier_by(self, count: int) -> Callable[..., list[mx.array]]:
-        """The function with Python numbers of `count` tokens less, and equal arrays."""
-        return lambda *arrays: self(*arrays, earlier=count)
+    def after(self, count: int) -> Callable[..., list[mx.array]]:
+        """The function with Python numbers of a step after `count` tokens, and equal arrays."""
+        return lambda *arrays: self(*arrays, before=count)
 
 
 def _unpaged(caches: list[Any]) -> list[Any]:

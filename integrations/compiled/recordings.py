@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -14,8 +15,15 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.compiled.cache_states import others_of
-from paged_kv.integrations.compiled.model_contents import ModelContents
-from paged_kv.integrations.compiled.recording import ModelCall, Recording, require_no_numbers
+from paged_kv.integrations.compiled.comparison import Comparisons, are_alike
+from paged_kv.integrations.compiled.model_contents import ModelContents, Replaced, require_equal
+from paged_kv.integrations.compiled.recording import (
+    ModelCall,
+    Recording,
+    Repeated,
+    compiling_is_on,
+    require_no_numbers,
+)
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sequences.recorded_step import (
@@ -30,6 +38,9 @@ logger = logging.getLogger("paged_kv")
 
 # A run of one batch size needs one for each reach of its tables, and drops the shorter ones.
 MOST_KEPT = 16
+# A change costs a comparison and a recording, as much as about 120 steps. A model that changes more
+# often than a recording saves so much is not compiled; the first few changes are those of a start.
+FREE_CHANGES, LEAST_REPEATED = 8, 120
 
 
 class Recordings:
@@ -39,24 +50,31 @@ class Recordings:
         model: the model.
         count: how many steps were recorded.
         repeated: how many steps repeated a recording.
+        compared: how many of these Python took too, for a comparison; their logits are Python's.
         reason: why no step is recorded; None if they are.
     """
 
     def __init__(self, model: Module) -> None:
         self.model = model
-        self.count = self.repeated = 0
+        self.count = self.repeated = self.compared = 0
         self.reason: str | None = None
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
-        # Whether a single sequence, and whether several, were found to be without numbers.
-        self._compared: set[bool] = set()
+        # By entry, and whether it takes several sequences: those found to be without numbers.
+        self._are_numberless: set[Hashable] = set()
+        self._comparisons: defaultdict[Hashable, Comparisons] = defaultdict(Comparisons)
         self._layers: list[RecordableLayer] | None = None
         self._contents: ModelContents | None = None
+        self._changes = 0
+        self._is_comparing = False
 
-    def take(self, call: ModelCall, tokens: mx.array, caches: list[Any]) -> mx.array | None:
+    def take(
+        self, entry: type[Module], call: ModelCall, tokens: mx.array, caches: list[Any]
+    ) -> mx.array | None:
         """The logits of a step of one token per sequence; None if Python is to take it.
 
         Args:
-            call: the model's own call.
+            entry: the class whose method is called: a subclass may call its parent's.
+            call: that method, of the model.
             tokens: int [B, 1].
             caches: a prompt cache of the pool.
 
@@ -64,7 +82,7 @@ class Recordings:
             PoolExhausted: the budget does not hold the step's blocks.
             ThreadConflict: see `PagedKVCache.update_and_fetch`.
         """
-        if self.reason is not None:
+        if self.reason is not None or self._is_comparing:
             return None
         paged = [each for each in leaves(caches) if isinstance(each, PagedKVCache)]
         with paged[0].pool.lock:
@@ -80,47 +98,98 @@ class Recordings:
                 recordable = RecordableStep.of(step, layers)
                 if recordable is None:
                     return None
-                return self._take(call, tokens, caches, recordable)
+                return self._take(entry, call, tokens, caches, recordable)
             except BaseException:
                 step.undo()
                 raise
 
     def _take(
-        self, call: ModelCall, tokens: mx.array, caches: list[Any], recordable: RecordableStep
+        self,
+        entry: type[Module],
+        call: ModelCall,
+        tokens: mx.array,
+        caches: list[Any],
+        step: RecordableStep,
     ) -> mx.array | None:
-        if self._contents is None or self._contents.has_changed():
-            self._kept.clear()
+        if self._contents is not None and self._contents.has_changed():
+            self._forget()
+            if self.reason is not None:
+                return None
+        if self._contents is None:
             self._contents = ModelContents(self.model)
         states = [each for each in leaves(caches) if not isinstance(each, PagedKVCache)]
         # MLX computes a recording in the stream that it was recorded in.
         place = get_ident(), str(mx.default_stream(mx.default_device()))
-        tokens = tokens.astype(mx.int32)  # prompts and samplers have different dtypes
-        key = recordable.key, place, str(others_of(states)) if states else None
+        stock_tokens, tokens = tokens, tokens.astype(mx.int32)  # samplers have different dtypes
+        key = entry, step.key, place, str(others_of(states)) if states else None
         recording = self._kept.get(key)
+        is_first = recording is None
         if recording is None:
-            recording = self._record(call, tokens, caches, recordable)
+            recording = self._record(entry, call, tokens, caches, step)
             if recording is None:
                 return None
             self._kept[key] = recording
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
+        try:
+            found = recording(tokens, caches, step)
+        except LookupError:  # an array of the model was removed
+            found = None
+        if found is None:
+            self._forget()
+            return None
         self.repeated += 1
-        return recording(tokens, caches, recordable)
+        comparisons = self._comparisons[entry, place, tokens.shape]
+        if not comparisons.is_due(is_first=is_first):
+            return found.keep(caches, step)
+        return self._compared(comparisons, found, partial(call, stock_tokens, cache=caches), step)
+
+    def _compared(
+        self,
+        comparisons: Comparisons,
+        found: Repeated,
+        python: Callable[[], mx.array],
+        step: RecordableStep,
+    ) -> mx.array | None:
+        """The logits of a step that Python takes after a recording was repeated without effect: on
+        GPUs it has written the step to its pages, where Python's step writes it again."""
+        try:
+            mx.eval(found)
+        except Exception as error:  # a device may refuse to compute it
+            self._give_up(error)
+            return None
+        self.compared += 1
+        self._is_comparing = True
+        try:
+            logits = python()
+        finally:
+            self._is_comparing = False
+        dtypes = {each.pages.geometry.k_dtype for each in step.layers}
+        if comparisons.is_wrong(are_alike(found.logits, logits, dtypes)):
+            self._give_up(NotRecordable("a repeated step had other logits than one by Python"))
+        return logits
 
     def _record(
-        self, call: ModelCall, tokens: mx.array, caches: list[Any], step: RecordableStep
+        self,
+        entry: type[Module],
+        call: ModelCall,
+        tokens: mx.array,
+        caches: list[Any],
+        step: RecordableStep,
     ) -> Recording | None:
         contents = self._contents
         assert contents is not None
-        call = contents.restoring(call)
+        if not compiling_is_on():
+            return None
+        kind = entry, tokens.shape[0] > 1
         try:
-            is_batch = tokens.shape[0] > 1
-            if is_batch not in self._compared:
-                require_no_numbers(call, tokens, caches, step)
-                self._compared.add(is_batch)
-            recording = Recording(call, tokens, caches, step)
-            contents.require_equal_replacements()
+            if kind not in self._are_numberless:
+                replaced: Replaced = []
+                require_no_numbers(_restoring(contents, call, replaced), tokens, caches, step)
+                require_equal(replaced)
+                self._are_numberless.add(kind)
+            recording = Recording(call, tokens, caches, step, contents)
         except ThreadConflict:
             raise
         except Exception as error:  # models raise anything; a step without recording works
@@ -128,6 +197,16 @@ class Recordings:
             return None
         self.count += 1
         return recording
+
+    def _forget(self) -> None:
+        """Drop all recordings, and what was found of them, because the model has changed."""
+        self._kept.clear()
+        self._are_numberless.clear()
+        self._comparisons.clear()
+        self._contents = None
+        self._changes += 1
+        if self._changes > FREE_CHANGES and self.repeated < self._changes * LEAST_REPEATED:
+            self._give_up(NotRecordable("its settings change after few steps"))
 
     def _layers_of(self, pool: PagePool) -> list[RecordableLayer] | None:
         """The pool's layers; None before all of them are known."""
@@ -139,7 +218,21 @@ class Recordings:
         known = isinstance(error, NotRecordable)
         self.reason = str(error) if known else f"{type(error).__name__}: {error}"
         self._kept.clear()
-        logger.info("%s: decode steps are not compiled: %s", _name(self.model), self.reason)
+        # Whatever was wrong before anything was repeated has done no harm.
+        level = logging.WARNING if self.compared else logging.INFO
+        logger.log(level, "%s: decode steps are not compiled: %s", _name(self.model), self.reason)
+
+
+def _restoring(contents: ModelContents, call: ModelCall, replaced: Replaced) -> ModelCall:
+    """The call, after which everything is put back that it replaced, and told in the list."""
+
+    def restored(*arguments: Any, **named: Any) -> mx.array:
+        with contents.restoring() as found:
+            logits = call(*arguments, **named)
+        replaced.extend(found)
+        return logits
+
+    return restored
 
 
 def _name(model: Module) -> str:

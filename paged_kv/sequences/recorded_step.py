@@ -16,12 +16,14 @@ import mlx.core as mx
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
 from paged_kv.kernels.recorders import recorder_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.pool.window import Window
 from paged_kv.sequences.group_step import GroupStep
 from paged_kv.sequences.masks import PagedMask, step_mask
 from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
@@ -145,25 +147,24 @@ class RecordedStep:
     Args:
         recordable: the step.
         arrays: MLX's own in the place of the step's.
-        earlier: how many tokens less than the step's Python numbers tell. A recording does not
-            depend on them.
+        before: how many tokens Python numbers tell to be before the step, in place of its own. A
+            recording does not depend on them.
     """
 
-    def __init__(self, recordable: RecordableStep, arrays: list[mx.array], earlier: int) -> None:
+    def __init__(
+        self, recordable: RecordableStep, arrays: list[mx.array], before: int | None
+    ) -> None:
         step, given = recordable.step, iter(arrays)
         self._offset = next(given)
         self._offset_after = self._offset + 1
         self._reads: dict[int, tuple[PagedRead, mx.array, mx.array]] = {}
         self._shape, self._windows = step.shape, step.pool.windows
         self._tables = recordable.tables
-        self._rows = [
-            row._replace(
-                before=row.before - earlier, end=row.end - earlier, offset=row.offset - earlier
-            )
-            for row in step.rows
-        ]
+        self._rows = step.rows if before is None else [_moved(row, before) for row in step.rows]
         self._groups = {
-            group: _recorded(step, group, self._rows, tables.standing_for(given))
+            group: _recorded(
+                step, group, _in_window(self._rows, group.window), tables.standing_for(given)
+            )
             for group, tables in recordable.tables.items()
         }
         self._layers: dict[int, RecordableLayer] = {}
@@ -189,7 +190,8 @@ class RecordedStep:
             NotRecordable: the model asked for an array.
         """
         window = self._windows.get(layer)
-        mask = step_mask(self._rows, 1, window, return_array=return_array, window_size=window_size)
+        rows = _in_window(self._rows, window)
+        mask = step_mask(rows, 1, window, return_array=return_array, window_size=window_size)
         if not isinstance(mask, PagedMask):
             return None
         stand = PagedMask(stand_in(mask.shape, mx.bool_))
@@ -251,6 +253,28 @@ class _RecordedRead(PagedRead):
 
     def gather_tokens(self, indices: mx.array, *, of_values: bool) -> mx.array:
         raise NotRecordable("it chooses tokens, which are gathered")
+
+
+def _moved(row: StepRow, before: int) -> StepRow:
+    return row._replace(before=before, end=before + 1, offset=before)
+
+
+def _in_window(rows: list[StepRow], window: Window | None) -> list[StepRow]:
+    """The rows for a window, of any numbers: a ring's blocks are those of the step's own."""
+    if window is None:
+        return rows
+    blocks: Any = _AnyBlocks()
+    return [row._replace(sequence=blocks) for row in rows]
+
+
+class _AnyBlocks:
+    """In the place of a sequence and of its table: a recorded step has its blocks in arrays."""
+
+    def table(self, group: LayerGroup) -> _AnyBlocks:
+        return self
+
+    def blocks_of(self, start: int, end: int) -> tuple[int, ...]:
+        return (0,) * (-(-end // PAGE_SIZE) - start // PAGE_SIZE)
 
 
 def _recorded(step: Step, group: LayerGroup, rows: list[StepRow], tables: Tables) -> GroupStep:
