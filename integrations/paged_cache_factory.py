@@ -87,8 +87,8 @@ class PagedCacheFactory:
             raises `PagesNotRead`, or MLX's RuntimeError for an array without a primitive.
         compile: let steps of one token per sequence be recorded once by `mx.compile` and repeated
             without Python, for models whose steps depend on no number: with the same tokens. None
-            means what PAGED_KV_COMPILE says, 0 or 1, or else on Metal and CUDA unless `paged-kv
-            doctor` found it wrong or slower.
+            means what PAGED_KV_COMPILE says, 0 or 1, or else on Metal and CUDA where `paged-kv
+            doctor` found it right and faster.
         processor: mlx-vlm's processor of the model. Its settings tell images of cached prompts
             apart that would be equal otherwise; without it, use one processor for a factory.
 

@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,9 +24,12 @@ from paged_kv.integrations.compiled import recordings as recordings_module
 from paged_kv.integrations.compiled.choice import compiles
 from paged_kv.integrations.compiled.comparison import Comparisons
 from paged_kv.integrations.compiled.recordings import Recordings
+from paged_kv.kernels import faster_steps
 from paged_kv.kernels.backends import variant
+from paged_kv.kernels.faster_steps import note_faster
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.left_out import COMPILED_STEPS, leave_out
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.plain.plain_backend import PlainBackend
 from tests.zoo import FAMILIES, small_model
 
@@ -439,10 +443,24 @@ def test_long_runs_record_a_handful(batch: int, monkeypatch: pytest.MonkeyPatch)
     assert recordings.repeated >= 3 * 17
 
 
-def test_where_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_steps_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("PAGED_KV_COMPILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpu, plain = GpuBackend("metal", GraphMaker()), PlainBackend()
+    with caplog.at_level(logging.WARNING, logger="paged_kv"):
+        warn_once.cache_clear()
+        assert [compiles(None, gpu) for _ in range(3)] == [False] * 3
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert "`paged-kv doctor`" in message
+    note_faster(variant(gpu), is_so=True)
     assert compiles(None, gpu)
+    for part in ("version", "device_name"):
+        with monkeypatch.context() as here:
+            here.setattr(faster_steps, part, lambda *_: "another")
+            assert not compiles(None, gpu)
+    note_faster(variant(plain), is_so=True)
     assert not compiles(None, plain)
     assert compiles(True, plain)
     leave_out(variant(gpu), {COMPILED_STEPS: "slower"})

@@ -4,6 +4,7 @@ test_gpu_backend.py."""
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paged_kv.kernels import left_out as left_out_module
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
+from paged_kv.kernels.faster_steps import are_faster
 from paged_kv.kernels.left_out import (
     COMPILED_STEPS,
     forget_left_out,
@@ -153,6 +155,24 @@ def test_compiled_steps_are_compared_and_kept_where_they_are_right_and_quick(
     assert not left_out("plain")
 
 
+@pytest.mark.usefixtures("quick", "compiles")
+def test_steps_are_compiled_where_they_were_found_right_and_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, wrong = (COMPILED_STEPS, lambda: 0.0, 0.1), (COMPILED_STEPS, lambda: 1.0, 0.1)
+    for check, seconds, expected in (
+        *((right, 0.5, True), (right, 1.05, False), (right, 0.5, True)),
+        *((wrong, 0.5, False), (right, 0.5, True)),
+    ):
+        monkeypatch.setattr(compiled_steps, "check", partial(Check, *check))
+        time = partial(KernelTime, COMPILED_STEPS, seconds, 1.0, seconds, seconds)
+        monkeypatch.setattr(compiled_steps, "time", time)
+        main(["doctor"])
+        assert are_faster("plain") == expected
+    assert main(["doctor", "--reset"]) == 0
+    assert not are_faster("plain")
+
+
 def _wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RecordedStep.offset_of
     monkeypatch.setattr(RecordedStep, "offset_of", lambda step, layer: right(step, layer) - 1)
@@ -174,8 +194,8 @@ def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (_wrong_positions, "off by 1."),
-        (_nothing_written, "off by nan"),
+        (_wrong_positions, "RuntimeError: a repeated step had other logits than one by Python"),
+        (_nothing_written, "RuntimeError: a repeated step had other logits than one by Python"),
         (_refused, "RuntimeError: the compiler refuses it"),
     ],
 )

@@ -6,5 +6,6 @@ recordings        the recordings of a model's pool
 recording         one recording
 exported_graph    the graph of a function, to be compared
 cache_states      the arrays of caches without pages
-model_contents    notices when a model's weights or settings change
+model_contents    the weights of a model, and whether anything else of it changes
+comparison        which repeated steps Python takes too, and whether logits are alike
 """

@@ -6,8 +6,10 @@ import os
 
 from paged_kv.checks import described
 from paged_kv.kernels.backends import variant
-from paged_kv.kernels.left_out import COMPILED_STEPS, left_out
+from paged_kv.kernels.faster_steps import are_faster
+from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, left_out
 from paged_kv.kernels.pages.backend import Backend
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.recorders import recorder_of
 
 VARIABLE = "PAGED_KV_COMPILE"
@@ -15,7 +17,7 @@ VARIABLE = "PAGED_KV_COMPILE"
 
 def compiles(choice: bool | None, backend: Backend) -> bool:
     """Whether steps are recorded: by a factory's argument, else by PAGED_KV_COMPILE, else where
-    that is quicker as far as is known.
+    the doctor has found that right and faster.
 
     Raises:
         TypeError: the argument is neither a bool nor None.
@@ -30,9 +32,13 @@ def compiles(choice: bool | None, backend: Backend) -> bool:
         return choice
     if named is not None:
         return named == "1"
-    recorder = recorder_of(backend)
-    return (
-        recorder is not None
-        and recorder.pays
-        and (COMPILED_STEPS not in left_out(variant(backend)))
-    )
+    recorder, name = recorder_of(backend), variant(backend)
+    if recorder is None or not recorder.pays or COMPILED_STEPS in left_out(name):
+        return False
+    if not are_faster(name):
+        warn_once(
+            f"decode steps are not compiled: run `paged-kv doctor` once, which finds out whether "
+            f"that is right and faster on this device ({device_name()})"
+        )
+        return False
+    return True

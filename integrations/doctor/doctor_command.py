@@ -16,7 +16,8 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
             "compares its results with attention in float64. Then times the kernels that read "
             "pages beside plain MLX operations. A kernel that is wrong or slower is left out from "
             "then on: plain operations stand in for it. On GPUs, decode steps that are compiled "
-            "once are compared with steps that Python takes, and left out in the same way. "
+            "once are compared with steps that Python takes, and used from then on if they are "
+            "right and faster. "
             "PAGED_KV_BACKEND selects a whole backend, PAGED_KV_ISA the instruction set of the CPU "
             "kernels. Exit status 1 if a kernel or a compiled step is wrong."
         ),
@@ -38,7 +39,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     choice.add_argument(
         "--reset",
         action="store_true",
-        help="use all kernels and compiled steps again, and examine none",
+        help="use all kernels again, compile no steps, and examine nothing",
     )
     parser.set_defaults(run=run_doctor)
 
@@ -48,10 +49,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     # Imported here: all of it needs mlx, and --help does not.
     from paged_kv.integrations.doctor.examination import examine
     from paged_kv.integrations.doctor.report import write_report
+    from paged_kv.kernels.faster_steps import forget_faster
     from paged_kv.kernels.left_out import forget_left_out
 
     if arguments.reset:
         forget_left_out()
+        forget_faster()
         print("nothing is left out any more")
         return 0
     return write_report(arguments.report) if arguments.report else examine()

@@ -13,6 +13,7 @@ from paged_kv.integrations.doctor.blas import blas_line
 from paged_kv.integrations.doctor.kernel_times import KernelTime, kernel_times
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_library import load_native_library
+from paged_kv.kernels.faster_steps import note_faster
 from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, leave_out
 from paged_kv.kernels.self_test import Check, checks
 
@@ -39,11 +40,13 @@ def examine() -> int:
     leave_out(variant(backend), wrong | slow)
     # Factories have this backend from now on.
     if reason := compiled_steps.why_not(choose_backend()):
+        note_faster(variant(backend), is_so=False)
         print(f"steps are not compiled: {reason}")
     else:
         wrong_steps = _wrong([compiled_steps.check()])
-        slow_steps = {} if wrong_steps else _slow([compiled_steps.time()])
-        wrong, slow = wrong | wrong_steps, slow | slow_steps
+        times = [] if wrong_steps else [compiled_steps.time()]
+        wrong, slow = wrong | wrong_steps, slow | _slow(times)
+        note_faster(variant(backend), is_so=any(each.ratio < 1 for each in times))
         leave_out(variant(backend), wrong | slow)
     print(_verdict(wrong, slow))
     return 1 if wrong else 0
