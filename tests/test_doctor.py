@@ -194,7 +194,8 @@ def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (_wrong_positions, "RuntimeError: a repeated step had other logits than one by Python"),
+        # Between two comparisons.
+        (_wrong_positions, "off by "),
         (_nothing_written, "RuntimeError: a repeated step had other logits than one by Python"),
         (_refused, "RuntimeError: the compiler refuses it"),
     ],
