@@ -27,7 +27,7 @@ class Bad(NamedTuple):
 
 
 INTEGERS: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (-1, 2**31, 10**30),
+    "max_tokens": (-2, 2**31, 10**30),
     "max_completion_tokens": (0, -5, 2**63),
     "n": (0, -1, 129, 10**9),
     "priority": (-1, 101, 2**31, 10**30),

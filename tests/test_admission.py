@@ -124,6 +124,22 @@ def test_every_pool_must_have_room() -> None:
     assert requests.next() is second
 
 
+def test_of_the_tokens_asked_for_so_many_fit_as_are_let_in() -> None:
+    requests = admission(FULL)
+    for asked, fitting in (
+        (demand(2000, 560), 560),
+        (demand(2000, 2**31 - 1), 560),
+        (demand(2000, 0), 0),
+        (demand(2560, 5), 0),
+        (demand(1, 5000, choices=3), 767),
+    ):
+        assert requests.fitting_tokens(asked) == fitting
+        if 0 < fitting < asked.max_tokens:
+            requests.arrive(replace(asked, max_tokens=fitting))
+            with pytest.raises(RequestImpossible):
+                requests.arrive(replace(asked, max_tokens=fitting + 1))
+
+
 def test_what_can_never_fit_is_refused_when_it_arrives() -> None:
     requests = admission(FULL)
     requests.arrive(demand(2560))

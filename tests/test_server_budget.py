@@ -1,4 +1,4 @@
-"""Requests that take the budget to its last token are served, and one token more is refused."""
+"""Requests that take the budget to its last token are served, and get no token more."""
 
 import json
 from typing import Any
@@ -47,11 +47,14 @@ def test_the_budget_is_used_to_its_last_token(admission: str, drafts: list[str])
         with paged_server(*LLAMA, *BUDGET, *drafts, "--admission", admission) as running:
             for _ in range(2):
                 assert [asked(running, *each) for each in EXACT] == expected
-                for tokens, max_tokens in EXACT:
-                    status, error = asked(running, tokens, max_tokens + 1)
+                # What does not fit is not generated, and a prompt without room is refused.
+                assert [asked(running, tokens, most + 1) for tokens, most in EXACT[1:]] == expected[
+                    1:
+                ]
+                for tokens in (TOKENS, TOKENS + 1):
+                    status, error = asked(running, tokens, 1)
                     assert status == 400
                     assert f"at most {TOKENS} fit" in error["message"]
-                assert asked(running, TOKENS + 1, 1)[0] == 400
                 # Without tokens to generate nothing is computed.
                 assert asked(running, TOKENS + 1, 0)[0] == 200
             assert_idle_pools_hold_nothing(running)

@@ -159,7 +159,7 @@ def test_without_patience_an_idle_server_serves_and_a_full_one_refuses() -> None
         assert refused.value.response.headers["Retry-After"] == "1"
         # A request that can never fit is refused at once.
         with pytest.raises(APIStatusError, match="fit: shorten the prompt") as refused:
-            client.completions.create(model=NAME, prompt="import", max_tokens=3000)
+            client.completions.create(model=NAME, prompt=[7] * 3000, max_tokens=1)
         assert refused.value.status_code == 400
         talking.close()
 

@@ -18,7 +18,7 @@ GO_ON: Any = {"0": -1000}
 def test_requests_and_choices_are_told_apart() -> None:
     with with_small_model(), paged_server("--model", MODEL) as running, running.client() as client:
         client.completions.create(**ASKED, max_tokens=2, logit_bias=GO_ON)
-        for wrong in ({"best_of": 5}, {"max_tokens": -1}, {"prompt": [99999]}):
+        for wrong in ({"best_of": 5}, {"max_tokens": -2}, {"prompt": [99999]}):
             with pytest.raises(BadRequestError):
                 client.completions.create(**{**ASKED, **wrong})
         stream = client.completions.create(**ASKED, max_tokens=4000, stream=True, logit_bias=GO_ON)

@@ -3,9 +3,9 @@ their arrival."""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Generic, TypeVar
 
@@ -67,6 +67,20 @@ class Admission(Generic[Request]):
         waiting = _Waiting(request, self.clock(), priority)
         insort(self._line, waiting, key=lambda each: each.priority)
 
+    def fitting_tokens(self, request: Request) -> int:
+        """The most generated tokens, up to those that a request asks for, with which there is room
+        for it alone; 0 if there is none even for one."""
+        demand = self.demand_of(request)
+        if self._is_possible(demand):
+            return demand.max_tokens
+        # The policies are asked 31 times at most: of several ranks, each asks as often.
+        counts = range(1, demand.max_tokens)
+        return bisect_left(
+            counts,
+            True,
+            key=lambda count: not self._is_possible(replace(demand, max_tokens=count)),
+        )
+
     def next(self) -> Request | None:
         """Dequeue the next request if it can begin now. It counts as running until `leave`."""
         if not self._line:
@@ -117,7 +131,7 @@ class Admission(Generic[Request]):
         )
 
     def _require_possible(self, demand: Demand) -> None:
-        if all(self.policy.is_possible(demand, pool) for pool in self.pools):
+        if self._is_possible(demand):
             return
         asked = demand.prompt_tokens + demand.max_tokens
         most = min(pool.tokens_in(pool.promisable) for pool in self.pools)
@@ -127,6 +141,9 @@ class Admission(Generic[Request]):
             f"{demand.max_tokens}, and at most {max(0, most)} fit: shorten the prompt, "
             "lower max_tokens or n, or start the server with a larger --max-kv-bytes"
         )
+
+    def _is_possible(self, demand: Demand) -> bool:
+        return all(self.policy.is_possible(demand, pool) for pool in self.pools)
 
     def _can_begin(self, demand: Demand) -> bool:
         if not self._begun:

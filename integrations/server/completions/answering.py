@@ -134,7 +134,7 @@ class Answering:
                 await talk.finish()
                 written = partial(_written, partial(answers.whole, talk.choices, talk.usage))
                 content = await self._service.workers.write(written, talk.held_tokens)
-                await send_json(content, send)
+                await send_json(content, send, _limit_header(talk))
 
     async def _make_ready(self, plan: Plan, nbytes: int) -> None:
         """Read the prompts, if their model is loaded; else check that it can be loaded."""
@@ -152,6 +152,9 @@ class Answering:
 
     async def _stream(self, talk: Conversation, answers: Answers, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        headers += [
+            (name.lower().encode(), value.encode()) for name, value in _limit_header(talk).items()
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for events in self._events(talk, answers):
             if events:
@@ -250,9 +253,15 @@ def _event(described: Mapping[str, Any]) -> bytes:
     return b"%bdata: %b\n\n" % (name.encode(), _written(lambda: described))
 
 
-async def send_json(content: bytes, send: Send) -> None:
+def _limit_header(talk: Conversation) -> dict[str, str]:
+    """Says how many tokens fit, where a request asked for more."""
+    most = talk.usage.max_tokens
+    return {} if most is None else {"X-Max-Tokens": str(most)}
+
+
+async def send_json(content: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
     """Answer with 200 and this JSON."""
-    response = Response(content, media_type="application/json")
+    response = Response(content, headers=headers, media_type="application/json")
     await response({"type": "http"}, _never, send)
 
 

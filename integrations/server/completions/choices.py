@@ -11,7 +11,8 @@ from paged_kv.integrations.server.generation.jobs import Held, Token
 @dataclass
 class Usage:
     """The token counts of a request. `accepted_tokens` of the `draft_tokens` were accepted, and
-    `held` says how many first tokens of a prompt stay cached, and how long."""
+    `held` says how many first tokens of a prompt stay cached, and how long. `max_tokens` is the
+    most tokens of a choice where the request asked for more than fit."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -20,6 +21,12 @@ class Usage:
     draft_tokens: int = 0
     reasoning_tokens: int = 0
     held: tuple[Held, ...] = ()
+    max_tokens: int | None = None
+
+    @property
+    def limit(self) -> dict[str, int]:
+        """The field of usage objects that says how many tokens fit, where more were asked for."""
+        return {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
@@ -29,6 +36,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **({"completion_tokens_details": details} if (details := self._details) else {}),
+            **self.limit,
         }
 
     @property

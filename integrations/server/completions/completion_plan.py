@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from mlx_lm.server import (
 
 from paged_kv.integrations.server.completions.interface import Asked
 from paged_kv.integrations.server.completions.output_constraint import constraint_of
+from paged_kv.integrations.server.completions.prompt_limit import fit_context
 from paged_kv.integrations.server.completions.prompt_reader import (
     read_chat,
     read_prefill,
@@ -31,8 +32,10 @@ from paged_kv.integrations.server.generation.jobs import Channel, Job, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.http.schema import (
+    LARGEST_COUNT,
     LEAST_TEMPERATURE,
     MOST_CHOICES,
+    NO_LIMIT,
     Body,
     ChatBody,
     PrefillBody,
@@ -95,6 +98,7 @@ def _jobs_of(
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
     choices = body.n or 1
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
     if isinstance(body, PrefillBody):
         readers = [partial(read_prefill, prompt=each, options=options) for each in body.prompts]
     elif isinstance(body, TextBody):
@@ -109,12 +113,15 @@ def _jobs_of(
             f"{MOST_CHOICES} choices",
             "n",
         )
+    # Each prompt leaves room for other numbers of tokens.
+    own = [replace(arguments) for _ in readers]
     return [
         Job(
             request_id=request_id,
             model=model,
-            read=partial(_read, arguments, reader),
-            arguments=arguments,
+            read=partial(_read, own[number], reader, options, None if asked.is_counted else param),
+            arguments=own[number],
+            asked_tokens=arguments.max_tokens,
             choices=choices,
             first_choice=number * choices,
             salt=salt,
@@ -151,9 +158,7 @@ def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationA
             frequency_context_size=_either(body.frequency_context_size, 20),
         ),
         stop_words=body.stop_words,
-        max_tokens=_either(
-            body.max_completion_tokens, _either(body.max_tokens, options.max_tokens)
-        ),
+        max_tokens=_most_tokens(body, options),
         num_draft_tokens=_either(body.num_draft_tokens, options.num_draft_tokens),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -177,9 +182,25 @@ def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
         raise wrong_value(f"top_logprobs={arguments.top_logprobs}, and {known}", "top_logprobs")
 
 
-def _read(arguments: GenerationArguments, reader: partial[Prompt], loaded: LoadedModel) -> Prompt:
+def _read(
+    arguments: GenerationArguments,
+    reader: partial[Prompt],
+    options: argparse.Namespace,
+    param: str | None,
+    loaded: LoadedModel,
+) -> Prompt:
+    """A job's prompt, behind which an answer fits; None as the field that holds it means that its
+    tokens are only counted."""
     require_bounds(arguments, loaded.vocab_size)
-    return reader(loaded)
+    prompt = reader(loaded)
+    if param is not None:
+        fit_context(arguments, prompt, loaded, options, param)
+    return prompt
+
+
+def _most_tokens(body: Body, options: argparse.Namespace) -> int:
+    asked = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
+    return LARGEST_COUNT if asked == NO_LIMIT else asked
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:

@@ -66,6 +66,7 @@ class Conversation:
     def usage(self) -> Usage:
         """The token counts so far."""
         prompts = [job.prompt for job in self._jobs if job.prompt is not None]
+        limits = [most for job in self._jobs if (most := job.fitting_tokens) is not None]
         return Usage(
             sum(len(prompt.tokens) for prompt in prompts),
             sum(job.cached_tokens for job in self._jobs),
@@ -74,6 +75,7 @@ class Conversation:
             sum(job.speculation.draft_tokens for job in self._jobs),
             sum(choice.reasoning_count for choice in self.choices),
             tuple(held for prompt in prompts for held in prompt.held),
+            min(limits, default=None),
         )
 
     @property

@@ -1,10 +1,13 @@
-"""Refuses prompts of more tokens than a model was made for."""
+"""Refuses prompts of more tokens than a model was made for, and limits answers to its context."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from mlx_lm.server import GenerationArguments
+
+from paged_kv.integrations.server.generation.jobs import Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError
 
@@ -65,6 +68,33 @@ class PromptLimit:
             piece = tokenizer.encode(text[start : start + PIECE_CHARACTERS])
             least += max(0, len(piece) - CUT_TOKENS)
             self.require(least, "at least ")
+
+
+def fit_context(
+    arguments: GenerationArguments,
+    prompt: Prompt,
+    loaded: LoadedModel,
+    options: argparse.Namespace,
+    param: str,
+) -> None:
+    """Lower `max_tokens` to what the model's context holds behind a prompt. An option for longer
+    prompts says that the model takes more than its config names: then nothing is known.
+
+    Raises:
+        APIError: 400, the prompt leaves no room for a token, and some are to be generated.
+    """
+    length, tokens = loaded.context_length, len(prompt.tokens)
+    if length is None or (options.max_prompt_tokens or 0) > length or not arguments.max_tokens:
+        return
+    if tokens >= length:
+        raise APIError(
+            400,
+            f"the prompt has {tokens} tokens, and the maximum context length of this model is "
+            f"{length} tokens, with the answer: shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
+    arguments.max_tokens = min(arguments.max_tokens, length - tokens)
 
 
 class LimitedTokenizer:

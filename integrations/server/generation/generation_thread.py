@@ -283,13 +283,20 @@ class GenerationThread:
         if job.number not in self.jobs:
             return
         try:
-            self._admission.pools = self.provider.pool_sizes()
+            self._fit(job)
             self._admission.arrive(job, job.priority)
             if self._rows is not None and job.prompt is not None:
                 self._rows.expect(job, job.prompt)
         except Exception as error:
             self._require_common(error)
             self._fail(job, _told(error))
+
+    def _fit(self, job: Job) -> None:
+        """Lower a job's `max_tokens` to what the memory holds. Where not even one token fits, it
+        stays, and is refused."""
+        self._admission.pools = self.provider.pool_sizes()
+        if most := self._admission.fitting_tokens(job):
+            job.arguments.max_tokens = most
 
     def _demand(self, job: Job) -> Demand:
         if job.prompt is None or self._rows is None or self._rows.loaded.key != job.model:
@@ -320,7 +327,7 @@ class GenerationThread:
         rows = self._rows_for(job)
         if job.prompt is None:
             job.prompt = job.read(rows.loaded)
-        self._admission.pools = self.provider.pool_sizes()
+        self._fit(job)
         self._admission.renew(job)
         rows.begin(job, job.prompt)
         for fetcher in self.provider.fetchers[:1]:

@@ -89,6 +89,8 @@ class Job:
         constraint: what each choice must fit; None for any text.
         compiled: the grammar of the constraint, if it was compiled for the model.
         priority: of waiting jobs, those with the lowest begin first.
+        asked_tokens: `max_tokens` as the request has it, or the default. In `arguments` it is
+            lowered to what fits.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
@@ -108,6 +110,7 @@ class Job:
     constraint: Constraint | CallConstraint | None = None
     compiled: CompiledGrammar | None = None
     priority: int = 0
+    asked_tokens: int = 0
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -119,6 +122,12 @@ class Job:
     def numbers(self) -> range:
         """The numbers of the choices in the request."""
         return range(self.first_choice, self.first_choice + self.choices)
+
+    @property
+    def fitting_tokens(self) -> int | None:
+        """The most tokens of each choice, if fewer fit than were asked for."""
+        most = self.arguments.max_tokens
+        return most if most < self.asked_tokens else None
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks get: they have no clients, and the prompt is read. They compile the

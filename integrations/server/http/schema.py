@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, NotRequired, Required
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,6 +32,8 @@ DEFAULT_MODEL = "default_model"
 LARGEST_LOGIT = 1e4
 # Counts end up in 32-bit integers.
 LARGEST_COUNT = 2**31 - 1
+# As many tokens as fit.
+NO_LIMIT = -1
 # Far below this, mlx-lm's 1/temperature overflows float32; vLLM has the same limit.
 LEAST_TEMPERATURE = 1e-5
 MOST_CHOICES = 128
@@ -58,8 +61,17 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError(f"at least one token is generated here, and {NO_LIMIT} means no limit")
+    return value
+
+
 Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+# Of tokens to generate: a number, or NO_LIMIT.
+AnyTokens = Annotated[int, Field(ge=NO_LIMIT, le=LARGEST_COUNT)]
+MostTokens = Annotated[AnyTokens, AfterValidator(_not_zero)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -97,8 +109,8 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, at_most(MOST_NAMES)] = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
 
@@ -159,7 +171,7 @@ class TextBody(Body):
 
     prompt: Any
     # 0 generates nothing; at OpenAI too, and in no conversation.
-    max_tokens: Count | None = None
+    max_tokens: AnyTokens | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt")

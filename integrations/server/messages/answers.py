@@ -124,6 +124,7 @@ class MessageAnswers(Answers):
             },
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
+            **usage.limit,
         }
 
     def _told(self, new: Choice) -> list[Part]:

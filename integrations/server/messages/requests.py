@@ -13,6 +13,7 @@ from paged_kv.integrations.server.http.schema import (
     MOST_PARTS,
     MOST_STOPS,
     MOST_TOOLS,
+    MostTokens,
     Name,
     Positive,
     at_most,
@@ -244,5 +245,5 @@ class PromptBody(BaseModel):
 class MessagesBody(PromptBody):
     """A body of /v1/messages."""
 
-    max_tokens: Positive
+    max_tokens: MostTokens
     stop_sequences: Annotated[list[str] | None, Field(fail_fast=True), at_most(MOST_STOPS)] = None

@@ -225,4 +225,5 @@ def _usage(usage: Usage) -> Object:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **usage.limit,
     }

@@ -21,8 +21,8 @@ from paged_kv.integrations.server.http.schema import (
     MOST_PARTS,
     MOST_TOOLS,
     MOST_TOP_LOGPROBS,
+    MostTokens,
     Name,
-    Positive,
     at_most,
 )
 
@@ -240,7 +240,7 @@ class ResponsesBody(BaseModel):
     ]
     instructions: str | None = None
     previous_response_id: Name | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: MostTokens | None = None
     tools: Annotated[list[Tool] | None, at_most(MOST_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning: Reasoning | None = None
