@@ -35,6 +35,7 @@ INTEGERS: dict[str, tuple[Any, ...]] = {
     "top_k": (-1, 4096, 10**9, 10**30),
     "top_logprobs": (-2, 21, 10**20),
     "num_draft_tokens": (-1, 257, 10**30),
+    "min_tokens": (-1, 9000, 2**31, 10**30),
     "repetition_context_size": (-1, 2**31, 10**30),
     "presence_context_size": (-1, 10**30),
     "frequency_context_size": (-1, 10**30),
@@ -64,9 +65,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("high",),
     "verbosity": ("low",),
     "web_search_options": ({},),
-    "stop_token_ids": ([1],),
-    "min_tokens": (5,),
-    "ignore_eos": (True,),
     "guided_json": ({},),
     "structured_outputs": ({"xml": "a"}, {"regex": "a", "choice": ["a"]}, [], {"choice": []}),
     "prompt_logprobs": (1,),
@@ -128,6 +126,8 @@ def _fields() -> Iterator[Bad]:
     yield from wrong(
         "stop", 5, [5], {}, ["a", 5], [["a"]], ["x"] * 17, "x" * 4097, ["x" * 4090] * 2
     )
+    yield from wrong("stop_token_ids", 5, "5", {}, ["5"], [-1], [4096], [1.5], [True], [1] * 129)
+    yield from wrong("ignore_eos", "yes", 1, [])
     yield from wrong("logprobs", -1, 21, "yes", 1.5, [])
     yield from wrong("logprobs", 5, "yes", path=CHAT)
     yield from wrong("logit_bias", 5, "a", [], {"a": 1}, {"1": "2"}, {"1": None}, {"-1": 1.0})

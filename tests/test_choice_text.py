@@ -26,6 +26,10 @@ WORDS = [
 ]
 
 
+# A token without a word: it has none to add.
+END = len(WORDS)
+
+
 class Detokenizer:
     """A tokenizer in which token i is word i."""
 
@@ -55,6 +59,7 @@ def loaded() -> Any:
         structural_markers=[],
         response_transitions={},
         detokenizer=Detokenizer(),
+        eos_token_ids=[END],
     )
     machine = make_text_state_machine(tokenizer)
     return SimpleNamespace(tokenizer=tokenizer, text_machine=machine)
@@ -171,3 +176,17 @@ def test_a_long_line_is_not_decoded_again_with_every_token() -> None:
     text = ChoiceText(model, "normal", stop_machine([]))
     assert "".join(text.take(Token(0, 0)).text for _ in range(999)) == "a" * 999
     assert most <= MOST_LINE_TOKENS
+
+
+def test_an_end_token_that_ends_nothing_has_no_text() -> None:
+    text = ChoiceText(loaded(), "normal", stop_machine([]))
+    assert text.take(Token(0, WORDS.index("d"))).text == "d"
+    assert text.take(Token(0, END)).text == ""
+    assert text.take(Token(0, WORDS.index("d"), finish_reason="length")).text == "d"
+
+
+def test_stop_words_count_behind_the_first_tokens_only() -> None:
+    text = ChoiceText(loaded(), "normal", stop_machine(["d"]), min_tokens=2)
+    taken = [text.take(Token(0, WORDS.index("d"))) for _ in range(3)]
+    assert [each.text for each in taken] == ["d", "d", ""]
+    assert [each.finish_reason for each in taken] == [None, None, "stop"]

@@ -477,12 +477,6 @@ def test_fields_that_change_the_meaning_work_or_are_refused(
         assert body["error"]["details"]["param"].partition(".")[0] in more
 
 
-def test_no_answer_is_continued(running: PagedRunningServer) -> None:
-    last = {"role": "assistant", "content": "It is"}
-    status, _, body = raw(running, {**ASK, "messages": [*ASK["messages"], last]})
-    assert (status, body["error"]["details"]["param"]) == (400, "messages")
-
-
 def test_images_need_a_model_that_reads_them(running: PagedRunningServer) -> None:
     for source in (
         {"type": "base64", "media_type": "image/png", "data": "aaaa"},

@@ -18,7 +18,6 @@ from tests.running_server import (
 )
 
 CONTEXT = 192
-GO_ON = {"0": -1000}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 USER = [{"role": "user", "content": "import os"}]
@@ -46,7 +45,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedRunningSe
 
 def post(port: int, path: str, **body: Any) -> tuple[http.client.HTTPResponse, bytes]:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    client.request("POST", path, json.dumps({"temperature": 0, **body}))
+    client.request("POST", path, json.dumps({"temperature": 0, "ignore_eos": True, **body}))
     answer = client.getresponse()
     return answer, answer.read()
 
@@ -105,9 +104,7 @@ def test_a_stream_says_so_too(running: PagedRunningServer, path: str) -> None:
 def test_each_prompt_of_a_request_fits_by_itself(running: PagedRunningServer) -> None:
     lengths = (CONTEXT - 30, CONTEXT - 10)
     prompts = [[7] * length for length in lengths]
-    answer, content = post(
-        running.port, TEXT, prompt=prompts, max_tokens=20, logprobs=0, logit_bias=GO_ON
-    )
+    answer, content = post(running.port, TEXT, prompt=prompts, max_tokens=20, logprobs=0)
     said = json.loads(content)
     counts = [len(choice["logprobs"]["tokens"]) for choice in said["choices"]]
     assert counts == [20, 10]
@@ -130,8 +127,6 @@ def test_an_option_for_longer_prompts_makes_answers_longer(running: PagedRunning
     options = ["--model", model, "--max-prompt-tokens", str(2 * CONTEXT)]
     with paged_server(*options, "--max-kv-bytes", "64MB") as other:
         for prompt in (10, CONTEXT):
-            _, content = post(
-                other.port, TEXT, prompt=[7] * prompt, max_tokens=CONTEXT, logit_bias=GO_ON
-            )
+            _, content = post(other.port, TEXT, prompt=[7] * prompt, max_tokens=CONTEXT)
             usage = json.loads(content)["usage"]
             assert (usage["completion_tokens"], "max_tokens" in usage) == (CONTEXT, False)

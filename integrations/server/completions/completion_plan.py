@@ -28,6 +28,7 @@ from paged_kv.integrations.server.completions.prompt_reader import (
     read_text,
 )
 from paged_kv.integrations.server.generation.choice_text import stop_machine
+from paged_kv.integrations.server.generation.ending import Ending
 from paged_kv.integrations.server.generation.jobs import Channel, Job, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import wrong_value
@@ -97,6 +98,7 @@ def _jobs_of(
     body = asked.body
     arguments = generation_arguments(body, options)
     constraint = constraint_of(body)
+    ending = ending_of(body, arguments.max_tokens, is_free=constraint is None)
     choices = body.n or 1
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     if isinstance(body, PrefillBody):
@@ -119,9 +121,12 @@ def _jobs_of(
         Job(
             request_id=request_id,
             model=model,
-            read=partial(_read, own[number], reader, options, None if asked.is_counted else param),
+            read=partial(
+                _read, own[number], ending, reader, options, None if asked.is_counted else param
+            ),
             arguments=own[number],
             asked_tokens=arguments.max_tokens,
+            ending=ending,
             choices=choices,
             first_choice=number * choices,
             salt=salt,
@@ -167,12 +172,42 @@ def generation_arguments(body: Body, options: argparse.Namespace) -> GenerationA
     )
 
 
-def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
+def ending_of(body: Body, max_tokens: int, *, is_free: bool) -> Ending:
+    """The tokens that end an answer.
+
+    Args:
+        max_tokens: of the request, or the default.
+        is_free: whether the answer may be any text.
+
+    Raises:
+        APIError: 400, they cannot end it as is asked.
+    """
+    ending = Ending(tuple(body.stop_token_ids or ()), body.ignore_eos is True, body.min_tokens or 0)
+    if ending.min_tokens > max_tokens:
+        raise wrong_value(
+            f"min_tokens={ending.min_tokens}, and at most {max_tokens} are generated: lower it, or "
+            "raise max_tokens",
+            "min_tokens",
+        )
+    field = "ignore_eos" if ending.ignores_end else "min_tokens"
+    if not is_free and (ending.ignores_end or ending.min_tokens):
+        raise wrong_value(
+            f"{field}: an answer that must have a form ends where the form does: leave out one of "
+            "the two",
+            field,
+        )
+    return ending
+
+
+def require_bounds(arguments: GenerationArguments, ending: Ending, vocab_size: int) -> None:
     """Raise APIError if a token id or a count is beyond the model's vocabulary."""
     known = f"the model knows token ids from 0 to {vocab_size - 1}"
     for token in arguments.logits.logit_bias or ():
         if token >= vocab_size:
             raise wrong_value(f"logit_bias has token {token}, and {known}", "logit_bias")
+    for token in ending.stop_token_ids:
+        if token >= vocab_size:
+            raise wrong_value(f"stop_token_ids has token {token}, and {known}", "stop_token_ids")
     if arguments.sampling.top_k >= vocab_size:
         raise wrong_value(
             f"top_k={arguments.sampling.top_k} filters no token: {known}, and 0 means no limit",
@@ -184,6 +219,7 @@ def require_bounds(arguments: GenerationArguments, vocab_size: int) -> None:
 
 def _read(
     arguments: GenerationArguments,
+    ending: Ending,
     reader: partial[Prompt],
     options: argparse.Namespace,
     param: str | None,
@@ -191,7 +227,7 @@ def _read(
 ) -> Prompt:
     """A job's prompt, behind which an answer fits; None as the field that holds it means that its
     tokens are only counted."""
-    require_bounds(arguments, loaded.vocab_size)
+    require_bounds(arguments, ending, loaded.vocab_size)
     prompt = reader(loaded)
     if param is not None:
         fit_context(arguments, prompt, loaded, options, param)

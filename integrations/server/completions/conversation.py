@@ -172,7 +172,9 @@ class Conversation:
         tools = self._body.tools if isinstance(self._body, ChatBody) else None
         calls, parser = self._service.call_parser, loaded.tokenizer.tool_parser
         for number in job.numbers:
-            self._texts[number] = ChoiceText(loaded, job.prompt.initial_state, self._plan.stops)
+            self._texts[number] = ChoiceText(
+                loaded, job.prompt.initial_state, self._plan.stops, job.ending.min_tokens
+            )
             self._calls[number] = ChoiceCalls(calls, parser, tools, bool(self._body.stream))
 
     def _note_token(self, token: Token) -> Delta:

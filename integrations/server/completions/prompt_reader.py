@@ -14,6 +14,11 @@ from mlx_lm import server
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
+from paged_kv.integrations.server.completions.continued_answer import (
+    ContinuingTokenizer,
+    continues,
+    last_text,
+)
 from paged_kv.integrations.server.completions.interface import Mark
 from paged_kv.integrations.server.completions.message_parts import (
     copied,
@@ -114,7 +119,8 @@ def _end_of(
         return len(prompt.tokens)
     try:
         messages = copied(body.messages[: mark.messages])
-        tokens, *_ = _tokenized(loaded, body, messages, options, limit)
+        tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+        tokens, *_ = _tokenized(loaded, body, messages, options, tokenizer)
     except Exception:
         return len(prompt.tokens)
     return common_prefix(tokens, prompt.tokens)
@@ -133,7 +139,8 @@ def _read(
         inline_image_urls(messages, options.max_body_bytes)
     if has_images and loaded.prompts is not None:
         return _with_images(loaded, body, messages, options)
-    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options, limit)
+    tokenizer = _tokenizer_of(loaded, body, limit)
+    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options, tokenizer)
     if vision is None:
         return Prompt(tokens, segments, state)
     # Evaluate here: the generation thread cannot. See `ThreadConflict`.
@@ -144,7 +151,16 @@ def _read(
 def _with_images(
     loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
 ) -> Prompt:
-    """The prompt of a conversation with images, for a model of mlx-vlm."""
+    """The prompt of a conversation with images, for a model of mlx-vlm.
+
+    Raises:
+        APIError: 400, its answer is to continue the last message.
+    """
+    if continues(body) or body.add_generation_prompt is False:
+        raise wrong_value(
+            "messages: with images the model continues no answers: end with a message of the user",
+            "messages",
+        )
     files = image_files(messages)
     server.process_message_content(messages, keep_images=True)
     variables = {**options.chat_template_args, **(body.chat_template_kwargs or {})}
@@ -162,12 +178,22 @@ def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
     return str(tokenizer.response_initial_state or ("reasoning" if is_open else "normal"))
 
 
+def _tokenizer_of(loaded: LoadedModel, body: ChatBody, limit: PromptLimit) -> Any:
+    """What makes the tokens of a chat, up to where the answer begins."""
+    tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+    if continues(body):
+        return ContinuingTokenizer(tokenizer, last_text(body))
+    if body.add_generation_prompt is False:
+        return ContinuingTokenizer(tokenizer, None)
+    return tokenizer
+
+
 def _tokenized(
     loaded: LoadedModel,
     body: ChatBody,
     messages: list[Any],
     options: argparse.Namespace,
-    limit: PromptLimit,
+    tokenizer: Any,
 ) -> Any:
     request = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
     # mlx-lm's method uses only these attributes.
@@ -175,7 +201,7 @@ def _tokenized(
     generator: Any = SimpleNamespace(model_provider=provider)
     return server.ResponseGenerator._tokenize(
         generator,
-        LimitedTokenizer(loaded.tokenizer, limit),
+        tokenizer,
         request,
         SimpleNamespace(chat_template_kwargs=body.chat_template_kwargs),
     )

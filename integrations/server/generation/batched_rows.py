@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import make_stop_sequences
 
 from paged_kv.admission.demand import Demand
 from paged_kv.integrations.batching.pool_memory import pool_size
@@ -65,7 +64,7 @@ class BatchedRows:
         self._reuse = provider.reuse
         self._step_tokens = options.prefill_step_size
         self._prompts_at_once = options.prompt_concurrency
-        self._stops = [make_stop_sequences(provider.tokenizer)]
+        self._tokenizer: Any = provider.tokenizer
         self._rows: dict[int, _Row] = {}
         self._reading: set[int] = set()
         self._left: dict[int, int] = {}  # tokens of prompts to compute, by uid
@@ -194,7 +193,7 @@ class BatchedRows:
             all_tokens=[known],
             samplers=[sampling.sampler],
             logits_processors=[sampling.processors],
-            stop_sequences=self._stops,
+            stop_sequences=[row.job.ending.stop_sequences(self._tokenizer)],
         )
         if self._preemption is not None:
             self._preemption.priorities.by_uid[uid] = row.job.priority

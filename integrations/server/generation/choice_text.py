@@ -62,9 +62,18 @@ class ChoiceText:
         loaded: the model that generates them.
         initial_state: the kind of text that it writes first.
         stops: of `stop_machine`.
+        min_tokens: the text of so many first tokens is not searched for stop words.
     """
 
-    def __init__(self, loaded: LoadedModel, initial_state: str, stops: TextStateMachine) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        initial_state: str,
+        stops: TextStateMachine,
+        min_tokens: int = 0,
+    ) -> None:
+        self._unsearched = min_tokens
+        self._hidden = frozenset(loaded.tokenizer.eos_token_ids)
         self._detokenizer = linear_time(loaded.tokenizer.detokenizer)
         self._state = loaded.text_machine.make_state(initial_state)
         self._unfinished = 0
@@ -102,8 +111,8 @@ class ChoiceText:
         return delta
 
     def _decoded(self, token: Token) -> str:
-        # The end token is not part of the text.
-        if token.finish_reason != "stop":
+        # The token that ends a choice is not part of the text; nor is an ignored end token.
+        if token.finish_reason != "stop" and token.token not in self._hidden:
             self._detokenizer.add_token(token.token)
         if token.finish_reason is not None or self._unfinished == MOST_UNFINISHED_TOKENS:
             self._detokenizer.finalize()
@@ -120,6 +129,9 @@ class ChoiceText:
     def _up_to_stop(self, text: str, finish_reason: str | None) -> tuple[str, str | None]:
         """The part of a text that is certainly before any stop word, and the word, if one was
         found."""
+        if self._unsearched > 0:
+            self._unsearched -= 1
+            return text, None
         searched = self._stop[3] + text  # what was held back before, too
         self._stop, segments = TextStateMachine.split(self._stop, text)
         safe = "".join(part for _, part in segments)

@@ -16,6 +16,7 @@ from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.prompt_media import PromptMedia
+from paged_kv.integrations.server.generation.ending import Ending
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.speculation.batch import SpeculationCounts
@@ -91,6 +92,7 @@ class Job:
         priority: of waiting jobs, those with the lowest begin first.
         asked_tokens: `max_tokens` as the request has it, or the default. In `arguments` it is
             lowered to what fits.
+        ending: the tokens that end a choice.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
         generated_tokens: of all choices.
@@ -111,6 +113,7 @@ class Job:
     compiled: CompiledGrammar | None = None
     priority: int = 0
     asked_tokens: int = 0
+    ending: Ending = field(default_factory=Ending)
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -81,6 +81,8 @@ class Rows:
         samplings = self._samplers.of(job.arguments, job.choices)
         if not job.arguments.max_tokens:
             return
+        if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
+            samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
         if grammars := begun_grammars(self.loaded, job, prompt):
             samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
             self._grammars[job] = grammars

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import make_stop_sequences, maybe_quantize_kv_cache, stream_generate
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv.integrations.server.generation.batched_rows import Happened, as_token, hold
@@ -34,6 +34,14 @@ class _Start(NamedTuple):
     ends: list[int]
 
 
+class _Sampled(NamedTuple):
+    """A token, its log probabilities [vocabulary], and why it is the last one, if it is."""
+
+    token: int
+    logprobs: mx.array
+    finish_reason: str | None
+
+
 class SingleRow:
     """One job at a time, its choices one after the other. All of this runs on the generation
     thread.
@@ -50,7 +58,6 @@ class SingleRow:
         self._provider = provider
         self._options = options
         self._stream = stream
-        self._stops = make_stop_sequences(provider.tokenizer)
         self._job: Job | None = None
         self._dropped: set[int] = set()
         self._events: Happened = iter(())
@@ -135,11 +142,11 @@ class SingleRow:
                 # Of a copy of the list, which is emptied.
                 self._keep(told[:done], [*cache], job, prompt)
             yield job, Progress(done, len(prompt.tokens))
-        stops = self._stops.matcher()
+        stops = job.ending.stop_sequences(self._provider.tokenizer).matcher()
         for response in self._generate(job, start, prompt.tokens, sampling):
             told.append(response.token)
             if stops.advance(response.token):
-                response.finish_reason = "stop"
+                response = response._replace(finish_reason="stop")
             job.generated_tokens += 1
             if response.finish_reason is not None:
                 # Insert before the client sees the end and drops the job.
@@ -154,16 +161,15 @@ class SingleRow:
 
     def _generate(
         self, job: Job, start: _Start, tokens: list[int], sampling: Sampling
-    ) -> Iterator[Any]:
+    ) -> Iterator[_Sampled]:
         """The tokens that follow a prompt, of which the cache holds all but the last."""
-        options = self._options
+        options, most = self._options, job.arguments.max_tokens
         model: Any = start.model
-        return stream_generate(
+        steps: Any = generate_step(
+            mx.array(tokens[-1:]),
             model,
-            self._provider.tokenizer,
-            tokens[-1:],
-            max_tokens=job.arguments.max_tokens,
-            stream=self._stream,
+            self._stream,
+            max_tokens=most,
             sampler=sampling.sampler,
             logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
             prompt_cache=start.cache,
@@ -172,6 +178,9 @@ class SingleRow:
             kv_group_size=options.kv_group_size,
             quantized_kv_start=options.quantized_kv_start,
         )
+        with wired_limit(model, [self._stream]):
+            for count, (token, logprobs) in enumerate(steps, 1):
+                yield _Sampled(token, logprobs, "length" if count == most else None)
 
     def _read(self, start: _Start, tokens: list[int]) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would

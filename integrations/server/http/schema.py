@@ -41,6 +41,7 @@ MOST_TOP_LOGPROBS = 20
 # OpenAI takes 4 stop texts. A search for them takes memory for each character.
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 4096
+MOST_STOP_TOKENS = 128
 # As at OpenAI. Some chat templates look back at all messages for each message.
 MOST_MESSAGES = 2048
 MOST_PARTS = 2048
@@ -112,6 +113,11 @@ class Body(BaseModel):
     max_tokens: MostTokens | None = None
     max_completion_tokens: MostTokens | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: Annotated[
+        list[Count] | None, Field(fail_fast=True), at_most(MOST_STOP_TOKENS)
+    ] = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -233,6 +239,8 @@ class ChatBody(Body):
     role_mapping: Annotated[dict[str, str] | None, at_most(MOST_NAMES)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MOST_NAMES)] = None
     logprobs: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def has_images(self) -> bool:

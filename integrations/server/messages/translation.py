@@ -7,7 +7,6 @@ from typing import Any
 
 from paged_kv.integrations.server.completions.interface import Mark
 from paged_kv.integrations.server.completions.tool_images import shown_by_user
-from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.messages.requests import (
     SHARED,
     CacheControl,
@@ -32,16 +31,7 @@ def chat_of(said: Mapping[str, Any], body: PromptBody, skipped: Sequence[str]) -
         said: the body as it came, for the fields that both have.
         body: the same, checked.
         skipped: lines that begin with one of these are left out at the start of system blocks.
-
-    Raises:
-        APIError: 400, the last message is the beginning of an answer.
     """
-    if body.messages[-1]["role"] == "assistant":
-        raise wrong_value(
-            "messages: the last one is the assistant's, and this server continues no answers: end "
-            "with a message of the user",
-            "messages",
-        )
     chat = {name: said[name] for name in SHARED if name in said}
     chat["messages"] = _chat_messages(body.system, body.messages, skipped)
     if body.tools:

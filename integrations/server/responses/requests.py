@@ -26,11 +26,12 @@ from paged_kv.integrations.server.http.schema import (
     at_most,
 )
 
-# Fields of chat completions that mean the same here. Those of the last line are extensions.
+# Fields of chat completions that mean the same here. Those of the last lines are extensions.
 SHARED = (
     *("model", "stream", "stream_options", "store", "temperature", "top_p", "parallel_tool_calls"),
     *("cache_salt", "chat_template_kwargs", "min_p", "priority", "repetition_penalty", "seed"),
-    "top_k",
+    *("add_generation_prompt", "continue_final_message"),
+    *("ignore_eos", "min_tokens", "stop_token_ids", "top_k"),
 )
 
 # Fields that no token of an answer depends on.
