@@ -34,6 +34,7 @@ INTEGERS: dict[str, tuple[Any, ...]] = {
     "seed": (-(2**63) - 1, 2**64, 2**70, -(2**70)),
     "top_k": (-1, 4096, 10**9, 10**30),
     "top_logprobs": (-2, 21, 10**20),
+    "prompt_logprobs": (-1, 21, 10**20),
     "num_draft_tokens": (-1, 257, 10**30),
     "min_tokens": (-1, 9000, 2**31, 10**30),
     "repetition_context_size": (-1, 2**31, 10**30),
@@ -57,7 +58,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": ("no", 0),
     "functions": ([],),
     "function_call": ("auto",),
-    "echo": (True,),
     "best_of": (2,),
     "suffix": ("\n",),
     "modalities": (["text", "audio"],),
@@ -67,7 +67,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": ({},),
     "guided_json": ({},),
     "structured_outputs": ({"xml": "a"}, {"regex": "a", "choice": ["a"]}, [], {"choice": []}),
-    "prompt_logprobs": (1,),
     "truncate_prompt_tokens": (5,),
     "max_output_tokens": (5,),
     "temprature": (0.5,),
@@ -127,6 +126,8 @@ def _fields() -> Iterator[Bad]:
         "stop", 5, [5], {}, ["a", 5], [["a"]], ["x"] * 17, "x" * 4097, ["x" * 4090] * 2
     )
     yield from wrong("stop_token_ids", 5, "5", {}, ["5"], [-1], [4096], [1.5], [True], [1] * 129)
+    yield from wrong("echo", "yes", 1, [])
+    yield from wrong("echo", True, path=CHAT)
     yield from wrong("ignore_eos", "yes", 1, [])
     yield from wrong("logprobs", -1, 21, "yes", 1.5, [])
     yield from wrong("logprobs", 5, "yes", path=CHAT)

@@ -12,6 +12,8 @@ from mlx_lm.server import get_system_fingerprint
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.completions.logprobs import Logprobs, bounded
+from paged_kv.integrations.server.completions.prompt_logprobs import described
+from paged_kv.integrations.server.generation.jobs import Token
 from paged_kv.integrations.server.http.request_body import parse_body
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
 
@@ -55,6 +57,7 @@ class OpenAIAnswers(Answers):
         }
         self._includes_usage = body.includes_usage
         self._of_tokens = Logprobs(tokenizer)
+        self._prompt_count = body.prompt_logprobs or 0
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """See `Answers`."""
@@ -85,6 +88,13 @@ class OpenAIAnswers(Answers):
     def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """The log probabilities of a choice's prompt, if they were asked for."""
+        if choice.prompt is None:
+            return {}
+        listed = described(choice.prompt, self._prompt_count, self._of_tokens.text_of)
+        return {"prompt_logprobs": listed}
+
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         """Log probabilities of each token, in the form of chat completions."""
         return {"content": [self._of_tokens.of(token) for token in choice.tokens]}
@@ -96,6 +106,10 @@ class ChatAnswers(OpenAIAnswers):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """See `Answers`."""
+        return super().whole(choices, usage) | self._of_prompt(choices[0])
 
     def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"}
@@ -122,7 +136,7 @@ class TextAnswers(OpenAIAnswers):
         self._offsets: dict[int, int] = {}
 
     def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
-        return {"text": choice.text}
+        return {"text": choice.text, **self._of_prompt(choice)}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
         if not self._is_listed:
@@ -135,12 +149,15 @@ class TextAnswers(OpenAIAnswers):
         return {
             "tokens": texts,
             "token_logprobs": [bounded(token.logprob) for token in choice.tokens],
-            "top_logprobs": [
-                {self._of_tokens.text_of(each.token): bounded(each.logprob) for each in token.top}
-                for token in choice.tokens
-            ],
+            "top_logprobs": [self._top(token) for token in choice.tokens],
             "text_offset": offsets,
         }
+
+    def _top(self, token: Token) -> dict[str, float | None] | None:
+        """The likeliest tokens in the place of one; nothing comes before the first of a prompt."""
+        if token.logprob is None:
+            return None
+        return {self._of_tokens.text_of(each.token): bounded(each.logprob) for each in token.top}
 
 
 def _answers(body: Body, name: str, tokenizer: Any) -> Answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paged_kv.integrations.server.generation.jobs import Held, Token
+from paged_kv.integrations.server.generation.jobs import Held, ScoredToken, Token
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Choice:
         count: the number of all its tokens.
         reasoning_count: of these, the number of those of thoughts.
         stop_text: the stop text before which it ended, if it did.
+        prompt: the log probabilities of its prompt, if they were asked for.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Choice:
     count: int = 0
     reasoning_count: int = 0
     stop_text: str | None = None
+    prompt: list[ScoredToken] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -86,3 +88,4 @@ class Choice:
         self.tokens += new.tokens
         self.finish_reason = new.finish_reason
         self.stop_text = new.stop_text
+        self.prompt = new.prompt or self.prompt

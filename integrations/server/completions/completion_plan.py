@@ -22,6 +22,11 @@ from mlx_lm.server import (
 from paged_kv.integrations.server.completions.interface import Asked
 from paged_kv.integrations.server.completions.output_constraint import constraint_of
 from paged_kv.integrations.server.completions.prompt_limit import fit_context
+from paged_kv.integrations.server.completions.prompt_logprobs import (
+    MOST_SCORES,
+    prompt_logprobs_of,
+    require_scorable,
+)
 from paged_kv.integrations.server.completions.prompt_reader import (
     read_chat,
     read_prefill,
@@ -117,16 +122,23 @@ def _jobs_of(
         )
     # Each prompt leaves room for other numbers of tokens.
     own = [replace(arguments) for _ in readers]
+    scores = prompt_logprobs_of(body, arguments.top_logprobs if arguments.logprobs else None)
+    reading = partial(
+        _read,
+        ending=ending,
+        scores=None if scores is None else (scores, MOST_SCORES // len(readers)),
+        options=options,
+        param=None if asked.is_counted else param,
+    )
     return [
         Job(
             request_id=request_id,
             model=model,
-            read=partial(
-                _read, own[number], ending, reader, options, None if asked.is_counted else param
-            ),
+            read=partial(reading, arguments=own[number], reader=reader),
             arguments=own[number],
             asked_tokens=arguments.max_tokens,
             ending=ending,
+            prompt_logprobs=scores,
             choices=choices,
             first_choice=number * choices,
             salt=salt,
@@ -218,17 +230,27 @@ def require_bounds(arguments: GenerationArguments, ending: Ending, vocab_size: i
 
 
 def _read(
+    loaded: LoadedModel,
+    *,
     arguments: GenerationArguments,
     ending: Ending,
     reader: partial[Prompt],
+    scores: tuple[int, int] | None,
     options: argparse.Namespace,
     param: str | None,
-    loaded: LoadedModel,
 ) -> Prompt:
-    """A job's prompt, behind which an answer fits; None as the field that holds it means that its
-    tokens are only counted."""
+    """A job's prompt, behind which an answer fits.
+
+    Args:
+        arguments: `max_tokens` is lowered to what fits.
+        scores: how many likely tokens to list for each token of the prompt, and how many log
+            probabilities it may have in all; None if none are asked for.
+        param: the field that holds the prompt; None if its tokens are only counted.
+    """
     require_bounds(arguments, ending, loaded.vocab_size)
     prompt = reader(loaded)
+    if scores is not None:
+        require_scorable(prompt, *scores)
     if param is not None:
         fit_context(arguments, prompt, loaded, options, param)
     return prompt

@@ -9,6 +9,7 @@ from typing import Any
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.completion_plan import Plan
+from paged_kv.integrations.server.completions.prompt_logprobs import first_part
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.completions.tool_calls import ChoiceCalls
 from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
@@ -22,7 +23,7 @@ from paged_kv.integrations.server.generation.jobs import (
     Token,
 )
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
-from paged_kv.integrations.server.http.schema import ChatBody
+from paged_kv.integrations.server.http.schema import ChatBody, TextBody
 
 # A stream in which nothing happens says so, since only bytes that cannot be sent tell a client that
 # has left from one that has ended its side of the connection.
@@ -55,6 +56,7 @@ class Conversation:
         self._calls: dict[int, ChoiceCalls] = {}
         self._first_token: dict[int, float] = {}
         self._open = {choice.index for choice in self.choices}
+        self._told: set[int] = set()
         self._tokenizer: Any = None
 
     @property
@@ -86,7 +88,7 @@ class Conversation:
     @property
     def held_tokens(self) -> int:
         """The number of tokens in `choices`, whose log probabilities were asked for."""
-        return sum(len(choice.tokens) for choice in self.choices)
+        return sum(len(choice.tokens) + len(choice.prompt or ()) for choice in self.choices)
 
     async def begin(self) -> None:
         """Wait until one of the jobs runs.
@@ -131,8 +133,18 @@ class Conversation:
                 held.setdefault(event.choice, []).extend(delta.tokens)
                 if not new.is_empty:
                     new.tokens = held.pop(event.choice)
-                    yield new
+                    yield self._with_prompt(new)
         self._service.metrics.whole_request.note(monotonic() - self._began)
+
+    def _with_prompt(self, new: Choice) -> Choice:
+        """A new part of a choice; the first one has what the request asks for of its prompt."""
+        if new.index in self._told:
+            return new
+        self._told.add(new.index)
+        job = self._job_of(new.index)
+        first = first_part(self._body, job, new.index, self._tokenizer)
+        first.add(new)
+        return first
 
     async def _part(self, number: int, delta: Delta) -> Choice:
         calls = await self._calls[number].formatted(delta.calls)
@@ -169,11 +181,16 @@ class Conversation:
     def _note_begun(self, job: Job, loaded: LoadedModel) -> None:
         self._tokenizer = loaded.tokenizer
         assert job.prompt is not None, "a job has begun"
+        lists_end = isinstance(self._body, TextBody) and bool(self._body.echo)
         tools = self._body.tools if isinstance(self._body, ChatBody) else None
         calls, parser = self._service.call_parser, loaded.tokenizer.tool_parser
         for number in job.numbers:
             self._texts[number] = ChoiceText(
-                loaded, job.prompt.initial_state, self._plan.stops, job.ending.min_tokens
+                loaded,
+                job.prompt.initial_state,
+                self._plan.stops,
+                job.ending.min_tokens,
+                lists_end=lists_end,
             )
             self._calls[number] = ChoiceCalls(calls, parser, tools, bool(self._body.stream))
 

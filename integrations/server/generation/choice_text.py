@@ -62,6 +62,7 @@ class ChoiceText:
         loaded: the model that generates them.
         initial_state: the kind of text that it writes first.
         stops: of `stop_machine`.
+        lists_end: whether the token that ends the choice is listed with the others.
         min_tokens: the text of so many first tokens is not searched for stop words.
     """
 
@@ -71,7 +72,10 @@ class ChoiceText:
         initial_state: str,
         stops: TextStateMachine,
         min_tokens: int = 0,
+        *,
+        lists_end: bool = False,
     ) -> None:
+        self._lists_end = lists_end
         self._unsearched = min_tokens
         self._hidden = frozenset(loaded.tokenizer.eos_token_ids)
         self._detokenizer = linear_time(loaded.tokenizer.detokenizer)
@@ -88,7 +92,8 @@ class ChoiceText:
 
     def take(self, token: Token) -> Delta:
         """The part that the next token adds. The last one has a finish reason."""
-        if token.logprob is not None and token.finish_reason != "stop":
+        is_listed = token.finish_reason != "stop" or self._lists_end
+        if token.logprob is not None and is_listed:
             self._unlisted.append((self._decoded_length, token))
         text, stop_text = self._up_to_stop(self._decoded(token), token.finish_reason)
         reason = token.finish_reason if stop_text is None else "stop"

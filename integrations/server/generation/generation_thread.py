@@ -269,7 +269,7 @@ class GenerationThread:
         fetchers, rows, prompt = self.provider.fetchers, self._rows, job.prompt
         if not fetchers or rows is None or prompt is None or prompt.media is not None:
             return False
-        if rows.loaded.key != job.model:
+        if rows.loaded.key != job.model or job.prompt_logprobs is not None:
             return False
         admit = partial(GenerationThread._admit, job=job)
         own, *drafting = fetchers

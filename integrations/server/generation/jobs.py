@@ -30,6 +30,31 @@ class Held:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """One of the likeliest tokens."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt.
+
+    Attributes:
+        token: the id.
+        logprob: its log probability behind those before it; None for the first token.
+        rank: 1 if no token was likelier.
+        top: the likeliest tokens in its place, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[TopToken, ...] = ()
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A prompt as a model reads it.
@@ -93,8 +118,11 @@ class Job:
         asked_tokens: `max_tokens` as the request has it, or the default. In `arguments` it is
             lowered to what fits.
         ending: the tokens that end a choice.
+        prompt_logprobs: how many of the likeliest tokens to list for each token of the prompt, with
+            its log probability; None if these are not asked for.
         stage: see `Stage`. The generation thread sets it and the fields that follow.
         cached_tokens: tokens of the prompt that hit a cached prefix.
+        scored: the prompt's tokens so far, if their log probabilities are asked for.
         generated_tokens: of all choices.
         speculation: counts the drafts of all choices.
         number: names the job, on all ranks.
@@ -114,8 +142,10 @@ class Job:
     priority: int = 0
     asked_tokens: int = 0
     ending: Ending = field(default_factory=Ending)
+    prompt_logprobs: int | None = None
     stage: Stage = Stage.WAITING
     cached_tokens: int = 0
+    scored: list[ScoredToken] = field(default_factory=list)
     generated_tokens: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     since: float = field(default_factory=monotonic)
@@ -125,6 +155,11 @@ class Job:
     def numbers(self) -> range:
         """The numbers of the choices in the request."""
         return range(self.first_choice, self.first_choice + self.choices)
+
+    @property
+    def computes_nothing(self) -> bool:
+        """Whether there is nothing to generate, and nothing to tell of the prompt."""
+        return not self.arguments.max_tokens and self.prompt_logprobs is None
 
     @property
     def fitting_tokens(self) -> int | None:
@@ -152,14 +187,6 @@ class Progress:
 
     done: int
     total: int
-
-
-@dataclass(frozen=True, slots=True)
-class TopToken:
-    """One of the likeliest tokens."""
-
-    token: int
-    logprob: float
 
 
 @dataclass(frozen=True, slots=True)

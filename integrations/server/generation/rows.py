@@ -39,7 +39,7 @@ class Rows:
     ) -> None:
         self.loaded = loaded
         self._batch = BatchedRows(provider, options, stream)
-        self._single = SingleRow(provider, options, stream)
+        self._single = SingleRow(provider, loaded, options, stream)
         self._samplers = Samplers(loaded)
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
 
@@ -48,11 +48,11 @@ class Rows:
 
     def demand(self, job: Job, prompt: Prompt) -> Demand:
         """The most that a job may need."""
-        if not job.arguments.max_tokens:
-            return Demand(0, 0)  # nothing is computed
+        if job.computes_nothing:
+            return Demand(0, 0)
         most = job.arguments.max_tokens
         demand = Demand(len(prompt.tokens), most, priority=job.priority)
-        if self._is_alone(prompt):
+        if self._is_alone(job, prompt):
             # It computes its choices one after the other.
             return replace(demand, is_alone=True)
         shared, awaits = self._batch.sharing(prompt, job.salt)
@@ -64,7 +64,7 @@ class Rows:
 
     def expect(self, job: Job, prompt: Prompt) -> None:
         """Note in a trace that a job waits, unless it will run alone."""
-        if not self._is_alone(prompt) and job.arguments.max_tokens:
+        if not self._is_alone(job, prompt) and not job.computes_nothing:
             self._batch.expect(job, prompt)
 
     def forget(self, job: Job) -> None:
@@ -79,14 +79,14 @@ class Rows:
             APIError: 400, its sampling options or its grammar do not work.
         """
         samplings = self._samplers.of(job.arguments, job.choices)
-        if not job.arguments.max_tokens:
+        if job.computes_nothing:
             return
         if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
             samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
         if grammars := begun_grammars(self.loaded, job, prompt):
             samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
             self._grammars[job] = grammars
-        rows = self._single if self._is_alone(prompt) else self._batch
+        rows = self._single if self._is_alone(job, prompt) else self._batch
         rows.begin(job, prompt, samplings)
 
     def step(self) -> Happened:
@@ -113,5 +113,10 @@ class Rows:
         self._batch.close()
         self._single.close()
 
-    def _is_alone(self, prompt: Prompt) -> bool:
-        return not self.loaded.is_batchable or prompt.media is not None
+    def _is_alone(self, job: Job, prompt: Prompt) -> bool:
+        # A batch computes no logits of prompts.
+        return (
+            not self.loaded.is_batchable
+            or prompt.media is not None
+            or job.prompt_logprobs is not None
+        )

@@ -1,5 +1,5 @@
-"""Runs one job alone: with images, mlx-lm's quantised keys and values, or a model whose caches
-cannot be batched. Nothing is drafted for it."""
+"""Runs one job alone: with images, mlx-lm's quantised keys and values, a model whose caches cannot
+be batched, or log probabilities of its prompt. Nothing is drafted for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv.integrations.server.generation.batched_rows import Happened, as_token, hold
-from paged_kv.integrations.server.generation.jobs import Job, Progress, Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.generation.jobs import Empty, Job, Progress, Prompt
+from paged_kv.integrations.server.generation.paged_model_provider import (
+    LoadedModel,
+    PagedModelProvider,
+)
+from paged_kv.integrations.server.generation.prompt_scores import PromptScores
 from paged_kv.integrations.server.generation.sampling import Sampling
 from paged_kv.integrations.server.http.api_errors import wrong_value
 
@@ -48,13 +52,19 @@ class SingleRow:
 
     Args:
         provider: has loaded the model.
+        loaded: the model.
         options: mlx-lm's.
         stream: of MLX.
     """
 
     def __init__(
-        self, provider: PagedModelProvider, options: argparse.Namespace, stream: mx.Stream
+        self,
+        provider: PagedModelProvider,
+        loaded: LoadedModel,
+        options: argparse.Namespace,
+        stream: mx.Stream,
     ) -> None:
+        self._vocab_size = loaded.vocab_size
         self._provider = provider
         self._options = options
         self._stream = stream
@@ -115,7 +125,11 @@ class SingleRow:
         model: Any = self._provider.model
         lengths = accumulate(len(segment) for segment in prompt.segments)
         ends = [end for end in lengths if end < len(prompt.tokens)]
-        cache, cached = self._fetch(prompt.cache_key, job.salt)
+        known = prompt.cache_key
+        if job.prompt_logprobs is not None and not job.scored:
+            # What is cached has no logits; of one token nothing is found.
+            known = known[:1]
+        cache, cached = self._fetch(known, job.salt)
         hold(self._provider.reuse, prompt, job.salt)
         if prompt.media is None:
             return _Start(model, cache, cached, ends)
@@ -137,11 +151,19 @@ class SingleRow:
         self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
     ) -> Happened:
         told, cache = list(prompt.cache_key), start.cache
-        for done in self._read(start, prompt.tokens):
+        scores = None
+        if job.prompt_logprobs is not None and not job.scored:
+            scores = PromptScores(job, prompt.tokens, self._vocab_size)
+        for done in self._read(start, prompt.tokens, scores):
             if done in start.ends:
                 # Of a copy of the list, which is emptied.
                 self._keep(told[:done], [*cache], job, prompt)
             yield job, Progress(done, len(prompt.tokens))
+        if not job.arguments.max_tokens:
+            if told[1:]:
+                self._keep(told[:-1], cache, job, prompt)
+            yield job, Empty(number)
+            return
         stops = job.ending.stop_sequences(self._provider.tokenizer).matcher()
         for response in self._generate(job, start, prompt.tokens, sampling):
             told.append(response.token)
@@ -182,23 +204,29 @@ class SingleRow:
             for count, (token, logprobs) in enumerate(steps, 1):
                 yield _Sampled(token, logprobs, "length" if count == most else None)
 
-    def _read(self, start: _Start, tokens: list[int]) -> Iterator[int]:
+    def _read(self, start: _Start, tokens: list[int], scores: PromptScores | None) -> Iterator[int]:
         """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
         return only at the prompt's end, and the client may leave before."""
         done, step_size = start.cached, self._options.prefill_step_size
+        if scores is not None:
+            step_size = min(step_size, scores.step_tokens)
         for border in [*start.ends, len(tokens) - 1]:
             while done < border:
                 end = min(done + step_size, border)
-                self._read_step(start.model, tokens[done:end], start.cache)
+                self._read_step(start.model, tokens[done:end], start.cache, scores)
                 done = end
                 yield done
 
     def _read_step(
-        self, model: Callable[..., mx.array], tokens: list[int], cache: list[Any]
+        self,
+        model: Callable[..., mx.array],
+        tokens: list[int],
+        cache: list[Any],
+        scores: PromptScores | None,
     ) -> None:
         options = self._options
         with mx.stream(self._stream):
-            model(mx.array([tokens]), cache=cache)
+            logits = model(mx.array([tokens]), cache=cache)
             maybe_quantize_kv_cache(
                 cache,
                 quantized_kv_start=options.quantized_kv_start,
@@ -206,6 +234,9 @@ class SingleRow:
                 kv_bits=options.kv_bits,
             )
             mx.eval([layer.state for layer in cache])
+            if scores is not None:
+                scores.note(logits)
+        del logits
         mx.clear_cache()
 
 

@@ -135,6 +135,7 @@ class Body(BaseModel):
     frequency_penalty: Logit | None = None
     frequency_context_size: Count | None = None
     top_logprobs: Annotated[int, Field(ge=-1, le=MOST_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -171,6 +172,7 @@ class TextBody(Body):
 
     Attributes:
         prompt: a text, its token ids, or a list of either.
+        echo: whether a choice begins with its prompt.
         logprobs: the number of alternatives to list for each token, as in OpenAI's API; or whether
             to list log probabilities, as in mlx-lm's.
     """
@@ -178,6 +180,7 @@ class TextBody(Body):
     prompt: Any
     # 0 generates nothing; at OpenAI too, and in no conversation.
     max_tokens: AnyTokens | None = None
+    echo: bool | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt")
