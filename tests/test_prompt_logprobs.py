@@ -41,7 +41,7 @@ def asked(running: PagedRunningServer, **body: Any) -> Any:
 def direct(running: PagedRunningServer, tokens: list[int]) -> mx.array:
     """The log probabilities [tokens, vocabulary] behind each token, from one plain call."""
     model: Any = running.provider.model
-    logits = model(mx.array([tokens]))[0].astype(mx.float32)
+    logits: mx.array = model(mx.array([tokens]))[0].astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
@@ -115,8 +115,9 @@ def test_prompt_logprobs_have_ranks_and_likely_tokens(running: PagedRunningServe
         value = expected[at, token].item()
         own = listed[str(token)]
         assert own["logprob"] == pytest.approx(value, abs=1e-2)
+        likelier: Any = mx.sum(expected[at] > value).item()
         # Neighbours may change places by rounding.
-        assert abs(own["rank"] - 1 - int(mx.sum(expected[at] > value).item())) <= 20
+        assert abs(own["rank"] - 1 - likelier) <= 20
         others_of = [each for key, each in listed.items() if key != str(token)]
         assert [each["rank"] for each in others_of] == [1, 2, 3]
         assert others_of[0]["logprob"] == pytest.approx(mx.max(expected[at]).item(), abs=1e-2)
