@@ -20,6 +20,7 @@ from paged_kv.commands.cache_options import (
     store_options,
 )
 from paged_kv.commands.interrupts import raised
+from paged_kv.commands.model_names import named_model
 from paged_kv.embedded import embedded_model
 from paged_kv.extras import extra_module
 
@@ -49,8 +50,8 @@ def add_generate_parser(
     parser.add_argument(
         "--model",
         type=name,
-        help="folder or Hugging Face repository of a model (default: a small model in this "
-        "package, which writes text that looks like Python)",
+        help="folder or Hugging Face repository of a model (default: stdlib-llama, a small model "
+        "in this package, which writes text that looks like Python)",
     )
     parser.add_argument(
         "--prompt",
@@ -107,6 +108,7 @@ def add_generate_parser(
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, print a summary, return the exit status."""
+    arguments.model = named_model(arguments.model)
     try:
         require_complete(arguments)
         temp = _temperature(arguments.temp, arguments.num_samples)
@@ -116,20 +118,21 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"paged-kv generate: {error}", file=sys.stderr)
         return 2
-    generation = _generation_class(arguments)(
-        arguments.model or embedded_model(),
-        page_format=arguments.page_format,
-        max_bytes=arguments.max_kv_bytes,
-        max_tokens=arguments.max_tokens,
-        temp=temp,
-        seed=arguments.seed,
-        store=arguments.store,
-        store_bytes=arguments.store_bytes,
-        store_options=store_options(arguments),
-        draft=arguments.draft_model,
-        num_draft_tokens=arguments.num_draft_tokens,
-        dtype=arguments.dtype,
-    )
+    with _remedy_named():
+        generation = _generation_class(arguments)(
+            arguments.model or embedded_model(),
+            page_format=arguments.page_format,
+            max_bytes=arguments.max_kv_bytes,
+            max_tokens=arguments.max_tokens,
+            temp=temp,
+            seed=arguments.seed,
+            store=arguments.store,
+            store_bytes=arguments.store_bytes,
+            store_options=store_options(arguments),
+            draft=arguments.draft_model,
+            num_draft_tokens=arguments.num_draft_tokens,
+            dtype=arguments.dtype,
+        )
     # `close` writes what the store still lacks, after an interrupt too.
     interrupt = raised() if arguments.store else nullcontext()
     output = _output(is_told=generation.is_told)

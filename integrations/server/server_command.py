@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paged_kv.commands.cache_options import has_servers, require_complete, require_folders
+from paged_kv.commands.model_names import named_model
 from paged_kv.integrations.server.signals import ending_at_once
 
 
@@ -40,6 +41,7 @@ def run(options: Sequence[str]) -> int:
     """
     with ending_at_once():
         arguments = _full_parser().parse_args(options)
+        arguments.model = named_model(arguments.model)
         _require_mlx_lm()
         require_complete(arguments)
         _require_usable(arguments)
@@ -59,10 +61,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
     from paged_kv.integrations.server.http.request_log import OneLine
     from paged_kv.integrations.server.lifecycle import follow, run_server
+    from paged_kv.integrations.server.sufficient_budget import require_sufficient_budget
 
     ranks = joined_ranks()
     if ranks.size > 1:
         _require_shareable(arguments)
+    else:
+        # Of several ranks each holds a part of the model, and finds out when it has loaded it.
+        require_sufficient_budget(arguments)
     maybe_set_recommended_wired_limit()
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())

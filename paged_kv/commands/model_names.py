@@ -3,8 +3,16 @@
 import re
 from pathlib import Path
 
+from paged_kv.embedded import EMBEDDED, embedded_model
+
 # The Hub takes no name that begins with a dot or a dash: ./model is a folder.
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def named_model(name: str | None) -> str | None:
+    """The folder or repository that a name stands for: that of the embedded model for its name,
+    unless there is a folder of this name here; any other name as it is."""
+    return embedded_model() if name == EMBEDDED and not Path(name).exists() else name
 
 
 def require_model(option: str, name: str) -> None:

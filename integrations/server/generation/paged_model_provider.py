@@ -35,6 +35,7 @@ from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher
 from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
 from paged_kv.integrations.server.http.access import read_prefill_key
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
+from paged_kv.integrations.server.sufficient_budget import budget_named
 from paged_kv.integrations.speculation.draft_models import (
     divided_factories,
     load_draft_model,
@@ -292,18 +293,20 @@ class PagedModelProvider(ModelProvider):
 
     def _make_factories(self) -> None:
         options = self.cli_args
-        self.factories = divided_factories(
-            [each for each in (self.model, self.draft_model) if each is not None],
-            options.max_kv_bytes,
-            dtype=options.dtype,
-            store=options.store,
-            page_format=options.page_format,
-            store_bytes=options.store_bytes,
-            store_options=store_options(options),
-        )
+        with budget_named(options):
+            self.factories = divided_factories(
+                [each for each in (self.model, self.draft_model) if each is not None],
+                options.max_kv_bytes,
+                dtype=options.dtype,
+                store=options.store,
+                page_format=options.page_format,
+                store_bytes=options.store_bytes,
+                store_options=store_options(options),
+            )
         for factory in self.factories:
             # This makes it learn the size of a block, which promises are computed from.
-            factory.can_admit(0)
+            with budget_named(options):
+                factory.can_admit(0)
             factory.install()
         store = self.factories[0].store
         # Several ranks must find the same, so they look for it together.
