@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+
+import mlx.core as mx
 
 _FUNCTION = "cblas_sgemm"
 
@@ -41,6 +44,17 @@ def openblas_version(library: Path) -> str | None:
             config.restype = ctypes.c_char_p
             return " ".join(config().decode().split()[:2])
     return None
+
+
+def blas_name() -> str | None:
+    """The BLAS that serves MLX, in a few words; None where MLX does not use one that could be
+    replaced: on a GPU, and on a Mac."""
+    if sys.platform != "linux" or mx.default_device().type != mx.cpu:
+        return None
+    library = library_in_use()
+    if library is None:
+        return "unknown"
+    return openblas_version(library) or f"{library.name}, without OpenBLAS"
 
 
 def _file_of(scope: ctypes.CDLL) -> Path:

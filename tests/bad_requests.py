@@ -62,10 +62,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("\n",),
     "modalities": (["text", "audio"],),
     "audio": ({},),
-    "reasoning_effort": ("high",),
-    "verbosity": ("low",),
     "web_search_options": ({},),
     "guided_json": ({},),
+    "guided_decoding_backend": ("a",),
     "structured_outputs": ({"xml": "a"}, {"regex": "a", "choice": ["a"]}, [], {"choice": []}),
     "truncate_prompt_tokens": (5,),
     "max_output_tokens": (5,),
@@ -173,6 +172,10 @@ def _messages() -> Iterator[Bad]:
     ):
         yield from wrong("messages", [message], path=CHAT)
     yield from wrong("tools", 5, ["f"], {}, path=CHAT)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    yield from wrong("tools", [tool], path=CHAT)
+    yield from wrong("reasoning_effort", "", "most", 5, path=CHAT)
+    yield from wrong("reasoning_effort", "high")
     yield from wrong("role_mapping", 5, {"user": 5}, path=CHAT)
     yield from wrong(
         "chat_template_kwargs",

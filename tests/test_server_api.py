@@ -256,11 +256,11 @@ def test_a_choice_ends_before_a_stop_word_however_its_tokens_are_cut(
 
 def test_the_model_is_served_under_all_its_names(client: OpenAI) -> None:
     names = [each.id for each in client.models.list()]
-    assert names[:2] == ["llama", "tiny"]
-    assert MODEL in names
-    for name in (*names, NAME):
+    assert names == ["llama", "tiny", "stdlib-llama"]
+    for name in (*names, MODEL):
         assert client.completions.create(model=name, prompt=PROMPT, max_tokens=1).model == name
         assert client.models.retrieve(name).id == name
+    assert client.completions.create(model=NAME, prompt=PROMPT, max_tokens=1).model == "llama"
     with pytest.raises(
         NotFoundError, match="'gpt-4' is not served here: ask for 'llama'"
     ) as refused:

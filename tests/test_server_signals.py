@@ -16,7 +16,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 # What Python says of imports, in their order, and the server of itself.
 STARTING = ["mlx.core", "transformers", "mlx_lm.server", "uvicorn", "server.lifecycle"]
-SERVING = ["listening at", "Started server process", "bytes of pages"]
+SERVING = ["listening at", "Started server process", "MB of pages", "ready at"]
 
 SLOW_LOAD = """
 import sys, time

@@ -5,21 +5,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
 
 from paged_kv.integrations.server import status_page
 from paged_kv.integrations.server.completions.answer_bodies import Completions
 from paged_kv.integrations.server.completions.answering import Answering
 from paged_kv.integrations.server.completions.service import Service
+from paged_kv.integrations.server.completions.tokenizing import (
+    DETOKENIZE,
+    TOKENIZE,
+    Detokenizing,
+    Text,
+    Tokenizing,
+    Tokens,
+)
 from paged_kv.integrations.server.generation.prefill_request import PATH as PREFILL
-from paged_kv.integrations.server.http.api_errors import APIError, told
+from paged_kv.integrations.server.http.api_errors import APIError, shortened, told
 from paged_kv.integrations.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.integrations.server.http.request_log import HEADER, RequestLog
 from paged_kv.integrations.server.http.schema import ChatBody, PrefillBody, TextBody
@@ -32,18 +41,17 @@ from paged_kv.integrations.server.responses.kept import KeptResponses
 
 def make_app(service: Service) -> Starlette:
     """The application with all routes of `paged-kv server`."""
-    handlers = {APIError: _error_response, 404: _error_response, 405: _error_response}
+    status, api = _status_routes(service), _api_routes(service)
+    unknown = partial(_unknown_route, [route.path for route in (*api, *status)])
+    handlers: dict[Any, Any] = {APIError: _error_response, 404: unknown, 405: _error_response}
     return Starlette(
-        routes=[
-            *_status_routes(service),
-            Mount("/", routes=_api_routes(service), middleware=[_cors(service.options)]),
-        ],
+        routes=[*status, Mount("/", routes=api, middleware=[_cors(service.options)])],
         middleware=[Middleware(RequestLog), Middleware(ExtraPlaces)],
         exception_handlers={**handlers, Exception: _error_response},
     )
 
 
-def _api_routes(service: Service) -> list[BaseRoute]:
+def _api_routes(service: Service) -> list[Route]:
     """The routes of clients."""
     options = service.options
     kept = KeptResponses(options)
@@ -77,6 +85,8 @@ def _api_routes(service: Service) -> list[BaseRoute]:
             messages.TokenCounts(service, messages.Messages(PromptBody, options)),
             methods=["POST"],
         ),
+        Route(TOKENIZE, Tokens(service, Tokenizing()), methods=["POST"]),
+        Route(DETOKENIZE, Text(service, Detokenizing()), methods=["POST"]),
         Route(responses.PATH, Answering(service, responses.Responses(kept)), methods=["POST"]),
         Route(f"{responses.PATH}/{{name}}", reader.answer, methods=["GET", "DELETE"]),
         Route(f"{responses.PATH}/{{name}}/input_items", reader.inputs),
@@ -86,7 +96,7 @@ def _api_routes(service: Service) -> list[BaseRoute]:
     ]
 
 
-def _status_routes(service: Service) -> list[BaseRoute]:
+def _status_routes(service: Service) -> list[Route]:
     """The routes for operators and monitoring."""
 
     async def health(_: Request) -> Response:
@@ -107,13 +117,25 @@ def _status_routes(service: Service) -> list[BaseRoute]:
 
         return checked
 
+    async def home(_: Request) -> Response:
+        # Relative, so that a proxy may serve all of this below a path.
+        return RedirectResponse("kv")
+
     paths: dict[str, Callable[[Request], object]] = {
+        "/": home,
         **dict(zip(PROBES, (health, ready), strict=True)),
         "/metrics": readable(partial(status_page.metrics, service)),
         "/kv": readable(status_page.page),
         "/kv/data": readable(partial(status_page.data, service)),
     }
     return [Route(path, answer) for path, answer in paths.items()]
+
+
+def _unknown_route(paths: list[str], request: Request, error: Exception) -> Response:
+    """The answer to a request for a path that there is not, with those that there are."""
+    known = ", ".join(dict.fromkeys(path.replace(":path}", "}") for path in paths))
+    said = f"there is no route {shortened(request.url.path)}: the routes are {known}"
+    return _error_response(request, APIError(404, said, code="not_found"))
 
 
 def _error_response(request: Request, error: Exception) -> Response:

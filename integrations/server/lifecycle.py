@@ -37,7 +37,9 @@ from paged_kv.integrations.server.http.api_errors import busy
 from paged_kv.integrations.server.http.client_limits import ClientLimits, Limits, read_limits
 from paged_kv.integrations.server.http.connection import limited
 from paged_kv.integrations.server.http.gate import Gate
+from paged_kv.integrations.server.ready_line import ready_line
 from paged_kv.integrations.server.signals import ending_in_order, ignored
+from paged_kv.sizes import counted
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +102,10 @@ class PagedServer:
         """Serve until `end` is called or the generation thread dies; return the exit status. If it
         is called while the model loads, the generation thread still runs."""
         thread = self.service.thread
-        log.info("listening at %s, port %d", self.service.options.host, self.port)
+        log.info("starting: listening at %s, port %d", self.service.options.host, self.port)
         await self._import_all()
         thread.start()
+        telling = asyncio.ensure_future(self._tell_when_ready())
         serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
         ending = asyncio.ensure_future(self._ending.wait())
         died = asyncio.wrap_future(thread.ended)
@@ -116,6 +119,7 @@ class PagedServer:
         if thread.loaded.done():
             await died
         ending.cancel()
+        telling.cancel()
         self._uvicorn.should_exit = True
         await serving
         self.service.workers.close()
@@ -126,6 +130,13 @@ class PagedServer:
         if self._ending.is_set():
             self._hurry.set()
         self._ending.set()
+
+    async def _tell_when_ready(self) -> None:
+        """Log that the model is loaded. If it cannot be, the end of the process says why."""
+        with suppress(Exception):
+            await asyncio.wrap_future(self.service.thread.loaded)
+            name, provider = self.service.names.told(None), self.service.thread.provider
+            log.info(ready_line(self.service.options.host, self.port, name, provider))
 
     async def _import_all(self) -> None:
         """Import what the first requests would, before the generation thread does imports too."""
@@ -140,7 +151,7 @@ class PagedServer:
         self.service.thread.refuse(refusal)
         seconds = self.service.options.shutdown_timeout
         if self.service.thread.loaded.done():
-            log.info("ending: %d requests have %g s to finish", self.service.gate.inside, seconds)
+            log.info(_ending(self.service.gate.inside, seconds))
         else:
             log.info("ending before the model has loaded")
         empty = asyncio.ensure_future(self.service.gate.wait_until_empty())
@@ -196,6 +207,17 @@ def follow(provider: PagedModelProvider) -> int:
         has_ended_well = thread.ended.result()
     _require_loaded(thread, provider)
     return 0 if has_ended_well else 1
+
+
+def _ending(requests: int, seconds: float) -> str:
+    """What the log says when the first signal comes."""
+    if not requests:
+        return "ending: no request runs"
+    have = "has" if requests == 1 else "have"
+    return (
+        f"ending: {counted(requests, 'request')} {have} {seconds:g} s to finish; a second signal "
+        "(Ctrl-C) ends at once"
+    )
 
 
 def _require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> None:

@@ -121,6 +121,12 @@ def _add_api_options(group: argparse._ArgumentGroup) -> None:
         "whole prompt again; without a value, none (default: x-anthropic-billing-header:)",
     )
     group.add_argument(
+        "--drop-tools",
+        action="store_true",
+        help="answer requests with tools without them where the model's chat template has none; "
+        "they get 400 otherwise",
+    )
+    group.add_argument(
         "--allow-image-urls",
         action="store_true",
         help="fetch images that requests name by http URLs, from any host this machine can reach",

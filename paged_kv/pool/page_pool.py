@@ -42,7 +42,7 @@ from paged_kv.pool.rehearsal import would_fit
 from paged_kv.pool.stats import Compaction, PoolCounts, PoolStats
 from paged_kv.pool.window import Window
 from paged_kv.ranks import ALONE, Ranks
-from paged_kv.sizes import counted
+from paged_kv.sizes import counted, format_size
 from paged_kv.trace.recorder import events_of
 
 logger = logging.getLogger("paged_kv")
@@ -181,7 +181,7 @@ class PagePool:
         self.snapshots: WeakSet[Sized] = WeakSet()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         open_pools.add(self)
-        logger.info("%s: up to %s bytes of pages", name, f"{self.budget.max_bytes:,}")
+        logger.info("%s: up to %s of pages", name, format_size(self.budget.max_bytes))
 
     def __repr__(self) -> str:
         return (

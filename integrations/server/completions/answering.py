@@ -103,6 +103,7 @@ class Answering:
         service, body = self._service, asked.body
         service.limits.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
+        body.model = service.names.told(body.model)
         is_handed = isinstance(body, PrefillBody)
         # The server that hands a prompt over has put its client's key into the salt.
         salt: Hashable = body.cache_salt if is_handed else salt_of(key, body.cache_salt)
@@ -132,7 +133,7 @@ class Answering:
                 await self._stream(talk, answers, send)
             else:
                 await talk.finish()
-                written = partial(_written, partial(answers.whole, talk.choices, talk.usage))
+                written = partial(json_bytes, partial(answers.whole, talk.choices, talk.usage))
                 content = await self._service.workers.write(written, talk.held_tokens)
                 await send_json(content, send, _limit_header(talk))
 
@@ -237,7 +238,7 @@ def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
             raise wrong_value(f"{which} cannot be read: {error}") from error
 
 
-def _written(described: Callable[[], Mapping[str, Any]]) -> bytes:
+def json_bytes(described: Callable[[], Mapping[str, Any]]) -> bytes:
     """JSON. The encoder of `json.dumps` would hold Python's lock until the end, and with it the
     event loop: log probabilities can have a million numbers."""
     return "".join(_JSON.iterencode(described())).encode()
@@ -250,7 +251,7 @@ def _streamed(described: Callable[[], Sequence[Mapping[str, Any]]]) -> bytes:
 
 def _event(described: Mapping[str, Any]) -> bytes:
     name = f"event: {described['type']}\n" if "type" in described else ""
-    return b"%bdata: %b\n\n" % (name.encode(), _written(lambda: described))
+    return b"%bdata: %b\n\n" % (name.encode(), json_bytes(lambda: described))
 
 
 def _limit_header(talk: Conversation) -> dict[str, str]:

@@ -30,11 +30,13 @@ class ModelNames:
         self._default: ModelKey = (options.model, options.adapter_path, options.draft_model)
         self._may_switch: bool = options.allow_model_switch
         self._created = int(time.time())
-        self._listed = [*options.served_model_name]
-        if options.model is not None:
-            path = Path(options.model)
-            self._listed += [options.model, *([str(path.resolve())] if path.exists() else [])]
+        self._listed: list[str] = [*options.served_model_name]
         self._names = {DEFAULT_MODEL, *self._listed}
+        if options.model is not None:
+            path = Path(options.model).expanduser()
+            own = typed_name(path) if path.exists() else options.model
+            self._listed.append(own)
+            self._names |= {own, options.model, str(path.resolve())}
         self._aliases: dict[str, str] = dict(options.model_alias)
         self._listed += self._aliases
 
@@ -56,6 +58,12 @@ class ModelNames:
         if model is None:
             raise _not_found("there is no default model: name one", "model")
         return model, adapter, draft
+
+    def told(self, name: str | None) -> str:
+        """What an answer calls the model of a request, which may have left the name out."""
+        if name not in (None, DEFAULT_MODEL):
+            return str(name)
+        return self._listed[0] if self._default[0] is not None else DEFAULT_MODEL
 
     def listed(self, loaded: LoadedModel | None) -> list[dict[str, Any]]:
         """The models that a request may name, in the forms of OpenAI and of Anthropic. Of the
@@ -94,6 +102,16 @@ class ModelNames:
         raise _not_found(
             f"{param}={shortened(name)} is not served here: ask for {served!r}, or {other}", param
         )
+
+
+def typed_name(folder: Path) -> str:
+    """What people call the model in a folder: its repository, if the folder is a download of the
+    Hub's client, and else the folder's name."""
+    folder = folder.resolve()
+    repository = folder.parent.parent
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+        return repository.name.removeprefix("models--").replace("--", "/")
+    return folder.name or str(folder)
 
 
 def _abilities(loaded: LoadedModel) -> dict[str, Any]:

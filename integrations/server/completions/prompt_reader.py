@@ -29,6 +29,7 @@ from paged_kv.integrations.server.completions.message_parts import (
     typed_mark,
 )
 from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
+from paged_kv.integrations.server.completions.tool_templates import require_tools_shown
 from paged_kv.integrations.server.generation.embedded_images import EmbeddedImages
 from paged_kv.integrations.server.generation.jobs import Held, Prompt
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
@@ -86,6 +87,7 @@ def read_chat(
             too long.
     """
     limit = PromptLimit(loaded, options, "messages", is_counted=is_counted)
+    require_tools_shown(loaded.tokenizer, body, options)
     _require_template_kwargs(loaded, body.chat_template_kwargs or {})
     messages = copied(body.messages)
     require_parts(

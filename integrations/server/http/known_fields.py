@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from paged_kv.integrations.server.http.api_errors import shortened, wrong_value
+from paged_kv.integrations.server.http.foreign_fields import FOREIGN, newer_name, note_foreign
 
 # Fields that no token of an answer depends on: they are for OpenAI's accounts, caches and speed.
 WITHOUT_MEANING = frozenset(
@@ -36,7 +37,6 @@ ONLY: Mapping[str, Any] = {
     "suffix": "",
     "tool_choice": "auto",
     "use_beam_search": False,
-    "verbosity": "medium",
 }
 
 
@@ -59,9 +59,13 @@ def require_known(
     for name, value in said.items():
         if value is None or name in names or name in without_meaning:
             continue
+        if name in FOREIGN:
+            note_foreign(name)
+            continue
         field = shortened(name).strip("'\"")
         if name not in only:
-            raise wrong_value(f"{field}: this server has no such field: leave it out", field)
+            remedy = newer_name(name) or "leave it out"
+            raise wrong_value(f"{field}: this server has no such field: {remedy}", field)
         if not (value == only[name] or _has_no_tools(said, name, value)):
             raise wrong_value(
                 f"{field}: only {only[name]!r} is possible here, got {shortened(value)}: leave it "

@@ -7,7 +7,7 @@ is not read beyond its first fault: pydantic would make an error of each of a mi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NotRequired, Required
+from typing import Annotated, Any, NotRequired, Required, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     StringConstraints,
     field_validator,
+    model_validator,
 )
 from typing_extensions import TypedDict
 
@@ -25,6 +26,7 @@ from paged_kv.integrations.server.http.output_format import (
     StructuredOutputs,
     ToolChoice,
 )
+from paged_kv.integrations.server.http.reasoning_effort import Effort, template_variables
 
 DEFAULT_MODEL = "default_model"
 
@@ -241,9 +243,16 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     role_mapping: Annotated[dict[str, str] | None, at_most(MOST_NAMES)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MOST_NAMES)] = None
+    reasoning_effort: Effort | None = None
     logprobs: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _effort_shown(self) -> Self:
+        named = template_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+        self.chat_template_kwargs = named or None
+        return self
 
     @property
     def has_images(self) -> bool:

@@ -18,7 +18,7 @@ from paged_kv.integrations.server.http.request_body import (
     checked,
     parsed_json,
 )
-from paged_kv.integrations.server.http.schema import DEFAULT_MODEL
+from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, ChatBody
 from paged_kv.integrations.server.messages.answers import MessageAnswers
 from paged_kv.integrations.server.messages.requests import (
     ONLY,
@@ -58,16 +58,16 @@ class Messages(Interface):
         require_known(said, known, without_meaning=WITHOUT_MEANING, only=ONLY)
         body = checked(said, self._kind)
         chat = self.chat_body(chat_of(said, body, self._skipped))
-        answers = partial(_answers, body, chat.model or DEFAULT_MODEL)
+        answers = partial(_answers, body, chat)
         marks = cache_marks(body, self._skipped)
         return Asked(chat, answers, marks, is_counted=not isinstance(body, MessagesBody))
 
 
-def _answers(body: PromptBody, model: str, name: str, tokenizer: Any) -> Answers:
+def _answers(body: PromptBody, chat: ChatBody, name: str, tokenizer: Any) -> Answers:
     thinking = body.thinking
     return MessageAnswers(
         name,
-        model,
+        chat.model or DEFAULT_MODEL,
         shows_thinking=thinking is None or thinking.display != "omitted",
     )
 

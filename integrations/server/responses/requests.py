@@ -16,6 +16,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from paged_kv.integrations.server.http.reasoning_effort import Effort
 from paged_kv.integrations.server.http.schema import (
     MOST_MESSAGES,
     MOST_PARTS,
@@ -205,7 +206,7 @@ class Reasoning(BaseModel):
 
     model_config = _STRICT
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -228,7 +229,8 @@ class TextConfig(BaseModel):
     model_config = _STRICT
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    # It means nothing here: see `foreign_fields`.
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesBody(BaseModel):

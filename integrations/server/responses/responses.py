@@ -16,7 +16,7 @@ from paged_kv.integrations.server.http.access import APIKeys, salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.request_body import checked, parsed_json
-from paged_kv.integrations.server.http.schema import DEFAULT_MODEL
+from paged_kv.integrations.server.http.schema import ChatBody
 from paged_kv.integrations.server.responses.answers import ResponseAnswers
 from paged_kv.integrations.server.responses.inputs import listed_inputs, named, page_of
 from paged_kv.integrations.server.responses.kept import KeptResponses, Turn
@@ -61,7 +61,7 @@ class Responses(Interface):
         items = named(self._resolved(owner, body))
         chat = self.chat_body(chat_of(said, body, [*earlier, *items]))
         keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        return Asked(chat, partial(_answers, said, body, keep))
+        return Asked(chat, partial(_answers, said, body, chat, keep))
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
@@ -160,7 +160,7 @@ class ResponseReader:
 
 
 def _answers(
-    said: dict[str, Any], body: ResponsesBody, keep: Any, _: str, tokenizer: Any
+    said: dict[str, Any], body: ResponsesBody, chat: ChatBody, keep: Any, _: str, tokenizer: Any
 ) -> Answers:
     reasoning = body.reasoning
     fields = {
@@ -168,7 +168,7 @@ def _answers(
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": said.get("model") or DEFAULT_MODEL,
+        "model": chat.model,
         "parallel_tool_calls": said.get("parallel_tool_calls") is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},

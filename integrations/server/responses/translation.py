@@ -9,7 +9,6 @@ from paged_kv.integrations.server.completions.tool_images import shown_by_user
 from paged_kv.integrations.server.responses.requests import (
     SHARED,
     Format,
-    Reasoning,
     ResponsesBody,
 )
 
@@ -37,10 +36,8 @@ def chat_of(said: Mapping[str, Any], body: ResponsesBody, items: Iterable[Any]) 
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat["tool_choice"] = _tool_choice(body.tool_choice)
-    given = said.get("chat_template_kwargs")
-    # Another value is refused with the other fields of chat completions.
-    if given is None or isinstance(given, dict):
-        chat["chat_template_kwargs"] = _template_variables(body.reasoning) | (given or {})
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
     return chat
@@ -128,15 +125,6 @@ def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, str):
         return choice
     return {"type": "function", "function": {"name": choice["name"]}}
-
-
-def _template_variables(reasoning: Reasoning | None) -> Object:
-    """The variables of chat templates for thinking, by the names that models have for them."""
-    if reasoning is None or reasoning.effort is None:
-        return {}
-    if reasoning.effort == "none":
-        return {"enable_thinking": False}
-    return {"reasoning_effort": reasoning.effort}
 
 
 def _response_format(asked: Format) -> Object:
