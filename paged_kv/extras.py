@@ -1,10 +1,15 @@
 """Turns a missing optional package, or a missing mlx backend, into an error that says what to
 install."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 
 def extra_module(name: str, extra: str) -> ModuleType:
@@ -18,9 +23,29 @@ def extra_module(name: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("paged_kv"):
             raise
-        raise ValueError(
-            f"this needs the package {error.name}: pip install 'paged-kv[{extra}]'"
-        ) from None
+        raise ValueError(f"this needs the package {error.name}: {install_command(extra)}") from None
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this package, from where the package was installed."""
+    try:
+        origin = json.loads(distribution("paged-kv").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    return command_from(origin, extra)
+
+
+def command_from(origin: dict[str, Any], extra: str) -> str:
+    """The command for an origin, as `direct_url.json` describes it (PEP 610); the empty one is an
+    index."""
+    url = origin.get("url", "")
+    if "dir_info" in origin:
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        return f"pip install {editable}'{url2pathname(urlsplit(url).path)}[{extra}]'"
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"pip install 'paged-kv[{extra}]{f' @ {url}' if url else ''}'"
 
 
 class MissingBackend(ImportError):
@@ -41,6 +66,6 @@ def backend_named() -> Iterator[None]:
         if "libmlx" not in str(error):
             raise
         raise MissingBackend(
-            f"mlx has no backend ({error}): install one with pip install 'paged-kv[cpu]', or with "
-            "[cuda] or [cuda13] for an NVIDIA GPU (in a clone: pip install '.[cpu]')"
+            f"mlx has no backend ({error}): install one with {install_command('cpu')}, or with "
+            "[cuda] or [cuda13] in the place of [cpu] for an NVIDIA GPU"
         ) from None

@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import make_sampler
 from paged_kv import PagedCacheFactory, PoolExhausted, generate_samples
 from paged_kv.command_line import main
 from paged_kv.embedded import embedded_model
+from paged_kv.extras import install_command
 from paged_kv.integrations.generation import generate_command, text_generation
 from paged_kv.integrations.generation.text_generation import TextsInTurn
 from paged_kv.sizes import format_size
@@ -263,4 +264,4 @@ def test_images_want_a_model_and_one_text(
 def test_images_name_the_extra_that_they_need(capsys: pytest.CaptureFixture[str]) -> None:
     model = embedded_model()
     assert run("--prompt", "a", "--image", "cat.png", "--model", model) == 1
-    assert "needs the package mlx_vlm: pip install 'paged-kv[vlm]'" in capsys.readouterr().err
+    assert f"needs the package mlx_vlm: {install_command('vlm')}" in capsys.readouterr().err

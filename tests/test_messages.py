@@ -385,13 +385,13 @@ def test_both_packages_list_models_with_their_context_and_abilities(
         def contexts() -> dict[str, Any]:
             return {model.id: model.max_input_tokens for model in client.models.list()}
 
-        assert contexts() == {first: CONTEXT, "same": CONTEXT, "claude": None}
+        assert contexts() == {"agent": CONTEXT, "same": CONTEXT, "claude": None}
         model: Any = openai.models.retrieve("same")
         assert model.context_length == CONTEXT
         assert model.abilities == {"images": False, "thinking": True, "tools": True}
         script.says("A.")
         assert client.messages.create(**{**ASK, "model": "claude"}).model == "claude"
-        assert contexts() == {first: None, "same": None, "claude": CONTEXT}
+        assert contexts() == {"agent": None, "same": None, "claude": CONTEXT}
         assert running.provider.loaded
         assert running.provider.loaded.key[0] == other
         with pytest.raises(anthropic.NotFoundError):

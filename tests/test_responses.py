@@ -292,7 +292,7 @@ def test_effort_is_a_variable_of_the_template(
         ({"input": [{"type": "item_reference", "id": "a"}]}, 400),
         ({"input": "a b " * CONTEXT}, 400),
         ({"text": {"format": {"type": "json_schema"}}}, 400),
-        ({"text": {"verbosity": "low"}}, 400),
+        ({"text": {"verbosity": "low"}}, 200),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             400,

@@ -164,7 +164,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"A: " + b"a" * 100_000 + b"\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nothing HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"\x00" * 64 + b"\r\n\r\n",
     ],

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.extras import backend_named
+from paged_kv.extras import backend_named, install_command
 
 # Linux's message about a package mlx without a backend.
 SAID = "libmlx.so: cannot open shared object file: No such file or directory"
-EXTRAS = "install one with pip install 'paged-kv[cpu]', or with [cuda] or [cuda13] for an NVIDIA"
+EXTRAS = (
+    f"install one with {install_command('cpu')}, or with [cuda] or [cuda13] in the place of [cpu] "
+    "for an NVIDIA GPU"
+)
 # Runs commands in one process, and prints the status, the output and the error of each.
 SCRIPT = f"""
 import io, sys

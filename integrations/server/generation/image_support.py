@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.processors import PROCESSORS
 from mlx_lm.utils import _get_classes
 
-from paged_kv.extras import extra_module
+from paged_kv.extras import extra_module, install_command
 
 _TEXT_ONLY = "this model takes no images: send text only"
 
@@ -42,7 +42,7 @@ def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -
         if not is_known:
             raise ValueError(
                 f"mlx-lm has no model of the type {kind!r}: a newer one may (pip install --upgrade "
-                "mlx-lm), and mlx-vlm if the model reads images (pip install 'paged-kv[vlm]')"
+                f"mlx-lm), and mlx-vlm if the model reads images ({install_command('vlm')})"
             )
         return (
             "this server reads no images, as the extra for them is not installed: pip install "
