@@ -133,8 +133,10 @@ class PagedServer:
 
     async def _tell_when_ready(self) -> None:
         """Log that the model is loaded. If it cannot be, the end of the process says why."""
-        with suppress(Exception):
-            await asyncio.wrap_future(self.service.thread.loaded)
+        loaded = asyncio.wrap_future(self.service.thread.loaded)
+        # To wait for it with `await` would let a signal cancel it for the thread too.
+        await asyncio.wait({loaded})
+        if loaded.exception() is None:
             name, provider = self.service.names.told(None), self.service.thread.provider
             log.info(ready_line(self.service.options.host, self.port, name, provider))
 
