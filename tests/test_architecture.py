@@ -117,6 +117,7 @@ ARROWS: dict[str, set[str]] = {
         *("allocator", "commands", "integrations.distributed"),
         *("integrations.server.completions", "integrations.server.generation"),
         *("integrations.server.http", "integrations.server.messages", "monitor", "pool"),
+        "integrations.doctor",  # which BLAS there is
         "integrations.server.responses",
     },
 }

@@ -11,8 +11,8 @@ import pytest
 
 from paged_kv.command_line import main
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.generation.sufficient_budget import require_sufficient_budget
 from paged_kv.integrations.server.options import server_parser
-from paged_kv.integrations.server.sufficient_budget import require_sufficient_budget
 from tests.conftest import MODEL_FOLDERS
 from tests.patience import PATIENCE_S
 

@@ -59,9 +59,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     from paged_kv.integrations.distributed.meeting import joined_ranks
     from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+    from paged_kv.integrations.server.generation.sufficient_budget import require_sufficient_budget
     from paged_kv.integrations.server.http.request_log import OneLine
     from paged_kv.integrations.server.lifecycle import follow, run_server
-    from paged_kv.integrations.server.sufficient_budget import require_sufficient_budget
 
     ranks = joined_ranks()
     if ranks.size > 1:
