@@ -238,19 +238,6 @@ def test_a_dropped_table_frees_the_blocks_that_no_other_holds(way: str) -> None:
     allocator.check()
 
 
-def test_blocks_that_are_released_later_are_used_until_the_next_call() -> None:
-    """Their pages may still be copied; other references go at once."""
-    allocator = new_allocator()
-    allocator.allocate(3)
-    allocator.retain([1])
-    allocator.release_later([0, 1])
-    assert allocator.refs.counts == {0: 1, 1: 1, 2: 1}
-    assert not allocator.is_tidy
-    allocator.drain()
-    assert allocator.refs.counts == {1: 1, 2: 1}
-    assert free_blocks(allocator) == [0]
-
-
 def test_a_second_release_is_refused_also_after_the_slab_was_given_back() -> None:
     allocator = new_allocator()
     blocks = allocator.allocate(12)
