@@ -25,9 +25,14 @@ def kernel_name(operation: str, number_format: str, dtype: mx.Dtype) -> str:
     return f"{operation} {number_format} {str(dtype).rpartition('.')[2]}"
 
 
+def operation_of(kernel: str) -> str:
+    """The operation in the name of a kernel, such as "decode in a window"."""
+    return kernel.rsplit(" ", 2)[0]
+
+
 def is_read(kernel: str) -> bool:
     """Whether this is the name of a kernel that reads pages, which can be left out alone."""
-    return kernel.rsplit(" ", 2)[0] in READS
+    return operation_of(kernel) in READS
 
 
 class PartialBackend:

@@ -230,7 +230,7 @@ def test_the_doctor_fails_where_a_kernel_is_wrong(
 
     monkeypatch.setattr(examination, "whole_backend", Wrong)
     monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--verbose"]) == 1
     out = capsys.readouterr().out
     assert "FAIL  decode fp16 float16" in out
     assert "FAIL  copy q4 bfloat16" in out

@@ -51,12 +51,14 @@ class Recordings:
         count: how many steps were recorded.
         repeated: how many steps repeated a recording.
         compared: how many of these Python took too, for a comparison; their logits are Python's.
+        compares: whether some repeated steps are compared: not where somebody else compares all.
         reason: why no step is recorded; None if they are.
     """
 
     def __init__(self, model: Module) -> None:
         self.model = model
         self.count = self.repeated = self.compared = 0
+        self.compares = True
         self.reason: str | None = None
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         # By entry, and whether it takes several sequences: those found to be without numbers.
@@ -141,7 +143,7 @@ class Recordings:
             return None
         self.repeated += 1
         comparisons = self._comparisons[entry, place, tokens.shape]
-        if not comparisons.is_due(is_first=is_first):
+        if not (self.compares and comparisons.is_due(is_first=is_first)):
             return found.keep(caches, step)
         return self._compared(comparisons, found, partial(call, stock_tokens, cache=caches), step)
 

@@ -87,6 +87,9 @@ class _Decode:
         for row in range(rows):
             prompts.append(self._factory.make_cache())
             model(_tokens(row, 1, PROMPT_TOKENS + row), cache=prompts[-1])
+        for recordings in self._factory.recordings.values():
+            # Else some steps would have Python's logits, and a wrong recording would end.
+            recordings.compares = False
         self._cache = [layers[0].merge(layers) for layers in zip(*prompts, strict=True)]
 
     def take(self, tokens: mx.array) -> npt.NDArray[np.float32]:

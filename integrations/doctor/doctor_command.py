@@ -18,15 +18,23 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
             "then on: plain operations stand in for it. On GPUs, decode steps that are compiled "
             "once are compared with steps that Python takes, and used from then on if they are "
             "right and faster. "
+            "Prints the verdict, all that is wrong or slow, and a line for each operation. "
             "PAGED_KV_BACKEND selects a whole backend, PAGED_KV_ISA the instruction set of the CPU "
             "kernels. Exit status 1 if a kernel or a compiled step is wrong."
         ),
         **examples(
             "paged-kv doctor",
+            "paged-kv doctor --verbose",
             "paged-kv doctor --report report.md",
             "paged-kv doctor --reset",
             "PAGED_KV_ISA=generic paged-kv doctor",
         ),
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="first print a line for each check and each time, as soon as it is known: the last "
+        "one tells where a device hangs",
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
@@ -48,6 +56,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, report or reset, and return the exit status."""
     # Imported here: all of it needs mlx, and --help does not.
     from paged_kv.integrations.doctor.examination import examine
+    from paged_kv.integrations.doctor.progress import progress
     from paged_kv.integrations.doctor.report import write_report
     from paged_kv.kernels.faster_steps import forget_faster
     from paged_kv.kernels.left_out import forget_left_out
@@ -57,4 +66,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         forget_faster()
         print("nothing is left out any more")
         return 0
-    return write_report(arguments.report) if arguments.report else examine()
+    if arguments.report:
+        return write_report(arguments.report, verbose=arguments.verbose)
+    with progress(verbose=arguments.verbose) as tell:
+        found = examine(tell)
+    print(found.summary())
+    return 1 if found.wrong else 0

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from time import perf_counter
 
@@ -10,46 +10,63 @@ import mlx.core as mx
 
 from paged_kv.integrations.doctor import compiled_steps
 from paged_kv.integrations.doctor.blas import blas_line
+from paged_kv.integrations.doctor.findings import CheckResult, Findings
 from paged_kv.integrations.doctor.kernel_times import KernelTime, kernel_times
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.faster_steps import note_faster
-from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, leave_out
+from paged_kv.kernels.left_out import device_name, leave_out
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.self_test import Check, checks
 
 
-def examine() -> int:
-    """Print the backend, the device, the BLAS, and a line for each check and each time.
+def examine(tell: Callable[[object], None]) -> Findings:
+    """Run all checks, and time what is right.
 
     What is wrong or slow is left out from now on; what an earlier examination found is not, unless
     it is found again.
 
-    Returns:
-        1 if a kernel or a compiled step was wrong, else 0.
+    Args:
+        tell: takes each line as soon as it is found, so that somebody who waits sees where a
+            device hangs.
 
     Raises:
         OSError: the file of what is left out cannot be written.
     """
     backend = whole_backend()
-    print(f"backend: {variant(backend)}, because {_reason()}")
-    print(f"device: {device_name()}; mlx {version('mlx')}; Python {sys.version.split()[0]}")
-    if blas := blas_line():
-        print(blas)
-    wrong = _wrong(checks(backend))
-    slow = {} if backend.name == "plain" else _slow(kernel_times(backend, without=wrong))
-    leave_out(variant(backend), wrong | slow)
+    found = Findings(_system(backend))
+    for line in found.system:
+        tell(line)
+    _check(checks(backend), found, tell)
+    if backend.name != "plain":
+        _time(kernel_times(backend, without=found.wrong), found, tell)
+    leave_out(variant(backend), found.wrong | found.slow)
     # Factories have this backend from now on.
     if reason := compiled_steps.why_not(choose_backend()):
         note_faster(variant(backend), is_so=False)
-        print(f"steps are not compiled: {reason}")
+        found.system.append(f"steps are not compiled: {reason}")
+        tell(found.system[-1])
     else:
-        wrong_steps = _wrong([compiled_steps.check()])
-        times = [] if wrong_steps else [compiled_steps.time()]
-        wrong, slow = wrong | wrong_steps, slow | _slow(times)
-        note_faster(variant(backend), is_so=any(each.ratio < 1 for each in times))
-        leave_out(variant(backend), wrong | slow)
-    print(_verdict(wrong, slow))
-    return 1 if wrong else 0
+        _examine_steps(variant(backend), found, tell)
+    return found
+
+
+def _examine_steps(backend: str, found: Findings, tell: Callable[[object], None]) -> None:
+    check = compiled_steps.check()
+    _check([check], found, tell)
+    if is_right := check.name not in found.wrong:
+        _time([compiled_steps.time()], found, tell)
+    note_faster(backend, is_so=is_right and found.times[-1].ratio < 1)
+    leave_out(backend, found.wrong | found.slow)
+
+
+def _system(backend: Backend) -> list[str]:
+    lines = [
+        f"backend: {variant(backend)}, because {_reason()}",
+        f"device: {device_name()}; mlx {version('mlx')}; Python {sys.version.split()[0]}",
+    ]
+    blas = blas_line()
+    return [*lines, blas] if blas else lines
 
 
 def _reason() -> str:
@@ -63,14 +80,19 @@ def _reason() -> str:
     return "MLX computes on a CPU, and the CPU kernels run here"
 
 
-def _wrong(found: Iterable[Check]) -> dict[str, str]:
-    """What the checks fail of, and what it did."""
-    results = {check.name: _run(check) for check in found}
-    return {name: said for name, (passed, said) in results.items() if not passed}
+def _check(these: Iterable[Check], found: Findings, tell: Callable[[object], None]) -> None:
+    for check in these:
+        found.checks.append(_result(check))
+        tell(found.checks[-1])
 
 
-def _run(check: Check) -> tuple[bool, str]:
-    """Run a check and print its line; its time includes compiling the kernel."""
+def _time(these: Iterable[KernelTime], found: Findings, tell: Callable[[object], None]) -> None:
+    for time in these:
+        found.times.append(time)
+        tell(time)
+
+
+def _result(check: Check) -> CheckResult:
     start = perf_counter()
     try:
         error = check.run()
@@ -78,38 +100,4 @@ def _run(check: Check) -> tuple[bool, str]:
         passed = error <= check.tolerance
     except Exception as failure:
         said, passed = f"{type(failure).__name__}: {failure}", False
-    milliseconds = 1000 * (perf_counter() - start)
-    print(f"{'pass' if passed else 'FAIL'}  {check.name:<32} {milliseconds:9.1f} ms  {said}")
-    return passed, said
-
-
-def _slow(times: Iterable[KernelTime]) -> dict[str, str]:
-    """What is slower than what it is compared with, and by how much."""
-    slow = {}
-    for each in times:
-        print(f"{'SLOW' if each.is_slow else 'time'}  {each.name:<32} {each}")
-        if each.is_slow:
-            slow[each.name] = f"{each.ratio:.2f} times as long as {each.other}"
-    return slow
-
-
-def _verdict(wrong: dict[str, str], slow: dict[str, str]) -> str:
-    lines = [f"{len(wrong)} of the checks failed" if wrong else "all checks passed"]
-    kernels = [name for name in wrong | slow if name != COMPILED_STEPS]
-    if slow_kernels := [name for name in slow if name in kernels]:
-        lines.append(f"slower than plain operations: {', '.join(slow_kernels)}")
-    if kernels:
-        lines.append(
-            "plain operations stand in for these kernels from now on, unless PAGED_KV_BACKEND "
-            "names a backend"
-        )
-    if COMPILED_STEPS in wrong | slow:
-        lines.append(
-            "steps are not compiled from now on, unless a factory or PAGED_KV_COMPILE asks for it"
-        )
-    if wrong or slow:
-        lines.append(
-            "`paged-kv doctor --reset` undoes this. Please report it: "
-            "paged-kv doctor --report report.md"
-        )
-    return "\n".join(lines)
+    return CheckResult(check.name, passed, said, perf_counter() - start)

@@ -83,7 +83,9 @@ class KernelTime:
         return self.least_ratio > LEAST_LOSS
 
     def __str__(self) -> str:
-        return f"{1e3 * self.kernel_s:.2f} ms, {self.other} {1e3 * self.plain_s:.2f} ms"
+        verdict = "SLOW" if self.is_slow else "time"
+        times = f"{1e3 * self.kernel_s:.2f} ms, {self.other} {1e3 * self.plain_s:.2f} ms"
+        return f"{verdict}  {self.name:<32} {times}"
 
 
 def kernel_times(backend: Backend, without: Collection[str] = ()) -> Iterator[KernelTime]:

@@ -18,34 +18,41 @@ from paged_kv.integrations.bench import report as bench_report
 from paged_kv.integrations.bench.bench_command import measured
 from paged_kv.integrations.bench.measurements import QUICK
 from paged_kv.integrations.doctor.examination import examine
+from paged_kv.integrations.doctor.progress import progress
 
 
-def write_report(file: Path) -> int:
-    """Examine the kernels, run a quick bench of the embedded model, and write both, the versions
-    and the log to a Markdown file.
+def write_report(file: Path, *, verbose: bool) -> int:
+    """Examine the kernels, run a quick bench of the embedded model, and write all that was found,
+    the versions and the log to a Markdown file.
+
+    Args:
+        file: the file to write.
+        verbose: whether all of the examination is printed too.
 
     Returns:
-        the exit status of the examination.
+        1 if a kernel or a compiled step was wrong, else 0.
 
     Raises:
         OSError: the file cannot be written; raised before anything runs.
     """
     require_writable(file)
     with _logged() as log:
-        with _copied_stdout() as examined:
-            status = examine()
+        with progress(verbose=verbose) as tell:
+            found = examine(tell)
+        print(found.summary())
         with _copied_stdout() as benched:
             content, outcomes = measured(None, QUICK)
             bench_report.print_table(content, outcomes)
     sections = {
-        "paged-kv doctor": examined.getvalue(),
+        "paged-kv doctor": found.summary(),
+        "Each check and each time": found.details(),
         "paged-kv bench --quick": benched.getvalue(),
         "Log": log.getvalue(),
         "Bench as JSON": json.dumps(content, indent=2),
     }
     file.write_text(anonymous("\n".join(map(_section, sections.keys(), sections.values()))))
     print(f"wrote {file}: please look through it, and attach it to an issue")
-    return status
+    return 1 if found.wrong else 0
 
 
 def anonymous(text: str) -> str:
