@@ -21,6 +21,15 @@ ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 # The rows of the page's table, and those of them that are no sums.
 LABELS = [str(column.label) for column in COLUMNS if column.unit is Unit.HELD_BYTES]
 PARTS = [label.removeprefix("+ ") for label in LABELS if not label.startswith("=")]
+# The texts of the page's labels and numbers that take more than one line.
+WRAPPED = """
+[...document.querySelectorAll("th, td.number, td:first-child, .numbers span, .ended span")]
+  .filter(each => {
+    const range = document.createRange();
+    range.selectNodeContents(each);
+    return new Set([...range.getClientRects()].map(line => line.top)).size > 1;
+  }).map(each => each.innerText)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +217,8 @@ def test_the_page_follows_the_pools_in_a_browser(running: PagedRunningServer, br
     ARTEFACTS.mkdir(exist_ok=True)
     page.screenshot(path=ARTEFACTS / "status_page.png", full_page=True)
     wait_until(lambda: "0 running, 0 waiting" in page.locator("#requests").inner_text())
+    page.set_viewport_size({"width": 720, "height": 900})
+    assert page.evaluate(WRAPPED) == []
     page.set_viewport_size({"width": 390, "height": 844})
     # Nothing overflows to the side, except elements that scroll by themselves.
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
