@@ -175,8 +175,8 @@ def test_what_a_template_cannot_do_is_refused(
 
 @pytest.fixture(scope="module")
 def without_tools() -> Iterator[PagedRunningServer]:
-    """A model whose template has no form of calls."""
-    with paged_server(*LLAMA, "--chat-template", SAYS) as running:
+    """A model whose template has no form of calls, and whose server answers without tools."""
+    with paged_server(*LLAMA, "--chat-template", SAYS, "--drop-tools") as running:
         yield running
 
 
