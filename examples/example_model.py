@@ -2,10 +2,11 @@
 
 import sys
 
-from mlx_lm import load
-
+# Before mlx_lm: on Linux paged_kv loads OpenBLAS, and MLX takes it only if it is there first.
 from paged_kv import embedded_model
 from paged_kv.commands.model_names import not_loaded, require_model
+
+from mlx_lm import load  # isort: skip
 
 
 def load_model(name=None):

@@ -1,5 +1,6 @@
 """Every program of examples/ runs with a real model, and prints what its text says."""
 
+import re
 import runpy
 import sys
 from importlib import import_module
@@ -24,6 +25,13 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_every_example_is_run_here() -> None:
     tested = Path(__file__).read_text("utf-8")
     assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_paged_kv_is_imported_before_mlx(path: Path) -> None:
+    """It loads OpenBLAS, which MLX takes only if it is there first."""
+    imported = re.findall(r"^(?:from|import) (paged_kv|example_model|mlx)", path.read_text(), re.M)
+    assert imported[:1] != ["mlx"]
 
 
 @pytest.fixture
