@@ -3,6 +3,7 @@
 import gc
 import io
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,13 +187,41 @@ def test_samples_of_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_long_prompt_shows_progress_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trained: Any
 ) -> None:
+    """Within the prompt too, and the text is the same."""
+    shown: list[int] = []
+
+    class Shown(generate_command._Progress):
+        def __call__(self, done: int, total: int) -> None:
+            shown.append(done)
+            super().__call__(done, total)
+
     monkeypatch.setattr(text_generation, "load", lambda _: trained("stdlib-llama"))
-    long_prompt = "import os\n" * 300
-    assert run("--prompt", long_prompt, "--max-tokens", "1") == 0
-    assert "prompt:" not in capsys.readouterr().err
+    monkeypatch.setattr(generate_command, "_Progress", Shown)
+    asked = ["--prompt", "import os\n" * 300, "--max-tokens", "8"]
+    assert run(*asked) == 0
+    plain = capsys.readouterr()
+    assert "prompt:" not in plain.err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert run("--prompt", long_prompt, "--max-tokens", "1") == 0
-    assert "prompt:" in capsys.readouterr().err
+    assert run(*asked) == 0
+    told = capsys.readouterr()
+    assert "prompt:" in told.err
+    assert shown == [0, 512, 899, 900]
+    assert told.out == plain.out
+
+
+def test_all_ranks_take_the_same_steps_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, trained: Any
+) -> None:
+    """Only one of them may have a terminal."""
+    monkeypatch.setattr(text_generation, "load", lambda _: trained("stdlib-llama"))
+    generation = text_generation.TextGeneration(
+        embedded_model(), page_format="fp16", max_bytes=None, max_tokens=1, temp=0, seed=None
+    )
+    monkeypatch.setattr(generation, "_ranks", SimpleNamespace(rank=0, size=2))
+    shown: list[int] = []
+    generation.stream([7] * 900, lambda done, total: shown.append(done))
+    generation.close()
+    assert shown == [0, 899, 900]
 
 
 def test_samples_share_the_prompts_pages(trained: Any, source_text: str) -> None:

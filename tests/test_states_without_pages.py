@@ -1,5 +1,6 @@
 """Models without pages: their states are found again, counted, bounded and batched."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +209,15 @@ def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
     assert factory.insert_cache(TEXT[:20], again) == 20
 
 
+@pytest.mark.parametrize("progress", [None, lambda done, total: None])
 def test_a_generated_prompt_is_found_every_so_many_tokens(
+    progress: Callable[[int, int], None] | None,
     trained: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also by the next process, from the store."""
+    """Also by the next process, from the store, and behind a progress bar."""
     _, tokenizer = trained("stdlib-llama")
     model = small_model("mamba2", vocab_size=tokenizer.vocab_size)
     monkeypatch.setattr(text_generation, "load", lambda _: (model, tokenizer))
@@ -230,7 +233,7 @@ def test_a_generated_prompt_is_found_every_so_many_tokens(
             seed=None,
             store=tmp_path,
         )
-        generation.stream(tokens, lambda done, total: None)
+        generation.stream(tokens, progress)
         generation.close()
         return capsys.readouterr().err.splitlines()[0]
 

@@ -274,7 +274,7 @@ def test_a_prompt_is_found_again_whose_answer_cannot_be_taken_back(
             store=str(tmp_path / "store"),
             store_bytes=1 << 30,
         )
-        generation.stream(TEXT[:300], lambda done, total: None)
+        generation.stream(TEXT[:300], None)
         generation.close()
         outputs.append(capsys.readouterr())
     assert outputs[0].out == outputs[1].out

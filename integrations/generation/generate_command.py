@@ -145,11 +145,11 @@ def _generate(generation: Any, prompts: list[str], arguments: argparse.Namespace
     use_template = not arguments.ignore_chat_template
     if arguments.image:
         media = generation.read(prompts[0], arguments.image, use_template=use_template)
-        generation.stream(media.tokens, _Progress(len(media.tokens)), media)
+        generation.stream(media.tokens, _progress(len(media.tokens)), media)
         return
     encoded = [generation.encode(prompt, use_template=use_template) for prompt in prompts]
     if len(encoded) == arguments.num_samples == 1 and not generation.drafts:
-        generation.stream(encoded[0], _Progress(len(encoded[0])))
+        generation.stream(encoded[0], _progress(len(encoded[0])))
     else:
         names = [_name(number, prompt) for number, prompt in enumerate(prompts, 1)]
         generation.batch(encoded, names, arguments.num_samples)
@@ -244,13 +244,16 @@ def _prompt(text: str) -> str:
     return prompt
 
 
+def _progress(tokens: int) -> "_Progress | None":
+    """The progress bar of a prompt, on a terminal and for long prompts only."""
+    return _Progress(tokens) if tokens >= _LONG_PROMPT and sys.stderr.isatty() else None
+
+
 class _Progress:
-    """A progress bar for the prompt, on a terminal and for long prompts only."""
+    """A progress bar for the prompt."""
 
     def __init__(self, tokens: int) -> None:
-        # With None, tqdm shows the bar only if standard error is a terminal.
-        disable = True if tokens < _LONG_PROMPT else None
-        self._bar = tqdm(total=tokens, unit="token", desc="prompt", leave=False, disable=disable)
+        self._bar = tqdm(total=tokens, unit="token", desc="prompt", leave=False)
 
     def __call__(self, done: int, total: int) -> None:
         self._bar.update(done - self._bar.n)

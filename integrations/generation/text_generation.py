@@ -35,6 +35,12 @@ from paged_kv.sizes import counted, format_size
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
 
+# Of a prompt: mlx-lm's, and those behind a progress bar, which moves after each: still shorter ones
+# would read the weights more often for no better bar. The longer is a multiple of the shorter, so
+# that states are kept at the same tokens.
+_STEP_TOKENS = 2048
+_SHOWN_STEP_TOKENS = 512
+
 
 class TextGeneration:
     """An mlx-lm model on paged caches, with its sampling options."""
@@ -117,10 +123,15 @@ class TextGeneration:
     def stream(
         self,
         prompt: list[int],
-        progress: Callable[[int, int], None],
+        progress: Callable[[int, int], None] | None,
         media: PromptMedia | None = None,
     ) -> None:
-        """Print one text as it comes; `media` are the images of the prompt."""
+        """Print one text as it comes; `media` are the images of the prompt.
+
+        Args:
+            progress: is given the computed tokens of the prompt and how many there are to compute;
+                None if nobody looks at it, which takes longer steps.
+        """
         start = perf_counter()
         key = prompt if media is None else media.cache_key
         model, prompt_cache, cached = self._begin(key, media)
@@ -128,11 +139,13 @@ class TextGeneration:
         has_states = self._factory.prefixes.has_states
 
         def note(done: int, total: int) -> None:
-            progress(done, total)
+            if progress is not None:
+                progress(done, total)
             # The same prompt resumes after its last token but one. Insert there: states, and
             # windows after a long answer, cannot be rolled back to it. Other prompts resume from
             # states of earlier steps.
-            if 0 < done < total and (done == total - 1 or has_states):
+            is_kept = done == total - 1 or (has_states and done % _STEP_TOKENS == 0)
+            if 0 < done < total and is_kept:
                 self._factory.insert_cache(key[: len(key) - total + done], prompt_cache)
 
         for response in stream_generate(
@@ -143,6 +156,7 @@ class TextGeneration:
             sampler=self._sampler,
             prompt_cache=prompt_cache,
             prompt_progress_callback=note,
+            prefill_step_size=self._step_tokens(is_shown=progress is not None, media=media),
         ):
             print(response.text, end="", flush=True)
             text.append(response.token)
@@ -152,6 +166,14 @@ class TextGeneration:
         known = f", {cached} of them cached" if cached else ""
         self._summarise(f"{counted(len(prompt), 'token')} in {read:.2f} s{known}", response)
         self._factory.insert_cache(text, prompt_cache)
+
+    def _step_tokens(self, *, is_shown: bool, media: PromptMedia | None) -> int:
+        """How many tokens of a prompt are computed at once."""
+        # All ranks must take the same steps, and only one may have a terminal. Models of images may
+        # compute all of a prompt in the first step.
+        if is_shown and media is None and self._ranks.size == 1:
+            return _SHOWN_STEP_TOKENS
+        return _STEP_TOKENS
 
     def _begin(self, key: list[int], media: PromptMedia | None) -> tuple[Any, list[Any], int]:
         """What computes a prompt, its cache, and the tokens that this holds."""
