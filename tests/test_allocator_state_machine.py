@@ -208,25 +208,42 @@ class AllocatorMachine(RuleBasedStateMachine):
         table = self.table(pick)
         self.write(table, len(self.contents[table]), tokens, slab_fails)
 
-    @rule(some=st.lists(picks, min_size=1), back=st.integers(0, 20), tokens=st.integers(1, 20))
-    def write_over(self, some: list[int], back: int, tokens: int) -> None:
+    @rule(
+        some=st.lists(picks, min_size=1),
+        back=st.integers(0, 20),
+        tokens=st.integers(1, 20),
+        copy_fails=rarely,
+    )
+    def write_over(self, some: list[int], back: int, tokens: int, copy_fails: bool) -> None:
         for table in dict.fromkeys(map(self.table, some)):
-            self.write(table, max(0, len(self.contents[table]) - back), tokens)
+            start = max(0, len(self.contents[table]) - back)
+            self.write(table, start, tokens, copy_fails=copy_fails)
 
-    def write(self, table: BlockTable, start: int, tokens: int, slab_fails: bool = False) -> None:
+    def write(
+        self,
+        table: BlockTable,
+        start: int,
+        tokens: int,
+        slab_fails: bool = False,
+        copy_fails: bool = False,
+    ) -> None:
+        def copy_pages(copies: Mapping[int, int]) -> None:
+            assert table.blocks == before, "the table refers to pages that are not copied"
+            if copy_fails:
+                raise MemoryError
+            self.copy_pages(copies)
+
+        self.allocator.drain()
         before = table.blocks
         self.next_slab_fails = slab_fails
         try:
-            copies = table.reserve(start, start + tokens)
+            table.reserve(start, start + tokens, copy_pages)
         except (PoolExhausted, MemoryError) as error:
             assert table.blocks == before
             self.expect_no_room(error, Write(table, start, start + tokens))
             return
         finally:
             self.next_slab_fails = False
-        for source in copies:
-            assert self.allocator.ref_count(source), "a copy's source was freed"
-        self.copy_pages(copies)
         first, last = start // PAGE_SIZE, (start + tokens - 1) // PAGE_SIZE
         for page in range(first, last + 1):
             is_left = page < last and page * PAGE_SIZE >= start

@@ -11,8 +11,7 @@ from paged_kv import OldestFirst, PagedCacheFactory, PagedKVCache, PagePool, Poo
 from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
-from paged_kv.sequences.step_blocks import reserve
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.sequences.batch import Batch
 from tests.attended_step import attended
 from tests.generation import greedy
 
@@ -57,7 +56,7 @@ def test_a_step_that_does_not_fit_leaves_every_table_as_it_was() -> None:
     with pytest.raises(PoolExhausted):
         write(pool, sequence, 100_000)
     with pytest.raises(PoolExhausted):
-        reserve(pool, [StepRow.next(sequence, 0, 100_000)])
+        Batch.of(pool, [sequence]).begin(0, 100_000).begin_in_model()
     pool.check()
     assert sequence.context_lens == [300, 300]
     assert len(sequence.blocks(pool.groups[0])) == held

@@ -86,7 +86,7 @@ def test_installed_caches_honour_it(model: Any) -> None:
             mx.array(TOKENS[:9]), model, max_tokens=60, max_kv_size=300, prefill_step_size=8
         )
         assert [int(token) for token, _ in steps] == stock
-        assert factory.stats().slabs > 0
+        assert factory.stats().groups, "pages were written"
 
 
 @pytest.mark.parametrize("size", [0, 1, 4])
