@@ -189,6 +189,11 @@ def require_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         case ["head", "-c", number, "/dev/urandom", *_]:
             assert int(number) >= LEAST_SECRET_BYTES
+        case ["lm_eval", "--model", model, "--tasks", _, "--model_args", arguments]:
+            # What `.ci/check_lm_eval` runs.
+            assert model == "local-completions"
+            names = {each.partition("=")[0] for each in arguments.split(",")}
+            assert names == {"model", "base_url", "tokenizer"}
         case ["curl", url, "-d", body]:
             assert url == "http://127.0.0.1:8080/v1/chat/completions"
             assert json.loads(body)
