@@ -178,18 +178,19 @@ def test_threads_have_recordings_of_their_own() -> None:
     factory = new_factory(model)
     got: list[list[int]] = []
 
-    def work() -> None:
-        stream = mx.new_stream(mx.default_device())
-        with mx.stream(stream):
+    def work(stream: mx.Stream | None = None) -> None:
+        with mx.stream(stream or mx.new_stream(mx.default_device())):
             got.append(greedy(model, PROMPT, factory.make_cache(), 12))
 
-    work()
+    mine = mx.new_stream(mx.default_device())
+    work(mine)
     alone = recordings_of(factory).count
     for _ in range(2):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert got == [expected] * 3
+    work(mine)
+    assert got == [expected] * 4
     assert recordings_of(factory).count == 3 * alone > 0
 
 
