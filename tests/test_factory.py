@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PoolExhausted, PoolStats
+from paged_kv.sizes import format_size
 from tests.generation import assert_nothing_is_used, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.zoo import small_model
@@ -197,7 +198,7 @@ def test_a_closed_factory_makes_no_caches_and_those_it_made_go_on(model: Any) ->
 def test_default_budget_is_reported(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="paged_kv"):
         factory = PagedCacheFactory(model)
-    assert f"{factory.stats().bytes_budget:,} bytes" in caplog.text
+    assert f"up to {format_size(factory.stats().bytes_budget)} of pages" in caplog.text
 
 
 def test_stats_are_a_dictionary_too(model: Any) -> None:
