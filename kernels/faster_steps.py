@@ -5,11 +5,10 @@ A file in the cache folder holds it, for the device and the versions it was foun
 """
 
 import json
-import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from paged_kv.kernels.left_out import device_name, left_out_file
+from paged_kv.kernels.left_out import device_name, left_out_file, write_found
 
 
 def are_faster(variant: str) -> bool:
@@ -25,13 +24,8 @@ def note_faster(variant: str, *, is_so: bool) -> None:
     """
     before = _read()
     found = before - {_key(variant)} | ({_key(variant)} if is_so else set())
-    if found == before:
-        return
-    file = _file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(sorted(found)))
-    temporary.replace(file)
+    if found != before:
+        write_found(_file(), sorted(found))
 
 
 def forget_faster() -> None:

@@ -49,11 +49,19 @@ def leave_out(variant: str, kernels: Mapping[str, str]) -> None:
     """
     others = {key: each for key, each in _read().items() if key != _key(variant)}
     file = left_out_file()
-    if not kernels and not file.exists():
-        return
+    if kernels or file.exists():
+        write_found(file, others | ({_key(variant): dict(kernels)} if kernels else {}))
+
+
+def write_found(file: Path, found: object) -> None:
+    """Write what the doctor has found as JSON, so that other processes read all of it or nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(others | ({_key(variant): dict(kernels)} if kernels else {})))
+    temporary.write_text(json.dumps(found))
     temporary.replace(file)
 
 
