@@ -31,12 +31,12 @@ class Events:
     """Receives each event after it happened; this base class records nothing.
 
     A change that is told of has been made, so no method raises an `Exception`.
-
-    Attributes:
-        has_stopped: whether later events are lost, because one could not be recorded.
     """
 
-    has_stopped = False
+    @property
+    def has_stopped(self) -> bool:
+        """Whether later events are lost, because one could not be recorded."""
+        return False
 
     def sized(self, allocator: Group, block_bytes: Mapping[str, int]) -> None:
         """`block_bytes` gives the new bytes of a block of each named format."""

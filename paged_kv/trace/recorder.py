@@ -274,7 +274,8 @@ class TracedPool(Events):
         self.file.flush()
 
     @property
-    def has_stopped(self) -> bool:  # type: ignore[override]  # the base class never stops
+    def has_stopped(self) -> bool:
+        """See `Events`."""
         return self.file.has_stopped
 
     @_stopping
