@@ -147,6 +147,17 @@ class Answering:
             await self._require_model(jobs[0].model)
         await self._service.grammars.prepare(jobs, loaded)
 
+    async def _read_prompt(self, talk: Conversation, plan: Plan, nbytes: int) -> Job:
+        """Have the prompt of one job read that generates nothing."""
+        await self._make_ready(plan, nbytes)
+        (job,) = plan.jobs
+        if job.prompt is None:
+            # Another model reads it when it is loaded.
+            job.arguments.max_tokens = 0
+            with self._submitted(plan.jobs):
+                await talk.begin()
+        return job
+
     async def _read(self, plan: Plan, work: Callable[[], None], nbytes: int) -> None:
         workers = self._service.workers
         await (workers.read_images(work) if plan.has_images else workers.read(work, nbytes))

@@ -79,13 +79,7 @@ class Tokens(Answering):
     async def _answer(
         self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
     ) -> None:
-        await self._make_ready(plan, nbytes)
-        (job,) = plan.jobs
-        if job.prompt is None:
-            # Another model reads it when it is loaded, and generates nothing.
-            job.arguments.max_tokens = 0
-            with self._submitted(plan.jobs):
-                await talk.begin()
+        job = await self._read_prompt(talk, plan, nbytes)
         loaded = self._service.thread.provider.loaded
         if job.prompt is None or loaded is None or loaded.key != job.model:
             raise busy("another model was loaded meanwhile: ask again")

@@ -78,12 +78,6 @@ class TokenCounts(Answering):
     async def _answer(
         self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
     ) -> None:
-        await self._make_ready(plan, nbytes)
-        (job,) = plan.jobs
-        if job.prompt is None:
-            # Another model reads it when it is loaded, and generates nothing.
-            job.arguments.max_tokens = 0
-            with self._submitted(plan.jobs):
-                await talk.begin()
+        await self._read_prompt(talk, plan, nbytes)
         count = {"input_tokens": talk.usage.prompt_tokens}
         await send_json(json.dumps(count).encode(), send)
