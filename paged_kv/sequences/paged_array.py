@@ -61,45 +61,54 @@ class PagedRead:
         the mask, or if the sequences have changed since: the step then holds other tokens. An error
         undoes the step in all layers."""
         with self.lock:
-            group_step = self.group_step
             try:
-                latest, count = group_step.seen, queries.shape[2]
-                if latest.mask is not mask or latest.queries != count:
-                    latest = group_step.see_by(mask, count)
-                seen = latest.visibility
-                if seen is None or not group_step.progress.is_open:
-                    return None
-                if group_step.moves != group_step.group.moves:
-                    group_step.follow_moves()
-                group_step.progress.is_unread = False
-                attend: Callable[..., mx.array] = self.pages.attend
-                step_queries, new_tokens = [queries], self.new_tokens
-                if position_queries is not None:
-                    attend, step_queries = self.pages.attend_latent, [queries, position_queries]
-                attention = self.pages.attention(scale, seen.causal, seen.window, sinks, softcap)
-                if group_step.parts and self.step_tokens is not None:
-                    outputs = [
-                        attend(
-                            *[each[:, :, at] for each in step_queries],
-                            metadata,
-                            attention,
-                            new_tokens,
-                        )
-                        for at, metadata in self._rewrite(*self.step_tokens)
-                    ]
-                    return mx.concatenate(outputs, axis=2)
-                output = attend(*step_queries, group_step.metadata, attention, new_tokens)
-                if seen.wider_window is None:
-                    return output
-                # The token that only the first query's wider window reaches is not held any more.
-                attention = self.pages.attention(
-                    scale, seen.causal, seen.wider_window, sinks, softcap
-                )
-                wider = attend(*step_queries, group_step.metadata, attention, new_tokens)
-                return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
+                return self._attend(queries, mask, scale, sinks, position_queries, softcap)
             except BaseException:
-                group_step.undo()
+                self.group_step.undo()
                 raise
+
+    def _attend(
+        self,
+        queries: mx.array,
+        mask: mx.array | str | None,
+        scale: float,
+        sinks: mx.array | None,
+        position_queries: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array | None:
+        group_step = self.group_step
+        latest, count = group_step.seen, queries.shape[2]
+        if latest.mask is not mask or latest.queries != count:
+            latest = group_step.see_by(mask, count)
+        seen = latest.visibility
+        if seen is None or not group_step.progress.is_open:
+            return None
+        if group_step.moves != group_step.group.moves:
+            group_step.follow_moves()
+        group_step.progress.is_unread = False
+        attend: Callable[..., mx.array] = self.pages.attend
+        step_queries, new_tokens = [queries], self.new_tokens
+        if position_queries is not None:
+            attend, step_queries = self.pages.attend_latent, [queries, position_queries]
+        attention = self.pages.attention(scale, seen.causal, seen.window, sinks, softcap)
+        if group_step.parts and self.step_tokens is not None:
+            outputs = [
+                attend(
+                    *[each[:, :, at] for each in step_queries],
+                    metadata,
+                    attention,
+                    new_tokens,
+                )
+                for at, metadata in self._rewrite(*self.step_tokens)
+            ]
+            return mx.concatenate(outputs, axis=2)
+        output = attend(*step_queries, group_step.metadata, attention, new_tokens)
+        if seen.wider_window is None:
+            return output
+        # The token that only the first query's wider window reaches is not held any more.
+        attention = self.pages.attention(scale, seen.causal, seen.wider_window, sinks, softcap)
+        wider = attend(*step_queries, group_step.metadata, attention, new_tokens)
+        return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily: the step's own as they were given, if it has parts,
