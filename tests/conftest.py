@@ -117,3 +117,12 @@ def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
     """Prompts. The first one crosses a page border during generation."""
     tokens = model_and_tokenizer[1].encode(source_text[20000:22500])
     return [tokens[:245], tokens[100:160], tokens[300:301]]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    """The `Script` of a model that says what a test wants."""
+    from tests.agent_model import dictated
+
+    with dictated() as made:
+        yield made

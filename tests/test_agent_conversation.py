@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent_model import Script, agent_folder, dictated
+from tests.agent_model import Script, agent_folder
 from tests.running_server import PagedRunningServer, paged_server
 from tests.test_messages import anthropic_client
 
@@ -23,12 +23,6 @@ TOOLS: list[Any] = [
     }
     for name in ("read", "write", "edit", "grep", "run")
 ]
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with dictated() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent_model import Script, agent_folder, dictated
+from tests.agent_model import Script, agent_folder
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,
@@ -25,12 +25,6 @@ LAST = {"role": "assistant", "content": "It is"}
 OPEN = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nIt is"
 CLOSED = f"{OPEN}<|im_end|>\n"
 CALL = {"type": "function", "id": "a", "function": {"name": "f", "arguments": {}}}
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with dictated() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

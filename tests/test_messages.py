@@ -13,7 +13,7 @@ from anthropic import Anthropic
 
 from paged_kv.integrations.server.completions import conversation
 from paged_kv.integrations.server.generation.batched_rows import BatchedRows
-from tests.agent_model import CONTEXT, Script, agent_folder, dictated
+from tests.agent_model import CONTEXT, Script, agent_folder
 from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
@@ -42,12 +42,6 @@ READ: Any = {
 }
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
 THOUGHT = "<think>\nIt is in a file.\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with dictated() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

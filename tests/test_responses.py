@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from paged_kv.integrations.server.generation.batched_rows import BatchedRows
-from tests.agent_model import CONTEXT, Script, agent_folder, dictated
+from tests.agent_model import CONTEXT, Script, agent_folder
 from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
@@ -32,12 +32,6 @@ READ: Any = {
 ARGUMENTS = '{"path": "a.py"}'
 CALL = f'<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>'
 THOUGHT = "<think>\nIt is in a file.\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with dictated() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
