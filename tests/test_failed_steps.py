@@ -337,6 +337,41 @@ def test_what_can_be_taken_back_afterwards_is_still_there(
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"{failures.calls}")
 
 
+def _gathered(cache: PagedKVCache, keys: mx.array) -> None:
+    read = cache.update_and_fetch(keys, keys)[0].read
+    read.gather()
+
+
+def _token_gathered(cache: PagedKVCache, keys: mx.array) -> None:
+    read = cache.update_and_fetch(keys, keys)[0].read
+    read.gather_tokens(mx.array([[0]]), of_values=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "take"), [("gather", _gathered), ("gather_tokens", _token_gathered)]
+)
+def test_a_gather_that_fails_undoes_the_step(
+    method: str, take: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention gathers where it cannot read pages."""
+    world = World.of(HISTORIES["fork"], tmp_path)
+    batch = world.batch
+    keys = mx.ones((1, KV_HEADS, 1, DIM))
+    batch.layers[0].make_mask(1)
+    with monkeypatch.context() as patched:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError
+
+        patched.setattr(type(world.pool.backend), method, staticmethod(fail))
+        with pytest.raises(MemoryError):
+            take(batch.layers[0], keys)
+    assert batch.layers[0].sequences[0].context_lens == [100] * 3
+    for layer, found in enumerate(batch.step(1)):
+        np.testing.assert_allclose(found, batch.expected(layer, 1, None), atol=1e-4)
+    world.pool.check()
+
+
 @pytest.mark.parametrize("attends", [False, True])
 def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool, tmp_path: Path) -> None:
     world = World.of(HISTORIES["fork"], tmp_path)

@@ -9,6 +9,7 @@ layers, MLX gathers the keys and values when it computes the arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from threading import current_thread
 from typing import Any
 
@@ -138,7 +139,7 @@ class PagedRead:
             group_step.progress.is_unread = False
             group_step.follow_moves()
             group_step.pool.note_gather(group_step.group, self.pages)
-            gathered = self.gather_from_pages()
+            gathered = self._or_undone(self.gather_from_pages)
             self.pages.lazy_reads.leave(gathered, group_step.metadata, current_thread())
             return gathered
 
@@ -154,10 +155,21 @@ class PagedRead:
                 return None
             group_step.progress.is_unread = False
             group_step.follow_moves()
-            keys, values = self.pages.gather_tokens(group_step.metadata, indices)
+            gather = partial(self.pages.gather_tokens, group_step.metadata, indices)
+            keys, values = self._or_undone(gather)
             tokens = values if of_values else keys
             self.pages.lazy_reads.leave((tokens,), group_step.metadata, current_thread())
             return tokens
+
+    def _or_undone(
+        self, gather: Callable[[], tuple[mx.array, mx.array]]
+    ) -> tuple[mx.array, mx.array]:
+        """What is gathered; an error undoes the step in all layers."""
+        try:
+            return gather()
+        except BaseException:
+            self.group_step.undo()
+            raise
 
     def leave_unread(self) -> None:
         """Note that no graph holds what was gathered for this read."""
