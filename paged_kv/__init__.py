@@ -11,7 +11,8 @@ Before mlx-lm loads a saved prompt cache, the process must have used one of thes
 mlx-lm knows the cache's class.
 """
 
-from paged_kv.before_mlx import await_mlx
+import sys
+
 from paged_kv.listeners import new_pool_listeners
 
 # Type checkers know this name. typing itself takes most of the time of this import, in which
@@ -19,6 +20,8 @@ from paged_kv.listeners import new_pool_listeners
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as AnySequence
+    from types import ModuleType
     from typing import Any
 
     from paged_kv.allocator.errors import (
@@ -143,6 +146,20 @@ def _publish() -> None:
     publisher.start()
 
 
-# Here, because no module of the package can make a pool before this file has run.
+class _BeforeMLX:
+    """A finder of modules that finds none. It loads OpenBLAS when MLX is imported, which then takes
+    it: that takes time and threads, and much of the package does without MLX."""
+
+    def find_spec(
+        self, fullname: str, path: "AnySequence[str] | None", target: "ModuleType | None" = None, /
+    ) -> None:
+        if fullname == "mlx.core":
+            from paged_kv.openblas import load_openblas
+
+            load_openblas()
+
+
+# Here, because no module of the package can make a pool, or import MLX, before this file has run.
 new_pool_listeners.append(_publish)
-await_mlx()
+if sys.platform == "linux" and "mlx.core" not in sys.modules:
+    sys.meta_path.insert(0, _BeforeMLX())

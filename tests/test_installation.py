@@ -96,7 +96,7 @@ def test_two_models_have_pools_of_their_own_and_a_third_has_none(
                 assert other.stats().slabs == 0
                 generate(untouched, tokenizer, [1, 2, 3], max_tokens=2)
         assert (is_paged(model), is_paged(second)) == (True, False)
-        assert other.stats().slabs > 0
+        assert other.stats().groups, "its pages were written"
         assert factory.stats().slabs == 0
         # Calls for other models go to mlx-lm's function with all their arguments.
         assert mlx_lm_cache.make_prompt_cache(third, 64)[0].max_size == 64
