@@ -26,17 +26,16 @@ def warn_in_command(model: Module) -> None:
         return
     if slow := _slow_blas():
         _warn_of(slow)
-    elif (dtype := _dtype_of_weights(model)) in (mx.float16, mx.bfloat16):
-        name = str(dtype).removeprefix("mlx.core.")
+    elif (dtype := _dtype_of_weights(model)) in ("float16", "bfloat16"):
         warn_once(
-            f"MLX multiplies {name} matrices slowly on a CPU: --dtype float32 reads prompts "
+            f"MLX multiplies {dtype} matrices slowly on a CPU: --dtype float32 reads prompts "
             "several times as fast, and takes twice the memory"
         )
 
 
 def warn_in_program(model: Module) -> None:
     """Name what makes MLX quicker with this model, if that is OpenBLAS."""
-    if _is_on_linux_cpu() and _dtype_of_weights(model) == mx.float32 and (slow := _slow_blas()):
+    if _is_on_linux_cpu() and _dtype_of_weights(model) == "float32" and (slow := _slow_blas()):
         _warn_of(slow)
 
 
@@ -59,11 +58,11 @@ def _slow_blas() -> str | None:
     return library.name
 
 
-def _dtype_of_weights(model: Module) -> mx.Dtype:
-    """The format of most of a model's bytes."""
-    sizes: Counter[mx.Dtype] = Counter()
+def _dtype_of_weights(model: Module) -> str | None:
+    """The name of the format of most of a model's bytes, if it has weights of its own."""
+    sizes: Counter[str] = Counter()
     of_mlx: Any = model  # its methods have no types
     weights: Any = tree_flatten(of_mlx.parameters())
     for _, weight in weights:
-        sizes[weight.dtype] += weight.nbytes
-    return sizes.most_common(1)[0][0]
+        sizes[str(weight.dtype).removeprefix("mlx.core.")] += weight.nbytes
+    return max(sizes, key=sizes.__getitem__, default=None)

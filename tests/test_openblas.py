@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize
 
 from paged_kv import PagedCacheFactory, openblas
@@ -347,3 +348,13 @@ def test_a_quantised_model_is_told_nothing(cpu: None, caplog: pytest.LogCaptureF
     quantize(model, group_size=32, bits=8)
     slow_products.warn_in_command(model)
     assert [each for each in caplog.messages if "--dtype" in each] == []
+
+
+@linux_only
+def test_a_model_without_weights_is_told_nothing(
+    reference_blas: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An object that another program gives in the place of a model may hide its weights."""
+    model: Any = Module
+    slow_products.warn_in_program(model())
+    assert caplog.messages == []
