@@ -15,7 +15,7 @@ from mlx_lm.models import base
 from paged_kv.integrations.operation_hooks import install_operation_hooks
 from paged_kv.integrations.rebinding import rebind
 from paged_kv.recognition.latent_arrays import PositionScores
-from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 _stock_fast_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention

@@ -14,7 +14,7 @@ from paged_kv.integrations.states.counted_states import Held
 from paged_kv.integrations.states.model_call import held_by
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.sequence import Sequence
+from paged_kv.steps.sequence import Sequence
 
 
 def require_model(model: object) -> None:

@@ -43,9 +43,9 @@ from paged_kv.pool.stats import PoolStats
 from paged_kv.prefix.keeping import inner_salt, keeping_of
 from paged_kv.prefix.prefix_cache import Expected, PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.sequences.batch import Batch
-from paged_kv.sequences.sequence import Sequence
 from paged_kv.sizes import size_in_bytes
+from paged_kv.steps.batch import Batch
+from paged_kv.steps.sequence import Sequence
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.address import Address

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from paged_kv.pool.page_pool import PagePool
     from paged_kv.pool.stats import PoolStats
     from paged_kv.prefix.keeping import Unstored
-    from paged_kv.sequences.sequence import Sequence
+    from paged_kv.steps.sequence import Sequence
     from paged_kv.store.errors import StoreError
     from paged_kv.tiers.store_options import StoreOptions
 
@@ -108,7 +108,7 @@ _HOMES = {
     "PagedKVCache": "cache.paged_kv_cache",
     "PoolStats": "pool.stats",
     "PromptCacheTaken": "integrations.batching.last_responses",
-    "Sequence": "sequences.sequence",
+    "Sequence": "steps.sequence",
     "StoreError": "store.errors",
     "StoreOptions": "tiers.store_options",
     "Unstored": "prefix.keeping",

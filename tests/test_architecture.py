@@ -27,18 +27,18 @@ ARROWS: dict[str, set[str]] = {
     "trace.recorder": {"allocator"},
     "pool": {"allocator", "allocator.prefixes", "kernels", "kernels.pages", "trace.recorder"},
     "recognition": set(),
-    "sequences": {
+    "steps": {
         *("allocator", "allocator.prefixes", "kernels", "kernels.pages", "kernels.plain"),
         *("pool", "recognition"),
     },
-    "cache": {"kernels.pages", "pool", "recognition", "sequences"},
+    "cache": {"kernels.pages", "pool", "recognition", "steps"},
     "tiers": {"allocator.prefixes", "store"},
     "prefix": {
         "allocator",
         "allocator.prefixes",
         "kernels.pages",
         "pool",
-        "sequences",
+        "steps",
         "store",
         "tiers",
     },
@@ -52,33 +52,33 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.batching": {
         *("admission", "allocator", "allocator.prefixes", "cache", "kernels.pages", "pool"),
-        *("prefix", "sequences"),
+        *("prefix", "steps"),
     },
     "integrations.distributed": {"allocator", "pool"},
     "integrations.rebinding": set(),
     "integrations.compiled": {
         *("cache", "integrations.batching", "integrations.rebinding", "kernels"),
-        *("kernels.pages", "pool", "sequences"),
+        *("kernels.pages", "pool", "steps"),
     },
     "integrations.states": {
-        *("cache", "integrations.batching", "kernels.pages", "pool", "recognition", "sequences")
+        *("cache", "integrations.batching", "kernels.pages", "pool", "recognition", "steps")
     },
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),
         "integrations.states",
-        *("kernels.pages", "pool", "prefix", "recognition", "sequences", "store"),
+        *("kernels.pages", "pool", "prefix", "recognition", "steps", "store"),
         "tiers",
     },
     "integrations.mlx_vlm": {
         *("cache", "integrations", "integrations.batching", "integrations.generation"),
-        *("integrations.rebinding", "kernels.pages", "sequences"),
+        *("integrations.rebinding", "kernels.pages", "steps"),
     },
     "integrations.grammar": set(),
     "integrations.speculation": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations"),
         *("integrations.batching", "integrations.grammar", "integrations.states", "kernels.pages"),
-        "sequences",
+        "steps",
     },
     "integrations.generation": {
         *("allocator", "commands", "integrations", "integrations.batching"),
@@ -87,7 +87,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.bench": {
         *("cache", "commands", "integrations", "integrations.batching"),
-        *("integrations.generation", "kernels.pages", "sequences"),
+        *("integrations.generation", "kernels.pages", "steps"),
     },
     "integrations.doctor": {
         *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
@@ -281,7 +281,7 @@ def test_linked_rooms_have_no_init(room: str) -> None:
         ("kernels", "import paged_kv.sizes", "paged_kv.sizes"),
         ("store", "import mlx.core", "mlx.core"),
         ("store", "import paged_kv.pool.page_pool", "paged_kv.pool.page_pool"),
-        ("pool", "import paged_kv.sequences.sequence", "paged_kv.sequences.sequence"),
+        ("pool", "import paged_kv.steps.sequence", "paged_kv.steps.sequence"),
         ("pool", "from mlx_lm.models import cache", "mlx_lm.models.cache"),
         ("cache", "import paged_kv.integrations.samples", "paged_kv.integrations.samples"),
         ("cache", "import allocator.slabs", "allocator.slabs"),

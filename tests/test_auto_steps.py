@@ -11,7 +11,7 @@ from paged_kv import OldestFirst, PagedCacheFactory, PagedKVCache, PagePool, Poo
 from paged_kv.cache.page_transfer import page_formats
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 from tests.attended_step import attended
 from tests.generation import greedy
 

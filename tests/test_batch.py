@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 from tests.arrays import normal
 
 LAYERS = 2

@@ -16,7 +16,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.integrations import model_version
 from paged_kv.integrations.compiled.comparison import LAST_DOUBLING, Comparisons, are_alike
 from paged_kv.integrations.compiled.recordings import Recordings
-from paged_kv.sequences import recorded_step
+from paged_kv.steps import recorded_step
 from tests.zoo import small_model
 
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])

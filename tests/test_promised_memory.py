@@ -15,7 +15,7 @@ from paged_kv.cache.page_transfer import page_views
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 
 # Quantised pages need heads of whole groups of 32.
 DIMS = (32, 64)

@@ -101,7 +101,7 @@ def test_a_program_is_shown_that_imports_nothing_by_the_packages_own_names(tmp_p
     modules = (
         "from paged_kv.cache.paged_kv_cache import PagedKVCache\n"
         "from paged_kv.pool.page_pool import PagePool\n"
-        "from paged_kv.sequences.sequence import Sequence"
+        "from paged_kv.steps.sequence import Sequence"
     )
     script = SCRIPT.replace("from paged_kv import PagedKVCache, PagePool, Sequence", modules)
     assert script != SCRIPT

@@ -21,7 +21,7 @@ from paged_kv import (
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.window import Window
-from paged_kv.sequences.batch import Batch, commit
+from paged_kv.steps.batch import Batch, commit
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
 from tests.layer_calls import calls_of_layers

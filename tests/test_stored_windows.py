@@ -20,7 +20,7 @@ from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.prefix.keeping import Keeping
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.stored_prefixes import StoredPrefixes
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import decode
 from paged_kv.store.keys import Identity

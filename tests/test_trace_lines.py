@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv import PagePool, Sequence
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 from paged_kv.trace import recorder
 from paged_kv.trace.replay import Parameters, Replay
 

@@ -10,7 +10,7 @@ import pytest
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 from tests import ring_batches
 from tests.ring_batches import PAGE_BYTES, append, new_batch
 

@@ -14,7 +14,7 @@ from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache
-from paged_kv.sequences.batch import Batch
+from paged_kv.steps.batch import Batch
 from tests.generation import Run, assert_same_run, greedy
 from tests.grids import plain_only
 from tests.invariants import assert_invariants

@@ -26,13 +26,13 @@ from paged_kv.integrations.compiled.recording import (
 )
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.recorded_step import (
+from paged_kv.steps.recorded_step import (
     NotRecordable,
     RecordableLayer,
     RecordableStep,
     recordable_layers,
 )
-from paged_kv.sequences.step import Step
+from paged_kv.steps.step import Step
 
 logger = logging.getLogger("paged_kv")
 

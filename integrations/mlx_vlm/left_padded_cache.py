@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.sequences.padding import NO_PADDING, Padding
+from paged_kv.steps.padding import NO_PADDING, Padding
 
 REFUSAL = (
     "this model looks for the padding of a batch among its keys, and pages hold no padding: give "

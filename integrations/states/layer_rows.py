@@ -22,9 +22,9 @@ from paged_kv.integrations.states.row_arrays import GrowingArray, RowArray, RowR
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
-from paged_kv.sequences.group_inputs import GroupInputs
-from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step import Step
+from paged_kv.steps.group_inputs import GroupInputs
+from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step import Step
 
 
 class LayerRows(CacheList):

@@ -20,8 +20,8 @@ from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.states.counted_states import CountedArraysCache, Held
 from paged_kv.integrations.states.one_by_one import one_by_one
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.step_blocks import reserve
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.steps.step_blocks import reserve
+from paged_kv.steps.step_row import StepRow
 
 # These files of mlx-lm make positions or a mask for one sequence and use them for all:
 # gpt_bigcode.py, line 150, and llama4.py, line 232, of the first cache's offset as a number;

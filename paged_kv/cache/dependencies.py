@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.recognition.latent_arrays import ReadArray
-from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
 
 
 class DependentArray(ReadArray):

@@ -12,7 +12,7 @@ from paged_kv.sizes import counted
 
 if TYPE_CHECKING:
     from paged_kv.pool.page_pool import PagePool
-    from paged_kv.sequences.sequence import Sequence
+    from paged_kv.steps.sequence import Sequence
 
 
 def page_views(pool: PagePool, layer: int, sequence: Sequence) -> list[mx.array]:

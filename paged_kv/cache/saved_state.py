@@ -28,8 +28,8 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, page_format_named
 from paged_kv.pool.page_pool import PagePool, open_pools
 from paged_kv.pool.window import Window
-from paged_kv.sequences.batch import commit
-from paged_kv.sequences.sequence import Sequence
+from paged_kv.steps.batch import commit
+from paged_kv.steps.sequence import Sequence
 
 VERSION = 3
 

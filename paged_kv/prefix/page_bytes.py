@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout, page_format_named
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.sequence import Sequence
+from paged_kv.steps.sequence import Sequence
 
 Words = npt.NDArray[np.uint16]
 

@@ -42,7 +42,7 @@ from paged_kv.prefix.node_pages import NodePage, node_page, path_to
 from paged_kv.prefix.page_bytes import block_bytes, load_blocks
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
-from paged_kv.sequences.sequence import Sequence
+from paged_kv.steps.sequence import Sequence
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place
 from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted

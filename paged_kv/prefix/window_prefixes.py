@@ -13,7 +13,7 @@ from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
-from paged_kv.sequences.sequence import Sequence
+from paged_kv.steps.sequence import Sequence
 
 
 @dataclass(frozen=True)

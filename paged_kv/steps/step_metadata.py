@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.steps.step_row import StepRow
 
 
 def attention_metadata(

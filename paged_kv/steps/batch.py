@@ -16,12 +16,12 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.full_pages import full_blocks
-from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
-from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step import Step, unwritten_step
-from paged_kv.sequences.step_row import StepRow, layers_of_step
 from paged_kv.sizes import counted
+from paged_kv.steps.full_pages import full_blocks
+from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
+from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step import Step, unwritten_step
+from paged_kv.steps.step_row import StepRow, layers_of_step
 
 
 class Batch:

@@ -9,7 +9,7 @@ import numpy as np
 
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.pool.window import Window
-from paged_kv.sequences.masks import PagedMask
+from paged_kv.steps.masks import PagedMask
 
 
 class Visibility(NamedTuple):

@@ -15,8 +15,8 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.reclaimer import Reclaimer
 from paged_kv.pool.window import Window
-from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step_row import StepRow
 
 
 def cache_overwritten(

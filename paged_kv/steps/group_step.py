@@ -10,10 +10,10 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.step_metadata import StepPart, attention_metadata, step_parts
-from paged_kv.sequences.step_progress import StepProgress
-from paged_kv.sequences.step_row import StepRow, undo_step
-from paged_kv.sequences.visibility import Visibility, visible
+from paged_kv.steps.step_metadata import StepPart, attention_metadata, step_parts
+from paged_kv.steps.step_progress import StepProgress
+from paged_kv.steps.step_row import StepRow, undo_step
+from paged_kv.steps.visibility import Visibility, visible
 
 
 class _Arrays(NamedTuple):

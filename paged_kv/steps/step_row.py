@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.sequences.padding import NO_PADDING, Padding
-from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step_progress import StepProgress
+from paged_kv.steps.padding import NO_PADDING, Padding
+from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step_progress import StepProgress
 
 
 class StepRow(NamedTuple):

@@ -18,15 +18,15 @@ from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.sequences.group_step import GroupStep
-from paged_kv.sequences.out_of_window_pages import is_read_first, reserve_skipped
-from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
-from paged_kv.sequences.pending_step import PendingStep
-from paged_kv.sequences.sequence import Sequence
-from paged_kv.sequences.step_blocks import reserve
-from paged_kv.sequences.step_metadata import StepPart
-from paged_kv.sequences.step_progress import StepProgress
-from paged_kv.sequences.step_row import StepRow, offset_of, undo_step
+from paged_kv.steps.group_step import GroupStep
+from paged_kv.steps.out_of_window_pages import is_read_first, reserve_skipped
+from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
+from paged_kv.steps.pending_step import PendingStep
+from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step_blocks import reserve
+from paged_kv.steps.step_metadata import StepPart
+from paged_kv.steps.step_progress import StepProgress
+from paged_kv.steps.step_row import StepRow, offset_of, undo_step
 
 
 class Step:

@@ -24,12 +24,12 @@ from paged_kv.kernels.recorders import recorder_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.window import Window
-from paged_kv.sequences.group_step import GroupStep
-from paged_kv.sequences.masks import PagedMask, step_mask
-from paged_kv.sequences.paged_array import PagedKeys, PagedRead, PagedValues
-from paged_kv.sequences.step import Step
-from paged_kv.sequences.step_progress import StepProgress
-from paged_kv.sequences.step_row import StepRow
+from paged_kv.steps.group_step import GroupStep
+from paged_kv.steps.masks import PagedMask, step_mask
+from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.step import Step
+from paged_kv.steps.step_progress import StepProgress
+from paged_kv.steps.step_row import StepRow
 
 
 class NotRecordable(Exception):

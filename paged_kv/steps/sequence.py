@@ -18,10 +18,10 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
-from paged_kv.sequences.group_inputs import GroupInputs
-from paged_kv.sequences.padding import NO_PADDING, Padding
-from paged_kv.sequences.pending_step import PendingStep, write_pending
-from paged_kv.sequences.step_progress import StepProgress
+from paged_kv.steps.group_inputs import GroupInputs
+from paged_kv.steps.padding import NO_PADDING, Padding
+from paged_kv.steps.pending_step import PendingStep, write_pending
+from paged_kv.steps.step_progress import StepProgress
 
 _Undoable = tuple[
     list[int],

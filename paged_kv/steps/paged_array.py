@@ -20,7 +20,7 @@ from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
 from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
-from paged_kv.sequences.group_step import GroupStep
+from paged_kv.steps.group_step import GroupStep
 
 
 class PagedRead:

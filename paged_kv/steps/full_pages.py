@@ -23,7 +23,7 @@ from paged_kv.allocator.block_table import Write
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reclaimer import Reclaimer
-from paged_kv.sequences.sequence import Sequence
+from paged_kv.steps.sequence import Sequence
 
 
 class SequenceWrite(NamedTuple):
