@@ -118,7 +118,7 @@ def assert_holds(cache: PagedKVCache, rows: list[Row]) -> None:
         seen = len(row.tokens) if window is None else min(len(row.tokens), window.size - 1)
         tokens = row.tokens[len(row.tokens) - seen :]
         # Check that a step that ended with padding still reads as before.
-        padding = cache.sequences[index].padding[cache.layer].right
+        padding = cache.sequences[index].progress(cache.layer).padding.right
         assert_ends_with(held, index, cache.layer, tokens, padding)
 
 

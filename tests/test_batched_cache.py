@@ -56,7 +56,8 @@ def lengths(layers: Layers) -> list[list[int]]:
 def row(cache: PagedKVCache, index: int) -> Any:
     """Keys and values of one sequence, without padding before and after it."""
     sequence = cache.sequences[index]
-    tokens, padding = sequence.context_lens[cache.layer], sequence.padding[cache.layer].right
+    progress = sequence.progress(cache.layer)
+    tokens, padding = progress.tokens, progress.padding.right
     keys, values = cache.keys_and_values()
     end = keys.shape[2] - padding
     return [part[index, :, end - tokens : end].tolist() for part in (keys, values)]

@@ -9,7 +9,7 @@ from paged_kv import PagePool, Sequence
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
-from paged_kv.steps.group_inputs import GroupInputs
+from paged_kv.steps.unwritten import GroupInputs
 
 RATE, INPUT = 4, "gate"
 

@@ -9,7 +9,7 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16
-from paged_kv.steps.padding import NO_PADDING, Padding
+from paged_kv.steps.progress import NO_PADDING, Padding
 from tests.attention_metadata import unpadded
 from tests.backends import BACKENDS, backend_named
 

@@ -213,7 +213,7 @@ def test_a_step_goes_on_in_the_padding_of_the_one_before() -> None:
         for layer in layers:
             layer.update_and_fetch(*step(2, seed, batch=2))
     assert [each.context_lens for each in layers[0].sequences] == [[4, 4], [1, 1]]
-    assert [each.offset(1) for each in layers[0].sequences] == [4, 1]
+    assert [each.progress(1).offset for each in layers[0].sequences] == [4, 1]
 
 
 def test_a_layer_may_take_two_steps_before_another_takes_one() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.steps.padding import NO_PADDING, Padding
+from paged_kv.steps.progress import NO_PADDING, Padding
 
 REFUSAL = (
     "this model looks for the padding of a batch among its keys, and pages hold no padding: give "
@@ -38,14 +38,15 @@ class LeftPaddedCache(PagedKVCache):
     def empty(self) -> bool:
         """Whether nothing was written, and no padding is announced: models make caches of their own
         for the rows of an empty batch."""
-        return super().empty() and not any(each.padding[self.layer].left for each in self.sequences)
+        paddings = [each.progress(self.layer).padding for each in self.sequences]
+        return super().empty() and not any(each.left for each in paddings)
 
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one sequence, as a cache of its own, whose next token is not padding."""
         row = super().extract(idx)
         assert isinstance(row, LeftPaddedCache)
         (fork,) = row.sequences
-        row._tokens_before, padding = fork.progress(self.layer)
+        row._tokens_before, _, padding = fork.progress(self.layer)
         row._padding_before = padding.left
         fork.prepare(self.layer, NO_PADDING)
         return row

@@ -22,9 +22,9 @@ from paged_kv.integrations.states.row_arrays import GrowingArray, RowArray, RowR
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.appended_rows import AppendedRows, RowInput
-from paged_kv.steps.group_inputs import GroupInputs
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step
+from paged_kv.steps.unwritten import GroupInputs
 
 
 class LayerRows(CacheList):
@@ -54,7 +54,7 @@ class LayerRows(CacheList):
         What an assigned array depends on is computed no later than the next write."""
         cache = self.caches[0]
         with cache.pool.lock:
-            return self._latest(cache.sequences[0].context_lens[cache.layer])
+            return self._latest(cache.sequences[0].progress(cache.layer).tokens)
 
     @window.setter
     def window(self, window: mx.array) -> None:
@@ -174,7 +174,7 @@ class LayerRows(CacheList):
         count = min(pool.windows[layer].size - 1, length)
         if not count:
             return None
-        sequence.write_pending({layer})
+        sequence.write_unwritten({layer})
         base = (length - count) // PAGE_SIZE * PAGE_SIZE
         group = pool.group_of(layer)
         blocks = sequence.table(group).blocks_of(base, length)
@@ -258,8 +258,9 @@ class LayerRows(CacheList):
     def _open_step(self) -> Step | None:
         """The step that `update_window` began, if no other has begun."""
         step = self._step
-        is_open = step is not None and step is self.caches[0].batch.step and step.progress.is_open
-        return step if is_open else None
+        if step is None or step is not self.caches[0].batch.step:
+            return None
+        return step if step.transaction.is_open else None
 
     def _known(self, cache: PagedKVCache, name: str) -> int:
         """The tokens of which a name holds all that there is: in a step, those before it until
@@ -267,7 +268,7 @@ class LayerRows(CacheList):
         step = self._open_step
         if step is not None and name not in self._assigned:
             return step.rows[0].before
-        return cache.sequences[0].context_lens[cache.layer]
+        return cache.sequences[0].progress(cache.layer).tokens
 
 
 def _closed(step: Step, rows: AppendedRows) -> range:

@@ -103,7 +103,7 @@ def _step_of_pages(step: Callable[..., mx.array], tokens: mx.array, caches: list
     """See `one_by_one`; each sequence's caches are views of its pages."""
     first = next(leaves(caches))
     sequences, num_tokens = first.sequences, tokens.shape[1]
-    counts = [each.progress(first.layer)[1].own(num_tokens) for each in sequences]
+    counts = [each.progress(first.layer).padding.own(num_tokens) for each in sequences]
     steps = zip(sequences, counts, strict=True)
     # Now, for all of them: a sequence that fails would leave those before it a step ahead.
     reserve(first.pool, [StepRow.next(each, first.layer, count) for each, count in steps])

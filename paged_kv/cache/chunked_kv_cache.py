@@ -25,7 +25,7 @@ class PagedChunkedKVCache(PagedKVCache):
                 f"{len(self.sequences)}: give each sequence a cache of its own"
             )
         window = self.pool.group_of(self.layer).window
-        before = self.sequences[0].offset(self.layer)
+        before = self.sequences[0].progress(self.layer).offset
         return 0 if window is None else window.first_visible(before)
 
     def maybe_trim_front(self) -> None:

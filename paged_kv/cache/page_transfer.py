@@ -74,8 +74,9 @@ def load_pages(
 
 def _held(pool: PagePool, layer: int, sequence: Sequence) -> tuple[int, ...]:
     """The sequence's blocks that hold tokens of a layer."""
-    lengths = sequence.context_lens[layer], sequence.written_lens[layer]
-    return sequence.blocks(pool.group_of(layer))[: _pages_held(pool, layer, *lengths)]
+    group, tokens = pool.group_of(layer), sequence.progress(layer).tokens
+    held = _pages_held(pool, layer, tokens, sequence.written(group))
+    return sequence.blocks(group)[:held]
 
 
 def _pages_held(pool: PagePool, layer: int, context_len: int, written_len: int) -> int:

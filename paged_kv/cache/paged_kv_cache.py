@@ -66,12 +66,12 @@ class PagedKVCache:
     def offset(self) -> int | mx.array:
         """The position of the next token: a number for one sequence, int32 [B] for a batch."""
         layer, step = self.layer, self.batch.step
-        if step is not None and step.progress.is_open:
+        if step is not None and step.transaction.is_open:
             if layer in step.waiting:
                 return step.offset_before
             if layer in step.layers:
                 return step.offset_after
-        return offset_of([sequence.offset(layer) for sequence in self.sequences])
+        return offset_of([sequence.progress(layer).offset for sequence in self.sequences])
 
     @property
     def has_dependency(self) -> bool:
@@ -80,7 +80,7 @@ class PagedKVCache:
 
     def size(self) -> int:
         """Tokens of the longest sequence."""
-        return max((sequence.context_lens[self.layer] for sequence in self.sequences), default=0)
+        return max([each.progress(self.layer).tokens for each in self.sequences], default=0)
 
     def empty(self) -> bool:
         """Whether nothing was written, or all of it was trimmed."""
@@ -104,7 +104,7 @@ class PagedKVCache:
             step is not None
             and self.layer in step.waiting
             and step.shape == keys.shape[::2]
-            and step.progress.is_open
+            and step.transaction.is_open
         ):
             arrays = step.write(self.layer, keys, values)
         else:
@@ -179,7 +179,7 @@ class PagedKVCache:
     def can_trim(self, n: int) -> bool:
         """Whether `trim(n)` would succeed."""
         return all(
-            min(n, sequence.context_lens[self.layer]) <= sequence.rollback
+            min(n, sequence.progress(self.layer).tokens) <= sequence.rollback
             for sequence in self.sequences
         )
 
@@ -237,7 +237,7 @@ class PagedKVCache:
         self._require_empty(left_padding or [0] * batch)
         is_padded = right_padding is not None and any(right_padding)
         for row, sequence in enumerate(self.sequences):
-            padding = sequence.padding[self.layer]
+            padding = sequence.progress(self.layer).padding
             if left_padding is not None:
                 padding = replace(padding, left=padding.left + left_padding[row])
             if is_padded and lengths is not None:
@@ -352,7 +352,7 @@ class PagedKVCache:
         return self._with(forks, [self])
 
     def __repr__(self) -> str:
-        lengths = [sequence.context_lens[self.layer] for sequence in self.sequences]
+        lengths = [sequence.progress(self.layer).tokens for sequence in self.sequences]
         return f"PagedKVCache(layer={self.layer}, context_lens={lengths})"
 
     def _with(self, sequences: list[Sequence], sources: list[PagedKVCache]) -> PagedKVCache:
@@ -367,7 +367,7 @@ class PagedKVCache:
     def _require_empty(self, left_padding: list[int]) -> None:
         """Refuse left padding after tokens, as mlx-lm's caches do: it would lie between tokens."""
         for row, (sequence, count) in enumerate(zip(self.sequences, left_padding, strict=True)):
-            if count and (length := sequence.context_lens[self.layer]):
+            if count and (length := sequence.progress(self.layer).tokens):
                 raise ValueError(
                     f"left_padding must be 0 for a sequence that has tokens: sequence {row} has "
                     f"{length} and was given {count}: pad on the right, with lengths and "

@@ -48,8 +48,8 @@ def saved_state(pool: PagePool, layer: int, sequences: list[Sequence]) -> dict[s
     rows = [
         {
             "uid": sequence.uid,
-            "context_len": sequence.context_lens[layer],
-            "written_len": sequence.written_lens[layer],
+            "context_len": sequence.progress(layer).tokens,
+            "written_len": sequence.written(pool.group_of(layer)),
             "page_format": sequence.page_format.name,
             "formats": page_formats(pool, layer, sequence),
             "pages": page_views(pool, layer, sequence),

@@ -65,7 +65,7 @@ class Batch:
         that other layers have begun, or else a new one, which all layers with as many tokens take.
         That closes any other step of these sequences."""
         step = self.step
-        if step is None or not step.progress.is_open:
+        if step is None or not step.transaction.is_open:
             return self._begin(layer, count)
         if layer in step.waiting and step.shape[1] == count:
             return step
@@ -117,7 +117,7 @@ class Batch:
             if layer not in pool.group_of(layer).pages:
                 raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
             new_tokens = unwritten_step(layer, self.sequences)
-            is_open = step is not None and step.progress.is_open
+            is_open = step is not None and step.transaction.is_open
             if step is None or not is_open or layer not in step.layers - step.waiting:
                 if new_tokens is None:
                     commit(self.sequences, {layer})
@@ -170,7 +170,7 @@ _batches: weakref.WeakValueDictionary[tuple[PagePool, tuple[Sequence, ...]], Bat
 
 
 def commit(sequences: Iterable[Sequence], layers: Set[int] | None = None) -> None:
-    """Write the pending steps of all layers, or of `layers`. No query can attend to the latest
+    """Write the unwritten steps of all layers, or of `layers`. No query can attend to the latest
     step of these afterwards."""
     for sequence in sequences:
         sequence.commit(layers)

@@ -75,10 +75,10 @@ def full_blocks(sequence: Sequence, group: LayerGroup) -> tuple[int, ...]:
 
 def common_len(sequence: Sequence, group: LayerGroup) -> int:
     """The number of a sequence's tokens that the pages of all layers of a group hold. The group has
-    no window, so no step of its layers is pending."""
+    no window, so no layer's step is unwritten."""
     # In the first steps, a layer without pages may not have had its turn.
     layers = group.pages if group.knows_all_layers else group.layers
-    return min(sequence.context_lens[layer] for layer in layers)
+    return min(sequence.progress(layer).tokens for layer in layers)
 
 
 def _unrecoded(writes: list[SequenceWrite]) -> set[int]:

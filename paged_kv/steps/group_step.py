@@ -11,8 +11,8 @@ from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.step_metadata import StepPart, attention_metadata, step_parts
-from paged_kv.steps.step_progress import StepProgress
 from paged_kv.steps.step_row import StepRow, undo_step
+from paged_kv.steps.transaction import Transaction
 from paged_kv.steps.visibility import Visibility, visible
 
 
@@ -43,7 +43,7 @@ class GroupStep:
         pool: the sequences' pool.
         group: the layers.
         rows: the step's rows.
-        progress: of the step.
+        transaction: of the step.
         read_first: whether the step's queries attend before any page holds it.
         count: S of a step that is to be written, 0 of one that is only read.
 
@@ -61,7 +61,7 @@ class GroupStep:
         pool: PagePool,
         group: LayerGroup,
         rows: list[StepRow],
-        progress: StepProgress,
+        transaction: Transaction,
         *,
         read_first: bool,
         count: int = 0,
@@ -70,7 +70,7 @@ class GroupStep:
         self.group = group
         self.read_first = read_first
         self._count = count
-        self.progress = progress
+        self.transaction = transaction
         self._rows = rows
         self._locate()
         self.arrays: dict[int, _Arrays] = {}
@@ -112,14 +112,14 @@ class GroupStep:
     def undo(self) -> None:
         """As `Step.undo`, after attention of a layer of this group has failed."""
         self.forget_deferred()
-        undo_step(self._rows, self.progress)
+        undo_step(self._rows, self.transaction)
 
     def _locate(self) -> None:
         group, rows = self.group, self._rows
         self.metadata = attention_metadata(group, rows, read_first=self.read_first)
         self.parts: list[StepPart] = []
         if self._count > 1 and group.window is None:
-            scratch = self.progress.scratch.get(group, {})
+            scratch = self.transaction.scratch.get(group, {})
             self.parts = step_parts(group, rows, self._count, scratch)
         self.needs_step = self.read_first or bool(self.parts)
         self.moves = group.moves

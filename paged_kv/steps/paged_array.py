@@ -82,11 +82,11 @@ class PagedRead:
         if latest.mask is not mask or latest.queries != count:
             latest = group_step.see_by(mask, count)
         seen = latest.visibility
-        if seen is None or not group_step.progress.is_open:
+        if seen is None or not group_step.transaction.is_open:
             return None
         if group_step.moves != group_step.group.moves:
             group_step.follow_moves()
-        group_step.progress.is_unread = False
+        group_step.transaction.is_unread = False
         attend: Callable[..., mx.array] = self.pages.attend
         step_queries, new_tokens = [queries], self.new_tokens
         if position_queries is not None:
@@ -134,9 +134,9 @@ class PagedRead:
         """
         with self.lock:
             group_step = self.group_step
-            if not group_step.progress.is_open:
+            if not group_step.transaction.is_open:
                 raise PagesNotRead(group_step.pool.name)
-            group_step.progress.is_unread = False
+            group_step.transaction.is_unread = False
             group_step.follow_moves()
             group_step.pool.note_gather(group_step.group, self.pages)
             gathered = self._or_undone(self.gather_from_pages)
@@ -151,9 +151,9 @@ class PagedRead:
             group_step, geometry = self.group_step, self.pages.geometry
             is_in_pages = group_step.group.window is None and not group_step.needs_step
             has_one_head = (geometry.k_heads, geometry.v_heads) == (1, 1)
-            if not (group_step.progress.is_open and is_in_pages and has_one_head):
+            if not (group_step.transaction.is_open and is_in_pages and has_one_head):
                 return None
-            group_step.progress.is_unread = False
+            group_step.transaction.is_unread = False
             group_step.follow_moves()
             gather = partial(self.pages.gather_tokens, group_step.metadata, indices)
             keys, values = self._or_undone(gather)

@@ -28,8 +28,8 @@ from paged_kv.steps.group_step import GroupStep
 from paged_kv.steps.masks import PagedMask, step_mask
 from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
 from paged_kv.steps.step import Step
-from paged_kv.steps.step_progress import StepProgress
 from paged_kv.steps.step_row import StepRow
+from paged_kv.steps.transaction import Transaction
 
 
 class NotRecordable(Exception):
@@ -279,7 +279,7 @@ class _AnyBlocks:
 
 def _recorded(step: Step, group: LayerGroup, rows: list[StepRow], tables: Tables) -> GroupStep:
     """A group's part of a step whose tables are those."""
-    group_step = GroupStep(step.pool, group, rows, StepProgress(), read_first=False, count=1)
+    group_step = GroupStep(step.pool, group, rows, Transaction(), read_first=False, count=1)
     metadata: AttentionMetadata = group_step.metadata
     metadata.memo.update({TABLES: tables, WRITABLE: True})
     return group_step

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Set
 from threading import Thread, current_thread
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -18,25 +20,26 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool, require_pool
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
-from paged_kv.steps.group_inputs import GroupInputs
-from paged_kv.steps.padding import NO_PADDING, Padding
-from paged_kv.steps.pending_step import PendingStep, write_pending
-from paged_kv.steps.step_progress import StepProgress
+from paged_kv.steps.progress import NO_PADDING, Padding, Progress
+from paged_kv.steps.transaction import Transaction
+from paged_kv.steps.unwritten import GroupInputs, UnwrittenStep, write_to_ring
 
-_Undoable = tuple[
-    list[int],
-    list[int],
-    list[Padding],
-    dict[tuple[int, str], GroupInputs],
-    dict[int, PendingStep],
-]
+
+class _Before(NamedTuple):
+    """What a sequence had before its current step."""
+
+    most: Progress
+    others: dict[int, Progress]
+    written: dict[LayerGroup, int]
+    inputs: dict[tuple[int, str], GroupInputs]
+    unwritten: dict[int, UnwrittenStep]
 
 
 class Sequence:
     """Owns blocks, and frees them when no cache refers to it any more.
 
-    Layers write one after the other, so their context lengths differ within a step. mlx-lm calls
-    the cache of each layer separately: the layers that ask for a fork get the same one.
+    All layers have the same tokens, but for a few while a step, or another operation that mlx-lm
+    calls for each layer, goes from layer to layer. The layers that ask for a fork get the same one.
 
     Attributes:
         uid: the sequence's name, the same for all its layers.
@@ -44,12 +47,7 @@ class Sequence:
         is_converting: whether some full pages may still have another format, because a conversion
             ran out of memory.
         model_version: the version of the model's weights at the sequence's start, or None.
-        context_lens: number of tokens, per layer.
-        written_lens: the most tokens that there ever were, per layer. A ring has overwritten
-            tokens too far before those.
-        step_lens: tokens of the latest step, per layer; 0 once no query can attend to it.
-        padding: the padding in a batch, per layer.
-        pending: the latest step of each layer that has not written it yet.
+        unwritten: the latest step of each layer whose ring does not hold it yet.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
         inputs: of layers that append rows, what open groups are computed from, by layer and name.
@@ -69,65 +67,44 @@ class Sequence:
         self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
-        self._context_lens = [0] * pool.num_layers
-        self._written_lens = [0] * pool.num_layers
-        self._step_lens = [0] * pool.num_layers
-        self._padding = [NO_PADDING] * pool.num_layers
+        # Of most layers, and of the others. The latter are changed in place.
+        self._most = Progress()
+        self._others: dict[int, Progress] = {}
+        # By group with a window: a ring has overwritten tokens too far before so many.
+        self._written: dict[LayerGroup, int] = {}
         self._states_len = 0
-        self.pending: dict[int, PendingStep] = {}
+        self.unwritten: dict[int, UnwrittenStep] = {}
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
         self.inputs: dict[tuple[int, str], GroupInputs] = {}
-        # The latest step, how many of the layers that took it are noted here, and what it changes.
-        self._step: StepProgress | None = None
-        self._noted = 0
-        self._change = 0, 0, NO_PADDING
-        self._before_step = self._undoable()
+        self._step: Transaction | None = None
+        self._before: _Before
         self.tables: dict[LayerGroup, BlockTable] = {}
         self._forks: list[tuple[Thread, weakref.ref[Sequence], set[int]]] = []
         weakref.finalize(self, _drop_tables, self.tables).atexit = False
 
     @property
     def context_lens(self) -> list[int]:
-        self._follow_step()
-        return self._context_lens
-
-    @property
-    def written_lens(self) -> list[int]:
-        self._follow_step()
-        return self._written_lens
-
-    @property
-    def step_lens(self) -> list[int]:
-        self._follow_step()
-        return self._step_lens
-
-    @property
-    def padding(self) -> list[Padding]:
-        self._follow_step()
-        return self._padding
+        """Number of tokens, per layer."""
+        return [self.progress(layer).tokens for layer in range(self.pool.num_layers)]
 
     @property
     def length(self) -> int:
         """Number of tokens of the layer that has most; without such layers, of the states."""
-        return max(self.context_lens, default=self._states_len)
+        if not self.pool.num_layers:
+            return self._states_len
+        return max(self._most.tokens, *[each.tokens for each in self._others.values()], 0)
 
-    def offset(self, layer: int) -> int:
-        """The position of the next step's first token; negative if that token is padding."""
-        tokens, padding = self.progress(layer)
-        return tokens + padding.right - padding.left
+    def progress(self, layer: int) -> Progress:
+        """How far a layer is."""
+        return self._others.get(layer, self._most)
 
-    def progress(self, layer: int) -> tuple[int, Padding]:
-        """The number of tokens in a layer, and its padding."""
-        self._follow_step()
-        return self._context_lens[layer], self._padding[layer]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all layers have the same tokens and padding."""
-        self._follow_step()
-        lens, padding = self._context_lens, self._padding
-        return lens.count(lens[0]) == len(lens) == padding.count(padding[0])
+    def layers_level_with(self, layer: int) -> Set[int]:
+        """The layers that take the same step next as this one does."""
+        mine, layers = self.progress(layer), range(self.pool.num_layers)
+        if all(mine.is_level_with(other) for other in (self._most, *self._others.values())):
+            return frozenset(layers)
+        return {other for other in layers if mine.is_level_with(self.progress(other))}
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
@@ -155,80 +132,106 @@ class Sequence:
             if group.window is None:
                 table.page_format = page_format.name
 
-    def begin_step(self, step: StepProgress, before: int, end: int, padding: Padding) -> None:
-        """Take part in a step that brings its layers from `before` to `end` tokens, and leaves that
-        padding. Closes any other step."""
+    def begin_step(self, step: Transaction, *, grows: bool) -> dict[int, Progress]:
+        """Take part in a step, which adds tokens if it `grows`; returns where it notes the layers
+        that have taken it. Closes any other step."""
         self.close_step()
-        self._step, self._noted, self._change = step, 0, (before, end, padding)
-        self._before_step = self._undoable()
-        if end > before:
+        if grows:
             self._forks.clear()
+        if self._others:
+            self._fold()
+        others = self._others
+        self._step = step
+        self._before = _Before(self._most, others, self._written, self.inputs, self.unwritten)
+        self._others = dict(others)
+        return self._others
 
     def close_step(self) -> None:
         """Close the current step, before a change that is not its next layer's write."""
         step = self._step
         if step is not None:
-            self._follow_step()
             self._step = None
             step.close()
 
-    @locked
-    def commit(self, layers: Set[int] | None = None) -> None:
-        """Write the pending steps of all layers, or of `layers`. No query can attend to the latest
-        step of these afterwards."""
-        if self.pending:
-            self.close_step()
-            self.write_pending(layers)
-
-    @locked
-    def write_pending(self, layers: Set[int] | None) -> None:
-        """As `commit`, but leaves the current step open, which the layers are about to take."""
-        for layer in [each for each in self.pending if layers is None or each in layers]:
-            group = self.pool.group_of(layer)
-            assert group.window is not None
-            write_pending(
-                group.pages[layer],
-                group.window,
-                self.table(group),
-                self.out_of_window.get(group, {}),
-                self.pending[layer],
-                self.context_lens[layer],
-            )
-            del self.pending[layer]
-            self.step_lens[layer] = 0
-
-    def restore(self, layer: int, context_len: int, written_len: int) -> None:
-        """Note that a layer was filled from a saved sequence."""
-        self.close_step()
-        self.context_lens[layer], self.written_lens[layer] = context_len, written_len
-
-    def undo(self, step: StepProgress) -> bool:
+    def undo(self, step: Transaction) -> bool:
         """Undo the writes of all layers in a step, and close it; returns whether it was the current
         one. `shrink` then gives back its blocks."""
         if self._step is not step:
             return False
         self.close_step()
-        context_lens, written_lens, padding, self.inputs, pending = self._before_step
-        for layer, context_len in enumerate(context_lens):
-            is_pending = self.pending.get(layer) not in (None, pending.get(layer))
-            if is_pending:
-                del self.pending[layer]
-            if self._context_lens[layer] > context_len:
-                self._context_lens[layer] = context_len
-                # A written ring has lost the tokens that the step overwrote.
-                if is_pending or not context_len:
-                    self._written_lens[layer] = written_lens[layer]
-        self._padding[:] = padding
+        before = self._before
+        self._written = before.written | self._overwritten_since(before)
+        self._most, self._others = before.most, dict(before.others)
+        self.inputs = before.inputs
+        # An earlier step that was written to its ring since then stays so.
+        for layer in before.unwritten.keys() - self.unwritten.keys():
+            self._others[layer] = self.progress(layer)._replace(latest=0)
+        self.unwritten = {
+            layer: each
+            for layer, each in self.unwritten.items()
+            if before.unwritten.get(layer) is each
+        }
         return True
+
+    def _overwritten_since(self, before: _Before) -> dict[LayerGroup, int]:
+        """By group, the tokens that were written to its ring in the current step."""
+        found: dict[LayerGroup, int] = {}
+        for layer in self.pool.windows:
+            tokens = before.others.get(layer, before.most).tokens
+            is_unwritten = self.unwritten.get(layer) not in (None, before.unwritten.get(layer))
+            if 0 < tokens < self.progress(layer).tokens and not is_unwritten:
+                group = self.pool.group_of(layer)
+                found[group] = self.written(group)
+        return found
+
+    @locked
+    def commit(self, layers: Set[int] | None = None) -> None:
+        """Write the unwritten steps of all layers, or of `layers`. No query can attend to the
+        latest step of these afterwards."""
+        if self.unwritten:
+            self.close_step()
+            self.write_unwritten(layers)
+
+    @locked
+    def write_unwritten(self, layers: Set[int] | None) -> None:
+        """As `commit`, but leaves the current step open, which the layers are about to take."""
+        for layer in [each for each in self.unwritten if layers is None or each in layers]:
+            group, progress = self.pool.group_of(layer), self.progress(layer)
+            assert group.window is not None
+            write_to_ring(
+                self.unwritten[layer],
+                group.pages[layer],
+                group.window,
+                self.table(group),
+                self.out_of_window.get(group, {}),
+                progress.tokens,
+            )
+            self.unwritten = {at: each for at, each in self.unwritten.items() if at != layer}
+            self._others[layer] = progress._replace(latest=0)
+
+    def keep_unwritten(self, layer: int, step: UnwrittenStep) -> None:
+        """Keep a layer's step until it is written to its ring."""
+        # Not in place: `undo` needs the former ones.
+        self.unwritten = {**self.unwritten, layer: step}
+        self.pool.unwritten.add(step)
+
+    def restore(self, layer: int, context_len: int, written_len: int) -> None:
+        """Note that a layer was filled from a saved sequence."""
+        self.close_step()
+        self._set(layer, Progress(context_len))
+        self._note_written(self.pool.group_of(layer), written_len)
 
     @property
     def rollback(self) -> int:
         """The most tokens that can be trimmed: all, unless a ring has overwritten some."""
-        possible = [self.length]
-        for layer, window in self.pool.windows.items():
-            shortest = window.shortest_rollback(self.written_lens[layer])
-            possible.append(self.context_lens[layer] - shortest)
-        possible += [self.length - self._shortest_of_rows(layer) for layer in self.pool.rows]
+        possible = [
+            self.length,
+            *[
+                self.progress(layer).tokens - self._shortest_of_ring(layer)
+                for layer in self.pool.windows
+            ],
+            *[self.length - self._shortest_of_rows(layer) for layer in self.pool.rows],
+        ]
         return max(0, min(possible))
 
     def trim(self, layer: int, count: int) -> int:
@@ -243,11 +246,13 @@ class Sequence:
         self.require_rollback(layer, count)
         self.close_step()
         self.commit()
-        count = min(count, self.context_lens[layer])
-        self.context_lens[layer] -= count
-        if not self.context_lens[layer]:
-            self.written_lens[layer] = 0
-        self.step_lens[layer] = 0
+        tokens, _, padding = self.progress(layer)
+        count = min(count, tokens)
+        group = self.pool.group_of(layer)
+        self._note_written(group, tokens)
+        self._set(layer, Progress(tokens - count, 0, padding))
+        if not self._longest(group):
+            self._written = {at: each for at, each in self._written.items() if at is not group}
         self.inputs = {
             key: inputs.without_last(count) if key[0] == layer else inputs
             for key, inputs in self.inputs.items()
@@ -257,10 +262,9 @@ class Sequence:
 
     def require_rollback(self, layer: int, count: int) -> None:
         """Raise the RollbackError of `trim`, if any."""
-        target = max(0, self.context_lens[layer] - count)
-        for other, window in self.pool.windows.items():
-            shortest = window.shortest_rollback(self.written_lens[other])
-            if target < min(shortest, self.context_lens[other]):
+        target = max(0, self.progress(layer).tokens - count)
+        for other in self.pool.windows:
+            if target < min(self._shortest_of_ring(other), self.progress(other).tokens):
                 raise RollbackError(count, self.rollback)
         for other, rows in self.pool.rows.items():
             if target % rows.rate and target < self._shortest_of_rows(other):
@@ -269,15 +273,15 @@ class Sequence:
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set the padding of the coming steps in one layer."""
         self.close_step()
-        self.padding[layer] = padding
+        self._set(layer, self.progress(layer)._replace(padding=padding))
         self.shrink()
 
     def finalize(self, layer: int) -> None:
         """End the padding in one layer, and trim the padding that was written."""
-        to_trim = self.padding[layer].to_trim
+        progress = self.progress(layer)
         self.close_step()
-        self.padding[layer] = NO_PADDING
-        self.trim(layer, to_trim)
+        self._set(layer, progress._replace(padding=NO_PADDING))
+        self.trim(layer, progress.padding.to_trim)
 
     @locked
     def fork(self, layer: int) -> Sequence:
@@ -315,13 +319,13 @@ class Sequence:
         self._states_len = num_tokens
         for group in self.pool.groups:
             for layer in group.pages:
-                self.context_lens[layer] = num_tokens
-                self.written_lens[layer] = written.get(group, num_tokens)
+                self._set(layer, self.progress(layer)._replace(tokens=num_tokens))
+            self._note_written(group, written.get(group, 0))
         self.shrink()
 
     def written(self, group: LayerGroup) -> int:
-        """The most tokens that any layer of a group ever had."""
-        return max(self.written_lens[layer] for layer in group.layers)
+        """The most tokens that any layer of a group with a window ever had."""
+        return max(self._written.get(group, 0), self._longest(group))
 
     @locked
     def _copy(self) -> Sequence:
@@ -334,20 +338,49 @@ class Sequence:
             self.caches_out_of_window,
         )
         copy.is_converting = self.is_converting
-        copy._context_lens, copy._written_lens = list(self._context_lens), list(self._written_lens)
-        copy._padding = list(self._padding)
-        copy.shrink()
-        copy.inputs = self.inputs
+        copy._most = self._most._replace(latest=0)
+        copy._others = {at: each._replace(latest=0) for at, each in self._others.items()}
+        copy._written, copy.inputs = self._written, self.inputs
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():
             copy.tables[group] = group.allocator.fork(table)
             copy.tables[group].owner = copy.uid
         return copy
 
+    def _set(self, layer: int, progress: Progress) -> None:
+        """Change how far one layer is."""
+        self._others[layer] = progress
+        self._fold()
+
+    def _fold(self) -> None:
+        """Keep apart only layers that differ from most."""
+        found, count = list(self._others.values()), self.pool.num_layers
+        if found.count(found[0]) == count:  # the usual end of a step
+            self._most, self._others = found[0], {}
+            return
+        if 2 * len(found) > count:
+            layers = {layer: self.progress(layer) for layer in range(count)}
+            self._most, self._others = Counter(layers.values()).most_common(1)[0][0], layers
+        self._others = {at: each for at, each in self._others.items() if each != self._most}
+
+    def _longest(self, group: LayerGroup) -> int:
+        """The number of tokens of the layer of a group that has most."""
+        return max([self.progress(layer).tokens for layer in group.layers])
+
+    def _note_written(self, group: LayerGroup, tokens: int) -> None:
+        if group.window is not None and tokens > self._written.get(group, 0):
+            # Not in place: `undo` and forks need the former number.
+            self._written = {**self._written, group: tokens}
+
+    def _shortest_of_ring(self, layer: int) -> int:
+        """The shortest length to which a layer with a window can be trimmed."""
+        written = self.written(self.pool.group_of(layer))
+        return self.pool.windows[layer].shortest_rollback(written)
+
     def _shortest_of_rows(self, layer: int) -> int:
         """The shortest length to which a layer that appends rows can be trimmed wherever its group
         is open."""
-        rows, length = self.pool.rows[layer], self.context_lens[layer]
+        rows, length = self.pool.rows[layer], self.progress(layer).tokens
         kept = [len(self.inputs.get((layer, each.name), ())) for each in rows.inputs]
         first = length - min(kept, default=length)
         return -(-first // rows.rate) * rows.rate
@@ -357,35 +390,9 @@ class Sequence:
         chunks = [window.write_chunk for window in self.pool.windows.values()]
         most = self.pool.rows[layer].rate + min(chunks, default=DEFAULT_WRITE_CHUNK)
         kept = self.inputs.get((layer, name), GroupInputs()).followed_by(inputs, most)
-        self.pool.pending.add(kept)
+        self.pool.unwritten.add(kept)
         # Not in place: `undo` needs the former ones.
         self.inputs = {**self.inputs, (layer, name): kept}
-
-    def _undoable(self) -> _Undoable:
-        """What a step changes."""
-        pending = dict(self.pending) if self.pending else {}
-        return self._context_lens, self._written_lens, self._padding, self.inputs, pending
-
-    def _follow_step(self) -> None:
-        """Note which layers have taken the latest step."""
-        if self._step is None or len(self._step.layers) == self._noted:
-            return
-        layers = self._step.layers[self._noted :]
-        self._noted += len(layers)
-        before, end, padding = self._change
-        everywhere = len(self._context_lens)
-        if len(layers) == everywhere and max(self._written_lens) <= end:
-            self._context_lens, self._written_lens = [end] * everywhere, [end] * everywhere
-            self._step_lens, self._padding = [end - before] * everywhere, [padding] * everywhere
-            return
-        # Not in place: `undo` needs the former numbers.
-        self._context_lens, self._written_lens = list(self._context_lens), list(self._written_lens)
-        self._padding = list(self._padding)
-        for layer in layers:
-            self._context_lens[layer] = end
-            self._written_lens[layer] = max(end, self._written_lens[layer])
-            self._step_lens[layer] = end - before
-            self._padding[layer] = padding
 
     @locked
     def shrink(self) -> None:
@@ -393,7 +400,7 @@ class Sequence:
         self.close_step()
         self._forks.clear()
         for group, table in self.tables.items():
-            window, tokens = group.window, max(self.context_lens[layer] for layer in group.layers)
+            window, tokens = group.window, self._longest(group)
             if window is not None and window.first_held(self.written(group)):
                 table.rewind(tokens)
             else:

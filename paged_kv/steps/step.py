@@ -21,12 +21,12 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.group_step import GroupStep
 from paged_kv.steps.out_of_window_pages import is_read_first, reserve_skipped
 from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
-from paged_kv.steps.pending_step import PendingStep
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step_blocks import reserve
 from paged_kv.steps.step_metadata import StepPart
-from paged_kv.steps.step_progress import StepProgress
 from paged_kv.steps.step_row import StepRow, offset_of, undo_step
+from paged_kv.steps.transaction import Transaction
+from paged_kv.steps.unwritten import UnwrittenStep
 
 
 class Step:
@@ -41,7 +41,7 @@ class Step:
     Attributes:
         shape: numbers of sequences and of tokens.
         waiting: the layers that have not taken the step yet.
-        progress: the layers that have, and whether the step is open.
+        transaction: whether the step still holds.
         attending: in a model's step, the layers whose arrays only attention can read.
     """
 
@@ -52,12 +52,15 @@ class Step:
         self.shape = (len(rows), count)
         self.layers = layers
         self.waiting: set[int] = set(layers) if count else set()
-        self.progress = StepProgress()
+        self.transaction = Transaction()
         self.attending: frozenset[int] = frozenset()
         self._reserved_groups = 0
         self._groups: dict[int, GroupStep] = {}
-        for sequence, before, end, padding, _ in rows:
-            sequence.begin_step(self.progress, before, end, padding)
+        # Of each sequence, what it notes of the layers that have taken the step, and where.
+        self._notes = [
+            (row.sequence.begin_step(self.transaction, grows=row.end > row.before), row.progress)
+            for row in rows
+        ]
 
     @cached_property
     def offset_before(self) -> int | mx.array:
@@ -68,7 +71,7 @@ class Step:
     @cached_property
     def offset_after(self) -> int | mx.array:
         """The position after the last token."""
-        return offset_of([row.offset_after for row in self.rows])
+        return offset_of([progress.offset for _, progress in self._notes])
 
     def begin_in_model(self) -> None:
         """Note that a model takes the step, and reserve blocks for it.
@@ -88,7 +91,7 @@ class Step:
         """Take the step in one layer; see `Batch.append`."""
         with self.lock:
             try:
-                if self.progress.is_unread:
+                if self.transaction.is_unread:
                     raise PagesNotRead(self.pool.name)
                 step = self._groups.get(layer)
                 pages = None if step is None else step.group.pages.get(layer)
@@ -102,9 +105,10 @@ class Step:
                     step.follow_moves()
                 # Before the write: one that fails may have overwritten a ring's tokens.
                 self.waiting.discard(layer)
-                self.progress.layers.append(layer)
+                for taken, progress in self._notes:
+                    taken[layer] = progress
                 if step.read_first:
-                    keep_pending(layer, self.rows, (keys, values), step.metadata)
+                    keep_unwritten(layer, self.rows, (keys, values), step.metadata)
                 elif step.parts:
                     write_parts(pages, step.parts, (keys, values))
                 else:
@@ -115,7 +119,7 @@ class Step:
             except BaseException:
                 self.undo()
                 raise
-            self.progress.is_unread = self.pool.attends_in_order
+            self.transaction.is_unread = self.pool.attends_in_order
             paged_keys, paged_values = PagedKeys(arrays.keys), PagedValues(arrays.values)
             paged_keys.read = paged_values.read = read
             return paged_keys, paged_values
@@ -126,7 +130,7 @@ class Step:
         with self.lock:
             for step in set(self._groups.values()):
                 step.forget_deferred()
-            undo_step(self.rows, self.progress)
+            undo_step(self.rows, self.transaction)
 
     def read(self, layer: int, new_tokens: NewTokens | None) -> PagedRead:
         """A read of all tokens so far, in a layer that has taken the step; `new_tokens` are those
@@ -135,7 +139,7 @@ class Step:
         if step is None:
             group = self.pool.group_of(layer)
             read_first = new_tokens is not None
-            step = GroupStep(self.pool, group, self.rows, self.progress, read_first=read_first)
+            step = GroupStep(self.pool, group, self.rows, self.transaction, read_first=read_first)
             self._groups[layer] = step
         step.follow_moves()
         return PagedRead(step, step.group.pages[layer], new_tokens)
@@ -163,7 +167,7 @@ class Step:
                     pool,
                     each,
                     self.rows,
-                    self.progress,
+                    self.transaction,
                     read_first=window is not None
                     and is_read_first(window, self.rows, self.shape[1]),
                     count=self.shape[1],
@@ -171,10 +175,11 @@ class Step:
                 self._groups.update(dict.fromkeys(each.layers, step))
         return self._groups
 
-    def take(self, layers: list[int]) -> None:
+    def take(self, layers: Iterable[int]) -> None:
         """Note that these layers have taken the step."""
         self.waiting.difference_update(layers)
-        self.progress.layers.extend(layers)
+        for taken, progress in self._notes:
+            taken.update(dict.fromkeys(layers, progress))
 
     def _prepare(
         self, layer: int, keys: mx.array, values: mx.array
@@ -193,9 +198,9 @@ class Step:
             groups += group.is_open
         if groups != self._reserved_groups:
             for row in self.rows:
-                if row.sequence.pending:
-                    row.sequence.write_pending(self.waiting)
-            self.progress.scratch.update(reserve(self.pool, self.rows))
+                if row.sequence.unwritten:
+                    row.sequence.write_unwritten(self.waiting)
+            self.transaction.scratch.update(reserve(self.pool, self.rows))
             self._reserved_groups = groups
 
 
@@ -208,25 +213,24 @@ def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> No
         pages.copy(recoded)
 
 
-def keep_pending(
+def keep_unwritten(
     layer: int, rows: list[StepRow], step: NewTokens, metadata: AttentionMetadata
 ) -> None:
     """Keep the step of one layer at its sequences until it is written; `metadata` tells valid
     tokens from padding."""
     owned = metadata.valid_tokens(step[0].shape[2])
     for at, (row, own) in enumerate(zip(rows, owned, strict=True)):
-        pending = row.sequence.pending[layer] = PendingStep(step, at, own)
-        row.sequence.pool.pending.add(pending)
+        row.sequence.keep_unwritten(layer, UnwrittenStep(step, at, own))
 
 
 def unwritten_step(layer: int, sequences: Iterable[Sequence]) -> NewTokens | None:
-    """The step that is pending in exactly these sequences; None if there is none, or if the batch
-    was rearranged since."""
-    pending = [sequence.pending.get(layer) for sequence in sequences]
-    first = pending[0] if pending else None
+    """The unwritten step of exactly these sequences; None if there is none, or if the batch was
+    rearranged since."""
+    steps = [sequence.unwritten.get(layer) for sequence in sequences]
+    first = steps[0] if steps else None
     if first is not None and all(
         each is not None and each.step is first.step and each.row == row
-        for row, each in enumerate(pending)
+        for row, each in enumerate(steps)
     ):
         return first.step
     return None

@@ -10,8 +10,8 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
 from paged_kv.steps.full_pages import SequenceWrite, recode_full_pages
 from paged_kv.steps.out_of_window_pages import cache_overwritten
-from paged_kv.steps.step_progress import Scratch, drop
 from paged_kv.steps.step_row import StepRow
+from paged_kv.steps.transaction import Scratch, drop
 
 
 def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.steps.padding import NO_PADDING, Padding
+from paged_kv.steps.progress import NO_PADDING, Padding, Progress
 from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.step_progress import StepProgress
+from paged_kv.steps.transaction import Transaction
 
 
 class StepRow(NamedTuple):
@@ -32,7 +32,8 @@ class StepRow(NamedTuple):
     @classmethod
     def next(cls, sequence: Sequence, layer: int, count: int) -> StepRow:
         """The step of the next `count` tokens, padding included."""
-        return cls.after(sequence, *sequence.progress(layer), count)
+        tokens, _, padding = sequence.progress(layer)
+        return cls.after(sequence, tokens, padding, count)
 
     @classmethod
     def after(cls, sequence: Sequence, before: int, padding: Padding, count: int) -> StepRow:
@@ -45,13 +46,14 @@ class StepRow(NamedTuple):
     @classmethod
     def latest(cls, sequence: Sequence, layer: int) -> StepRow:
         """The step that was taken last."""
-        end, offset = sequence.context_lens[layer], sequence.offset(layer)
-        return cls(sequence, end - sequence.step_lens[layer], end, sequence.padding[layer], offset)
+        progress = sequence.progress(layer)
+        end, latest, padding = progress
+        return cls(sequence, end - latest, end, padding, progress.offset)
 
     @property
-    def offset_after(self) -> int:
-        """The position of the next step's first token."""
-        return self.end + self.padding.right - self.padding.left
+    def progress(self) -> Progress:
+        """How far a layer is that has taken the step."""
+        return Progress(self.end, self.end - self.before, self.padding)
 
 
 def offset_of(positions: list[int]) -> int | mx.array:
@@ -60,12 +62,12 @@ def offset_of(positions: list[int]) -> int | mx.array:
     return positions[0] if len(positions) == 1 else mx.array(positions, dtype=mx.int32)
 
 
-def undo_step(rows: Iterable[StepRow], progress: StepProgress) -> None:
+def undo_step(rows: Iterable[StepRow], transaction: Transaction) -> None:
     """Let sequences be as they were before a step that failed. Does nothing in those that have
     changed in another way since."""
     sequences = [row.sequence for row in rows]
     # All numbers first: giving back blocks may fail too, and does no harm if it comes later.
-    for sequence in [each for each in sequences if each.undo(progress)]:
+    for sequence in [each for each in sequences if each.undo(transaction)]:
         sequence.shrink()
 
 
@@ -74,7 +76,5 @@ def layers_of_step(sequences: Iterable[Sequence], layer: int, num_layers: int) -
     sequence."""
     layers: Set[int] = frozenset(range(num_layers))
     for sequence in sequences:
-        if not sequence.is_even:
-            mine = sequence.progress(layer)
-            layers = {other for other in layers if sequence.progress(other) == mine}
+        layers &= sequence.layers_level_with(layer)
     return layers

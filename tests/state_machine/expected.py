@@ -239,7 +239,7 @@ class _Held:
                 continue
             mine = held[:, at - first]
             options = self._options(at, each)
-            if self._cache.layer in self._cache.sequences[0].pending:
+            if self._cache.layer in self._cache.sequences[0].unwritten:
                 # No page holds the latest step yet.
                 options.append(self._options(at, frozenset({()}))[0])
             is_right = np.any([option.agrees(mine) for option in options], axis=0)
@@ -305,7 +305,7 @@ def _formats_now(cache: PagedKVCache, tokens: int) -> list[str | None]:
     names = page_formats(cache.pool, cache.layer, sequence)
     if window is None:
         return [names[at // 256] for at in range(tokens)]
-    first_held = window.first_held(sequence.written_lens[cache.layer])
+    first_held = window.first_held(sequence.written(cache.pool.group_of(cache.layer)))
     return [
         names[window.ring.entry(at // 256)] if at >= first_held else None for at in range(tokens)
     ]

@@ -131,7 +131,9 @@ class PromptRules(BatchRules):
         )
         batch = Batch(layers, [], home)
         (sequence,) = batch.paged[0].sequences
-        batch.rows = [Row.begun(home.formats, sequence.written_lens, prompt[:cached], rewritten)]
+        pool = sequence.pool
+        written = [sequence.written(pool.group_of(layer)) for layer in range(pool.num_layers)]
+        batch.rows = [Row.begun(home.formats, written, prompt[:cached], rewritten)]
         return batch
 
     @rule(batch=BATCHES, index=INDEX, salt=SALTS, length=st.sampled_from([0, 0, 0, -1, -300, 5]))

@@ -1,4 +1,4 @@
-"""Counts the padding of one sequence in a batch.
+"""Counts the tokens of one layer of a sequence, and its padding in a batch.
 
 mlx-lm's batches are rectangles: shorter prompts are padded, on the right during prefill
 (`prepare(lengths=, right_padding=)`, then steps, then `finalize()`), or on the left
@@ -8,6 +8,7 @@ mlx-lm's batches are rectangles: shorter prompts are padded, on the right during
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,26 @@ class Padding:
 
 
 NO_PADDING = Padding()
+
+
+class Progress(NamedTuple):
+    """How far one layer of a sequence is.
+
+    Attributes:
+        tokens: the number of its tokens.
+        latest: tokens of the latest step; 0 once no query can attend to it.
+        padding: the padding of the coming steps, and that of the latest one.
+    """
+
+    tokens: int = 0
+    latest: int = 0
+    padding: Padding = NO_PADDING
+
+    @property
+    def offset(self) -> int:
+        """The position of the next token; negative if that token is padding."""
+        return self.tokens + self.padding.right - self.padding.left
+
+    def is_level_with(self, other: Progress) -> bool:
+        """Whether both take the same step next."""
+        return (self.tokens, self.padding) == (other.tokens, other.padding)

@@ -1,4 +1,4 @@
-"""Tells how far a step is. A step and its sequences share it, so that neither holds the other."""
+"""What a step shares with its sequences and reads, so that none of them holds another."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ Scratch = dict[LayerGroup, dict[str, BlockTable]]
 `Write.needs_scratch`."""
 
 
-class StepProgress:
-    """How far a step is.
+class Transaction:
+    """Whether a step still holds: no sequence has changed in another way since it began.
 
     Attributes:
-        is_open: whether the sequences have not changed otherwise since the step began.
-        layers: the layers that have taken the step, in their order.
+        is_open: whether it does.
         is_unread: whether attention has not read the latest layer's keys and values yet, where it
             must.
         scratch: blocks that the step needs beside the block tables.
     """
 
-    __slots__ = ("is_open", "is_unread", "layers", "scratch")
+    __slots__ = ("is_open", "is_unread", "scratch")
 
     def __init__(self) -> None:
         self.is_open = True
         self.is_unread = False
-        self.layers: list[int] = []
         self.scratch: Scratch = {}
 
     def __del__(self) -> None:
@@ -34,7 +32,7 @@ class StepProgress:
             drop(self.scratch)
 
     def close(self) -> None:
-        """End the step, because a sequence changes in another way."""
+        """End it, because a sequence changes in another way."""
         self.is_open = False
         if self.scratch:
             drop(self.scratch)
