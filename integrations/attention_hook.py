@@ -15,7 +15,8 @@ from mlx_lm.models import base
 from paged_kv.integrations.operation_hooks import install_operation_hooks
 from paged_kv.integrations.rebinding import rebind
 from paged_kv.recognition.latent_arrays import PositionScores
-from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.arrays import PagedKeys, PagedValues
+from paged_kv.steps.read import PagedRead
 
 _stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 _stock_fast_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention

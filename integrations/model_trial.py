@@ -26,7 +26,7 @@ from paged_kv.integrations.cache_library import model_file
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import new_stand_in
 from paged_kv.pool.appended_rows import AppendedRows
-from paged_kv.steps.paged_array import PagedKeys, PagedValues
+from paged_kv.steps.arrays import PagedKeys, PagedValues
 
 logger = logging.getLogger("paged_kv")
 

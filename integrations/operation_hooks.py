@@ -14,7 +14,7 @@ from paged_kv.integrations.rebinding import rebind
 from paged_kv.integrations.states.row_arrays import GrowingArray
 from paged_kv.recognition.latent_arrays import PositionScores, TokenIndices
 from paged_kv.recognition.softcapped_arrays import AttentionScores
-from paged_kv.steps.paged_array import PagedKeys, PagedValues
+from paged_kv.steps.arrays import PagedKeys, PagedValues
 
 _stock_depends: Callable[..., Any] = mx.depends
 _stock_concatenate: Callable[..., mx.array] = mx.concatenate

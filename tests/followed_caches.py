@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache
 from paged_kv.kernels.pages.page_format import FormatName
-from paged_kv.steps.paged_array import PagedRead
+from paged_kv.steps.read import PagedRead
 from tests.quantised_oracle import PAGE, QuantisedOracle, oracle_caches
 
 # Measured with every instruction set: tests/test_followed_caches.py shows that a distance stays

@@ -34,7 +34,7 @@ def test_sinks_that_are_new_in_every_step_are_not_all_kept(pages: LayerPages) ->
     for seed in range(3 * KEPT_ATTENTIONS):
         sinks = mx.full((4,), seed)
         assert pages.attention(1.0, True, None, sinks, None).sinks is sinks
-    assert len(pages._attentions) <= KEPT_ATTENTIONS
+    assert len(pages.attentions) <= KEPT_ATTENTIONS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.integrations import model_version
 from paged_kv.integrations.compiled.comparison import LAST_DOUBLING, Comparisons, are_alike
 from paged_kv.integrations.compiled.recordings import Recordings
-from paged_kv.steps import recorded_step
+from paged_kv.steps import recorded
 from tests.zoo import small_model
 
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -313,7 +313,7 @@ def test_an_interrupted_step_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorded_step.RecordableStep, "keep", interrupted)
+        patch.setattr(recorded.RecordableStep, "keep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sides.step()
     assert sides.steps(2) < 1e-4
@@ -328,7 +328,7 @@ def test_pages_in_more_slabs_than_a_kernel_takes_are_not_recorded(
     sides.steps(2)
     repeated = sides.recordings.repeated
     with monkeypatch.context() as patch:
-        patch.setattr(recorded_step, "MAX_SLABS", 0)
+        patch.setattr(recorded, "MAX_SLABS", 0)
         assert sides.steps(2) < 1e-4
         assert sides.recordings.repeated == repeated
     assert sides.steps(2) < 1e-4

@@ -19,7 +19,7 @@ from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
 from paged_kv.kernels.pages.page_format import FP16
 from paged_kv.kernels.plain.plain_backend import PlainBackend
-from paged_kv.steps.recorded_step import RecordableLayer, RecordableStep
+from paged_kv.steps.recorded import RecordableLayer, RecordableStep
 from tests.arrays import normal
 from tests.attention_metadata import unpadded
 from tests.backends import native_library

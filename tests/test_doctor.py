@@ -38,7 +38,7 @@ from paged_kv.kernels.pages.page_format import FP16
 from paged_kv.kernels.partial_backend import READS, STEP_DECODE, PartialBackend
 from paged_kv.kernels.plain.plain_recorder import PlainRecorder
 from paged_kv.kernels.self_test import Check
-from paged_kv.steps.recorded_step import NotRecordable, RecordedStep
+from paged_kv.steps.recorded import NotRecordable, RecordedStep
 from tests.arrays import normal
 from tests.backends import instruction_sets, native_library
 from tests.generation import assert_same_run, greedy

@@ -63,7 +63,7 @@ def test_any_tree_is_read_once(paths: list[tuple[int, ...]], own: list[int]) -> 
             branch = int("".join(map(str, path[: depth + 1])), 3) + 100 * depth
             table += [branch * 8 + page for page in range(path[depth] + depth)]
         tables.append((*table, *(10_000 + row * 8 + page for page in range(count))))
-    groups = prefix_groups(BlockTables.of(tables).shared_pages)
+    groups = prefix_groups(BlockTables(tables).shared_pages)
     if groups is None:
         assert not any(shared_with_others(tables, row) for row in range(len(tables)))
     else:
@@ -73,7 +73,7 @@ def test_any_tree_is_read_once(paths: list[tuple[int, ...]], own: list[int]) -> 
 @pytest.mark.parametrize("rows", [2, 16, 17, 40])
 def test_more_sequences_than_a_group_has(rows: int) -> None:
     tables = [(0, 1, 2, 3, 4, 10 + row // 3, 100 + row) for row in range(rows)]
-    groups = prefix_groups(BlockTables.of(tables).shared_pages)
+    groups = prefix_groups(BlockTables(tables).shared_pages)
     assert groups is not None
     assert_reads_once(tables, groups)
 

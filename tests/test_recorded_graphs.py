@@ -21,7 +21,7 @@ from paged_kv.kernels.gpu.kernels import LEAST_ELEMENTS
 from paged_kv.kernels.pages import prefix_groups
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS
 from paged_kv.kernels.pages.tables import Tables
-from paged_kv.steps.recorded_step import RecordableStep, RecordedStep
+from paged_kv.steps.recorded import RecordableStep, RecordedStep
 from tests.gpu_on_cpu.launch_order import unordered
 from tests.gpu_pages import backend_on, device_of, needs_compiler, new_pages, same
 from tests.zoo import small_model

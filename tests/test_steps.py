@@ -30,8 +30,8 @@ from tests.zoo import small_model
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Of the project's own calls: before and in the first layer of a step of one sequence, and in each
 # later layer.
-MOST_FIRST_CALLS = 70
-MOST_CALLS = 15
+MOST_FIRST_CALLS = {"native": 45, "metal": 56, "cuda": 56}
+MOST_CALLS = {"native": 12, "metal": 14, "cuda": 14}
 
 
 def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
@@ -149,9 +149,9 @@ def test_a_layer_makes_few_calls(name: str, batch: int) -> None:
         launches = maker.launches
         before, first, *others = calls_of_layers(model, cache, batch)
     if batch == 1:
-        assert (before + first).total() <= MOST_FIRST_CALLS, before + first
+        assert (before + first).total() <= MOST_FIRST_CALLS[name], before + first
     for calls in others:
-        assert calls.total() <= MOST_CALLS, calls
+        assert calls.total() <= MOST_CALLS[name], calls
     assert maker.launches - launches == (0 if name == "native" else len(cache))
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from paged_kv.integrations.rebinding import rebind
-from paged_kv.steps.recorded_step import NotRecordable
+from paged_kv.steps.recorded import NotRecordable
 
 # Longer constants are weights: no model makes such from the numbers of a step.
 LONGEST_COMPARED = 4096

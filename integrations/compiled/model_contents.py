@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from paged_kv.steps.recorded_step import NotRecordable
+from paged_kv.steps.recorded import NotRecordable
 
 # Larger arrays that were replaced count as changed: no model replaces such in each step.
 SMALL_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled import cache_states
 from paged_kv.integrations.compiled.exported_graph import NotExportable, exported_graph
 from paged_kv.integrations.compiled.model_contents import ModelContents
-from paged_kv.steps.recorded_step import NotRecordable, RecordableStep, RecordedStep
+from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
 
 ModelCall = Callable[..., mx.array]
 """A model's own call: takes tokens int [B, 1] and `cache`, returns logits [B, 1, vocabulary]."""

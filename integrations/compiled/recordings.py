@@ -26,7 +26,7 @@ from paged_kv.integrations.compiled.recording import (
 )
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.recorded_step import (
+from paged_kv.steps.recorded import (
     NotRecordable,
     RecordableLayer,
     RecordableStep,

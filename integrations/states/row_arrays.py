@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from paged_kv.pool.appended_rows import AppendedRows
 from paged_kv.recognition.latent_arrays import FollowedArray
-from paged_kv.steps.paged_array import GatheredRead
+from paged_kv.steps.read import GatheredRead
 
 
 class RowRead(GatheredRead):

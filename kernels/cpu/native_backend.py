@@ -189,7 +189,11 @@ class NativeBackend:
         if attention.sinks is not None:
             others.append(attention.sinks)
         shape = (*queries.shape[:3], pages.geometry.v_dim)
-        output = self._new_array(shape, queries.dtype)
+        zeros = self._zeros.get((shape, queries.dtype))  # Not a call in each layer.
+        if zeros is None:
+            output = self._new_array(shape, queries.dtype)
+        else:
+            output = mx.from_dlpack(zeros, copy=True)
         page_struct = pages.memo.get(STRUCT) or _pages_struct(pages)
         metadata_struct = (
             metadata.memo[STRUCT][0] if STRUCT in metadata.memo else _metadata_struct(metadata)

@@ -1,6 +1,6 @@
 """Describes a batch to the kernels: block tables, lengths and padding."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class AttentionMetadata:
             has passed. If not zero, call attention with that window only. Empty means all zero.
         head_tokens: per sequence, the number of those that are valid all the same: sink tokens at
             the start. `gather` returns them; `attend` must not be called. Empty means all zero.
+        memo: what a backend derives from this batch, by name. All layers of a step share it.
     """
 
     block_tables: tuple[tuple[int, ...], ...]
@@ -41,6 +42,7 @@ class AttentionMetadata:
     right_padding: tuple[int, ...]
     first_tokens: tuple[int, ...] = ()
     head_tokens: tuple[int, ...] = ()
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def visible_lens(self) -> tuple[int, ...]:
@@ -70,24 +72,26 @@ class AttentionMetadata:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Per sequence, the number of valid tokens plus the right padding."""
-        return tuple(map(sum, zip(self.visible_lens, self.right_padding, strict=True)))
+        has_hidden = self.first_tokens or self.head_tokens
+        lens = self.visible_lens if has_hidden else self.context_lens
+        return tuple(map(sum, zip(lens, self.right_padding, strict=True)))
 
     @cached_property
     def block_table_array(self) -> npt.NDArray[np.int32]:
         """The tables as int32 [B, entries of the longest]. Any valid entry fills up the shorter
         tables."""
-        return BlockTables.of(self.block_tables).array
+        tables = self.block_tables
+        return tables.array if isinstance(tables, BlockTables) else BlockTables(tables).array
 
     @cached_property
     def shared_pages(self) -> SharedPages | None:
         """Which sequences share pages; None if none do. Those of rings count as their own."""
-        is_ring = bool(self.first_tokens or self.head_tokens)
-        return None if is_ring else BlockTables.of(self.block_tables).shared_pages
-
-    @cached_property
-    def memo(self) -> dict[str, Any]:
-        """Data that a backend derives from this batch, by name. All layers of a step share it."""
-        return {}
+        tables = self.block_tables
+        if len(tables) < 2 or self.first_tokens or self.head_tokens:
+            return None
+        if not isinstance(tables, BlockTables):
+            tables = BlockTables(tables)
+        return tables.shared_pages
 
     def last_entries(self, count: int) -> set[int]:
         """The table entries of a step's `count` tokens."""

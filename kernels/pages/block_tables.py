@@ -41,10 +41,6 @@ class BlockTables(tuple[Table, ...]):
 
     _before: BlockTables | None = None
 
-    @classmethod
-    def of(cls, tables: Iterable[Table]) -> BlockTables:
-        return tables if isinstance(tables, BlockTables) else cls(tables)
-
     def after(self, tables: Iterable[Table]) -> BlockTables:
         """The tables of the next step: this object if they are the same objects, else a new one,
         which converts only the tables that are new. O(B), about 1 microsecond for 64 rows."""

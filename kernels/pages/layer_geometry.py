@@ -46,6 +46,16 @@ class LayerGeometry:
             v_dtype=values.dtype,
         )
 
+    def fits(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether keys and values [batch, heads, tokens, dim] have this geometry."""
+        return (
+            keys.ndim == values.ndim == 4
+            and keys.shape[::2] == values.shape[::2]
+            and (self.k_heads, self.k_dim) == keys.shape[1::2]
+            and (self.v_heads, self.v_dim) == values.shape[1::2]
+            and (self.k_dtype, self.v_dtype) == (keys.dtype, values.dtype)
+        )
+
     def __str__(self) -> str:
         keys = f"({self.k_heads}, {self.k_dim}) {_name(self.k_dtype)}"
         values = f"({self.v_heads}, {self.v_dim}) {_name(self.v_dtype)}"

@@ -52,6 +52,7 @@ class LayerPages(LayerMemory):
     Attributes:
         backend: see above.
         lazy_reads: gathered arrays that may not be computed yet; computed before a page changes.
+        attentions: those of `attention`, by its arguments, with the id of the sinks.
     """
 
     def __init__(self, geometry: LayerGeometry, backend: Backend, slab_stride: int) -> None:
@@ -61,7 +62,7 @@ class LayerPages(LayerMemory):
         self._deferred: _DeferredWrite | None = None
         self._thread: int | None = None  # the thread that deferred the last step
         self._is_shared = False
-        self._attentions: dict[tuple[Any, ...], Attention] = {}
+        self.attentions: dict[tuple[Any, ...], Attention] = {}
 
     @property
     def padding_bytes(self) -> int:
@@ -206,12 +207,12 @@ class LayerPages(LayerMemory):
     ) -> Attention:
         """The layer's `Attention` with these arguments, made at its first step and kept."""
         key = (scale, causal, window, id(sinks), softcap)  # The kept sinks keep their id.
-        kept = self._attentions.get(key)
+        kept = self.attentions.get(key)
         if kept is None:
-            if len(self._attentions) >= KEPT_ATTENTIONS:
-                self._attentions.clear()
+            if len(self.attentions) >= KEPT_ATTENTIONS:
+                self.attentions.clear()
             kept = Attention(scale, causal, window, sinks, softcap)
-            self._attentions[key] = kept
+            self.attentions[key] = kept
         return kept
 
     def attend(

@@ -1,4 +1,4 @@
-"""Defines how a backend takes part in recorded steps: see paged_kv/steps/recorded_step.py."""
+"""Defines how a backend takes part in recorded steps: see paged_kv/steps/recorded.py."""
 
 from collections.abc import Hashable
 from typing import Protocol

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.recognition.latent_arrays import ReadArray
-from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.arrays import PagedKeys, PagedValues
+from paged_kv.steps.read import PagedRead
 
 
 class DependentArray(ReadArray):

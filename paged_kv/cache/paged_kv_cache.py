@@ -16,9 +16,9 @@ from paged_kv.kernels.pages.number_format import GROUP
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool, require_pool
+from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.batch import Batch
 from paged_kv.steps.masks import step_mask
-from paged_kv.steps.paged_array import PagedKeys, PagedValues
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step_row import offset_of
 

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.steps.paged_array import PagedKeys, PagedValues
-from paged_kv.steps.recorded_step import NotRecordable, RecordedStep
+from paged_kv.steps.arrays import PagedKeys, PagedValues
+from paged_kv.steps.recorded import NotRecordable, RecordedStep
 
 
 class RecordedCache:

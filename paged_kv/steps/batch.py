@@ -17,8 +17,9 @@ from paged_kv.kernels.pages.page_format import PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
+from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
 from paged_kv.steps.full_pages import full_blocks
-from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
+from paged_kv.steps.read import PagedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step, unwritten_step
 from paged_kv.steps.step_row import StepRow, layers_of_step
@@ -73,10 +74,9 @@ class Batch:
             return self._begin(layer, count)
         # All layers have taken it, and take the next one too.
         with self.pool.lock:
-            rows = [
-                StepRow.after(sequence, end, padding, count)
-                for sequence, _, end, padding, _ in step.rows
-            ]
+            rows = []
+            for sequence, _, end, padding, _ in step.rows:
+                rows.append(StepRow.after(sequence, end, padding, count))
             self.step = Step(self.pool, rows, count, step.layers)
             return self.step
 

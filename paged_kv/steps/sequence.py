@@ -150,8 +150,8 @@ class Sequence:
         """Close the current step, before a change that is not its next layer's write."""
         step = self._step
         if step is not None:
-            self._step = None
-            step.close()
+            self._step = step.scratch = None
+            step.is_open = False
 
     def undo(self, step: Transaction) -> bool:
         """Undo the writes of all layers in a step, and close it; returns whether it was the current

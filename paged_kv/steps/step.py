@@ -18,12 +18,13 @@ from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.group_step import GroupStep
+from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
+from paged_kv.steps.metadata import StepPart
 from paged_kv.steps.out_of_window_pages import is_read_first, reserve_skipped
-from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues, gathered_arrays
+from paged_kv.steps.progress import Progress
+from paged_kv.steps.read import GroupStep, PagedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step_blocks import reserve
-from paged_kv.steps.step_metadata import StepPart
 from paged_kv.steps.step_row import StepRow, offset_of, undo_step
 from paged_kv.steps.transaction import Transaction
 from paged_kv.steps.unwritten import UnwrittenStep
@@ -56,11 +57,13 @@ class Step:
         self.attending: frozenset[int] = frozenset()
         self._reserved_groups = 0
         self._groups: dict[int, GroupStep] = {}
-        # Of each sequence, what it notes of the layers that have taken the step, and where.
-        self._notes = [
-            (row.sequence.begin_step(self.transaction, grows=row.end > row.before), row.progress)
-            for row in rows
-        ]
+        # Where each sequence notes the layers that have taken the step, and what it notes.
+        self._notes: list[tuple[dict[int, Progress], Progress]] = []
+        self._keeps_skipped = False
+        for sequence, before, end, padding, _ in rows:
+            taken = sequence.begin_step(self.transaction, grows=end > before)
+            self._notes.append((taken, Progress(end, end - before, padding)))
+            self._keeps_skipped |= sequence.caches_out_of_window
 
     @cached_property
     def offset_before(self) -> int | mx.array:
@@ -80,7 +83,7 @@ class Step:
             PoolExhausted: the budget does not hold them; nothing was changed.
         """
         try:
-            self._reserve()
+            self.group_steps()
         except BaseException:
             self.undo()
             raise
@@ -97,12 +100,14 @@ class Step:
                 pages = None if step is None else step.group.pages.get(layer)
                 if step is None or pages is None:
                     step, pages = self._prepare(layer, keys, values)
-                arrays = step.arrays.get(id(pages.geometry))
+                if self._keeps_skipped:
+                    self._reserve_skipped()
+                arrays = step.stand_ins.get(id(pages.geometry))
                 given = keys.shape, values.shape, keys.dtype, values.dtype
                 if arrays is None or arrays.given != given:
-                    arrays = step.arrays_for(layer, keys, values)
+                    arrays = step.stand_ins_for(layer, keys, values)
                 if step.moves != step.group.moves:
-                    step.follow_moves()
+                    step.locate()
                 # Before the write: one that fails may have overwritten a ring's tokens.
                 self.waiting.discard(layer)
                 for taken, progress in self._notes:
@@ -129,7 +134,7 @@ class Step:
         they have changed in another way since."""
         with self.lock:
             for step in set(self._groups.values()):
-                step.forget_deferred()
+                step.forget_unwritten()
             undo_step(self.rows, self.transaction)
 
     def read(self, layer: int, new_tokens: NewTokens | None) -> PagedRead:
@@ -141,39 +146,40 @@ class Step:
             read_first = new_tokens is not None
             step = GroupStep(self.pool, group, self.rows, self.transaction, read_first=read_first)
             self._groups[layer] = step
-        step.follow_moves()
+        if step.moves != step.group.moves:
+            step.locate()
         return PagedRead(step, step.group.pages[layer], new_tokens)
 
     def group_steps(self) -> dict[int, GroupStep]:
-        """The step in each layer's group, for groups that are open. Prepares everything that writes
-        need, so that they cannot fail.
+        """The step in each layer's group, for groups that are open, with all blocks that it needs.
+
+        The block size of other groups is unknown until their first write.
 
         Raises:
             PoolExhausted: the budget does not hold the step's blocks.
         """
-        pool, is_first = self.pool, not self._groups
-        for each in pool.groups if is_first else ():
-            if not each.knows_all_layers and any(row.sequence.length for row in self.rows):
-                each.note_second_step()
-        if self._reserved_groups < len(pool.groups):
-            self._reserve()
-        for row in self.rows:
-            if is_first and row.sequence.caches_out_of_window:
-                reserve_skipped(pool.reclaimer, pool.groups, row.sequence, row.end)
-        for each in pool.groups:
-            if each.is_open:
-                window = each.window
+        pool, steps, count = self.pool, self._groups, self.shape[1]
+        opened = 0
+        for group in pool.groups:
+            if not steps and not group.knows_all_layers and self._has_tokens():
+                group.note_second_step()
+            opened += group.is_open
+        if opened != self._reserved_groups:
+            for row in self.rows:
+                if row.sequence.unwritten:
+                    row.sequence.write_unwritten(self.waiting)
+            self.transaction.scratch = reserve(pool, self.rows)
+            self._reserved_groups = opened
+            steps.clear()
+        for group in pool.groups:
+            if group.is_open and group.layers[0] not in steps:
+                window = group.window
+                read_first = window is not None and is_read_first(window, self.rows, count)
                 step = GroupStep(
-                    pool,
-                    each,
-                    self.rows,
-                    self.transaction,
-                    read_first=window is not None
-                    and is_read_first(window, self.rows, self.shape[1]),
-                    count=self.shape[1],
+                    pool, group, self.rows, self.transaction, read_first=read_first, count=count
                 )
-                self._groups.update(dict.fromkeys(each.layers, step))
-        return self._groups
+                steps.update(dict.fromkeys(group.layers, step))
+        return steps
 
     def take(self, layers: Iterable[int]) -> None:
         """Note that these layers have taken the step."""
@@ -184,24 +190,21 @@ class Step:
     def _prepare(
         self, layer: int, keys: mx.array, values: mx.array
     ) -> tuple[GroupStep, LayerPages]:
-        """The step and the pages of the first layer of the step, or of one that was never written,
-        which is opened."""
+        """The step and the pages of a layer that was never written, or that begins a step for which
+        no mask was made."""
         group = self.pool.group_of(layer)
         pages = group.pages.get(layer) or group.open_layer(layer, LayerGeometry.of(keys, values))
         return self.group_steps()[layer], pages
 
-    def _reserve(self) -> None:
-        """Reserve blocks in all open groups. The block size of other groups is unknown until their
-        first write."""
-        groups = 0
-        for group in self.pool.groups:
-            groups += group.is_open
-        if groups != self._reserved_groups:
-            for row in self.rows:
-                if row.sequence.unwritten:
-                    row.sequence.write_unwritten(self.waiting)
-            self.transaction.scratch.update(reserve(self.pool, self.rows))
-            self._reserved_groups = groups
+    def _reserve_skipped(self) -> None:
+        """Allocate blocks for pages that rings never hold, before the first write: only a step that
+        is written fills them."""
+        self._keeps_skipped = False
+        for row in self.rows:
+            reserve_skipped(self.pool.reclaimer, self.pool.groups, row.sequence, row.end)
+
+    def _has_tokens(self) -> bool:
+        return any(row.sequence.length for row in self.rows)
 
 
 def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> None:

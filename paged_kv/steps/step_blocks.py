@@ -11,13 +11,13 @@ from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve
 from paged_kv.steps.full_pages import SequenceWrite, recode_full_pages
 from paged_kv.steps.out_of_window_pages import cache_overwritten
 from paged_kv.steps.step_row import StepRow
-from paged_kv.steps.transaction import Scratch, drop
+from paged_kv.steps.transaction import Scratch
 
 
-def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch:
+def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
     """Reserve blocks in all open groups for the tokens of a step, and give back a little of the
-    memory that is no longer needed. Returns the blocks beside the block tables, which the caller
-    drops after the step.
+    memory that is no longer needed. Returns the blocks beside the block tables, to be held until
+    the step is over.
 
     Writing does so by itself. A model that is asked for masks first can be stopped here,
     before any of its layers has changed anything.
@@ -36,47 +36,46 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch:
             for group in pool.groups:
                 if group.is_open and end > start:
                     table = sequence.tables.get(group) or sequence.table(group)
-                    if table.owns(start, end) and table.is_recoded(start):
+                    in_16_bits = table.page_format == table.allocator.page_format
+                    if table.owns(start, end) and (in_16_bits or table.is_recoded(start)):
                         growing.append((table, start, end))
                     else:
                         others.append(SequenceWrite(group, sequence, Write(table, start, end)))
-        scratch: Scratch = {}
-        try:
-            if others:
-                _reserve_blocks(pool, others, scratch)
-            for table, start, end in growing:
-                table.grow(start, end)
-            pool.reclaimer.tidy()
-        except BaseException:
-            drop(scratch)
-            raise
+        scratch = _reserve_blocks(pool, others) if others else None
+        for table, start, end in growing:
+            table.grow(start, end)
+        pool.reclaimer.tidy()
         return scratch
 
 
-def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite], scratch: Scratch) -> None:
+def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:
     unreserved = [each for each in step_writes if not each.write.is_reserved]
     recode_full_pages(pool.reclaimer, unreserved)
     for group, sequence, write in unreserved:
         cache_overwritten(pool.out_of_window, group, sequence, write.end)
-    _reserve_scratch(pool, step_writes, scratch)
+    scratch = _reserve_scratch(pool, step_writes)
     writes = _by_group(unreserved)
     if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
         reserve_together(pool.reclaimer, writes)
     else:
         reserve_by_page(pool.reclaimer, writes)
+    return scratch
 
 
-def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite], scratch: Scratch) -> None:
+def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:
     needs: dict[LayerGroup, Counter[str]] = {}
     for group, _, write in step_writes:
         if write.needs_scratch:
             needs.setdefault(group, Counter())[write.table.page_format] += 1
-    if needs:
-        pool.reclaimer.make_room(lambda: needs)
+    if not needs:
+        return None
+    pool.reclaimer.make_room(lambda: needs)
+    scratch = Scratch()
     for group, sequence, write in step_writes:
         if write.needs_scratch:
             table = group.allocator.new_scratch(write.table.page_format)
             scratch.setdefault(group, {})[sequence.uid] = table
+    return scratch
 
 
 def _by_group(step_writes: list[SequenceWrite]) -> Writes:

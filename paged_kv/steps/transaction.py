@@ -5,9 +5,16 @@ from __future__ import annotations
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.pool.layer_group import LayerGroup
 
-Scratch = dict[LayerGroup, dict[str, BlockTable]]
-"""One block for each sequence, by uid, whose step begins within a page and leaves it: see
-`Write.needs_scratch`."""
+
+class Scratch(dict[LayerGroup, dict[str, BlockTable]]):
+    """One block for each sequence, by uid, whose step begins within a page and leaves it: see
+    `Write.needs_scratch`. Whoever drops it gives the blocks back, at the next call of their
+    allocators."""
+
+    def __del__(self) -> None:
+        for tables in self.values():
+            for table in tables.values():
+                table.allocator.drop_later(table)
 
 
 class Transaction:
@@ -17,7 +24,7 @@ class Transaction:
         is_open: whether it does.
         is_unread: whether attention has not read the latest layer's keys and values yet, where it
             must.
-        scratch: blocks that the step needs beside the block tables.
+        scratch: blocks that an open step needs beside the block tables.
     """
 
     __slots__ = ("is_open", "is_unread", "scratch")
@@ -25,22 +32,4 @@ class Transaction:
     def __init__(self) -> None:
         self.is_open = True
         self.is_unread = False
-        self.scratch: Scratch = {}
-
-    def __del__(self) -> None:
-        if self.scratch:
-            drop(self.scratch)
-
-    def close(self) -> None:
-        """End it, because a sequence changes in another way."""
-        self.is_open = False
-        if self.scratch:
-            drop(self.scratch)
-
-
-def drop(scratch: Scratch) -> None:
-    """Release the blocks, at the next call of their allocators."""
-    for tables in scratch.values():
-        for table in tables.values():
-            table.allocator.drop_later(table)
-    scratch.clear()
+        self.scratch: Scratch | None = None

@@ -1,26 +1,126 @@
-"""Defines arrays that stand for pages.
-
-mlx-lm's models pass the arrays that a cache returns to attention. The arrays of this file name
-their pages, so that attention can read the pages instead. In layers where only attention uses keys
-and values, the arrays have just a shape and a dtype, and computing one raises an error. In other
-layers, MLX gathers the keys and values when it computes the arrays.
-"""
+"""Reads the pages of a step: what it holds in a group of layers, and what attention asks of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import current_thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
 from paged_kv.kernels.pages.errors import PagesNotRead
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
-from paged_kv.recognition.latent_arrays import PositionKeys, ReadArray, TokenIndices
-from paged_kv.recognition.softcapped_arrays import GroupedArray, TransposedKeys
-from paged_kv.steps.group_step import GroupStep
+from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.steps.masks import Visibility, visible
+from paged_kv.steps.metadata import StepPart, attention_metadata, step_parts
+from paged_kv.steps.step_row import StepRow, undo_step
+from paged_kv.steps.transaction import Scratch, Transaction
+
+
+class StandIns(NamedTuple):
+    """Arrays with the shapes of all keys and values of a layer, which cannot be computed, and the
+    shapes and dtypes of the step's own that they were made for."""
+
+    given: tuple[Any, ...]
+    keys: mx.array
+    values: mx.array
+
+
+class _Seen(NamedTuple):
+    """What the queries of a step see by a mask, see `visible`."""
+
+    mask: object
+    queries: int
+    visibility: Visibility | None
+
+
+class GroupStep:
+    """A step in the layers of one group.
+
+    Args:
+        pool: the sequences' pool.
+        group: the layers.
+        rows: the step's rows.
+        transaction: of the step.
+        read_first: whether the step's queries attend before any page holds it.
+        count: S of a step that is to be written, 0 of one that is only read.
+
+    Attributes:
+        metadata: where the tokens are after the step, the same object for all layers.
+        parts: the parts that the step is written and attended to in; none if it need not be cut.
+        needs_step: whether reads need the step's keys and values besides its pages.
+        moves: the group's `moves` when the metadata was made.
+        stand_ins: of layers, by the id of their geometry object, which layers share.
+        seen: what the latest mask lets the queries see: layers usually get the same one.
+    """
+
+    metadata: AttentionMetadata
+    needs_step: bool
+
+    def __init__(
+        self,
+        pool: PagePool,
+        group: LayerGroup,
+        rows: list[StepRow],
+        transaction: Transaction,
+        *,
+        read_first: bool,
+        count: int = 0,
+    ) -> None:
+        self.pool = pool
+        self.group = group
+        self.read_first = read_first
+        self.transaction = transaction
+        self.parts: list[StepPart] = []
+        self.stand_ins: dict[int, StandIns] = {}
+        self.seen = _Seen(None, 0, None)
+        self._count = count
+        self._rows = rows
+        self.locate()
+
+    def locate(self) -> None:
+        """Find where the tokens are; again, if pages have moved."""
+        group, rows = self.group, self._rows
+        self.moves = group.moves
+        self.metadata = attention_metadata(group, rows, read_first=self.read_first)
+        if self._count > 1 and group.window is None:
+            scratch = self.transaction.scratch or Scratch()
+            self.parts = step_parts(group, rows, self._count, scratch.get(group, {}))
+        self.needs_step = self.read_first or bool(self.parts)
+
+    def stand_ins_for(self, layer: int, keys: mx.array, values: mx.array) -> StandIns:
+        """Stand-ins for a layer that gets these keys and values; layers of its geometry share them.
+
+        Raises:
+            ValueError: they do not fit the layer.
+        """
+        geometry = self.group.pages[layer].geometry
+        if not geometry.fits(keys, values):
+            self.group.open_layer(layer, LayerGeometry.of(keys, values))
+        batch, length = keys.shape[0], max(self.metadata.ends, default=0)
+        found = self.stand_ins[id(geometry)] = StandIns(
+            (keys.shape, values.shape, keys.dtype, values.dtype),
+            stand_in((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype),
+            stand_in((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype),
+        )
+        return found
+
+    def undo(self) -> None:
+        """Let the sequences be as they were before the step, which has failed in this group, unless
+        they have changed in another way since."""
+        self.forget_unwritten()
+        undo_step(self._rows, self.transaction)
+
+    def forget_unwritten(self) -> None:
+        """Do not write what layers have not written yet, which was undone."""
+        for pages in self.group.pages.values():
+            pages.forget_deferred(self.metadata)
 
 
 class PagedRead:
@@ -63,53 +163,57 @@ class PagedRead:
         undoes the step in all layers."""
         with self.lock:
             try:
-                return self._attend(queries, mask, scale, sinks, position_queries, softcap)
+                step, pages, count = self.group_step, self.pages, queries.shape[2]
+                seen = step.seen
+                if seen.mask is not mask or seen.queries != count:
+                    found = None
+                    if mask is not None or not step.parts:
+                        found = visible(mask, count, step.metadata, step.group.window)
+                    seen = step.seen = _Seen(mask, count, found)
+                visibility = seen.visibility
+                if visibility is None or not step.transaction.is_open:
+                    return None
+                if step.moves != step.group.moves:
+                    step.locate()
+                step.transaction.is_unread = False
+                causal, window, wider_window = visibility
+                key = scale, causal, window, id(sinks), softcap
+                attention = pages.attentions.get(key) or pages.attention(*key[:3], sinks, softcap)
+                if position_queries is None and not step.parts and wider_window is None:
+                    return pages.attend(queries, step.metadata, attention, self.new_tokens)
+                wider = None
+                if wider_window is not None:
+                    wider = pages.attention(scale, causal, wider_window, sinks, softcap)
+                return self._attend_apart(queries, position_queries, attention, wider)
             except BaseException:
                 self.group_step.undo()
                 raise
 
-    def _attend(
+    def _attend_apart(
         self,
         queries: mx.array,
-        mask: mx.array | str | None,
-        scale: float,
-        sinks: mx.array | None,
         position_queries: mx.array | None,
-        softcap: float | None,
-    ) -> mx.array | None:
-        group_step = self.group_step
-        latest, count = group_step.seen, queries.shape[2]
-        if latest.mask is not mask or latest.queries != count:
-            latest = group_step.see_by(mask, count)
-        seen = latest.visibility
-        if seen is None or not group_step.transaction.is_open:
-            return None
-        if group_step.moves != group_step.group.moves:
-            group_step.follow_moves()
-        group_step.transaction.is_unread = False
+        attention: Attention,
+        wider: Attention | None,
+    ) -> mx.array:
+        """Attention to latents, in parts of the step, or by queries that see different windows."""
+        step, new_tokens = self.group_step, self.new_tokens
         attend: Callable[..., mx.array] = self.pages.attend
-        step_queries, new_tokens = [queries], self.new_tokens
+        step_queries = [queries]
         if position_queries is not None:
             attend, step_queries = self.pages.attend_latent, [queries, position_queries]
-        attention = self.pages.attention(scale, seen.causal, seen.window, sinks, softcap)
-        if group_step.parts and self.step_tokens is not None:
+        if step.parts and self.step_tokens is not None:
             outputs = [
-                attend(
-                    *[each[:, :, at] for each in step_queries],
-                    metadata,
-                    attention,
-                    new_tokens,
-                )
+                attend(*[each[:, :, at] for each in step_queries], metadata, attention, new_tokens)
                 for at, metadata in self._rewrite(*self.step_tokens)
             ]
             return mx.concatenate(outputs, axis=2)
-        output = attend(*step_queries, group_step.metadata, attention, new_tokens)
-        if seen.wider_window is None:
+        output = attend(*step_queries, step.metadata, attention, new_tokens)
+        if wider is None:
             return output
         # The token that only the first query's wider window reaches is not held any more.
-        attention = self.pages.attention(scale, seen.causal, seen.wider_window, sinks, softcap)
-        wider = attend(*step_queries, group_step.metadata, attention, new_tokens)
-        return mx.concatenate([output[:, :, :1], wider[:, :, 1:]], axis=2)
+        others = attend(*step_queries, step.metadata, wider, new_tokens)
+        return mx.concatenate([output[:, :, :1], others[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:
         """Gather the keys and values, lazily: the step's own as they were given, if it has parts,
@@ -137,7 +241,7 @@ class PagedRead:
             if not group_step.transaction.is_open:
                 raise PagesNotRead(group_step.pool.name)
             group_step.transaction.is_unread = False
-            group_step.follow_moves()
+            self._follow_moves()
             group_step.pool.note_gather(group_step.group, self.pages)
             gathered = self._or_undone(self.gather_from_pages)
             self.pages.lazy_reads.leave(gathered, group_step.metadata, current_thread())
@@ -154,7 +258,7 @@ class PagedRead:
             if not (group_step.transaction.is_open and is_in_pages and has_one_head):
                 return None
             group_step.transaction.is_unread = False
-            group_step.follow_moves()
+            self._follow_moves()
             gather = partial(self.pages.gather_tokens, group_step.metadata, indices)
             keys, values = self._or_undone(gather)
             tokens = values if of_values else keys
@@ -170,6 +274,10 @@ class PagedRead:
         except BaseException:
             self.group_step.undo()
             raise
+
+    def _follow_moves(self) -> None:
+        if self.group_step.moves != self.group_step.group.moves:
+            self.group_step.locate()
 
     def leave_unread(self) -> None:
         """Note that no graph holds what was gathered for this read."""
@@ -212,97 +320,3 @@ class GatheredRead(PagedRead):
 
     def leave_unread(self) -> None:
         self._is_attended = True
-
-
-class _PagedArray(ReadArray):
-    """Numbers of a read, which attention can read from its pages.
-
-    Attributes:
-        read: the read.
-        tiles: how often the heads of the pages follow each other in this array.
-    """
-
-    read: PagedRead
-    tiles = 1
-
-    def astype(self, dtype: mx.Dtype, stream: Any = None) -> mx.array:
-        """Of a dtype that holds the same numbers, an array that still stands for its read."""
-        cast = super().astype(dtype, stream)
-        return self._followed_by(cast, 1) if dtype in (self.dtype, mx.float32) else cast
-
-    def tiled(self, result: mx.array, repetitions: Any) -> mx.array:
-        """`result`, which is mx.tile(self, repetitions), as an array that still stands for its read
-        if only heads were repeated."""
-        if not isinstance(repetitions, list | tuple) or len(repetitions) != 4:
-            return result
-        tokens_stay = (repetitions[0], *repetitions[2:]) == (1, 1, 1)
-        return self._followed_by(result, repetitions[1]) if tokens_stay else result
-
-    def grouped(self, result: mx.array, axis: Any) -> mx.array:
-        """`result`, which is mx.expand_dims(self, axis), as an array that still stands for its read
-        if the axis is that of grouped queries."""
-        if self.is_changed or not self.is_as_held or axis != 2:
-            return result
-        return GroupedArray.of(result, self.read, holds_values=self.holds_values)
-
-    def like_this(self, gathered: mx.array) -> mx.array:
-        """Numbers gathered for this array's read, with its dtype and tiles."""
-        cast = gathered.astype(self.dtype)
-        return cast if self.tiles == 1 else mx.tile(cast, [1, self.tiles, 1, 1])
-
-    def taken_along(self, indices: mx.array, axis: int | None) -> mx.array:
-        """`mx.take_along_axis` of this array, which reads no other pages if tokens are taken."""
-        if isinstance(indices, TokenIndices) and self._has_tokens_at(indices, axis):
-            tokens = self.read.gather_tokens(indices.tokens, of_values=self.holds_values)
-            if tokens is not None:
-                return tokens
-        keys, values = self.read.gather()
-        gathered = self.like_this(values if self.holds_values else keys)
-        return mx.take_along_axis(gathered, indices, axis)
-
-    def _has_tokens_at(self, indices: TokenIndices, axis: int | None) -> bool:
-        """Whether these are indices of tokens of the pages."""
-        batch, _, _, dim = self.shape
-        is_whole = indices.shape[:2] == (batch, 1) and indices.shape[3] == dim
-        return is_whole and axis in (2, -2) and self.is_as_held and not indices.is_changed
-
-    def _followed_by(self, result: mx.array, tiles: int) -> mx.array:
-        if self.is_changed:
-            return result
-        array = type(self)(result)
-        array.read, array.tiles = self.read, self.tiles * tiles
-        array.is_as_held = self.is_as_held and tiles == 1 and result.dtype == self.dtype
-        return array
-
-
-class PagedKeys(_PagedArray):
-    """Keys [B, k_heads, T, k_dim] of all tokens so far; latents where attention is latent."""
-
-    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
-        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
-        if self.is_changed or not self.is_as_held or {axis1 % 4, axis2 % 4} != {2, 3}:
-            return swapped
-        return TransposedKeys.of(swapped, self.read)
-
-
-class PagedValues(_PagedArray):
-    """Values [B, v_heads, T, v_dim] of all tokens so far; position keys where attention is
-    latent."""
-
-    holds_values = True
-
-    def swapaxes(self, axis1: int, axis2: int, **options: Any) -> mx.array:
-        swapped: mx.array = super().swapaxes(axis1, axis2, **options)
-        if self.is_changed or self.tiles > 1 or {axis1 % 4, axis2 % 4} != {2, 3}:
-            return swapped
-        return PositionKeys.of(swapped, self.read)
-
-
-def gathered_arrays(read: PagedRead) -> tuple[PagedKeys, PagedValues]:
-    """Keys and values that stand for the pages of a read, and are gathered when computed."""
-    gathered = GatheredRead(read)
-    keys, values = PagedKeys(gathered.gathered[0]), PagedValues(gathered.gathered[1])
-    keys.read = values.read = gathered
-    # These live as long as the read, and so as any array that was made of the keys or values.
-    read.pages.lazy_reads.watch(gathered.gathered, read.group_step.metadata)
-    return keys, values

@@ -33,7 +33,8 @@ def attention_metadata(
         return _ring_metadata(group, group.window, rows, read_first)
     tables, ends, right_padding = [], [], []
     for sequence, _, end, padding, _ in rows:
-        tables.append(sequence.blocks(group))
+        table = sequence.tables.get(group)
+        tables.append(() if table is None else table.blocks)
         ends.append(end)
         right_padding.append(padding.right)
     group.latest_tables = group.latest_tables.after(tables)

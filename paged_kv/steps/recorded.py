@@ -24,9 +24,9 @@ from paged_kv.kernels.recorders import recorder_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.window import Window
-from paged_kv.steps.group_step import GroupStep
+from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.masks import PagedMask, step_mask
-from paged_kv.steps.paged_array import PagedKeys, PagedRead, PagedValues
+from paged_kv.steps.read import GroupStep, PagedRead
 from paged_kv.steps.step import Step
 from paged_kv.steps.step_row import StepRow
 from paged_kv.steps.transaction import Transaction
@@ -210,7 +210,7 @@ class RecordedStep:
             raise NotRecordable(f"layer {layer} does not take one step like the others")
         _, group, pages, _ = self._layers[layer]
         group_step = self._groups[group]
-        arrays = group_step.arrays_for(layer, keys, values)
+        arrays = group_step.stand_ins_for(layer, keys, values)
         pages.defer(keys, values, group_step.metadata)
         self._reads[layer] = _RecordedRead(group_step, pages, None), arrays.keys, arrays.values
         return self.read(layer)
