@@ -13,6 +13,7 @@ from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.slab_allocator import SlabAllocator
 from paged_kv.allocator.slabs import block_range, page_of, slab_of
+from paged_kv.allocator.writes import reserve
 from paged_kv.sizes import counted
 
 FIGURE = Path(__file__).parents[1] / "docs" / "pictures" / "blocks.svg"
@@ -48,10 +49,10 @@ def example() -> tuple[BlockAllocator, dict[str, BlockTable]]:
     """A sequence, a fork of it that has copied its last block, and another sequence."""
     allocator = BlockAllocator(ByteBudget(64 << 20), block_bytes=1 << 20)
     first, other = allocator.new_table(), allocator.new_table()
-    first.reserve(0, 700)
+    reserve(first, 0, 700)
     fork = allocator.fork(first)
-    fork.reserve(700, 760)
-    other.reserve(0, 300)
+    reserve(fork, 700, 760)
+    reserve(other, 0, 300)
     return allocator, {"A": first, "B, a fork of A": fork, "C": other}
 
 

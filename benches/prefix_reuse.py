@@ -34,6 +34,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
+from paged_kv.allocator.writes import reserve
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.bench.timing import in_turns, ratio
 
@@ -202,7 +203,7 @@ def look_up() -> dict[str, Any]:
         cut = numbers.randrange(LOOKED_UP)
         tokens = base[:cut] + [numbers.randrange(100_000) for _ in range(LOOKED_UP - cut)]
         table = allocator.new_table()
-        table.reserve(0, len(tokens))
+        reserve(table, 0, len(tokens))
         index.insert("", tokens, [{allocator: block} for block in table.blocks])
         allocator.drop(table)
     (times,) = in_turns(lambda: index.match("", base), repetitions=51)

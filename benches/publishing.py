@@ -29,6 +29,7 @@ from paged_kv import PagedCacheFactory
 from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS
+from paged_kv.allocator.writes import reserve
 from paged_kv.integrations.bench.timing import in_turns, ratio
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.publisher import INTERVAL_S, SLEEPS, Publisher
@@ -103,7 +104,7 @@ def snapshot_times() -> dict[str, float]:
 def used_allocator() -> BlockAllocator:
     allocator = BlockAllocator(ByteBudget(2 * BLOCKS), 1)
     for _ in range(BLOCKS // 100):
-        allocator.new_table().reserve(0, 100 * allocator.page_size)
+        reserve(allocator.new_table(), 0, 100 * allocator.page_size)
     return allocator
 
 
@@ -118,7 +119,7 @@ def trace_times(folder: Path) -> dict[str, float]:
         for table, taken in zip(tables, times, strict=True):
             began = thread_time()
             for at in range(table.tokens, table.tokens + 100):
-                table.reserve(at, at + 1)
+                reserve(table, at, at + 1)
             taken.append((thread_time() - began) / 100)
     without, with_trace = map(median, times)
     return {"reserve_s": without, "reserve_traced_s": with_trace}

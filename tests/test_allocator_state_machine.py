@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.rewriting import Rewrite, joining
 from paged_kv.allocator.slabs import block_range, slab_of
+from paged_kv.allocator.writes import Write, blocks_needed, reserve
 from tests.examples import examples
 from tests.invariants import assert_invariants, live_rows, used_rows
 
@@ -237,7 +238,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = table.blocks
         self.next_slab_fails = slab_fails
         try:
-            table.reserve(start, start + tokens, copy_pages)
+            reserve(table, start, start + tokens, copy_pages)
         except (PoolExhausted, MemoryError) as error:
             assert table.blocks == before
             self.expect_no_room(error, Write(table, start, start + tokens))

@@ -11,6 +11,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import BlockStateError, PoolExhausted
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import slab_of
+from paged_kv.allocator.writes import reserve
 
 # Ids of the first blocks of slabs 1 and 2; those of slab 0 begin at 0.
 S1, S2 = 65536, 131072
@@ -62,7 +63,7 @@ class SlabLog:
 def test_a_block_is_free_until_allocated_and_again_after_its_last_release() -> None:
     allocator = new_allocator()
     allocator.ensure_free({"fp16": 2})
-    allocator.new_table().reserve(0, 1)
+    reserve(allocator.new_table(), 0, 1)
     (block,) = allocator.allocate(1)
     counts = [allocator.ref_count(block)]
     for step in (allocator.retain, allocator.release, allocator.release):
@@ -200,8 +201,8 @@ def test_a_block_that_moves_takes_its_references_along() -> None:
     allocator = new_allocator()
     allocator.add_format("q8", BLOCK_BYTES // 2)
     table, other = allocator.new_table(), allocator.new_table()
-    other.reserve(0, 1)
-    table.reserve(0, 2 * 256)
+    reserve(other, 0, 1)
+    reserve(table, 0, 2 * 256)
     found: list[tuple[int, int]] = []
     for block in table.blocks:
         allocator.keep(block, lambda *move: found.append(move))
@@ -223,10 +224,10 @@ def test_a_block_that_moves_takes_its_references_along() -> None:
 def test_a_dropped_table_frees_the_blocks_that_no_other_holds(way: str) -> None:
     allocator = new_allocator()
     table = allocator.new_table()
-    table.reserve(0, 3 * 256)
+    reserve(table, 0, 3 * 256)
     fork = allocator.fork(table)
-    fork.reserve(0, 1)
-    allocator.new_table().reserve(0, 1)
+    reserve(fork, 0, 1)
+    reserve(allocator.new_table(), 0, 1)
     getattr(allocator, way)(table)
     assert (allocator.available(), allocator.stats().blocks_used) == (1000 - 4, 4)
     assert table not in allocator.tables
@@ -450,10 +451,10 @@ def test_what_another_allocator_mapped_is_not_available() -> None:
 def test_stats_add_up() -> None:
     allocator = new_allocator()
     table = allocator.new_table()
-    table.reserve(0, 5 * 256)
+    reserve(table, 0, 5 * 256)
     allocator.ensure_free({"fp16": 7})
     fork = allocator.fork(table)
-    fork.reserve(0, 1)
+    reserve(fork, 0, 1)
     stats = allocator.stats()
     assert (stats.blocks_used, stats.blocks_free, stats.blocks_shared) == (6, 6, 4)
     assert (stats.table_entries, stats.slabs, stats.cow_copies) == (10, 2, 1)
@@ -505,7 +506,7 @@ def test_check_finds_planted_corruption(
     corrupt: Callable[[BlockAllocator], Any], message: str | None
 ) -> None:
     allocator = new_allocator()
-    allocator.new_table().reserve(0, 300)
+    reserve(allocator.new_table(), 0, 300)
     allocator.ensure_free({"fp16": 2})
     allocator.check()
     corrupt(allocator)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.allocator.writes import Write, blocks_needed, reserve
 from tests.examples import examples
 
 # The id of the first block of slab 1; those of slab 0 begin at 0.
@@ -26,7 +27,7 @@ def new_allocator(blocks: int = 1000, page_size: int = 256, **callbacks: Any) ->
 
 def new_table(allocator: BlockAllocator, tokens: int) -> BlockTable:
     table = allocator.new_table()
-    assert table.reserve(0, tokens) == {}
+    assert reserve(table, 0, tokens) == {}
     return table
 
 
@@ -49,12 +50,12 @@ def test_a_page_that_is_shared_again_is_copied_again() -> None:
     allocator = new_allocator()
     table = new_table(allocator, 5)
     fork = allocator.fork(table)
-    copies = fork.reserve(5, 6)
+    copies = reserve(fork, 5, 6)
     assert copies == {0: 1}
     fork.exchange({copy: source for source, copy in copies.items()})
     assert fork.blocks == table.blocks
     assert not fork.is_reserved(6), "the next write would change the other's page"
-    assert set(fork.reserve(5, 6)) == {0}
+    assert set(reserve(fork, 5, 6)) == {0}
     allocator.check()
 
 
@@ -62,7 +63,7 @@ def test_a_block_is_appended_with_the_first_token_behind_the_last_one() -> None:
     table = new_table(new_allocator(), 255)
     lengths = []
     for start in (255, 256, 257):
-        table.reserve(start, start + 1)
+        reserve(table, start, start + 1)
         lengths.append(len(table.blocks))
     assert lengths == [1, 2, 2]
 
@@ -70,7 +71,7 @@ def test_a_block_is_appended_with_the_first_token_behind_the_last_one() -> None:
 def test_reserving_what_is_owned_changes_nothing() -> None:
     table = new_table(new_allocator(), 600)
     for start, end in ((0, 600), (599, 768), (300, 300)):
-        assert table.reserve(start, end) == {}
+        assert reserve(table, start, end) == {}
         assert table.blocks == (0, 1, 2)
 
 
@@ -127,7 +128,7 @@ def test_only_shared_blocks_that_are_written_are_copied(
     allocator = new_allocator()
     table = new_table(allocator, 512)
     fork = allocator.fork(table)
-    assert fork.reserve(start, end) == copies
+    assert reserve(fork, start, end) == copies
     assert (list(fork.blocks), table.blocks) == (blocks, (0, 1))
     assert [allocator.ref_count(block) for block in (0, 1)] == [2 - (b in copies) for b in (0, 1)]
     assert allocator.cow_copies == len(copies)
@@ -138,7 +139,7 @@ def test_the_last_table_to_write_a_shared_block_keeps_it() -> None:
     allocator = new_allocator()
     table = new_table(allocator, 10)
     first, second = allocator.fork(table), allocator.fork(table)
-    assert [each.reserve(9, 11) for each in (second, table, first)] == [{0: 1}, {0: 2}, {}]
+    assert [reserve(each, 9, 11) for each in (second, table, first)] == [{0: 1}, {0: 2}, {}]
     assert [each.blocks for each in (table, first, second)] == [(2,), (0,), (1,)]
     allocator.check()
 
@@ -150,11 +151,11 @@ def test_what_was_reserved_is_looked_at_again_once_it_may_be_shared_or_gone() ->
     fork = allocator.fork(table)
     assert not table.is_reserved(300)
     assert not fork.is_reserved(1)
-    assert table.reserve(299, 300) == {1: 2}
+    assert reserve(table, 299, 300) == {1: 2}
     assert table.is_reserved(300)
     table.truncate(299)
     assert not table.is_reserved(299)
-    table.reserve(299, 300)
+    reserve(table, 299, 300)
     table.rewind(290)
     assert not table.is_reserved(299)
 
@@ -163,7 +164,7 @@ def test_a_fork_of_an_empty_table_is_empty() -> None:
     allocator = new_allocator()
     fork = allocator.fork(allocator.new_table())
     assert fork.blocks == ()
-    assert fork.reserve(0, 1) == {}
+    assert reserve(fork, 0, 1) == {}
     allocator.check()
 
 
@@ -198,7 +199,7 @@ def allocated_by(allocator: BlockAllocator, writes: list[Write]) -> int:
     other tables hold it."""
     before = allocator.stats().blocks_used
     for write in writes:
-        write.table.reserve(write.start, write.end)
+        reserve(write.table, write.start, write.end)
     allocator.check()
     return allocator.stats().blocks_used - before
 
@@ -219,7 +220,7 @@ def test_blocks_needed_is_exact_for_tables_that_share_some_blocks(
     tables = [new_table(allocator, first)]
     for start, count in grown:
         tables.append(allocator.fork(tables[-1]))
-        tables[-1].reserve(start, start + count)
+        reserve(tables[-1], start, start + count)
     tables.append(allocator.fork(tables[0]))
     writes = [
         Write(table, span[0], sum(span))
@@ -235,14 +236,14 @@ def test_exhaustion_in_reserve_changes_nothing() -> None:
     fork = allocator.fork(table)
     before = allocator.stats()
     with pytest.raises(PoolExhausted) as error:
-        fork.reserve(256, 4 * 256)
+        reserve(fork, 256, 4 * 256)
     assert (error.value.needed, error.value.free, error.value.budget) == (3, 2, 6)
     assert table.blocks == fork.blocks
     after = allocator.stats()
     assert (after.blocks_used, after.blocks_shared, after.cow_copies) == (4, 4, 0)
     assert after.bytes_mapped == before.bytes_mapped
     allocator.check()
-    assert len(fork.reserve(2 * 256, 4 * 256)) == 2
+    assert len(reserve(fork, 2 * 256, 4 * 256)) == 2
 
 
 def test_a_slab_that_cannot_be_mapped_changes_no_table() -> None:
@@ -254,7 +255,7 @@ def test_a_slab_that_cannot_be_mapped_changes_no_table() -> None:
     table = new_table(allocator, 3 * 256)
     fork = allocator.fork(table)
     with pytest.raises(MemoryError, match="planted"):
-        fork.reserve(0, 20 * 256)
+        reserve(fork, 0, 20 * 256)
     assert table.blocks == fork.blocks == (0, 1, 2)
     assert (allocator.cow_copies, allocator.slabs) == (0, {0: 4})
     allocator.check()
@@ -264,7 +265,7 @@ def test_a_fork_that_was_left_to_be_dropped_shares_nothing_with_a_write() -> Non
     allocator = new_allocator(blocks=4)
     table = new_table(allocator, 4 * 256)
     allocator.drop_later(allocator.fork(table))
-    assert table.reserve(0, 4 * 256) == {}
+    assert reserve(table, 0, 4 * 256) == {}
     allocator.drop_later(allocator.fork(table))
     assert blocks_needed([Write(table, 0, 4 * 256)]).total() == 0
 
@@ -277,15 +278,15 @@ def test_a_fork_that_a_finaliser_drops_during_reserve_leaves_the_source_of_the_c
     allocator = new_allocator()
     table = new_table(allocator, 256)
     doomed = allocator.fork(table)
-    replaced_entries = Write.replaced_entries
+    written_entries = Write.written_entries
 
     def collect_and_plan(write: Write) -> dict[int, str]:
-        entries = replaced_entries(write)
+        entries = written_entries(write)
         allocator.drop_later(doomed)
         return entries
 
-    monkeypatch.setattr(Write, "replaced_entries", collect_and_plan)
-    copies = table.reserve(0, 1)
+    monkeypatch.setattr(Write, "written_entries", collect_and_plan)
+    copies = reserve(table, 0, 1)
     assert copies == {0: 1}
     assert allocator.ref_count(0) == 1
     allocator.check()
@@ -312,7 +313,7 @@ def test_a_table_left_by_a_finaliser_is_dropped_at_the_next_call(
 ) -> None:
     allocator = new_allocator()
     table = allocator.new_table()
-    table.reserve(0, 300)
+    reserve(table, 0, 300)
     allocator.drop_later(table)
     assert (allocator.ref_count(0), table.blocks) == (1, (0, 1))
     call(allocator)
@@ -327,9 +328,9 @@ def test_a_finaliser_in_the_middle_of_an_allocation_frees_after_it() -> None:
 
     allocator = new_allocator(map_slab=map_slab)
     doomed = allocator.new_table()
-    doomed.reserve(0, 3 * 256)
+    reserve(doomed, 0, 3 * 256)
     table = allocator.new_table()
-    table.reserve(0, 3 * 256)
+    reserve(table, 0, 3 * 256)
     assert table.blocks == (3, S1, S1 + 1)
     assert doomed.blocks == (0, 1, 2)
     assert allocator.stats().blocks_used == 3
@@ -341,7 +342,7 @@ def test_tables_may_be_dropped_from_another_thread_during_allocations() -> None:
     allocator = new_allocator()
     tables = [allocator.new_table() for _ in range(500)]
     for table in tables:
-        table.reserve(0, 1)
+        reserve(table, 0, 1)
     both_began = threading.Barrier(2)
 
     def drop_all() -> None:
@@ -362,7 +363,7 @@ def test_tables_may_be_dropped_from_another_thread_during_allocations() -> None:
 def test_dropping_a_table_twice_frees_its_blocks_once() -> None:
     allocator = new_allocator()
     table = allocator.new_table()
-    table.reserve(0, 300)
+    reserve(table, 0, 300)
     for drop in (allocator.drop_later, allocator.drop_later, allocator.drop, allocator.drop):
         drop(table)
     assert allocator.allocate(2) == [0, 1]

@@ -6,12 +6,13 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.requantisation import full_blocks
+from paged_kv.allocator.writes import reserve
 
 PAGE = 4
 
 
 def grown(allocator: BlockAllocator, table: BlockTable, tokens: int) -> None:
-    table.reserve(table.tokens, table.tokens + tokens)
+    reserve(table, table.tokens, table.tokens + tokens)
 
 
 def test_ages_by_hand() -> None:

@@ -9,6 +9,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock, OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import WindowSlots
+from paged_kv.allocator.writes import reserve
 
 
 class Retired:
@@ -22,7 +23,7 @@ class Retired:
         self.known: list[OutOfWindowBlock] = []
         for _ in range(count):
             table = self.allocator.new_table()
-            table.reserve(0, 4)
+            reserve(table, 0, 4)
             self.tables.append(table)
             self.known.append(self.blocks.cache(self.allocator, table.blocks[0]))
 

@@ -17,6 +17,7 @@ from paged_kv.allocator.errors import NotPinned
 from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
 from paged_kv.allocator.prefixes.prefix_node import Node
+from paged_kv.allocator.writes import reserve
 from tests.examples import examples
 
 PAGE = 4
@@ -32,7 +33,7 @@ class Indexed:
     def insert(self, tokens: Sequence[int], namespace: str = "") -> tuple[int, ...]:
         """The blocks of a table that held these tokens and was dropped."""
         table = self.allocator.new_table()
-        table.reserve(0, len(tokens))
+        reserve(table, 0, len(tokens))
         blocks = table.blocks
         self.index.insert(namespace, tokens, [{self.allocator: block} for block in blocks])
         self.allocator.drop(table)
@@ -169,7 +170,7 @@ def test_what_is_about_to_go_is_told_while_its_block_is_still_there() -> None:
 def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
     indexed = Indexed()
     table = indexed.allocator.new_table()
-    table.reserve(0, 8)
+    reserve(table, 0, 8)
     blocks = [{indexed.allocator: block} for block in table.blocks]
     indexed.index.insert("", [1] * 8, blocks)
     indexed.insert([2] * 8)
@@ -193,7 +194,7 @@ def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None
     indexed.insert([1] * 4, "old")
     (block,) = indexed.blocks_of(indexed.index.match("old", [1] * 5))
     table = indexed.allocator.new_table()
-    table.reserve(0, 8)
+    reserve(table, 0, 8)
     blocks = [{indexed.allocator: each} for each in (block, table.blocks[1])]
     indexed.index.insert("new", [1] * 8, blocks)
     assert indexed.blocks_of(indexed.index.match("new", [1] * 9)) == [block, table.blocks[1]]
@@ -251,7 +252,7 @@ class State:
 def test_checkpoints_are_pinned_by_the_nodes_that_hold_them() -> None:
     indexed = Indexed()
     table = indexed.allocator.new_table()
-    table.reserve(0, 3)
+    reserve(table, 0, 3)
     blocks = [{indexed.allocator: table.blocks[0]}]
     first, longer, again = State(), State(), State()
     indexed.index.insert("", [1, 2], blocks, checkpoint=first)
@@ -271,7 +272,7 @@ def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:
     indexed = Indexed(blocks=100)
     indexed.insert([1] * 8)
     again = indexed.allocator.new_table()
-    again.reserve(0, 12)
+    reserve(again, 0, 12)
     # The leaf of a path that another prompt began.
     blocks = [{indexed.allocator: block} for block in again.blocks]
     indexed.index.insert("", [1] * 8 + [2] * 4, blocks)
@@ -288,9 +289,9 @@ def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:
 def test_blocks_that_are_moved_are_found_where_they_are() -> None:
     indexed = Indexed(blocks=100)
     kept = indexed.allocator.new_table()
-    kept.reserve(0, 4 * PAGE)
+    reserve(kept, 0, 4 * PAGE)
     filler = indexed.allocator.new_table()
-    filler.reserve(0, 8 * PAGE)
+    reserve(filler, 0, 8 * PAGE)
     indexed.insert([5] * 8)
     filler.truncate(2 * PAGE)
     before = indexed.blocks_of(indexed.index.match("", [5] * 9))
@@ -322,7 +323,7 @@ def test_random_histories_keep_the_invariants() -> None:
         blocks = indexed.blocks_of(match)
         assert all(allocator.ref_count(block) for block in blocks)
         table = allocator.new_table()
-        table.reserve(0, len(tokens))
+        reserve(table, 0, len(tokens))
         index.insert("", tokens, [{allocator: block} for block in table.blocks])
         if rng.random() < 0.6:
             allocator.drop(table)
@@ -340,7 +341,7 @@ def test_a_block_that_is_moved_is_found_in_every_namespace() -> None:
     indexed = Indexed()
     allocator = indexed.allocator
     table = allocator.new_table()
-    table.reserve(0, 4)
+    reserve(table, 0, 4)
     (block,) = table.blocks
     for namespace in ("alice", "bob"):
         indexed.index.insert(namespace, [1, 2, 3, 4], [{allocator: block}])

@@ -20,6 +20,7 @@ from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range, slab_of
+from paged_kv.allocator.writes import reserve
 from tests.examples import examples
 
 PAGE, MAX_TABLES, BLOCKS = 4, 4, 48
@@ -70,7 +71,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def write(self, table: BlockTable, tokens: list[int]) -> None:
         """Append tokens to a table, in blocks that no other table has."""
         start, end = len(self.tables[table]), len(self.tables[table]) + len(tokens)
-        for source, target in table.reserve(start, end).items():
+        for source, target in reserve(table, start, end).items():
             self.pages[target] = list(self.pages[source])
         for position, token in enumerate(tokens, start):
             self.pages[table.blocks[position // PAGE]][position % PAGE] = token

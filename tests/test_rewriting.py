@@ -9,6 +9,7 @@ from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.format_slabs import IDLE_STEPS, FormatSlabs
 from paged_kv.allocator.rewriting import Rewrite
 from paged_kv.allocator.slabs import block_range
+from paged_kv.allocator.writes import reserve
 
 BLOCK_BYTES, LAYERS = 12, 4
 
@@ -296,7 +297,7 @@ def test_growth_maps_a_64th_ahead_and_copies_a_sixteenth_at_most(
         allocator.ensure_free({"fp16": 1})
         counts.append(len(rewrites.moves))
         assert counts[-1] <= max(8, page // 16)
-        table.reserve(page * 256, (page + 1) * 256)
+        reserve(table, page * 256, (page + 1) * 256)
         assert allocator.capacity - page - 1 <= free * page
     assert len(allocator.slabs) <= 16
     assert sum(counts) <= copied * pages

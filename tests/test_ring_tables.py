@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from paged_kv import PagePool
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import BlockTable, Write, blocks_needed
+from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted, RollbackError
 from paged_kv.allocator.ring import Ring
+from paged_kv.allocator.writes import Write, blocks_needed, reserve
 from paged_kv.pool.window import DEFAULT_WRITE_CHUNK, Window
 from tests.examples import examples
 from tests.ring_batches import (
@@ -39,7 +40,7 @@ def new_allocator(blocks: int = 100) -> BlockAllocator:
 
 def ring_table(allocator: BlockAllocator, ring: Ring, tokens: int) -> BlockTable:
     table = allocator.new_table(ring)
-    assert table.reserve(0, tokens) == {}
+    assert reserve(table, 0, tokens) == {}
     return table
 
 
@@ -88,7 +89,7 @@ def test_a_full_ring_allocates_nothing_and_copies_nothing() -> None:
     before, blocks = allocator.stats(), table.blocks
     for position in range(12, 400):
         assert blocks_needed([Write(table, position, position + 1)]).total() == 0
-        assert table.reserve(position, position + 1) == {}
+        assert reserve(table, position, position + 1) == {}
         assert table.blocks is blocks
     assert allocator.stats() == before
     allocator.check()
@@ -99,13 +100,13 @@ def test_a_shared_block_of_a_full_ring_is_copied_when_its_turn_comes() -> None:
     table = ring_table(allocator, Ring(3), 22)
     fork = allocator.fork(table)
     # Token 22 continues in block 5, which is in entry 2, and token 24 goes to entry 0.
-    assert fork.reserve(22, 25) == {0: 3, 2: S1}
+    assert reserve(fork, 22, 25) == {0: 3, 2: S1}
     assert (table.blocks, fork.blocks) == ((0, 1, 2), (3, 1, S1))
-    assert fork.reserve(25, 28) == {}
+    assert reserve(fork, 25, 28) == {}
     # Both still hold only block 1; the original alone holds the others again.
-    assert table.reserve(22, 28) == {}
-    assert table.reserve(28, 29) == {1: S2}
-    assert fork.reserve(28, 29) == {}
+    assert reserve(table, 22, 28) == {}
+    assert reserve(table, 28, 29) == {1: S2}
+    assert reserve(fork, 28, 29) == {}
     assert (table.blocks, fork.blocks, allocator.cow_copies) == ((0, S2, 2), (3, 1, S1), 3)
     allocator.check()
 
@@ -115,7 +116,7 @@ def test_a_write_around_the_whole_ring_copies_each_shared_block_once() -> None:
     table = ring_table(allocator, Ring(2), 100)
     fork = allocator.fork(table)
     assert blocks_needed([Write(fork, 101, 130)]).total() == 2
-    assert fork.reserve(101, 130) == {0: 2, 1: 3}
+    assert reserve(fork, 101, 130) == {0: 2, 1: 3}
     assert blocks_needed([Write(fork, 130, 140), Write(table, 100, 140)]).total() == 0
 
 
@@ -123,7 +124,7 @@ def test_a_fork_of_a_ring_that_is_not_full_copies_its_tail_and_appends() -> None
     allocator = new_allocator()
     table = ring_table(allocator, Ring(3), 6)
     fork = allocator.fork(table)
-    assert fork.reserve(6, 14) == {0: 2, 1: 3}
+    assert reserve(fork, 6, 14) == {0: 2, 1: 3}
     assert (table.blocks, fork.blocks) == ((0, 1), (2, 3, S1))
     assert fork.ring == table.ring
     allocator.drop(fork)
@@ -150,10 +151,10 @@ def test_exhaustion_in_a_full_ring_changes_nothing() -> None:
     table = ring_table(allocator, Ring(3), 30)
     fork, blocks = allocator.fork(table), table.blocks
     with pytest.raises(PoolExhausted) as error:
-        fork.reserve(30, 33)
+        reserve(fork, 30, 33)
     assert (error.value.needed, error.value.free) == (2, 1)
     assert (table.blocks, fork.blocks, allocator.cow_copies) == (blocks, blocks, 0)
-    assert list(fork.reserve(30, 32)) == [blocks[1]]
+    assert list(reserve(fork, 30, 32)) == [blocks[1]]
     allocator.check()
 
 
@@ -175,7 +176,7 @@ def test_blocks_needed_is_exact_for_forks_at_different_phases(
         writes = [Write(tables[at], lengths[at], lengths[at] + count) for at in (index, -1)]
         needed, before = blocks_needed(writes).total(), allocator.stats().blocks_used
         for at, write in zip((index, -1), writes, strict=True):
-            write.table.reserve(write.start, write.end)
+            reserve(write.table, write.start, write.end)
             lengths[at] = write.end
         assert allocator.stats().blocks_used == before + needed
         written = set(writes[0].table.blocks_of(writes[0].start, writes[0].end))

@@ -18,6 +18,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_map import block_map, packed, unpacked
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.ring import Ring
+from paged_kv.allocator.writes import reserve
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.monitor.pool_views import view_pool
@@ -168,7 +169,7 @@ def test_a_snapshot_is_cheap_and_does_not_depend_on_what_there_is() -> None:
     for blocks in (5_000, 10_000):
         allocator = BlockAllocator(ByteBudget(2 * blocks), 1)
         table = allocator.new_table()
-        table.reserve(0, blocks * 256)
+        reserve(table, 0, blocks * 256)
         forks = [allocator.fork(table) for _ in range(blocks // 100)]
         pool.groups[0].allocator = allocator
         stats = pool.stats()
@@ -268,7 +269,7 @@ def test_metadata_is_about_what_python_takes(pages: int) -> None:
     allocator = BlockAllocator(ByteBudget(20_000), 1)
     tables: list[Any] = [allocator.new_table() for _ in range(4000 // pages)]
     for table in tables:
-        table.reserve(0, pages * 256 - 5)
+        reserve(table, 0, pages * 256 - 5)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert taken / 1.4 < allocator.stats().bytes_metadata < taken * 1.4

@@ -46,7 +46,8 @@ def refused_step(batch: Batch, count: int, refusing: int, lengths: list[int] | N
 def progress(batch: Batch) -> list[Any]:
     """The state that later steps depend on."""
     sequences = batch.layers[0].sequences
-    return [[each.progress(layer) for layer in range(LAYERS)] for each in sequences]
+    found = [each.progress(layer) for each in sequences for layer in range(LAYERS)]
+    return [(each.tokens, each.padding) for each in found]
 
 
 def assert_rows_are_held(batch: Batch) -> None:

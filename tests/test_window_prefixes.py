@@ -6,6 +6,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_node import Node, WindowSlots
+from paged_kv.allocator.writes import reserve
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
 from paged_kv.prefix.window_prefixes import window_prefix
@@ -38,7 +39,7 @@ def test_all_that_the_window_sees_must_be_there(
 ) -> None:
     allocator, blocks = BlockAllocator(ByteBudget(1000), 1, PAGE_SIZE), OutOfWindowBlocks()
     table = allocator.new_table()
-    table.reserve(0, len(slots) * PAGE_SIZE)
+    reserve(table, 0, len(slots) * PAGE_SIZE)
     out_of_window = [blocks.cache(allocator, block) for block in table.blocks]
     nodes = [Node((), {}, None) for _ in slots]
     for node, page, held in zip(nodes, out_of_window, slots, strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 from paged_kv.allocator.block_allocator import BlockAllocator
-from paged_kv.allocator.block_table import Write
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.events import NO_EVENTS
@@ -17,6 +16,7 @@ from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlocks
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
 from paged_kv.allocator.requantisation import RequantisationPolicy
+from paged_kv.allocator.writes import Write
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.reclaimer import Reclaimer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paged_kv.allocator.block_table import Write, blocks_needed
+from paged_kv.allocator.writes import Write, blocks_needed, reserve_all
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.reclaimer import Reclaimer
 
@@ -21,14 +21,11 @@ def reserve_together(reclaimer: Reclaimer, writes: Writes) -> None:
 
     Raises:
         PoolExhausted: the budget does not hold them; no table has changed.
-        BaseException: what copying raises, such as a `ThreadConflict`. The tables before that one
-            have reserved, and each table refers to the tokens that it had.
+        BaseException: what copying raises, such as a `ThreadConflict`; no table has changed.
     """
     if not all(each.is_owned for theirs in writes.values() for each in theirs):
         reclaimer.make_room(lambda: needs_of(writes))
-    for group, group_writes in writes.items():
-        for write in group_writes:
-            write.table.reserve(write.start, write.end, group.copy_pages)
+    reserve_all([(theirs, group.copy_pages) for group, theirs in writes.items()])
 
 
 def reserve_by_page(reclaimer: Reclaimer, writes: Writes) -> None:

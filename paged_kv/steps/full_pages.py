@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
-from paged_kv.allocator.block_table import Write
+from paged_kv.allocator.writes import Write
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reclaimer import Reclaimer

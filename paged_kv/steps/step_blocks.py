@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paged_kv.allocator.block_table import BlockTable, Write
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.writes import Write
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
@@ -43,7 +44,8 @@ def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
                         others.append(SequenceWrite(group, sequence, Write(table, start, end)))
         scratch = _reserve_blocks(pool, others) if others else None
         for table, start, end in growing:
-            table.grow(start, end)
+            if table.commit(start, end, table.blocks, {}):
+                table.allocator.events.written(table, start, end, 0, 0)
         pool.reclaimer.tidy()
         return scratch
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from paged_kv.allocator.block_table import Write, blocks_needed
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.allocator.ring import Ring
+from paged_kv.allocator.writes import Write, blocks_needed, reserve
 from paged_kv.monitor.process_view import PoolView
 from paged_kv.monitor.stats_history import History, Sample
 from paged_kv.pool.stats import PoolStats, no_stats
@@ -261,7 +261,7 @@ class Replay:
             pool.give_back()
             pool.evicted += pool.index.forget(fits) + pool.out_of_window.evict(fits)
         try:
-            table.table.reserve(start, end)
+            reserve(table.table, start, end)
         except PoolExhausted:
             return False
         table.write(start, end)

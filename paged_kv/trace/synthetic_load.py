@@ -16,6 +16,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import Events
+from paged_kv.allocator.writes import reserve
 from paged_kv.trace.recorder import PAGE_SIZE, TracedPool, TraceFile
 
 
@@ -79,7 +80,7 @@ class _Run:
         while self._growing:
             sequence = self._growing.popleft()
             end = min(sequence.tokens + PAGE_SIZE, sequence.final_tokens)
-            sequence.table.reserve(sequence.tokens, end)
+            reserve(sequence.table, sequence.tokens, end)
             sequence.tokens = end
             if sequence.tokens < sequence.final_tokens:
                 self._growing.append(sequence)

@@ -1,0 +1,235 @@
+"""Plans the blocks of coming writes, which changes nothing, and carries plans out: all, or none.
+
+A plan names entries and formats of tables, not blocks. So it can be made again whenever memory was
+reclaimed for it, which may evict, move or recode blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from paged_kv.allocator.block_table import BlockTable
+
+CopyPages = Callable[[Mapping[int, int]], None]
+"""Called with page copies (from block, to block), to make them."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A coming write of the tokens at [start, end) through a table."""
+
+    table: BlockTable
+    start: int
+    end: int
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether it needs no other block: see `BlockTable.owns`."""
+        return self.table.owns(self.start, self.end)
+
+    @property
+    def left_pages(self) -> range:
+        """The pages that the write fills and leaves."""
+        size = self.table.allocator.page_size
+        return range(self.start // size, (self.end - 1) // size)
+
+    @property
+    def begins_within_page(self) -> bool:
+        """Whether its first page holds earlier tokens."""
+        return self.start % self.table.allocator.page_size > 0
+
+    @property
+    def recoded_pages(self) -> range:
+        """Those of `left_pages` that are to be recoded within the write: its later tokens read them
+        in the table's `page_format`."""
+        recodes = self.table.page_format != self.table.allocator.page_format
+        return self.left_pages if recodes else range(0)
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether the first of `recoded_pages` holds earlier tokens. Its block stays as it is until
+        the next write, so that a trim finds these tokens as they were written. A block beside the
+        table holds the recoded page meanwhile."""
+        return bool(self.recoded_pages) and self.begins_within_page
+
+    def format_of(self, page: int) -> str:
+        """The format that the write needs of a page's block. A page that the write fills from its
+        first slot on and leaves is written in the last page's block and recoded into its own."""
+        whole = self.recoded_pages[1:] if self.needs_scratch else self.recoded_pages
+        return self.table.page_format if page in whole else self.table.allocator.page_format
+
+    def missing_formats(self) -> list[str]:
+        """The formats of the blocks to append."""
+        table = self.table
+        return [
+            self.format_of(page) for page in range(len(table.blocks), table.entries_for(self.end))
+        ]
+
+    def written_entries(self) -> dict[int, str]:
+        """The entries that the table has and that are written, with the formats they need."""
+        table = self.table
+        if self.start >= self.end:
+            return {}
+        pages = range(self.start // table.allocator.page_size, table.pages_of(self.end))
+        entry_of = table.ring.entry if table.ring else int
+        formats = {entry_of(page): self.format_of(page) for page in pages}
+        return {entry: formats[entry] for entry in sorted(formats) if entry < len(table.blocks)}
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether its blocks are reserved, see `BlockTable.is_reserved`, and the last page can be
+        written as it is. If layers take different steps, an earlier step may have reserved that
+        page as one to leave."""
+        table = self.table
+        return table.is_reserved(self.end) and all(
+            table.allocator.is_writable(block) for block in table.blocks_of(self.end - 1, self.end)
+        )
+
+    def by_page(self) -> list[Write]:
+        """The same tokens as one write per page."""
+        size = self.table.allocator.page_size
+        borders = range(self.start - self.start % size + size, self.end, size)
+        starts, ends = (self.start, *borders), (*borders, self.end)
+        return [Write(self.table, *each) for each in zip(starts, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """The blocks that a write needs beside those of its table.
+
+    Attributes:
+        write: the write.
+        copied: the formats of blocks that take the place of others, as their copies, by entry.
+        appended: the formats of blocks behind the table's.
+    """
+
+    write: Write
+    copied: Mapping[int, str]
+    appended: tuple[str, ...] = ()
+
+    @property
+    def formats(self) -> Iterable[str]:
+        """The format of each block to allocate."""
+        return chain(self.copied.values(), self.appended)
+
+
+def planned(writes: list[Write]) -> list[WritePlan]:
+    """What these writes need, through tables of one allocator. Changes nothing.
+
+    Copies take the place of blocks that are shared or have another format. Of the tables that share
+    a block, the last writer keeps it and needs no copy, unless it needs another format.
+    """
+    references: dict[int, int] = {}
+    plans = []
+    for allocator in {write.table.allocator for write in writes}:
+        # Drop tables now, not between the plan and the copies, where sources must stay in use.
+        allocator.drain()
+    for write in writes:
+        table, allocator = write.table, write.table.allocator
+        assert table in allocator.tables, "this table was dropped"
+        if write.is_owned:
+            plans.append(WritePlan(write, {}))
+            continue
+        copied = {}
+        for entry, name in write.written_entries().items():
+            block = table.blocks[entry]
+            count = references.setdefault(block, allocator.ref_count(block))
+            if count > 1 or allocator.format_of(block).name != name:
+                copied[entry] = name
+                references[block] = count - 1
+        plans.append(WritePlan(write, copied, tuple(write.missing_formats())))
+    return plans
+
+
+def blocks_needed(writes: list[Write]) -> Counter[str]:
+    """Blocks of each format that reserving all `writes`, through tables of one allocator, will
+    allocate."""
+    return Counter(chain.from_iterable(plan.formats for plan in planned(writes)))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A plan with the blocks that were allocated for it."""
+
+    write: Write
+    blocks: tuple[int, ...]
+    copies: Mapping[int, int]
+
+    appended: int
+
+    def commit(self) -> bool:
+        write = self.write
+        return write.table.commit(write.start, write.end, self.blocks, self.copies)
+
+    def tell(self) -> None:
+        table, start, end = self.write.table, self.write.start, self.write.end
+        table.allocator.events.written(table, start, end, self.appended, len(self.copies))
+
+    def give_back(self) -> None:
+        fresh = self.blocks[len(self.blocks) - self.appended :]
+        self.write.table.allocator.release([*self.copies.values(), *fresh])
+
+
+def reserve_all(writes: Iterable[tuple[list[Write], CopyPages]]) -> None:
+    """Reserve blocks for all writes; each list is of one allocator, whose pages the call copies.
+
+    Tables change after all pages are copied, so that none ever refers to a page that was not.
+
+    Raises:
+        PoolExhausted: too few blocks are available; nothing was changed.
+        BaseException: what copying raises; nothing was changed.
+    """
+    changes: list[_Change] = []
+    try:
+        for theirs, copy_pages in writes:
+            begin = len(changes)
+            changes += _allocated(planned(theirs))
+            for change in changes[begin:]:
+                if change.copies:
+                    copy_pages(change.copies)
+    except BaseException:
+        for change in changes:
+            change.give_back()
+        raise
+    changed = [change for change in changes if change.commit()]
+    for change in changed:
+        change.tell()
+
+
+def reserve(
+    table: BlockTable, start: int, end: int, copy_pages: CopyPages = lambda copies: None
+) -> Mapping[int, int]:
+    """Reserve blocks of one table for the tokens at [start, end); see `reserve_all`. Returns the
+    copies (from block, to block)."""
+    copies: dict[int, int] = {}
+
+    def note(made: Mapping[int, int]) -> None:
+        copy_pages(made)
+        copies.update(made)
+
+    reserve_all([([Write(table, start, end)], note)])
+    return copies
+
+
+def _allocated(plans: list[WritePlan]) -> list[_Change]:
+    """The plans, of one allocator, with blocks.
+
+    Raises:
+        PoolExhausted: too few are available; nothing was changed.
+    """
+    needs = Counter(chain.from_iterable(plan.formats for plan in plans))
+    taken = plans[0].write.table.allocator.take_free(needs) if needs else {}
+    fresh = {name: iter(blocks) for name, blocks in taken.items()}
+    changes = []
+    for plan in plans:
+        table = plan.write.table
+        blocks, copies = list(table.blocks), {}
+        for entry, name in plan.copied.items():
+            copies[blocks[entry]] = blocks[entry] = next(fresh[name])
+        blocks += [next(fresh[name]) for name in plan.appended]
+        after = tuple(blocks) if copies or plan.appended else table.blocks
+        changes.append(_Change(plan.write, after, copies, len(plan.appended)))
+    return changes
