@@ -22,19 +22,19 @@ from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
 from paged_kv.integrations.compiled.choice import compiles
-from paged_kv.integrations.compiled.model_call import compile_steps
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
+from paged_kv.integrations.model_calls import compile_steps, hook_calls
 from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.slow_products import warn_in_program
+from paged_kv.integrations.states.counted_states import continued, known_states
 from paged_kv.integrations.states.equal_steps import install_equal_steps
 from paged_kv.integrations.states.growing_layers import GrowingLayer
-from paged_kv.integrations.states.model_call import continued, known_states, prepare_call
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.arguments import FormatChoice
@@ -165,7 +165,7 @@ class PagedCacheFactory:
         has_states = bool(unpaged_caches(layers))
         if has_states:
             install_equal_steps()
-        prepare_call(model, self.pool)
+        hook_calls(type(model))
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
@@ -389,7 +389,7 @@ class PagedCacheFactory:
         made = self._library.layers(
             self._model, lambda each: kind(each)(pool, next(layers), [sequence]), max_kv_size
         )
-        return made if pool.num_layers else known_states(self._model, made, sequence.model_version)
+        return made if pool.num_layers else known_states(made, sequence.model_version)
 
     def _pool_for(self, max_kv_size: int | None) -> PagePool:
         """The pool of the caches with this bound; all pools share one budget."""

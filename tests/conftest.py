@@ -18,6 +18,7 @@ import pytest
 from mlx_lm import load
 
 from paged_kv import PagedCacheFactory
+from tests.failures import Failures, failing_calls
 from tests.grids import beyond_the_cover
 
 ROOT = Path(__file__).parent.parent
@@ -126,3 +127,10 @@ def script() -> Iterator[Any]:
 
     with dictated() as made:
         yield made
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failures]:
+    """Calls of a step that may fail."""
+    with failing_calls(monkeypatch) as found:
+        yield found

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,79 +23,17 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.window import Window
-from paged_kv.trace.recorder import TracedPool
 from tests.dense_attention import dense_attention
+from tests.failures import ERRORS, Failures
 from tests.grids import plain_cases
 
 KV_HEADS, Q_HEADS, DIM, SCALE = 1, 2, 32, 32**-0.5
 NUMBERS = np.random.default_rng(5).standard_normal((4001, DIM), dtype=np.float32)
 PAGE_BYTES = 2 * KV_HEADS * 256 * DIM * 4
 WINDOWS = {0: Window(300, 100), 2: Window(20, 20)}
-# Calls that may fail, of the backend, of MLX and of what listens to the allocator.
-OF_BACKEND = ("new_slab", "begin", "write", "copy", "gather", "attend", "write_and_attend")
-OF_MLX = ("eval", "async_eval", "synchronize")
-OF_EVENTS = ("made", "written", "trimmed", "dropped", "kept", "evicted", "moved", "sized")
-ERRORS: list[type[BaseException]] = [
-    MemoryError,
-    RuntimeError,
-    KeyboardInterrupt,
-    OSError,
-    ThreadConflict,
-]
 Floats = npt.NDArray[Any]
-
-
-class Failures:
-    """Raises an error at one of the calls that may fail.
-
-    Attributes:
-        left: calls until then; none fails while it is negative.
-        error: the error.
-        is_late: whether the call does its work before it fails.
-        lasts: whether all later calls fail too.
-        calls: the names of the calls until now.
-    """
-
-    def __init__(self) -> None:
-        self.left = -1
-        self.error: type[BaseException] = MemoryError
-        self.is_late = self.lasts = False
-        self.calls: list[str] = []
-
-    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def calling(*args: Any, **options: Any) -> Any:
-            if self.left < 0:
-                return call(*args, **options)
-            self.calls.append(name)
-            fails = self.left == 0
-            if not (fails and self.lasts):
-                self.left -= 1
-            if fails and self.is_late:
-                call(*args, **options)
-            if fails:
-                raise self.error
-            return call(*args, **options)
-
-        return calling
-
-
-@pytest.fixture
-def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failures]:
-    found = Failures()
-    backend = type(PagePool(1, max_bytes="1MB").backend)
-    for owner, names in ((backend, OF_BACKEND), (mx, OF_MLX), (TracedPool, OF_EVENTS)):
-        for name in names:
-            failing = found.wrap(name, getattr(owner, name))
-            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-            monkeypatch.setattr(owner, name, staticmethod(failing) if is_static else failing)
-    gc.collect()
-    gc.freeze()  # Collecting takes less time than a step then.
-    yield found
-    gc.unfreeze()
 
 
 def numbers(tokens: list[int], shift: int) -> Floats:

@@ -1,7 +1,6 @@
 """Decode steps that are recorded once and repeated without Python.
 
 choice            whether steps are compiled at all
-model_call        a model's calls, which take a recording where there is one
 recordings        the recordings of a model's pool
 recording         one recording
 exported_graph    the graph of a function, to be compared

@@ -4,7 +4,6 @@ counted_states  recurrent states that know how many tokens they have taken in
 growing_layers  finds out at which rates the caches of a model append rows
 layer_rows      takes the place of such a cache: its rows are in pages
 row_arrays      the arrays that it gives to its model
-model_call      what a model's call does besides: it counts, or takes one sequence at a time
 one_by_one      computes the sequences of a step one after the other
 equal_steps     computes prompts of unequal length without padding
 """

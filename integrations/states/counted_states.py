@@ -1,7 +1,7 @@
 """Counts the tokens that the recurrent states of a model without pages have taken in.
 
 In other models the layers with pages know it. Here the model's call tells the first layer's cache
-(`model_call`), as many models write their states and say nothing about tokens.
+(`model_calls`), as many models write their states and say nothing about tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.row_numbers import integers
+from paged_kv.integrations.batching.unpaged_caches import leaves
 
 
 class Held(NamedTuple):
@@ -95,6 +96,31 @@ class CountedArraysCache(ArraysCache):
         batch: CountedArraysCache = super().merge(caches)  # type: ignore[no-untyped-call]  # mlx-lm's
         batch.held = [held for cache in caches for held in cache.held]
         return batch
+
+
+def known_states(layers: list[Any], model_version: int) -> list[Any]:
+    """The prompt cache of a new sequence of a model without pages, in which the first cache knows
+    how many tokens it holds. Caches of classes that this cannot tell stay as they are."""
+    first = layers[0] if layers else None
+    if type(first) is ArraysCache:
+        return [CountedArraysCache(len(first.cache), model_version), *layers[1:]]
+    return layers
+
+
+def held_by(prompt_cache: list[Any]) -> list[Held]:
+    """What a prompt cache without pages holds of each sequence."""
+    first = next(leaves(prompt_cache), None)
+    if isinstance(first, CountedArraysCache):
+        return first.held
+    return [Held(None, None)]
+
+
+def continued(prompt_cache: list[Any], model_version: int) -> list[Any]:
+    """A prompt cache that this version of the model continues."""
+    first = next(leaves(prompt_cache), None)
+    if isinstance(first, CountedArraysCache):
+        first.set_version(model_version)
+    return prompt_cache
 
 
 # mlx-lm's load_prompt_cache looks classes up by name in its own module.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from functools import cached_property
+from itertools import count as numbers
 
 import mlx.core as mx
 
@@ -29,6 +30,9 @@ from paged_kv.steps.step_row import StepRow, offset_of, undo_step
 from paged_kv.steps.transaction import Transaction
 from paged_kv.steps.unwritten import UnwrittenStep
 
+step_numbers = numbers()
+"""The numbers of steps, in the order in which they begin."""
+
 
 class Step:
     """S tokens of some sequences. `Batch` makes steps.
@@ -40,6 +44,7 @@ class Step:
         layers: the layers that take the step; all have the same tokens.
 
     Attributes:
+        number: of `step_numbers`.
         shape: numbers of sequences and of tokens.
         waiting: the layers that have not taken the step yet.
         transaction: whether the step still holds.
@@ -47,6 +52,7 @@ class Step:
     """
 
     def __init__(self, pool: PagePool, rows: list[StepRow], count: int, layers: Set[int]) -> None:
+        self.number = next(step_numbers)
         self.pool = pool
         self.lock = pool.lock
         self.rows = rows

@@ -42,7 +42,7 @@ from paged_kv.integrations.speculation.draft_models import (
     make_draft,
 )
 from paged_kv.integrations.speculation.drafts import Draft
-from paged_kv.integrations.states.model_call import is_separate
+from paged_kv.integrations.states.one_by_one import is_separate
 
 # Paths or repositories of a model, its adapter and its draft model, or how else it drafts, as in
 # mlx-lm's `model_key`.
