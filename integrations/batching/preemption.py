@@ -58,7 +58,7 @@ from paged_kv.integrations.batching.shared_prefill import (
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import Ranks
-from paged_kv.steps.step_blocks import reserve
+from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
 
 Responses = tuple[list[Any], list[Any]]

@@ -17,7 +17,7 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves, paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.states.counted_states import CountedArraysCache
-from paged_kv.steps.step_blocks import reserve
+from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
 
 # Files of mlx-lm whose recurrent layers leave padding out of their states, as

@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.steps.step_blocks import reserve
+from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
 
 # These files of mlx-lm make positions or a mask for one sequence and use them for all:

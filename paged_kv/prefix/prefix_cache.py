@@ -29,7 +29,7 @@ from paged_kv.prefix.rates import Rates
 from paged_kv.prefix.snapshots import Snapshot, Snapshots
 from paged_kv.prefix.window_prefixes import WindowPrefix, held_slots, window_prefix
 from paged_kv.ranks import ALONE, Ranks
-from paged_kv.steps.full_pages import recode_sequence
+from paged_kv.steps.blocks import recode_sequence
 from paged_kv.steps.sequence import Sequence
 
 # Snapshots of recurrent layers may take up to max_bytes / SNAPSHOT_SHARE besides the budget. Of a

@@ -6,8 +6,7 @@ batch                sequences that take their steps together; the layers of a c
 step                 the next tokens of some sequences, planned once for all layers
 step_row             a step in one sequence
 transaction          whether a step still holds, which its sequences and reads know
-step_blocks          reserves the blocks of a step
-full_pages           recodes full pages to the format of their sequences
+blocks               the blocks of a step: recodes full pages, and reserves
 metadata             where kernels find the tokens of a step, and of its parts
 read                 what attention asks of a step
 arrays               arrays that stand for pages

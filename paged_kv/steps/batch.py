@@ -18,7 +18,7 @@ from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.sizes import counted
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
-from paged_kv.steps.full_pages import full_blocks
+from paged_kv.steps.blocks import full_blocks
 from paged_kv.steps.read import PagedRead
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.step import Step, unwritten_step

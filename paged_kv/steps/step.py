@@ -20,12 +20,12 @@ from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.arrays import PagedKeys, PagedValues, gathered_arrays
+from paged_kv.steps.blocks import reserve
 from paged_kv.steps.metadata import StepPart
 from paged_kv.steps.out_of_window_pages import is_read_first, reserve_skipped
 from paged_kv.steps.progress import Progress
 from paged_kv.steps.read import GroupStep, PagedRead
 from paged_kv.steps.sequence import Sequence
-from paged_kv.steps.step_blocks import reserve
 from paged_kv.steps.step_row import StepRow, offset_of, undo_step
 from paged_kv.steps.transaction import Transaction
 from paged_kv.steps.unwritten import UnwrittenStep

@@ -1,0 +1,166 @@
+"""Finds the blocks of a step before any layer writes: recodes full pages, then reserves.
+
+The law of full pages: a token attends to its own page in 16 bits, and to every earlier page in the
+sequence's format, whatever steps the tokens came in. The latest tokens matter most: quantising them
+at once costs most of the quality that quantisation costs at all.
+
+The page that a step ends in keeps 16 bits, and so does the one that it begins in. When the next
+step begins, those of them that are full are recoded, in all layers of a group together. A page that
+is shared is recoded once, for all that hold it. `step_parts` has the pages of one step.
+
+A step that writes into a quantised page, after a trim, gets a copy of 16 bits: see `planned`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.writes import Write
+from paged_kv.pool.layer_group import LayerGroup
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.pool.reclaimer import Reclaimer
+from paged_kv.pool.reservation import Writes, needs_of, reserve_by_page, reserve_together
+from paged_kv.steps.out_of_window_pages import cache_overwritten
+from paged_kv.steps.sequence import Sequence
+from paged_kv.steps.step_row import StepRow
+from paged_kv.steps.transaction import Scratch
+
+
+class SequenceWrite(NamedTuple):
+    """A coming write of a sequence's tokens in a group."""
+
+    group: LayerGroup
+    sequence: Sequence
+    write: Write
+
+
+def reserve(pool: PagePool, rows: list[StepRow]) -> Scratch | None:
+    """Recode full pages, and reserve blocks in all open groups for the tokens of a step; give back
+    a little of the memory that is no longer needed.
+
+    Returns the blocks beside the block tables, to be held until the step is over. A model that asks
+    for masks first can be stopped here, before any of its layers has changed anything.
+
+    Raises:
+        PoolExhausted: the budget does not hold the blocks. Full pages may be recoded already.
+        BaseException: what copying or mapping raises. Each sequence has the tokens that it had;
+            some tables may have reserved blocks, which the caller gives back.
+    """
+    with pool.lock:
+        growing: list[tuple[BlockTable, int, int]] = []
+        others: list[SequenceWrite] = []
+        for sequence, start, end, *_ in rows:
+            for group in pool.groups:
+                if group.is_open and end > start:
+                    table = sequence.tables.get(group) or sequence.table(group)
+                    in_16_bits = table.page_format == table.allocator.page_format
+                    if table.owns(start, end) and (in_16_bits or table.is_recoded(start)):
+                        growing.append((table, start, end))
+                    else:
+                        others.append(SequenceWrite(group, sequence, Write(table, start, end)))
+        scratch = _reserve_blocks(pool, others) if others else None
+        for table, start, end in growing:
+            if table.commit(start, end, table.blocks, {}):
+                table.allocator.events.written(table, start, end, 0, 0)
+        pool.reclaimer.tidy()
+        return scratch
+
+
+def _reserve_blocks(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:
+    unreserved = [each for each in step_writes if not each.write.is_reserved]
+    recode_full_pages(pool.reclaimer, unreserved)
+    for group, sequence, write in unreserved:
+        cache_overwritten(pool.out_of_window, group, sequence, write.end)
+    scratch = _reserve_scratch(pool, step_writes)
+    writes = _by_group(unreserved)
+    if pool.requantisation_policy is None or pool.reclaimer.has(needs_of(writes)):
+        reserve_together(pool.reclaimer, writes)
+    else:
+        reserve_by_page(pool.reclaimer, writes)
+    return scratch
+
+
+def _reserve_scratch(pool: PagePool, step_writes: list[SequenceWrite]) -> Scratch | None:
+    needs: dict[LayerGroup, Counter[str]] = {}
+    for group, _, write in step_writes:
+        if write.needs_scratch:
+            needs.setdefault(group, Counter())[write.table.page_format] += 1
+    if not needs:
+        return None
+    pool.reclaimer.make_room(lambda: needs)
+    scratch = Scratch()
+    for group, sequence, write in step_writes:
+        if write.needs_scratch:
+            table = group.allocator.new_scratch(write.table.page_format)
+            scratch.setdefault(group, {})[sequence.uid] = table
+    return scratch
+
+
+def _by_group(step_writes: list[SequenceWrite]) -> Writes:
+    writes: dict[LayerGroup, list[Write]] = {}
+    for group, _, write in step_writes:
+        writes.setdefault(group, []).append(write)
+    return writes
+
+
+def recode_full_pages(reclaimer: Reclaimer, writes: Iterable[SequenceWrite]) -> None:
+    """Recode the full pages before each write, in its group, to the format of their sequence.
+
+    Raises:
+        PoolExhausted: the budget does not hold them in both formats. Those that were recoded stay
+            so, and no token has changed its place; another call resumes.
+        ThreadConflict: another thread has not yet computed its reads of a page that is to change.
+    """
+    left: dict[tuple[LayerGroup, str], list[SequenceWrite]] = defaultdict(list)
+    for each in writes:
+        # A conversion that ran out of memory resumes by itself: others may hold the same pages.
+        if not each.write.table.is_recoded(each.write.start) and not each.sequence.is_converting:
+            left[each.group, each.write.table.page_format].append(each)
+    for (group, name), theirs in left.items():
+        group.recode(partial(_unrecoded, theirs), name, partial(_make_room, reclaimer, group, name))
+
+
+def recode_sequence(pool: PagePool, sequence: Sequence) -> None:
+    """Recode all full pages of a sequence, as its next step would.
+
+    Raises:
+        PoolExhausted, ThreadConflict: see `recode_full_pages`.
+    """
+    groups = [group for group in pool.groups if group.is_open and group.window is None]
+    ends = {group: common_len(sequence, group) for group in groups}
+    recode_full_pages(
+        pool.reclaimer,
+        [
+            SequenceWrite(group, sequence, Write(sequence.table(group), end, end))
+            for group, end in ends.items()
+        ],
+    )
+
+
+def full_blocks(sequence: Sequence, group: LayerGroup) -> tuple[int, ...]:
+    """A sequence's blocks whose pages are full in all layers of a group."""
+    return sequence.table(group).full_blocks(common_len(sequence, group))
+
+
+def common_len(sequence: Sequence, group: LayerGroup) -> int:
+    """The number of a sequence's tokens that the pages of all layers of a group hold. The group has
+    no window, so no layer's step is unwritten."""
+    # In the first steps, a layer without pages may not have had its turn.
+    layers = group.pages if group.knows_all_layers else group.layers
+    return min(sequence.progress(layer).tokens for layer in layers)
+
+
+def _unrecoded(writes: list[SequenceWrite]) -> set[int]:
+    blocks: set[int] = set()
+    for group, sequence, write in writes:
+        written = min(write.start, common_len(sequence, group))
+        blocks.update(write.table.unrecoded(written))
+    return blocks
+
+
+def _make_room(reclaimer: Reclaimer, group: LayerGroup, page_format: str, count: int) -> None:
+    reclaimer.make_room(lambda: {group: {page_format: count}})
