@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
@@ -25,12 +24,18 @@ from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
 from paged_kv.integrations.states.counted_states import CountedArraysCache
-from paged_kv.integrations.states.one_by_one import one_by_one, rows_of, takes_one, widen
+from paged_kv.integrations.states.one_by_one import (
+    one_by_one,
+    rows_of,
+    takes_one_at_a_time,
+    widen,
+)
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.step import step_numbers
 
 _recordings: weakref.WeakKeyDictionary[PagePool, Recordings] = weakref.WeakKeyDictionary()
 _hooked: set[type[Module]] = set()
+_PAGED = {PagedKVCache}
 
 
 def compile_steps(model: Module, pool: PagePool) -> Recordings:
@@ -45,33 +50,71 @@ def hook_calls(kind: Any) -> None:
         return
     stock = kind.__call__
     of_tokens = [*signature(stock).parameters][1]
+    is_separate = takes_one_at_a_time(kind)
 
     @wraps(stock)
     def call(model: Module, *args: Any, **options: Any) -> Any:
         caches: Any = args[1] if len(args) > 1 else options.get("cache")
-        known = list(_with_inner(caches)) if isinstance(caches, list | tuple) else []
-        first = next((each for each in known if isinstance(each, PagedKVCache)), None)
-        counted = known[0] if known and isinstance(known[0], CountedArraysCache) else None
-        if first is None and counted is None:
-            return stock(model, *args, **options)
+        known = caches if isinstance(caches, list | tuple) else ()
+        others: list[_Held] = []
+        # Not a call for each cache of a model that has no others.
+        if set(map(type, known)) == _PAGED:
+            first = known[0]
+        else:
+            known = list(_with_inner(known))
+            ours = [each for each in known if isinstance(each, PagedKVCache | CountedArraysCache)]
+            if not ours:
+                return stock(model, *args, **options)
+            first = ours[0]
+            others = [_Held(each) for each in known if not isinstance(each, PagedKVCache)]
         tokens: Any = args[0] if args else options.get(of_tokens)
-        is_plain = len(args) == 1 and options.keys() == {"cache"}
-        with _undone_if_it_fails(known):
+        began = next(step_numbers)
+        try:
             output = None
-            if first is not None and takes_one(model, first.pool):
-                output = _one_by_one(partial(stock, model), tokens, caches)
-            elif first is not None and is_plain and tokens.shape[1:] == (1,):
-                recordings = _recordings.get(first.pool)
-                if recordings is not None and recordings.model is model:
-                    output = recordings.take(kind, partial(stock, model), tokens, caches)
+            if isinstance(first, PagedKVCache):
+                if is_separate or first.pool.rows:
+                    output = _one_by_one(partial(stock, model), tokens, caches)
+                elif len(args) == 1 and options.keys() == {"cache"} and tokens.shape[1:] == (1,):
+                    recordings = _recordings.get(first.pool)
+                    if recordings is not None and recordings.model is model:
+                        output = recordings.take(kind, partial(stock, model), tokens, caches)
             if output is None:
                 output = stock(model, *args, **options)
-        if counted is not None:
-            counted.note_step(*tokens.shape)
+        except BaseException:
+            _undo(known, began, others)
+            raise
+        if isinstance(first, CountedArraysCache):
+            first.note_step(*tokens.shape)
         return output
 
     kind.__call__ = call
     _hooked.add(kind)
+
+
+class _Held:
+    """What a cache without pages holds before a call."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        # What a cache writes into its arrays lies behind the tokens that it holds.
+        self._attributes = {
+            name: value.copy() if type(value) in (list, dict, set) else value
+            for name, value in vars(cache).items()
+        }
+
+    def put_back(self) -> None:
+        vars(self._cache).clear()
+        vars(self._cache).update(self._attributes)
+
+
+def _undo(known: Iterable[Any], began: int, others: list[_Held]) -> None:
+    """Let caches be as they were before a call that began no step before `began`."""
+    for each in known:
+        step = each.batch.step if isinstance(each, PagedKVCache) else None
+        if step is not None and step.number > began:
+            step.undo()
+    for held in others:
+        held.put_back()
 
 
 def _one_by_one(step: Callable[..., mx.array], tokens: mx.array, caches: Any) -> mx.array | None:
@@ -80,36 +123,13 @@ def _one_by_one(step: Callable[..., mx.array], tokens: mx.array, caches: Any) ->
     rows = rows_of(caches)
     if len(rows) == 1:
         return None
-    with _undone_if_it_fails([each for row in rows for each in _with_inner(row)]):
-        return one_by_one(step, tokens, caches, rows)
-
-
-@contextmanager
-def _undone_if_it_fails(known: list[Any]) -> Iterator[None]:
-    """Let caches be as they were before a call that fails: its steps in pages are undone, and what
-    other caches hold is put back."""
+    known = [each for row in rows for each in _with_inner(row)]
     began = next(step_numbers)
-    held = [(each, _copied(vars(each))) for each in known if not isinstance(each, PagedKVCache)]
     try:
-        yield
+        return one_by_one(step, tokens, caches, rows)
     except BaseException:
-        for each in known:
-            step = each.batch.step if isinstance(each, PagedKVCache) else None
-            if step is not None and step.number > began:
-                step.undo()
-        for each, attributes in held:
-            vars(each).clear()
-            vars(each).update(attributes)
+        _undo(known, began, [])
         raise
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a cache, with copies of what it changes in place. What it writes into its
-    arrays lies behind the tokens that it holds."""
-    return {
-        name: value.copy() if type(value) in (list, dict, set) else value
-        for name, value in attributes.items()
-    }
 
 
 def _with_inner(caches: Iterable[Any]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.number_format import Quantised
@@ -67,10 +67,10 @@ class PartialBackend:
         return self._backend.fallbacks + self._own_fallbacks
 
     def gather(
-        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
     ) -> tuple[mx.array, mx.array]:
         backend = self._serving(pages, GATHER)
-        keys, values = backend.gather(pages, metadata, new_tokens)
+        keys, values = backend.gather(pages, metadata, unwritten)
         self._compute_plain(backend, keys, values)
         return keys, values
 
@@ -80,19 +80,19 @@ class PartialBackend:
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
-        is_decode = queries.shape[2] == 1 and new_tokens is None
+        is_decode = queries.shape[2] == 1 and unwritten is None
         operation = (WINDOW_DECODE if attention.window else DECODE) if is_decode else PREFILL
         backend = self._serving(pages, operation)
-        output = backend.attend(pages, queries, metadata, attention, new_tokens)
+        output = backend.attend(pages, queries, metadata, attention, unwritten)
         self._compute_plain(backend, output)
         return output
 
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: NewTokens,
+        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
@@ -112,11 +112,11 @@ class PartialBackend:
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         backend = self._serving(pages, LATENT_DECODE)
         output = backend.attend_latent(
-            pages, queries, position_queries, metadata, attention, new_tokens
+            pages, queries, position_queries, metadata, attention, unwritten
         )
         self._compute_plain(backend, output)
         return output

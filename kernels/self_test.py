@@ -152,7 +152,7 @@ class _Test:
         queries = self._normal((batch, KV_HEADS * RATIO, 1, DIM), seed=3)
         step = [self._normal((batch, KV_HEADS, 1, DIM), seed=seed) for seed in (5, 6)]
         expected.write(step[0], step[1], metadata)
-        pages.defer(step[0], step[1], metadata)
+        pages.write_later(step[0], step[1], metadata)
         sinks = self._normal((KV_HEADS * RATIO,), seed=4)
         found = pages.attend(queries, metadata, Attention(DIM**-0.5, sinks=sinks))
         return self._error(expected, metadata, queries, found, None)

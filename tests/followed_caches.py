@@ -216,7 +216,7 @@ class _ComparedRead:
         visible = step.held[0].shape[2]
         if self.window is not None:
             visible -= max(0, before - self.window + 1)
-        metadata, new_tokens = self.read.group_step.metadata, self.read.new_tokens
+        metadata, new_tokens = self.read.group_step.metadata, self.read.unwritten
         # Sequences end together, except for the padding after them.
         end = max(metadata.ends) - (queries.shape[2] - step.stop)
         tokens = slice(row, row + 1), slice(None), slice(end - visible, end)

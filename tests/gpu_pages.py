@@ -10,7 +10,7 @@ import pytest
 
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.number_format import WORD
@@ -84,7 +84,7 @@ class Separately:
     def write_and_attend(
         self,
         pages: LayerPages,
-        step: NewTokens,
+        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
@@ -120,7 +120,7 @@ class Batch:
         sinks = 2 * normal((heads,), dtype, seed=2) if options.pop("with_sinks", False) else None
         options = {"scale": geometry.k_dim**-0.5, "causal": True, "window": None} | options
         found = self.pages.attend(
-            asked, metadata, Attention(sinks=sinks, **options), new_tokens=step
+            asked, metadata, Attention(sinks=sinks, **options), unwritten=step
         )
         return self._error(found, asked, metadata, step, options | {"sinks": sinks})
 

@@ -102,7 +102,7 @@ def assert_attends(
         asked,
         unpadded(metadata.block_tables, ends),
         Attention(sinks=sinks, **options),
-        new_tokens=new_tokens,
+        unwritten=new_tokens,
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, (table, length) in enumerate(

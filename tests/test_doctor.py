@@ -362,7 +362,7 @@ def reads_of(backend: Backend) -> list[mx.array]:
         pages.attend(one, metadata, Attention(0.125, window=window)) for window in (None, 99)
     ]
     step = normal((1, 2, 1, 64), mx.float16, 5)
-    pages.defer(step, step, metadata)
+    pages.write_later(step, step, metadata)
     results += [pages.attend(each, metadata, Attention(0.125)) for each in (one, many)]
     latent = LayerPages(LayerGeometry(1, 64, mx.float16, 1, 32, mx.float16), backend, 8)
     latent.map_slab(0, 8, FP16)

@@ -158,7 +158,7 @@ class TestOnThisCpu:
         metadata = AttentionMetadata(((0, 8),), (258,), (0,))
         with pytest.raises(QuantisedPage):
             pages.write(step, step, metadata)
-        pages.defer(step[:, :, :1], step[:, :, :1], metadata)
+        pages.write_later(step[:, :, :1], step[:, :, :1], metadata)
         with pytest.raises(QuantisedPage):
             pages.attend(step[:, :, :1], metadata, Attention(1.0))
 

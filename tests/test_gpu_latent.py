@@ -103,7 +103,7 @@ def test_latents_of_512_have_no_kernel_for_heads(dialect: str) -> None:
     assert batch.attend(1) <= TOLERANCES[mx.float16]
     longer = AttentionMetadata(batch.metadata.block_tables, (41, 21), (0, 0))
     step = [normal((2, 1, 1, dim), mx.float16, 3) for dim in (512, 64)]
-    batch.pages.defer(step[0], step[1], longer)
+    batch.pages.write_later(step[0], step[1], longer)
     asked = normal((2, 3, 1, 512), mx.float16, 4)
     found = batch.pages.attend(asked, longer, Attention(0.1))
     batch.metadata = longer

@@ -39,7 +39,7 @@ def test_all_kernels_compile(formats: list[FormatName], monkeypatch: pytest.Monk
         backend.write_and_attend(
             batch.pages, step, asked, batch.metadata, Attention(1.0, sinks=sinks)
         )
-    batch.pages.attend(asked, batch.metadata, attention, new_tokens=step)
+    batch.pages.attend(asked, batch.metadata, attention, unwritten=step)
     behind = sharing(backend, same(dim, dtype, heads=1), formats, [(0, 1), (0, 2)], [300, 300])
     for queries in (1, 2):
         asked = mx.zeros((2, 8, queries, dim), dtype)

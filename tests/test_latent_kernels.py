@@ -82,7 +82,7 @@ def assert_attends(
         positions,
         unpadded(metadata.block_tables, ends),
         Attention(**options),
-        new_tokens=unwritten if num_new else None,
+        unwritten=unwritten if num_new else None,
     )
     assert (found.dtype, found.shape) == (geometry.k_dtype, asked.shape)
     scale = options.pop("scale")
@@ -182,7 +182,7 @@ def test_a_deferred_step_is_attended_to(backend: str) -> None:
     keys, values = (normal((2, 1, 1, dim), mx.float32, 9) for dim in (64, 32))
     asked, positions = (normal((2, 4, 1, dim), mx.float32, 8) for dim in (64, 32))
     longer = unpadded(metadata.block_tables, (301, 9))
-    pages.defer(keys, values, longer)
+    pages.write_later(keys, values, longer)
     expected.write(keys, values, longer)
     found = pages.attend_latent(asked, positions, longer, Attention(0.1))
     assert mx.array_equal(found, expected.attend_latent(asked, positions, longer, Attention(0.1)))

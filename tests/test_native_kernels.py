@@ -107,7 +107,7 @@ def test_new_tokens_stand_for_tokens_that_no_page_holds(
     sinks = normal((heads * gqa_group_size,), dtypes[2], 4) if with_sinks else None
     options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
     found, log_sum_exp = backend.attend_with_log_sum_exp(
-        pages, asked, metadata, Attention(sinks=sinks, **options), new_tokens=new_tokens
+        pages, asked, metadata, Attention(sinks=sinks, **options), unwritten=new_tokens
     )
     options["sinks"] = None if sinks is None else numbers(sinks)
     for row, own in enumerate(metadata.valid_tokens(queries)):
@@ -139,7 +139,7 @@ def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
     new_tokens = keys[:, :, 400:], values[:, :, 400:]
     attention = Attention(0.125, causal=False)
     a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, attention)
-    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, attention, new_tokens=new_tokens)
+    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, attention, unwritten=new_tokens)
     share = mx.sigmoid(lse_a - lse_b)[..., None]
     assert mx.allclose(share * a + (1 - share) * b, whole, atol=1e-6)
 

@@ -72,7 +72,7 @@ def test_writing_and_attending(formats: list[FormatName], options: dict[str, Any
     expected = one.attend(queries, metadata, attention)
     recorder, tables = PlainRecorder(), tables_of(metadata, STRIDE)
     stand_in = recorder.stand_in(other, tables, recorder.arrays(other, tables))
-    stand_in.defer(*step, metadata)
+    stand_in.write_later(*step, metadata)
     got = stand_in.attend(queries, metadata, attention)
     assert mx.allclose(got, expected, atol=1e-5)
     changed = recorder.changed(stand_in, tables)

@@ -170,7 +170,7 @@ class _Reads:
 
     def _write_and_attend(self, queries: mx.array) -> None:
         keys, values = self._normal(KV_HEADS, 1), self._normal(KV_HEADS, 1)
-        self.pages.defer(keys, values, self.metadata)
+        self.pages.write_later(keys, values, self.metadata)
         self._attend(queries)
 
     def _normal(self, heads: int, tokens: int) -> mx.array:

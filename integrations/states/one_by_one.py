@@ -13,7 +13,6 @@ from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
-from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
 
@@ -25,15 +24,17 @@ _ONE_AT_A_TIME = frozenset(
 )
 
 
-def takes_one(model: Module, pool: PagePool) -> bool:
-    """Whether sequences of a batch of paged caches are computed one after the other."""
-    return bool(pool.rows) or type(model).__module__ in _ONE_AT_A_TIME
+def takes_one_at_a_time(kind: type[Module]) -> bool:
+    """Whether models of a class take one sequence at a time; so do all whose caches append rows."""
+    return kind.__module__ in _ONE_AT_A_TIME
 
 
 def is_separate(model: Module, prompt_cache: list[Any]) -> bool:
     """Whether a batch of such prompt caches is computed one sequence after the other."""
     first = next(leaves(prompt_cache), None)
-    return isinstance(first, PagedKVCache) and takes_one(model, first.pool)
+    if not isinstance(first, PagedKVCache):
+        return False
+    return bool(first.pool.rows) or takes_one_at_a_time(type(model))
 
 
 def widen(caches: list[Any], batch_size: int) -> None:

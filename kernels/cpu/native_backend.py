@@ -21,7 +21,7 @@ from paged_kv.kernels.cpu.native_library import (
 )
 from paged_kv.kernels.cpu.token_copies import gather_tokens
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.memory import require_memory
@@ -110,14 +110,14 @@ class NativeBackend:
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
-        return self._attend(pages, queries, metadata, attention, new_tokens)
+        return self._attend(pages, queries, metadata, attention, unwritten)
 
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: NewTokens,
+        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
@@ -131,16 +131,16 @@ class NativeBackend:
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         options = OptionsStruct(
             scale=attention.scale, causal=attention.causal, window=attention.window or 0
         )
         output = self._new_array(queries.shape, queries.dtype)
-        unwritten = [mx.contiguous(each) for each in new_tokens or ()]
-        mx.eval(queries, position_queries, *unwritten)
+        given = [mx.contiguous(each) for each in unwritten or ()]
+        mx.eval(queries, position_queries, *given)
         # The struct holds addresses only: the tensors must live until the call is over.
-        tensors = [Tensor(each) for each in unwritten]
+        tensors = [Tensor(each) for each in given]
         if tensors:
             options.new_k, options.new_v = (each.address for each in tensors)
         self.library.attend_latent(
@@ -159,7 +159,7 @@ class NativeBackend:
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The output of `attend`, and the log-sum-exp of each query, float32 [B, q_heads, S].
 
@@ -167,7 +167,7 @@ class NativeBackend:
         """
         log_sum_exp = np.empty(queries.shape[:3], dtype=np.float32)
         address = log_sum_exp.ctypes.data
-        output = self._attend(pages, queries, metadata, attention, new_tokens, None, address)
+        output = self._attend(pages, queries, metadata, attention, unwritten, None, address)
         return output, mx.array(log_sum_exp)
 
     def _attend(
@@ -176,16 +176,16 @@ class NativeBackend:
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None,
-        step: NewTokens | None = None,
+        unwritten: Unwritten | None,
+        step: Unwritten | None = None,
         log_sum_exp: int | None = None,
     ) -> mx.array:
         """Write a step, if given, then attend to pages and new tokens. Waits for MLX once.
         `log_sum_exp` is the address of another output."""
         waited_for = (queries,) if step is None else (queries, *step)
         others: list[mx.array] = []
-        if new_tokens is not None:
-            others = [mx.contiguous(new_tokens[0]), mx.contiguous(new_tokens[1])]
+        if unwritten is not None:
+            others = [mx.contiguous(unwritten[0]), mx.contiguous(unwritten[1])]
         if attention.sinks is not None:
             others.append(attention.sinks)
         shape = (*queries.shape[:3], pages.geometry.v_dim)
@@ -210,7 +210,7 @@ class NativeBackend:
         )
         # The struct holds addresses only: the tensors must live until the call is over.
         tensors = [Tensor(each) for each in others] if others else []
-        if new_tokens is not None:
+        if unwritten is not None:
             options.new_k, options.new_v = tensors[0].address, tensors[1].address
         if attention.sinks is not None:
             options.sinks = tensors[-1].address

@@ -15,7 +15,7 @@ from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.prefill import Prefill
 from paged_kv.kernels.gpu.slots import SlotKernels
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE, LayerMemory
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
@@ -115,12 +115,12 @@ class GpuBackend:
             self._slots.copy(pages, bound_slabs(pages, tuple(slabs)), pairs)
 
     def gather(
-        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
     ) -> tuple[mx.array, mx.array]:
         tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
-            keys, values = self._plain.gather(pages, metadata, new_tokens)
+            keys, values = self._plain.gather(pages, metadata, unwritten)
             mx.eval(keys, values)
             return keys, values
         geometry, length = pages.geometry, max(metadata.ends)
@@ -129,7 +129,7 @@ class GpuBackend:
             return mx.zeros((*shape, geometry.k_dim), dtype), mx.zeros(
                 (*shape, geometry.v_dim), dtype
             )
-        return self._slots.gather(pages, slabs, tables, length, self._in_dtype(pages, new_tokens))
+        return self._slots.gather(pages, slabs, tables, length, self._in_dtype(pages, unwritten))
 
     def gather_tokens(
         self, pages: LayerMemory, metadata: AttentionMetadata, indices: mx.array
@@ -147,17 +147,17 @@ class GpuBackend:
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         tables, slabs = self._bound(pages, metadata)
         if slabs is None:
             self._fall_back(pages)
-            output = self._plain.attend(pages, queries, metadata, attention, new_tokens)
+            output = self._plain.attend(pages, queries, metadata, attention, unwritten)
             mx.eval(output)
             return output
         if pages.geometry.k_dim > LARGEST_HEAD:
             return row_attention.attend(
-                self._gathered_rows(pages, metadata, new_tokens),
+                self._gathered_rows(pages, metadata, unwritten),
                 queries,
                 metadata,
                 pages.geometry.v_dim,
@@ -165,11 +165,11 @@ class GpuBackend:
             )
         dtype, own = queries.dtype, pages.geometry.k_dtype
         queries = queries if dtype == own else queries.astype(own)
-        if queries.shape[2] == 1 and new_tokens is None:
+        if queries.shape[2] == 1 and unwritten is None:
             output = self._decode(pages, slabs, tables, queries, attention, None)
         else:
-            new_tokens = self._in_dtype(pages, new_tokens)
-            output = self._prefill(pages, slabs, tables, queries, attention, new_tokens)
+            unwritten = self._in_dtype(pages, unwritten)
+            output = self._prefill(pages, slabs, tables, queries, attention, unwritten)
         return output if dtype == own else output.astype(dtype)
 
     def attend_latent(
@@ -179,13 +179,13 @@ class GpuBackend:
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         """See `Backend.attend_latent`. For steps of more tokens, MLX attends to what a kernel
         gathers: one head."""
         tables, slabs = self._bound(pages, metadata)
         dtype, own = queries.dtype, pages.geometry.k_dtype
-        if slabs is not None and queries.shape[2] == 1 and new_tokens is None:
+        if slabs is not None and queries.shape[2] == 1 and unwritten is None:
             output = self._latent(
                 pages,
                 slabs,
@@ -196,7 +196,7 @@ class GpuBackend:
             )
             return output.astype(dtype)
         return row_attention.attend_latent(
-            self._gathered_rows(pages, metadata, new_tokens),
+            self._gathered_rows(pages, metadata, unwritten),
             queries,
             position_queries,
             metadata,
@@ -206,7 +206,7 @@ class GpuBackend:
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: NewTokens,
+        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
@@ -235,10 +235,10 @@ class GpuBackend:
         return tables, pages.memo.get(tables.slabs) or bound_slabs(pages, tables.slabs)
 
     def _gathered_rows(
-        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
     ) -> row_attention.Read:
         """Reads sequences from keys and values that a kernel gathers for all of them."""
-        keys, values = self.gather(pages, metadata, new_tokens)
+        keys, values = self.gather(pages, metadata, unwritten)
 
         def read(row: int) -> tuple[mx.array, mx.array]:
             length = keys.shape[2]
@@ -247,10 +247,10 @@ class GpuBackend:
 
         return read
 
-    def _in_dtype(self, pages: LayerMemory, new_tokens: NewTokens | None) -> NewTokens | None:
-        if new_tokens is None:
+    def _in_dtype(self, pages: LayerMemory, unwritten: Unwritten | None) -> Unwritten | None:
+        if unwritten is None:
             return None
-        keys, values = new_tokens
+        keys, values = unwritten
         return keys.astype(pages.geometry.k_dtype), values.astype(pages.geometry.k_dtype)
 
     def _fall_back(self, pages: LayerMemory) -> None:

@@ -13,7 +13,7 @@ from paged_kv.kernels.gpu.plan import Asked, Plan, StepPlanner
 from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
 from paged_kv.kernels.gpu.tuning import LANES, TILE, decode_shape
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import NewTokens
+from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import Tables
 
@@ -30,7 +30,7 @@ class Decode(StepPlanner):
         tables: Tables,
         queries: mx.array,
         attention: Attention,
-        step: NewTokens | None,
+        step: Unwritten | None,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
         # Not yet `Asked`, nor `inputs_of` without sinks: each is a call in every layer.

@@ -17,7 +17,7 @@ from paged_kv.kernels.gpu.plan import Plan, Planner
 from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
 from paged_kv.kernels.gpu.tuning import LANES, PREFILL_THREADS, SIMDGROUP_ROWS
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import NewTokens
+from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import Tables
 
@@ -53,7 +53,7 @@ class Prefill(Planner):
         tables: Tables,
         queries: mx.array,
         attention: Attention,
-        new_tokens: NewTokens | None,
+        unwritten: Unwritten | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
         asked = Asked(
@@ -61,10 +61,10 @@ class Prefill(Planner):
             queries.shape,
             tables.array.shape[1],
             scores_of(attention),
-            0 if new_tokens is None else new_tokens[0].shape[2],
+            0 if unwritten is None else unwritten[0].shape[2],
             self._groups_of(tables, slabs.kind, queries.shape),
         )
-        step, sinks = [*(new_tokens or ())], inputs_of(attention)
+        step, sinks = [*(unwritten or ())], inputs_of(attention)
         plan = self._plan(asked)
         if plan.merge is None:
             inputs = [queries, *step, *sinks, *slabs.inputs, tables.array, plan.params]

@@ -10,7 +10,7 @@ from paged_kv.kernels.gpu.arrays import BoundSlabs, PageKind, parameters
 from paged_kv.kernels.gpu.kernels import DONE, GpuKernels, Launch, Output, launch_of
 from paged_kv.kernels.gpu.order import Order
 from paged_kv.kernels.gpu.tuning import LANES, SLOT_SIMDGROUPS
-from paged_kv.kernels.pages.attention_metadata import NewTokens
+from paged_kv.kernels.pages.attention_metadata import Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.tables import TABLE_WIDTH, Tables
@@ -44,12 +44,12 @@ class SlotKernels:
         slabs: BoundSlabs,
         tables: Tables,
         tokens: int,
-        new_tokens: NewTokens | None,
+        unwritten: Unwritten | None,
     ) -> tuple[mx.array, mx.array]:
         """Keys and values [B, heads, tokens, dim]; see `Backend.gather`."""
-        (batch, width), count = tables.array.shape, new_tokens[0].shape[2] if new_tokens else 0
+        (batch, width), count = tables.array.shape, unwritten[0].shape[2] if unwritten else 0
         launch, params = self._launch("gather", slabs.kind, batch, tokens, width, count)
-        inputs = [*(new_tokens or ()), *slabs.inputs, tables.array, params]
+        inputs = [*(unwritten or ()), *slabs.inputs, tables.array, params]
         keys, values, _ = self._order.run(pages, launch, inputs)
         return keys, values
 

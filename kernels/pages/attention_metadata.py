@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paged_kv.kernels.pages.block_tables import BlockTables, SharedPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
-NewTokens = tuple[mx.array, mx.array]
+Unwritten = tuple[mx.array, mx.array]
 """Unwritten keys [B, k_heads, S, k_dim] and values [B, v_heads, S, v_dim]: the last tokens of each
 sequence, counted in its length, that no page holds yet."""
 

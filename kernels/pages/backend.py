@@ -10,7 +10,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory
 
@@ -75,7 +75,7 @@ class Backend(Protocol):
         ...
 
     def gather(
-        self, pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+        self, pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
     ) -> tuple[mx.array, mx.array]:
         """Keys [B, k_heads, T, k_dim] and values [B, v_heads, T, v_dim]. T is the longest context
         with its right padding. Sequences are aligned to end at T, and padding is zeros. Lazy."""
@@ -99,12 +99,12 @@ class Backend(Protocol):
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         """Attention of a step of queries [B, q_heads, S, k_dim] to all tokens of their sequences.
         Returns [B, q_heads, S, v_dim], finite where the step is padding.
 
-        `new_tokens` are unwritten keys [B, k_heads, N, k_dim] and values [B, v_heads, N, v_dim]:
+        `unwritten` are unwritten keys [B, k_heads, N, k_dim] and values [B, v_heads, N, v_dim]:
         the last tokens of each sequence, counted in its length.
         """
         ...
@@ -112,7 +112,7 @@ class Backend(Protocol):
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: NewTokens,
+        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
@@ -127,7 +127,7 @@ class Backend(Protocol):
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         """Latent attention (MLA): keys are latents [B, 1, T, k_dim], values are position keys [B,
         1, T, v_dim], and all heads share both.

@@ -1,6 +1,7 @@
 """Defines the shape of the keys and values of one layer."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -45,6 +46,12 @@ class LayerGeometry:
             v_dim=values.shape[3],
             v_dtype=values.dtype,
         )
+
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether keys and values have the same shape and dtype."""
+        keys = self.k_heads, self.k_dim, self.k_dtype
+        return keys == (self.v_heads, self.v_dim, self.v_dtype)
 
     def fits(self, keys: mx.array, values: mx.array) -> bool:
         """Whether keys and values [batch, heads, tokens, dim] have this geometry."""

@@ -1,8 +1,8 @@
-"""Reads and writes the pages of one layer, and defers the write of each step.
+"""Reads and writes the pages of one layer, and writes each step late.
 
 A write alone would wait for keys and values, or take a kernel launch of its own. So the attention
-call of a step usually writes the step too. Any other call writes the deferred step first, except a
-`gather` of the same batch: it gets the step as `new_tokens`.
+call of a step usually writes the step too. Any other call writes the unwritten step first, except a
+`gather` of the same batch: it gets the step as `unwritten`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
@@ -26,10 +26,10 @@ MAX_SLAB_BYTES = 1 << 31
 KEPT_ATTENTIONS = 8
 
 
-class _DeferredWrite(NamedTuple):
+class _UnwrittenStep(NamedTuple):
     """The unwritten keys and values of a step, and the batch that they belong to."""
 
-    step: NewTokens
+    step: Unwritten
     metadata: AttentionMetadata
 
 
@@ -59,8 +59,8 @@ class LayerPages(LayerMemory):
         super().__init__(geometry, slab_stride)
         self.lazy_reads = LazyReads()
         self.backend = backend
-        self._deferred: _DeferredWrite | None = None
-        self._thread: int | None = None  # the thread that deferred the last step
+        self._unwritten: _UnwrittenStep | None = None
+        self._thread: int | None = None  # the thread of the last step that is written later
         self._is_shared = False
         self.attentions: dict[tuple[Any, ...], Attention] = {}
 
@@ -70,14 +70,14 @@ class LayerPages(LayerMemory):
         return len(self.slabs) * self.backend.slab_padding
 
     @property
-    def deferred(self) -> NewTokens | tuple[()]:
-        """The keys and values of the deferred step."""
-        return () if self._deferred is None else self._deferred.step
+    def unwritten(self) -> Unwritten | tuple[()]:
+        """The keys and values of the unwritten step."""
+        return () if self._unwritten is None else self._unwritten.step
 
     def map_slab(self, slab: int, pages: int, page_format: PageFormat) -> None:
         """Add a slab of `pages` pages with undefined contents."""
         if slab in self.slabs:
-            self.unmap_slab(slab)  # What was deferred could not be written when it was unmapped.
+            self.unmap_slab(slab)  # A step could not be written when it was unmapped.
         layout = PageLayout(page_format, self.geometry)
         memory = self.backend.new_slab(pages, layout.page_units, layout.unit_words)
         self.slabs[slab] = Slab(memory, layout)
@@ -101,7 +101,7 @@ class LayerPages(LayerMemory):
         self.backend.synchronize(self)
         return self.view(entry)
 
-    def defer(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
+    def write_later(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
         """Write a step, to pages of 16 bits, later: with the attention call of the same `metadata`,
         or before any other.
 
@@ -112,23 +112,23 @@ class LayerPages(LayerMemory):
         Raises:
             ThreadConflict: see `write_back` and `LazyReads.compute`.
         """
-        if self._deferred is not None:
+        if self._unwritten is not None:
             self.write_back()
         if self._thread != get_ident():
             self.note_thread()
         if self._is_shared or not self.backend.writes_in_place:
             self.write(keys, values, metadata)
             return
-        # Not later: until then, reads of the same batch get the step as `new_tokens`.
+        # Not later: until then, reads of the same batch get the step as `unwritten`.
         if self.lazy_reads.noted:
             self._compute_lazy_reads(metadata, keys.shape[2])
         self.backend.begin(keys, values)
-        self._deferred = _DeferredWrite((keys, values), metadata)
+        self._unwritten = _UnwrittenStep((keys, values), metadata)
 
-    def forget_deferred(self, metadata: AttentionMetadata) -> None:
-        """Do not write the deferred step of this `metadata`, which was undone."""
-        if self._deferred is not None and self._deferred.metadata is metadata:
-            self._deferred = None
+    def forget_unwritten(self, metadata: AttentionMetadata) -> None:
+        """Do not write the unwritten step of this `metadata`, which was undone."""
+        if self._unwritten is not None and self._unwritten.metadata is metadata:
+            self._unwritten = None
 
     def begin_write(self, metadata: AttentionMetadata, count: int) -> None:
         """Do what must be done before a step of `count` tokens is written.
@@ -136,7 +136,7 @@ class LayerPages(LayerMemory):
         Raises:
             ThreadConflict: see `write_back` and `LazyReads.compute`.
         """
-        if self._deferred is not None:
+        if self._unwritten is not None:
             self.write_back()
         if self.lazy_reads.noted:
             self._compute_lazy_reads(metadata, count)
@@ -148,17 +148,17 @@ class LayerPages(LayerMemory):
             self._thread = get_ident()
 
     def write_back(self) -> None:
-        """Write the deferred step.
+        """Write the unwritten step.
 
         Raises:
             ThreadConflict: another thread made the step and has not computed it yet.
         """
-        deferred = self._deferred
-        if deferred is not None:
+        later = self._unwritten
+        if later is not None:
             if self._thread != get_ident():
-                require_computed(*deferred.step)
-            self.backend.write(self, *deferred.step, deferred.metadata)
-            self._deferred = None
+                require_computed(*later.step)
+            self.backend.write(self, *later.step, later.metadata)
+            self._unwritten = None
 
     def write(self, keys: mx.array, values: mx.array, metadata: AttentionMetadata) -> None:
         """See `Backend.write`."""
@@ -178,21 +178,21 @@ class LayerPages(LayerMemory):
         self.backend.copy(self, copies)
 
     def gather(
-        self, metadata: AttentionMetadata, new_tokens: NewTokens | None = None
+        self, metadata: AttentionMetadata, unwritten: Unwritten | None = None
     ) -> tuple[mx.array, mx.array]:
         """See `Backend.gather`."""
-        deferred = self._deferred
-        if deferred is not None and deferred.metadata is metadata:
-            new_tokens = deferred.step
+        later = self._unwritten
+        if later is not None and later.metadata is metadata:
+            unwritten = later.step
         else:
             self.write_back()
-        return self.backend.gather(self, metadata, new_tokens)
+        return self.backend.gather(self, metadata, unwritten)
 
     def gather_tokens(
         self, metadata: AttentionMetadata, indices: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """See `Backend.gather_tokens`. Writes a deferred step first."""
-        if self._deferred is not None:
+        """See `Backend.gather_tokens`. Writes an unwritten step first."""
+        if self._unwritten is not None:
             self.backend.begin(indices)  # computed together with the step
             self.write_back()
         return self.backend.gather_tokens(self, metadata, indices)
@@ -220,15 +220,15 @@ class LayerPages(LayerMemory):
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
-        """See `Backend.attend`, or `Backend.write_and_attend` if the step is deferred."""
-        deferred = self._deferred
-        if deferred is None or deferred.metadata is not metadata:
+        """See `Backend.attend`, or `Backend.write_and_attend` if the step is written later."""
+        later = self._unwritten
+        if later is None or later.metadata is not metadata:
             self.write_back()
-            return self.backend.attend(self, queries, metadata, attention, new_tokens)
-        output = self.backend.write_and_attend(self, deferred.step, queries, metadata, attention)
-        self._deferred = None
+            return self.backend.attend(self, queries, metadata, attention, unwritten)
+        output = self.backend.write_and_attend(self, later.step, queries, metadata, attention)
+        self._unwritten = None
         return output
 
     def attend_latent(
@@ -237,14 +237,14 @@ class LayerPages(LayerMemory):
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
-        """See `Backend.attend_latent`. Writes a deferred step first."""
-        if self._deferred is not None:
+        """See `Backend.attend_latent`. Writes an unwritten step first."""
+        if self._unwritten is not None:
             self.backend.begin(queries, position_queries)  # computed together with the step
             self.write_back()
         return self.backend.attend_latent(
-            self, queries, position_queries, metadata, attention, new_tokens
+            self, queries, position_queries, metadata, attention, unwritten
         )
 
     def prepare_moves(self, moves: Mapping[int, int]) -> None:
@@ -279,7 +279,7 @@ class LayerPages(LayerMemory):
             self.unmap_slab(new.slab)
 
     def _before_change(self, entries: Callable[[], set[int]]) -> None:
-        """Write the deferred step, and compute lazy reads before these entries change."""
+        """Write the unwritten step, and compute lazy reads before these entries change."""
         self.write_back()
         self.lazy_reads.compute(entries if self.backend.writes_in_place else set)
 
@@ -288,14 +288,14 @@ class LayerPages(LayerMemory):
         self.lazy_reads.compute(lambda: metadata.last_entries(count) if in_place else set())
 
     def _write_back_before_unmapping(self, slab: int) -> None:
-        """Write a deferred step that goes to this slab, which holds no used block any more. If
+        """Write an unwritten step that goes to this slab, which holds no used block any more. If
         another thread has not computed the step, drop it: without its page it is of no use."""
-        deferred = self._deferred
-        if deferred is None:
+        later = self._unwritten
+        if later is None:
             return
-        entries = deferred.metadata.last_entries(deferred.step[0].shape[2])
+        entries = later.metadata.last_entries(later.step[0].shape[2])
         if slab in {entry // self.slab_stride for entry in entries}:
             try:
                 self.write_back()
             except ThreadConflict:
-                self._deferred = None
+                self._unwritten = None

@@ -10,26 +10,26 @@ from itertools import groupby
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageLayout
 from paged_kv.kernels.plain.batch_gather import are_alike, gather_alike, token_places
 
 
 def gather(
-    pages: LayerMemory, metadata: AttentionMetadata, new_tokens: NewTokens | None
+    pages: LayerMemory, metadata: AttentionMetadata, unwritten: Unwritten | None
 ) -> tuple[mx.array, mx.array]:
     """See `Backend.gather`."""
     is_batch = len(metadata.context_lens) > 1
-    if is_batch and new_tokens is not None and new_tokens[0].shape[2] == 1 and metadata.ends_in_own:
-        return _joined([gather(pages, metadata.but_latest, None), new_tokens])
-    if is_batch and new_tokens is None:
+    if is_batch and unwritten is not None and unwritten[0].shape[2] == 1 and metadata.ends_in_own:
+        return _joined([gather(pages, metadata.but_latest, None), unwritten])
+    if is_batch and unwritten is None:
         places = token_places(metadata, pages.slab_stride)
         if places is not None and are_alike(pages, places):
             return gather_alike(pages, places)
     length = max(metadata.ends)
     per_row = [
-        read_row(pages, metadata, row, new_tokens, own_memory=True)
+        read_row(pages, metadata, row, unwritten, own_memory=True)
         for row in range(len(metadata.context_lens))
     ]
     keys, values = zip(*per_row, strict=True)
@@ -42,20 +42,18 @@ def read_row(
     pages: LayerMemory,
     metadata: AttentionMetadata,
     row: int,
-    new_tokens: NewTokens | None,
+    unwritten: Unwritten | None,
     *,
     own_memory: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [1, heads, tokens, dim] of a sequence's valid tokens. They may be views of
     its pages unless `own_memory` is set."""
-    tokens = _tokens_of(
-        metadata, row, new_tokens[0].shape[2] if new_tokens else 0, pages.slab_stride
-    )
-    own_memory = own_memory and len(tokens.in_pages) == 1 and not new_tokens
+    tokens = _tokens_of(metadata, row, unwritten[0].shape[2] if unwritten else 0, pages.slab_stride)
+    own_memory = own_memory and len(tokens.in_pages) == 1 and not unwritten
     parts = [_read_pages(pages, each, own_memory=own_memory) for each in tokens.in_pages]
-    if new_tokens:
+    if unwritten:
         first, end = tokens.in_step.start, tokens.in_step.stop
-        keys, values = (part[row : row + 1, :, first:end] for part in new_tokens)
+        keys, values = (part[row : row + 1, :, first:end] for part in unwritten)
         parts.append((keys, values))
     return _joined(parts) if parts else _no_tokens(pages)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, Plane
@@ -90,10 +90,10 @@ class PlainBackend:
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         return row_attention.attend(
-            lambda row: read_row(pages, metadata, row, new_tokens),
+            lambda row: read_row(pages, metadata, row, unwritten),
             queries,
             metadata,
             pages.geometry.v_dim,
@@ -107,10 +107,10 @@ class PlainBackend:
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         return row_attention.attend_latent(
-            lambda row: read_row(pages, metadata, row, new_tokens),
+            lambda row: read_row(pages, metadata, row, unwritten),
             queries,
             position_queries,
             metadata,
@@ -120,7 +120,7 @@ class PlainBackend:
     def write_and_attend(
         self,
         pages: LayerMemory,
-        step: NewTokens,
+        step: Unwritten,
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,

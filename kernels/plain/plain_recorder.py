@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_memory import LayerMemory, Slab
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE, Plane
@@ -72,7 +72,7 @@ class _RecordedOperations(PlainBackend):
         queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         keys, values, is_seen = _read(pages, metadata, attention)
         if attention.softcap is not None:
@@ -88,7 +88,7 @@ class _RecordedOperations(PlainBackend):
         position_queries: mx.array,
         metadata: AttentionMetadata,
         attention: Attention,
-        new_tokens: NewTokens | None = None,
+        unwritten: Unwritten | None = None,
     ) -> mx.array:
         latents, position_keys, is_seen = _read(pages, metadata, attention)
         return row_attention.latent_attention(

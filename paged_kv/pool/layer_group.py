@@ -362,7 +362,7 @@ class LayerGroup:
             raise
 
     def _unmap_slab(self, slab: int) -> None:
-        # In all layers, even if one of them fails to write what it has deferred.
+        # In all layers, even if one of them fails to write its unwritten step.
         with ExitStack() as layers:
             for pages in self.pages.values():
                 layers.callback(pages.unmap_slab, slab)

@@ -325,7 +325,7 @@ class PagePool:
     def _bytes_of_steps(self) -> int:
         """Bytes of keys and values that no page holds yet. Rows of a batch share arrays."""
         pages = [pages for group in self.groups for pages in group.pages.values()]
-        steps = [*(each.deferred for each in pages), *(each.step for each in list(self.unwritten))]
+        steps = [*(each.unwritten for each in pages), *(each.step for each in list(self.unwritten))]
         return sum({id(array): array.nbytes for step in steps for array in step}.values())
 
     def note_gather(self, group: LayerGroup, pages: LayerPages) -> None:

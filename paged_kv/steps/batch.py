@@ -116,14 +116,14 @@ class Batch:
         with pool.lock:
             if layer not in pool.group_of(layer).pages:
                 raise ValueError(f"layer {layer} has no keys and values yet: nothing was written")
-            new_tokens = unwritten_step(layer, self.sequences)
+            unwritten = unwritten_step(layer, self.sequences)
             is_open = step is not None and step.transaction.is_open
             if step is None or not is_open or layer not in step.layers - step.waiting:
-                if new_tokens is None:
+                if unwritten is None:
                     commit(self.sequences, {layer})
                 rows = [StepRow.latest(sequence, layer) for sequence in self.sequences]
                 step = self.step = Step(pool, rows, 0, {layer})
-            return step.read(layer, new_tokens)
+            return step.read(layer, unwritten)
 
     def convert(self, page_format: PageFormat) -> None:
         """Convert all full pages of the sequences to a format, but for those of rings; later ones

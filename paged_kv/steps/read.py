@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.kernels.pages.attention import Attention
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -104,11 +104,13 @@ class GroupStep:
         if not geometry.fits(keys, values):
             self.group.open_layer(layer, LayerGeometry.of(keys, values))
         batch, length = keys.shape[0], max(self.metadata.ends, default=0)
-        found = self.stand_ins[id(geometry)] = StandIns(
-            (keys.shape, values.shape, keys.dtype, values.dtype),
-            stand_in((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype),
-            stand_in((batch, geometry.v_heads, length, geometry.v_dim), geometry.v_dtype),
-        )
+        all_keys = stand_in((batch, geometry.k_heads, length, geometry.k_dim), geometry.k_dtype)
+        all_values = all_keys
+        if not geometry.is_alike:
+            shape = (batch, geometry.v_heads, length, geometry.v_dim)
+            all_values = stand_in(shape, geometry.v_dtype)
+        given = keys.shape, values.shape, keys.dtype, values.dtype
+        found = self.stand_ins[id(geometry)] = StandIns(given, all_keys, all_values)
         return found
 
     def undo(self) -> None:
@@ -120,7 +122,7 @@ class GroupStep:
     def forget_unwritten(self) -> None:
         """Do not write what layers have not written yet, which was undone."""
         for pages in self.group.pages.values():
-            pages.forget_deferred(self.metadata)
+            pages.forget_unwritten(self.metadata)
 
 
 class PagedRead:
@@ -132,20 +134,20 @@ class PagedRead:
         step_tokens: the step's keys and values, if `group_step.needs_step`.
 
     Attributes:
-        new_tokens: those of them that no page holds.
+        unwritten: those of them that no page holds.
         lock: held during reads, so that no page moves.
     """
 
-    __slots__ = ("group_step", "lock", "new_tokens", "pages", "step_tokens")
+    __slots__ = ("group_step", "lock", "pages", "step_tokens", "unwritten")
 
     def __init__(
-        self, group_step: GroupStep, pages: LayerPages, step_tokens: NewTokens | None
+        self, group_step: GroupStep, pages: LayerPages, step_tokens: Unwritten | None
     ) -> None:
         self.group_step = group_step
         self.pages = pages
         self.lock = group_step.pool.lock
         self.step_tokens = step_tokens
-        self.new_tokens = step_tokens if group_step.read_first else None
+        self.unwritten = step_tokens if group_step.read_first else None
 
     def attend(
         self,
@@ -180,7 +182,7 @@ class PagedRead:
                 key = scale, causal, window, id(sinks), softcap
                 attention = pages.attentions.get(key) or pages.attention(*key[:3], sinks, softcap)
                 if position_queries is None and not step.parts and wider_window is None:
-                    return pages.attend(queries, step.metadata, attention, self.new_tokens)
+                    return pages.attend(queries, step.metadata, attention, self.unwritten)
                 wider = None
                 if wider_window is not None:
                     wider = pages.attention(scale, causal, wider_window, sinks, softcap)
@@ -197,22 +199,22 @@ class PagedRead:
         wider: Attention | None,
     ) -> mx.array:
         """Attention to latents, in parts of the step, or by queries that see different windows."""
-        step, new_tokens = self.group_step, self.new_tokens
+        step, unwritten = self.group_step, self.unwritten
         attend: Callable[..., mx.array] = self.pages.attend
         step_queries = [queries]
         if position_queries is not None:
             attend, step_queries = self.pages.attend_latent, [queries, position_queries]
         if step.parts and self.step_tokens is not None:
             outputs = [
-                attend(*[each[:, :, at] for each in step_queries], metadata, attention, new_tokens)
+                attend(*[each[:, :, at] for each in step_queries], metadata, attention, unwritten)
                 for at, metadata in self._rewrite(*self.step_tokens)
             ]
             return mx.concatenate(outputs, axis=2)
-        output = attend(*step_queries, step.metadata, attention, new_tokens)
+        output = attend(*step_queries, step.metadata, attention, unwritten)
         if wider is None:
             return output
         # The token that only the first query's wider window reaches is not held any more.
-        others = attend(*step_queries, step.metadata, wider, new_tokens)
+        others = attend(*step_queries, step.metadata, wider, unwritten)
         return mx.concatenate([output[:, :, :1], others[:, :, 1:]], axis=2)
 
     def gather_from_pages(self) -> tuple[mx.array, mx.array]:
@@ -227,7 +229,7 @@ class PagedRead:
         is written in the block of the one before."""
         for tokens, metadata, resumed, _ in self.group_step.parts:
             self.pages.copy(resumed)
-            self.pages.defer(keys[:, :, tokens], values[:, :, tokens], metadata)
+            self.pages.write_later(keys[:, :, tokens], values[:, :, tokens], metadata)
             yield tokens, metadata
 
     def gather(self) -> tuple[mx.array, mx.array]:

@@ -211,7 +211,7 @@ class RecordedStep:
         _, group, pages, _ = self._layers[layer]
         group_step = self._groups[group]
         arrays = group_step.stand_ins_for(layer, keys, values)
-        pages.defer(keys, values, group_step.metadata)
+        pages.write_later(keys, values, group_step.metadata)
         self._reads[layer] = _RecordedRead(group_step, pages, None), arrays.keys, arrays.values
         return self.read(layer)
 

@@ -14,7 +14,7 @@ from itertools import count as numbers
 
 import mlx.core as mx
 
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.errors import PagesNotRead
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -123,7 +123,7 @@ class Step:
                 elif step.parts:
                     write_parts(pages, step.parts, (keys, values))
                 else:
-                    pages.defer(keys, values, step.metadata)
+                    pages.write_later(keys, values, step.metadata)
                 read = PagedRead(step, pages, (keys, values) if step.needs_step else None)
                 if layer not in self.attending:
                     return gathered_arrays(read)
@@ -143,18 +143,18 @@ class Step:
                 step.forget_unwritten()
             undo_step(self.rows, self.transaction)
 
-    def read(self, layer: int, new_tokens: NewTokens | None) -> PagedRead:
-        """A read of all tokens so far, in a layer that has taken the step; `new_tokens` are those
+    def read(self, layer: int, unwritten: Unwritten | None) -> PagedRead:
+        """A read of all tokens so far, in a layer that has taken the step; `unwritten` are those
         that no page holds."""
         step = self._groups.get(layer)
         if step is None:
             group = self.pool.group_of(layer)
-            read_first = new_tokens is not None
+            read_first = unwritten is not None
             step = GroupStep(self.pool, group, self.rows, self.transaction, read_first=read_first)
             self._groups[layer] = step
         if step.moves != step.group.moves:
             step.locate()
-        return PagedRead(step, step.group.pages[layer], new_tokens)
+        return PagedRead(step, step.group.pages[layer], unwritten)
 
     def group_steps(self) -> dict[int, GroupStep]:
         """The step in each layer's group, for groups that are open, with all blocks that it needs.
@@ -213,7 +213,7 @@ class Step:
         return any(row.sequence.length for row in self.rows)
 
 
-def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> None:
+def write_parts(pages: LayerPages, parts: list[StepPart], step: Unwritten) -> None:
     """Write a step to the pages of a layer, and recode the pages that it fills and leaves."""
     keys, values = step
     for tokens, metadata, resumed, recoded in parts:
@@ -223,7 +223,7 @@ def write_parts(pages: LayerPages, parts: list[StepPart], step: NewTokens) -> No
 
 
 def keep_unwritten(
-    layer: int, rows: list[StepRow], step: NewTokens, metadata: AttentionMetadata
+    layer: int, rows: list[StepRow], step: Unwritten, metadata: AttentionMetadata
 ) -> None:
     """Keep the step of one layer at its sequences until it is written; `metadata` tells valid
     tokens from padding."""
@@ -232,7 +232,7 @@ def keep_unwritten(
         row.sequence.keep_unwritten(layer, UnwrittenStep(step, at, own))
 
 
-def unwritten_step(layer: int, sequences: Iterable[Sequence]) -> NewTokens | None:
+def unwritten_step(layer: int, sequences: Iterable[Sequence]) -> Unwritten | None:
     """The unwritten step of exactly these sequences; None if there is none, or if the batch was
     rearranged since."""
     steps = [sequence.unwritten.get(layer) for sequence in sequences]

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
-from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, NewTokens
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata, Unwritten
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.window import Window
@@ -36,12 +36,12 @@ class UnwrittenStep:
             to the ring that failed may have overwritten those that were in it.
     """
 
-    step: NewTokens
+    step: Unwritten
     row: int
     own: range
     has_filled: bool = False
 
-    def between(self, first: int, last: int) -> NewTokens:
+    def between(self, first: int, last: int) -> Unwritten:
         """Keys and values [1, heads, last - first, dim] of the valid tokens [first, last)."""
         begin, end = self.own.start + first, self.own.start + last
         keys, values = (part[self.row : self.row + 1, :, begin:end] for part in self.step)

@@ -63,7 +63,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
 
 def one_token(pages: LayerPages, seed: int, position: int = 300) -> AttentionMetadata:
     keys, metadata = normal((1, 2, 1, 32), mx.float32, seed), unpadded((TABLE,), (position + 1,))
-    pages.defer(keys, keys - 1, metadata)
+    pages.write_later(keys, keys - 1, metadata)
     return metadata
 
 
@@ -95,7 +95,7 @@ def test_a_step_with_padding_is_owed_too(written: list[AttentionMetadata]) -> No
         before = len(written)
         keys = normal((2, 2, 3, 32), mx.float32, 2)
         metadata = AttentionMetadata((TABLE, (0,)), (303, 2), (0, 1))
-        pages.defer(keys, keys - 1, metadata)
+        pages.write_later(keys, keys - 1, metadata)
         assert len(written) == before
         queries = normal((2, 4, 3, 32), mx.float32, 9)
         found.append([pages.attend(queries, metadata, Attention(0.2)), *pages.gather(metadata)])
@@ -151,7 +151,7 @@ def test_arrays_of_a_batch_have_it_before_and_after_it_is_written(lengths: tuple
             keys = normal((2, 2, longest, 32), mx.float32, 3)
             pages.write(keys, keys + 2, before)
         keys = normal((2, 2, 1, 32), mx.float32, 4)
-        pages.defer(keys, keys + 2, metadata)
+        pages.write_later(keys, keys + 2, metadata)
         gathered = pages.gather(metadata)
         attended(pages, metadata)
         found.append([*gathered, *pages.gather(metadata)])
@@ -185,7 +185,7 @@ def test_another_thread_finds_it_written(written: list[AttentionMetadata]) -> No
         for _ in range(5):
             slow = slow @ slow / 700
         keys = keys + 0 * slow.sum()
-        pages.defer(keys, keys - 1, unpadded((TABLE,), (301,)))
+        pages.write_later(keys, keys - 1, unpadded((TABLE,), (301,)))
 
     thread = Thread(target=write_what_takes_long)
     thread.start()
@@ -235,7 +235,7 @@ def test_a_recorded_step_of_another_thread_counts_as_one_that_it_wrote() -> None
     """Otherwise a thread defers a step that the other one cannot compute."""
     pages = new_pages(NativeBackend(native_library()))
     one_token(pages, 2)
-    assert pages.deferred
+    assert pages.unwritten
     mx.eval(pages.page(1))
     group, recorder, step = (Mock(name=name) for name in ("group", "recorder", "step"))
     recorder.changes.return_value = 0
@@ -246,7 +246,7 @@ def test_a_recorded_step_of_another_thread_counts_as_one_that_it_wrote() -> None
     other.join()
     step.take.assert_called_once_with([0])
     one_token(pages, 3, 301)
-    assert not pages.deferred
+    assert not pages.unwritten
 
 
 def test_what_a_slab_is_owed_is_written_before_it_goes(written: list[AttentionMetadata]) -> None:
