@@ -177,8 +177,8 @@ class SlabAllocator(Generic[Table]):
         self._grow(needs, ahead_bytes, may_rewrite=True)
 
     def room_after(self, needs: Mapping[str, int], left: int) -> int:
-        """Bytes that would remain of `left` after `ensure_free(needs)`, but for what that maps for
-        later steps.
+        """Of `left` bytes that may still be mapped, those that remain once the needed blocks are
+        free. `ensure_free` may map more than that, for later steps.
 
         Raises:
             PoolExhausted: `left` bytes do not suffice.

@@ -56,8 +56,11 @@ class Write:
         return bool(self.recoded_pages) and self.begins_within_page
 
     def format_of(self, page: int) -> str:
-        """The format that the write needs of a page's block. A page that the write fills from its
-        first slot on and leaves is written in the last page's block and recoded into its own."""
+        """The format that a page's block must have when the write begins.
+
+        A page that the write fills whole and leaves gets a block of the table's format: its tokens
+        are first written in the block of the last page, and then recoded into this one. All other
+        pages are written in their own blocks, so these have the allocator's format."""
         whole = self.recoded_pages[1:] if self.needs_scratch else self.recoded_pages
         return self.table.page_format if page in whole else self.table.allocator.page_format
 

@@ -289,9 +289,11 @@ class PagedCacheFactory:
         return self._pins.unpin(salt, self._media.keyed(tokens, media))
 
     def hold(self, tokens: list[int], *, until: float, most: float, salt: Hashable = None) -> None:
-        """Evict the cached prefix of a prompt after all that is not held, until a time by the clock
-        of `pool.timed_pins.expire`. Of the memory, all that is held takes at most a share `most`,
-        and half of it under one salt."""
+        """Keep the cached prefix of a prompt until a time by the clock of `pool.timed_pins.expire`.
+        Until then it is evicted only when nothing else is left to evict.
+
+        All that is held takes at most a share `most` of the memory, and at most half of that under
+        one salt."""
         namespace = self._namespace(self.pool.page_format.name, salt)
         self.prefixes.hold(namespace, tokens, until, most)
 

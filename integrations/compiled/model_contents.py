@@ -26,12 +26,13 @@ Replaced = list[tuple[Any, Any]]
 
 
 class ModelContents:
-    """What a model consists of, as it was: modules, settings, classes, and places of arrays.
+    """What a model consisted of when its steps were recorded, to find out whether it has changed.
 
-    Settings are whatever is in attributes, dictionaries and lists of modules and of the objects in
-    them, such as `model.args`, and the attributes of their classes. Arrays are none: a recording
-    takes them as arguments. So it sees those that were changed in place, which stay the same Python
-    objects, and does not keep those alive that were replaced.
+    That is its modules, its settings and their classes. Settings are what is in attributes,
+    dictionaries and lists of modules, and of objects in these, such as `model.args`.
+
+    Arrays are not compared: a recording takes them as arguments. So a recording computes with
+    arrays that were changed in place, and keeps none alive that was replaced.
     """
 
     def __init__(self, model: Module) -> None:

@@ -36,10 +36,12 @@ from paged_kv.steps.step import Step
 
 logger = logging.getLogger("paged_kv")
 
-# A run of one batch size needs one for each reach of its tables, and drops the shorter ones.
+# A recording serves steps of one batch size and one reach of block tables (`Tables.reach`). A run
+# outgrows short reaches, so the recording that was used least recently is dropped first.
 MOST_KEPT = 16
-# A change costs a comparison and a recording, as much as about 120 steps. A model that changes more
-# often than a recording saves so much is not compiled; the first few changes are those of a start.
+# After each change of the model, steps are compared and recorded again, which takes as long as
+# about 120 steps. So a model is no longer compiled if, beyond the first few changes, its recordings
+# are repeated less than 120 times each.
 FREE_CHANGES, LEAST_REPEATED = 8, 120
 
 
