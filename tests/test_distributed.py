@@ -75,6 +75,15 @@ def test_ranks_give_the_same_tokens_by_compiled_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_that_was_interrupted_on_all_ranks_can_be_repeated(tmp_path: Path) -> None:
+    names = ("qwen3", "qwen3_5", "deepseek_v41")
+    expected = alone("interrupted", *names)
+    assert told(tmp_path, 2, "interrupted", *names) == [expected] * 2
+    for interrupted, undisturbed in expected.values():
+        assert interrupted == undisturbed
+
+
+@pytest.mark.slow
 def test_a_pool_that_is_full_on_one_rank_is_full_on_all(tmp_path: Path) -> None:
     found = told(tmp_path, 2, "full")
     assert found[0] == found[1]
