@@ -15,8 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-os.environ["PAGED_KV_PUBLISH"] = "0"
-
 import mlx.core as mx
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -36,6 +34,7 @@ COLUMNS, LINES = 96, 48
 
 
 def main() -> None:
+    os.environ["PAGED_KV_PUBLISH"] = "0"  # Not when tests import this: they show processes.
     PICTURES.mkdir(exist_ok=True)
     with TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"

@@ -1,11 +1,15 @@
 """Pictures of the documents say what the commands and the allocator say."""
 
+import importlib
+import os
 import re
 from html import unescape
 from itertools import groupby
 
 import mlx.core as mx
+import pytest
 
+from benches import pictures
 from benches.figure import FIGURE, HEIGHT, TOP, WIDTH, figure
 from benches.pictures import PICTURES, watch_picture
 from paged_kv import PagedKVCache, PagePool, Sequence
@@ -79,3 +83,13 @@ def test_the_curves_of_the_figure_stay_in_its_frame() -> None:
         # A curve stays within its control points.
         assert all(0 < x < WIDTH for x in numbers[::2]), curve
         assert all(TOP - 30 < y < HEIGHT for y in numbers[1::2]), curve
+
+
+def test_importing_what_draws_them_leaves_the_environment_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Processes that later tests start would publish nothing."""
+    monkeypatch.delenv("PAGED_KV_PUBLISH", raising=False)
+    before = dict(os.environ)
+    importlib.reload(pictures)
+    assert dict(os.environ) == before
