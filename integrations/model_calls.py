@@ -49,7 +49,7 @@ def hook_calls(kind: Any) -> None:
     if kind in _hooked:
         return
     stock = kind.__call__
-    of_tokens = [*signature(stock).parameters][1]
+    of_tokens = next(iter([*signature(stock).parameters][1:]), "")
     is_separate = takes_one_at_a_time(kind)
 
     @wraps(stock)
