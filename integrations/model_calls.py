@@ -12,12 +12,12 @@ are those of the class itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial, wraps
 from inspect import signature
+from itertools import chain
 from typing import Any
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
@@ -73,7 +73,11 @@ def hook_calls(kind: Any) -> None:
             output = None
             if isinstance(first, PagedKVCache):
                 if is_separate or first.pool.rows:
-                    output = _one_by_one(partial(stock, model), tokens, caches)
+                    widen(caches, tokens.shape[0])
+                    rows = rows_of(caches)
+                    if len(rows) > 1:
+                        known = [*known, *_with_inner(chain.from_iterable(rows))]
+                        output = one_by_one(partial(stock, model), tokens, caches, rows)
                 elif len(args) == 1 and options.keys() == {"cache"} and tokens.shape[1:] == (1,):
                     recordings = _recordings.get(first.pool)
                     if recordings is not None and recordings.model is model:
@@ -115,21 +119,6 @@ def _undo(known: Iterable[Any], began: int, others: list[_Held]) -> None:
             step.undo()
     for held in others:
         held.put_back()
-
-
-def _one_by_one(step: Callable[..., mx.array], tokens: mx.array, caches: Any) -> mx.array | None:
-    """The logits of a batch whose sequences are computed one after the other; None of one."""
-    widen(caches, tokens.shape[0])
-    rows = rows_of(caches)
-    if len(rows) == 1:
-        return None
-    known = [each for row in rows for each in _with_inner(row)]
-    began = next(step_numbers)
-    try:
-        return one_by_one(step, tokens, caches, rows)
-    except BaseException:
-        _undo(known, began, [])
-        raise
 
 
 def _with_inner(caches: Iterable[Any]) -> Iterator[Any]:

@@ -50,7 +50,7 @@ logger = logging.getLogger("paged_kv")
 _serials = itertools.count()
 
 
-class Unwritten(Protocol):
+class HasUnwritten(Protocol):
     """Arrays of a step that no page holds yet: keys and values, or what rows are made of."""
 
     @property
@@ -177,7 +177,7 @@ class PagePool:
         self.attending_in_decode: frozenset[int] = frozenset()
         self.attends_in_order = False
         self.ranks: Ranks = ALONE
-        self.unwritten: WeakSet[Unwritten] = WeakSet()
+        self.unwritten: WeakSet[HasUnwritten] = WeakSet()
         self.snapshots: WeakSet[Sized] = WeakSet()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}
         open_pools.add(self)

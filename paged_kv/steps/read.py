@@ -94,6 +94,11 @@ class GroupStep:
             self.parts = step_parts(group, rows, self._count, scratch.get(group, {}))
         self.needs_step = self.read_first or bool(self.parts)
 
+    def follow_moves(self) -> None:
+        """Find where the tokens are if pages have moved; what each layer does asks by itself."""
+        if self.moves != self.group.moves:
+            self.locate()
+
     def stand_ins_for(self, layer: int, keys: mx.array, values: mx.array) -> StandIns:
         """Stand-ins for a layer that gets these keys and values; layers of its geometry share them.
 
@@ -243,7 +248,7 @@ class PagedRead:
             if not group_step.transaction.is_open:
                 raise PagesNotRead(group_step.pool.name)
             group_step.transaction.is_unread = False
-            self._follow_moves()
+            group_step.follow_moves()
             group_step.pool.note_gather(group_step.group, self.pages)
             gathered = self._or_undone(self.gather_from_pages)
             self.pages.lazy_reads.leave(gathered, group_step.metadata, current_thread())
@@ -260,7 +265,7 @@ class PagedRead:
             if not (group_step.transaction.is_open and is_in_pages and has_one_head):
                 return None
             group_step.transaction.is_unread = False
-            self._follow_moves()
+            group_step.follow_moves()
             gather = partial(self.pages.gather_tokens, group_step.metadata, indices)
             keys, values = self._or_undone(gather)
             tokens = values if of_values else keys
@@ -276,10 +281,6 @@ class PagedRead:
         except BaseException:
             self.group_step.undo()
             raise
-
-    def _follow_moves(self) -> None:
-        if self.group_step.moves != self.group_step.group.moves:
-            self.group_step.locate()
 
     def leave_unread(self) -> None:
         """Note that no graph holds what was gathered for this read."""

@@ -152,8 +152,7 @@ class Step:
             read_first = unwritten is not None
             step = GroupStep(self.pool, group, self.rows, self.transaction, read_first=read_first)
             self._groups[layer] = step
-        if step.moves != step.group.moves:
-            step.locate()
+        step.follow_moves()
         return PagedRead(step, step.group.pages[layer], unwritten)
 
     def group_steps(self) -> dict[int, GroupStep]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.steps.progress import NO_PADDING, Padding, Progress
+from paged_kv.steps.progress import NO_PADDING, Padding
 from paged_kv.steps.sequence import Sequence
 from paged_kv.steps.transaction import Transaction
 
@@ -49,11 +49,6 @@ class StepRow(NamedTuple):
         progress = sequence.progress(layer)
         end, latest, padding = progress
         return cls(sequence, end - latest, end, padding, progress.offset)
-
-    @property
-    def progress(self) -> Progress:
-        """How far a layer is that has taken the step."""
-        return Progress(self.end, self.end - self.before, self.padding)
 
 
 def offset_of(positions: list[int]) -> int | mx.array:
