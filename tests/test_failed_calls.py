@@ -134,3 +134,14 @@ def test_a_call_can_be_repeated_whatever_failed_in_it(
             world.factory.pool.check()
             world.cache = before
     assert n, "too few calls failed to show anything"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_call_that_begins_no_step_undoes_none(name: str) -> None:
+    model, nothing = small_model(name), Any
+    expected = World(Case(name), model).go_on(1)
+    world = World(Case(name), model)
+    with pytest.raises((AttributeError, TypeError)):
+        world.model(nothing, cache=world.cache)
+    for a, b in zip(world.go_on(1), expected, strict=True):
+        assert mx.allclose(a, b, atol=TOLERANCE)

@@ -273,6 +273,26 @@ def test_what_can_be_taken_back_afterwards_is_still_there(
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"{failures.calls}")
 
 
+def test_a_ring_that_was_written_late_shows_what_it_holds(
+    tmp_path: Path, failures: Failures
+) -> None:
+    """The step before was longer than its rings, and the one that fails has written it to them."""
+    history = HISTORIES["step after a long one"]
+    seen = 0
+    for n in itertools.count():
+        failures.calls = []
+        world = failed_step(history, tmp_path, failures, n)
+        if world is None:
+            break
+        for cache in (each for each in world.batch.layers if each.layer in WINDOWS):
+            if cache.layer not in cache.sequences[0].unwritten:
+                keys = np.array(cache.keys)[0, 0]
+                tokens = world.batch.rows[0][-len(keys) :]
+                np.testing.assert_array_equal(keys, numbers(tokens, cache.layer))
+                seen += 1
+    assert seen
+
+
 def _gathered(cache: PagedKVCache, keys: mx.array) -> None:
     read = cache.update_and_fetch(keys, keys)[0].read
     read.gather()

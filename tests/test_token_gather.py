@@ -173,3 +173,18 @@ def test_a_window_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     indices = mx.broadcast_to(chosen() % keys.shape[2], (2, 1, CHOSEN, DIM))
     expected = mx.take_along_axis(mx.array(keys), mx.array(indices), axis=2)
     assert mx.array_equal(mx.take_along_axis(keys, indices, axis=2), expected)
+
+
+@pytest.mark.parametrize("full", ["fp16", "q8"])
+def test_tokens_stay_what_they_were_when_others_take_their_place(full: FormatName) -> None:
+    pool = PagePool(1, max_bytes=1 << 24, page_format=full)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    for count in (300, 1):
+        keys, values = (normal((1, 1, count, DIM), mx.float32, count + at) for at in (0, 5))
+        read = cache.update_and_fetch(keys, values)[0].read
+    taken = read.gather_tokens(mx.array([[0, 300]]), of_values=False)
+    assert taken is not None
+    cache.trim(1)
+    for step in (keys + 7, keys):  # The second writes the first to its page.
+        cache.update_and_fetch(step, values)
+    assert mx.array_equal(taken[:, :, 1], keys[:, :, 0])
