@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paged_kv import PagedKVCache, PagePool, Sequence
+from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.pool.window import Window
@@ -164,8 +164,20 @@ class World:
             for count in history.then:
                 found += original.step(count)
         found += [np.array(part) for cache in self.batch.layers for part in cache.keys_and_values()]
+        found += self._cached_out_of_window()
         self.pool.check()
         return found
+
+    def _cached_out_of_window(self) -> list[Floats]:
+        """The words of the pages that stay cached behind their windows."""
+        return [
+            np.array(group.pages[layer].page(cached.block), np.float64)
+            for sequence in self.batch.layers[0].sequences
+            for group, pages in sequence.out_of_window.items()
+            for _, cached in sorted(pages.items())
+            if cached.block is not None
+            for layer in group.layers
+        ]
 
     def blocks_used(self) -> int:
         gc.collect()
@@ -271,6 +283,18 @@ def test_what_can_be_taken_back_afterwards_is_still_there(
         for layer, found in enumerate(batch.step(1)):
             expected = batch.expected(layer, 1, _window_of(batch.layers[layer]))
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"{failures.calls}")
+
+
+def test_a_mask_for_too_many_tokens_leaves_the_blocks_as_they_were(tmp_path: Path) -> None:
+    """Where pages are requantised as memory gets short, a step reserves page by page."""
+    history = History((100,), 1, options={"page_format": "auto"})
+    world = World.of(history, tmp_path)
+    used, sequence = world.blocks_used(), world.batch.layers[0].sequences[0]
+    with pytest.raises(PoolExhausted):
+        world.batch.layers[0].make_mask(100_000)
+    assert world.pool.stats().blocks_used == used
+    assert sequence.context_lens == [100] * 3
+    world.pool.check()
 
 
 def test_a_ring_that_was_written_late_shows_what_it_holds(
