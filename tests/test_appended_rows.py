@@ -1,6 +1,7 @@
 """Layers that append rows at rates of their own: their pages hold what mlx-lm's caches hold."""
 
 import copy
+import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from paged_kv import PagedCacheFactory, PoolExhausted, SpeculativeBatchGenerator
 from paged_kv.allocator.errors import RollbackError
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.states.growing_layers import growing_layers
+from paged_kv.kernels.pages.lazy_reads import LazyReads
 from paged_kv.pool.appended_rows import AppendedRows
 from tests.drafts import PlannedDraft
 from tests.generation import (
@@ -176,6 +178,24 @@ def test_a_step_gathers_only_the_rows_that_the_model_chooses(
     assert gathered
     assert max(gathered) == 8
     assert max(each.shape[2] for each in names["index_k"].lazy_reads.waiting()) == 301
+
+
+def test_rows_that_a_model_only_appends_to_are_not_gathered(
+    model: Any, factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = filled(model, factory, TEXT[:300])
+    gathered, leave = [], LazyReads.leave
+
+    def noted(self: LazyReads, arrays: tuple[mx.array, ...], *place: Any) -> None:
+        gathered.extend(arrays)
+        leave(self, arrays, *place)
+
+    monkeypatch.setattr(LazyReads, "leave", noted)
+    mx.eval(model(mx.array([[5]]), cache=cache))
+    gc.collect()
+    layers = sum(rows.rate > 1 for rows in factory.pool.rows.values())
+    # A layer that chooses rows scores its whole index: keys and values of that alone.
+    assert len([each for each in gathered if each.shape[2] == 301]) <= 2 * layers
 
 
 @pytest.mark.parametrize("length", [300, 1028])

@@ -165,7 +165,8 @@ class LayerRows(CacheList):
     def _kept_inputs(self, sequence: Sequence) -> list[tuple[int, str, GroupInputs]]:
         """What this layer's open groups are computed from, by layer of the pool and name."""
         layers = {each.layer for each in self.caches}
-        return [(*key, kept) for key, kept in sequence.inputs.items() if key[0] in layers and kept]
+        inputs = sequence.bounds.inputs
+        return [(*key, kept) for key, kept in inputs.items() if key[0] in layers and kept]
 
     def _latest(self, length: int) -> mx.array | None:
         """The rows that the query of token `length` sees before it."""
@@ -240,7 +241,7 @@ class LayerRows(CacheList):
     def _inputs(self, cache: PagedKVCache, rows: AppendedRows, given: RowInput) -> mx.array:
         """The inputs of the open group, [1, tokens, dim]."""
         count = self._known(cache, given.name) % rows.rate
-        kept = cache.sequences[0].inputs.get((cache.layer, given.name))
+        kept = cache.sequences[0].bounds.inputs.get((cache.layer, given.name))
         if count and kept is not None:
             array = GrowingArray(kept.last(count))
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Set
 from threading import Thread, current_thread
 from typing import NamedTuple
@@ -12,17 +11,16 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.allocator.errors import RollbackError
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.checks import described
 from paged_kv.kernels.pages.page_format import PAGE_SIZE, PageFormat
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.locked import locked
 from paged_kv.pool.page_pool import PagePool, require_pool
-from paged_kv.pool.window import DEFAULT_WRITE_CHUNK
-from paged_kv.steps.progress import NO_PADDING, Padding, Progress
+from paged_kv.steps.progress import NO_PADDING, LayerProgress, Padding, Progress
+from paged_kv.steps.rollback_bounds import RollbackBounds
 from paged_kv.steps.transaction import Transaction
-from paged_kv.steps.unwritten import GroupInputs, UnwrittenStep, write_to_ring
+from paged_kv.steps.unwritten import UnwrittenStep, write_to_ring
 
 
 class _Before(NamedTuple):
@@ -30,8 +28,7 @@ class _Before(NamedTuple):
 
     most: Progress
     others: dict[int, Progress]
-    written: dict[LayerGroup, int]
-    inputs: dict[tuple[int, str], GroupInputs]
+    bounds: RollbackBounds
     unwritten: dict[int, UnwrittenStep]
 
 
@@ -50,7 +47,8 @@ class Sequence:
         unwritten: the latest step of each layer whose ring does not hold it yet.
         caches_out_of_window: whether pages that leave a window stay cached for later prompts.
         out_of_window: those cached pages, per group with a window, by page number.
-        inputs: of layers that append rows, what open groups are computed from, by layer and name.
+        layers: how far each layer is.
+        bounds: how far the sequence can be rolled back.
         tables: the sequence's block tables; `table` makes those of other groups.
 
     Raises:
@@ -67,16 +65,12 @@ class Sequence:
         self.is_converting = False
         self.model_version: int | None = None
         self.uid = uuid.uuid4().hex
-        # Of most layers, and of the others. The latter are changed in place.
-        self._most = Progress()
-        self._others: dict[int, Progress] = {}
-        # By group with a window: a ring has overwritten tokens too far before so many.
-        self._written: dict[LayerGroup, int] = {}
+        self.layers = LayerProgress(pool.num_layers)
+        self.bounds = RollbackBounds(pool)
         self._states_len = 0
         self.unwritten: dict[int, UnwrittenStep] = {}
         self.caches_out_of_window = False
         self.out_of_window: dict[LayerGroup, dict[int, OutOfWindowBlock]] = {}
-        self.inputs: dict[tuple[int, str], GroupInputs] = {}
         self._step: Transaction | None = None
         self._before: _Before
         self.tables: dict[LayerGroup, BlockTable] = {}
@@ -93,18 +87,12 @@ class Sequence:
         """Number of tokens of the layer that has most; without such layers, of the states."""
         if not self.pool.num_layers:
             return self._states_len
-        return max(self._most.tokens, *[each.tokens for each in self._others.values()], 0)
+        return self.layers.longest()
 
     def progress(self, layer: int) -> Progress:
         """How far a layer is."""
-        return self._others.get(layer, self._most)
-
-    def layers_level_with(self, layer: int) -> Set[int]:
-        """The layers that take the same step next as this one does."""
-        mine, layers = self.progress(layer), range(self.pool.num_layers)
-        if all(mine.is_level_with(other) for other in (self._most, *self._others.values())):
-            return frozenset(layers)
-        return {other for other in layers if mine.is_level_with(self.progress(other))}
+        layers = self.layers
+        return layers.others.get(layer, layers.most)
 
     @locked
     def table(self, group: LayerGroup) -> BlockTable:
@@ -138,13 +126,14 @@ class Sequence:
         self.close_step()
         if grows:
             self._forks.clear()
-        if self._others:
-            self._fold()
-        others = self._others
+        layers = self.layers
+        if layers.others:
+            layers.fold()
+        others = layers.others
         self._step = step
-        self._before = _Before(self._most, others, self._written, self.inputs, self.unwritten)
-        self._others = dict(others)
-        return self._others
+        self._before = _Before(layers.most, others, self.bounds, self.unwritten)
+        layers.others = dict(others)
+        return layers.others
 
     def close_step(self) -> None:
         """Close the current step, before a change that is not its next layer's write."""
@@ -159,13 +148,12 @@ class Sequence:
         if self._step is not step:
             return False
         self.close_step()
-        before = self._before
-        self._written = before.written | self._overwritten_since(before)
-        self._most, self._others = before.most, dict(before.others)
-        self.inputs = before.inputs
+        before, layers = self._before, self.layers
+        self.bounds = self._bounds_after_undo(before)
+        layers.most, layers.others = before.most, dict(before.others)
         # An earlier step that was written to its ring since then stays so.
         for layer in before.unwritten.keys() - self.unwritten.keys():
-            self._others[layer] = self.progress(layer)._replace(latest=0)
+            layers.others[layer] = layers.of(layer)._replace(latest=0)
         self.unwritten = {
             layer: each
             for layer, each in self.unwritten.items()
@@ -173,16 +161,16 @@ class Sequence:
         }
         return True
 
-    def _overwritten_since(self, before: _Before) -> dict[LayerGroup, int]:
-        """By group, the tokens that were written to its ring in the current step."""
-        found: dict[LayerGroup, int] = {}
+    def _bounds_after_undo(self, before: _Before) -> RollbackBounds:
+        """The bounds before the current step, which may have written to rings."""
+        bounds = before.bounds
         for layer in self.pool.windows:
             tokens = before.others.get(layer, before.most).tokens
             is_unwritten = self.unwritten.get(layer) not in (None, before.unwritten.get(layer))
             if 0 < tokens < self.progress(layer).tokens and not is_unwritten:
                 group = self.pool.group_of(layer)
-                found[group] = self.written(group)
-        return found
+                bounds = bounds.after_trim(group, self.written(group))
+        return bounds
 
     @locked
     def commit(self, layers: Set[int] | None = None) -> None:
@@ -207,7 +195,7 @@ class Sequence:
                 progress.tokens,
             )
             self.unwritten = {at: each for at, each in self.unwritten.items() if at != layer}
-            self._others[layer] = progress._replace(latest=0)
+            self.layers.others[layer] = progress._replace(latest=0)
 
     def keep_unwritten(self, layer: int, step: UnwrittenStep) -> None:
         """Keep a layer's step until it is written to its ring."""
@@ -218,21 +206,13 @@ class Sequence:
     def restore(self, layer: int, context_len: int, written_len: int) -> None:
         """Note that a layer was filled from a saved sequence."""
         self.close_step()
-        self._set(layer, Progress(context_len))
-        self._note_written(self.pool.group_of(layer), written_len)
+        self.layers.set(layer, Progress(context_len))
+        self.bounds = self.bounds.after_trim(self.pool.group_of(layer), written_len)
 
     @property
     def rollback(self) -> int:
         """The most tokens that can be trimmed: all, unless a ring has overwritten some."""
-        possible = [
-            self.length,
-            *[
-                self.progress(layer).tokens - self._shortest_of_ring(layer)
-                for layer in self.pool.windows
-            ],
-            *[self.length - self._shortest_of_rows(layer) for layer in self.pool.rows],
-        ]
-        return max(0, min(possible))
+        return self.bounds.most(self.layers, self.length)
 
     def trim(self, layer: int, count: int) -> int:
         """Remove the last `count` tokens of one layer, or all if it has fewer; returns how many.
@@ -249,38 +229,26 @@ class Sequence:
         tokens, _, padding = self.progress(layer)
         count = min(count, tokens)
         group = self.pool.group_of(layer)
-        self._note_written(group, tokens)
-        self._set(layer, Progress(tokens - count, 0, padding))
-        if not self._longest(group):
-            self._written = {at: each for at, each in self._written.items() if at is not group}
-        self.inputs = {
-            key: inputs.without_last(count) if key[0] == layer else inputs
-            for key, inputs in self.inputs.items()
-        }
+        self.bounds = self.bounds.after_trim(group, tokens).without_last_inputs(layer, count)
+        self.layers.set(layer, Progress(tokens - count, 0, padding))
         self.shrink()
         return count
 
     def require_rollback(self, layer: int, count: int) -> None:
         """Raise the RollbackError of `trim`, if any."""
-        target = max(0, self.progress(layer).tokens - count)
-        for other in self.pool.windows:
-            if target < min(self._shortest_of_ring(other), self.progress(other).tokens):
-                raise RollbackError(count, self.rollback)
-        for other, rows in self.pool.rows.items():
-            if target % rows.rate and target < self._shortest_of_rows(other):
-                raise RollbackError(count, self.rollback)
+        self.bounds.require(count, layer, self.layers, self.length)
 
     def prepare(self, layer: int, padding: Padding) -> None:
         """Set the padding of the coming steps in one layer."""
         self.close_step()
-        self._set(layer, self.progress(layer)._replace(padding=padding))
+        self.layers.set(layer, self.progress(layer)._replace(padding=padding))
         self.shrink()
 
     def finalize(self, layer: int) -> None:
         """End the padding in one layer, and trim the padding that was written."""
         progress = self.progress(layer)
         self.close_step()
-        self._set(layer, progress._replace(padding=NO_PADDING))
+        self.layers.set(layer, progress._replace(padding=NO_PADDING))
         self.trim(layer, progress.padding.to_trim)
 
     @locked
@@ -319,13 +287,13 @@ class Sequence:
         self._states_len = num_tokens
         for group in self.pool.groups:
             for layer in group.pages:
-                self._set(layer, self.progress(layer)._replace(tokens=num_tokens))
-            self._note_written(group, written.get(group, 0))
+                self.layers.set(layer, self.progress(layer)._replace(tokens=num_tokens))
+            self.bounds = self.bounds.after_trim(group, written.get(group, 0))
         self.shrink()
 
     def written(self, group: LayerGroup) -> int:
         """The most tokens that any layer of a group with a window ever had."""
-        return max(self._written.get(group, 0), self._longest(group))
+        return self.bounds.written(group, self.layers)
 
     @locked
     def _copy(self) -> Sequence:
@@ -338,61 +306,17 @@ class Sequence:
             self.caches_out_of_window,
         )
         copy.is_converting = self.is_converting
-        copy._most = self._most._replace(latest=0)
-        copy._others = {at: each._replace(latest=0) for at, each in self._others.items()}
-        copy._written, copy.inputs = self._written, self.inputs
+        copy.layers = self.layers.without_latest()
+        copy.bounds = self.bounds
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
         for group, table in self.tables.items():
             copy.tables[group] = group.allocator.fork(table)
             copy.tables[group].owner = copy.uid
         return copy
 
-    def _set(self, layer: int, progress: Progress) -> None:
-        """Change how far one layer is."""
-        self._others[layer] = progress
-        self._fold()
-
-    def _fold(self) -> None:
-        """Keep apart only layers that differ from most."""
-        found, count = list(self._others.values()), self.pool.num_layers
-        if found.count(found[0]) == count:  # the usual end of a step
-            self._most, self._others = found[0], {}
-            return
-        if 2 * len(found) > count:
-            layers = {layer: self.progress(layer) for layer in range(count)}
-            self._most, self._others = Counter(layers.values()).most_common(1)[0][0], layers
-        self._others = {at: each for at, each in self._others.items() if each != self._most}
-
-    def _longest(self, group: LayerGroup) -> int:
-        """The number of tokens of the layer of a group that has most."""
-        return max([self.progress(layer).tokens for layer in group.layers])
-
-    def _note_written(self, group: LayerGroup, tokens: int) -> None:
-        if group.window is not None and tokens > self._written.get(group, 0):
-            # Not in place: `undo` and forks need the former number.
-            self._written = {**self._written, group: tokens}
-
-    def _shortest_of_ring(self, layer: int) -> int:
-        """The shortest length to which a layer with a window can be trimmed."""
-        written = self.written(self.pool.group_of(layer))
-        return self.pool.windows[layer].shortest_rollback(written)
-
-    def _shortest_of_rows(self, layer: int) -> int:
-        """The shortest length to which a layer that appends rows can be trimmed wherever its group
-        is open."""
-        rows, length = self.pool.rows[layer], self.progress(layer).tokens
-        kept = [len(self.inputs.get((layer, each.name), ())) for each in rows.inputs]
-        first = length - min(kept, default=length)
-        return -(-first // rows.rate) * rows.rate
-
     def note_inputs(self, layer: int, name: str, inputs: mx.array) -> None:
-        """Keep what a step adds to open groups, for as many tokens as rings can roll back."""
-        chunks = [window.write_chunk for window in self.pool.windows.values()]
-        most = self.pool.rows[layer].rate + min(chunks, default=DEFAULT_WRITE_CHUNK)
-        kept = self.inputs.get((layer, name), GroupInputs()).followed_by(inputs, most)
-        self.pool.unwritten.add(kept)
-        # Not in place: `undo` needs the former ones.
-        self.inputs = {**self.inputs, (layer, name): kept}
+        """Keep what a step adds to open groups."""
+        self.bounds = self.bounds.with_inputs(layer, name, inputs)
 
     @locked
     def shrink(self) -> None:
@@ -400,7 +324,7 @@ class Sequence:
         self.close_step()
         self._forks.clear()
         for group, table in self.tables.items():
-            window, tokens = group.window, self._longest(group)
+            window, tokens = group.window, self.layers.longest(group.layers)
             if window is not None and window.first_held(self.written(group)):
                 table.rewind(tokens)
             else:

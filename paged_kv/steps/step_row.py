@@ -71,5 +71,5 @@ def layers_of_step(sequences: Iterable[Sequence], layer: int, num_layers: int) -
     sequence."""
     layers: Set[int] = frozenset(range(num_layers))
     for sequence in sequences:
-        layers &= sequence.layers_level_with(layer)
+        layers &= sequence.layers.level_with(layer)
     return layers
