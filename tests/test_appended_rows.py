@@ -370,9 +370,9 @@ def test_a_preempted_sequence_goes_on_where_it_was(model: Any) -> None:
     assert probe.can_admit(1)
     needed = sum(group.block_bytes for group in probe.pool.groups)
     factory = PagedCacheFactory(model, max_bytes=5 * needed)
-    prompts = [TEXT[50 * at : 51 * at + 100] for at in range(6)]
+    prompts = [TEXT[50 * at : 51 * at + 200] for at in range(6)]
     with factory:
-        generator = BatchGenerator(model, max_tokens=165, prefill_step_size=256)
+        generator = BatchGenerator(model, max_tokens=65, prefill_step_size=256)
         given: dict[int, list[int]] = {}
         uids = generator.insert([list(each) for each in prompts])
         while tokens := [(each.uid, each.token) for each in generator.next_generated()]:
@@ -381,7 +381,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(model: Any) -> None:
         generator.close()
     assert factory.stats().preemptions > 0
     for uid, prompt in list(zip(uids, prompts, strict=True))[-2:]:  # the last one had to wait
-        assert given[uid] == alone(model, prompt, 165, 256).tokens
+        assert given[uid] == alone(model, prompt, 65, 256).tokens
 
 
 def test_a_step_that_does_not_fit_leaves_the_sequence_where_it_was(model: Any) -> None:

@@ -92,4 +92,4 @@ def test_nothing_goes_wrong(name: str) -> None:
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.timeout(0 if SOAK else 1800)
 def test_nothing_goes_wrong_on_each_backend(name: str, backend: str) -> None:
-    run(WORLDS[name], 15)
+    run(WORLDS[name], 8)
