@@ -15,6 +15,7 @@ import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))  # before numpy is imported
 
+import sys
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from mlx_lm.models.cache import KVCache
 
 from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.bench.timing import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention import Attention
@@ -161,7 +162,8 @@ def steps(dtype: mx.Dtype) -> dict[str, Any]:
 
 def main() -> None:
     mx.random.seed(0)
-    install_attention_hook()
+    for each in (ATTENTION, OPERATIONS_AROUND):
+        each.install([sys.modules[__name__]])
     figures: dict[str, Any] = {
         "backend": choose_backend().name,
         "heads": HEADS,

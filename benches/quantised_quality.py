@@ -52,7 +52,8 @@ from benches.heldout_text import MODELS, contexts, files, model_in_float32
 from benches.results_file import write_result
 from paged_kv import OldestFirst, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.cache.page_transfer import page_formats
-from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.attention_hook import ATTENTION
+from paged_kv.integrations.model_hooks import modules_of
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 
 TOKENS, CONTEXTS, OUTLIER_CONTEXTS, STEP = 2048, 10, 4, 128
@@ -290,8 +291,9 @@ class HalfPages(PagedKVCache):
         return super().update_and_fetch(keys.astype(mx.float16), values.astype(mx.float16))
 
 
-def half_pages(layers: int, page_format: Any, max_bytes: int | None = None) -> Caches:
-    install_attention_hook()
+def half_pages(model: Any, page_format: Any, max_bytes: int | None = None) -> Caches:
+    ATTENTION.install(modules_of(model))
+    layers = len(model.layers)
     pool = PagePool(layers, page_format=page_format, max_bytes=max_bytes)
     sequence = Sequence(pool)
     return [HalfPages(pool, layer, [sequence]) for layer in range(layers)]
@@ -305,7 +307,7 @@ def long_run(choice: str) -> Figures:
     sixteen_bit = LONG_TOKENS * values_of_token(model) * mx.float16.size
     policy = {"recent=1": OldestFirst(recent=1)}.get(choice, choice)
     budget = None if choice == "fp16" else sixteen_bit // TIMES_OVER
-    cache = half_pages(len(model.layers), policy, budget)
+    cache = half_pages(model, policy, budget)
     tokens = [token for file in files(tokenizer) for token in file][: LONG_TOKENS + 1]
     timeline: list[Figures] = []
     row = {"max_bytes": budget, "bytes_of_16_bit_pages": sixteen_bit, "timeline": timeline}

@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from paged_kv.integrations.operation_hooks import install_operation_hooks
-from paged_kv.integrations.rebinding import rebind
+from paged_kv.integrations.compiled.exported_graph import EXPORTABLE
+from paged_kv.integrations.model_hooks import Replacements
+from paged_kv.integrations.operation_hooks import OPERATIONS, prepared
 from paged_kv.recognition.latent_arrays import PositionScores
 from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.read import PagedRead
@@ -67,20 +68,19 @@ def fast_attention(
     """`mx.fast.scaled_dot_product_attention`, for models that call it themselves."""
     is_paged = isinstance(k, PagedKeys) and isinstance(v, PagedValues)
     if is_paged and not (k.is_changed or v.is_changed or options):
+        prepared.by.add("attention")
         return paged_attention(q, k, v, None, scale, mask, sinks)
     return _stock_fast_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
 
 
-def install_attention_hook() -> None:
-    """Replace mlx-lm's attention, MLX's, and the operations around them, in every module that has
-    them; repeated calls do nothing.
+ATTENTION = Replacements({_stock_attention: paged_attention})
+"""For all models."""
 
-    For other arrays the replacements call the originals, so models with other caches are not
-    affected.
-    """
-    rebind(_stock_attention, paged_attention)
-    rebind(_stock_fast_attention, fast_attention)
-    install_operation_hooks()
+OPERATIONS_AROUND = Replacements(
+    {_stock_fast_attention: fast_attention, **OPERATIONS, **EXPORTABLE}
+)
+"""For models that do more with keys and values than to call mlx-lm's attention, or whose steps are
+compiled."""
 
 
 def _gathered(keys: PagedKeys, values: PagedValues) -> tuple[mx.array, mx.array]:

@@ -12,10 +12,12 @@ are those of the class itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from inspect import signature
 from itertools import chain
+from threading import RLock
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -34,7 +36,8 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.step import step_numbers
 
 _recordings: weakref.WeakKeyDictionary[PagePool, Recordings] = weakref.WeakKeyDictionary()
-_hooked: set[type[Module]] = set()
+_counts: Counter[type[Module]] = Counter()
+_lock = RLock()  # A finaliser may run while this thread has it.
 _PAGED = {PagedKVCache}
 
 
@@ -44,10 +47,27 @@ def compile_steps(model: Module, pool: PagePool) -> Recordings:
     return recordings
 
 
-def hook_calls(kind: Any) -> None:
-    """Replace a class's call; once."""
-    if kind in _hooked:
-        return
+def hook_calls(kind: Any) -> Callable[[], None]:
+    """Replace a class's call, until the returned functions of all calls for it were called once."""
+    with _lock:
+        if not _counts[kind]:
+            kind.__call__ = _call_of(kind)
+        _counts[kind] += 1
+    return partial(_unhook_calls, kind)
+
+
+def _unhook_calls(kind: Any) -> None:
+    with _lock:
+        _counts[kind] -= 1
+        hooked = vars(kind).get("__call__")
+        if not _counts[kind] and hasattr(hooked, "inherited"):
+            del kind.__call__
+            if not hooked.inherited:
+                kind.__call__ = hooked.__wrapped__
+
+
+def _call_of(kind: Any) -> Any:
+    """What takes the place of a class's call."""
     stock = kind.__call__
     of_tokens = next(iter([*signature(stock).parameters][1:]), "")
     is_separate = takes_one_at_a_time(kind)
@@ -91,8 +111,8 @@ def hook_calls(kind: Any) -> None:
             first.note_step(*tokens.shape)
         return output
 
-    kind.__call__ = call
-    _hooked.add(kind)
+    vars(call)["inherited"] = "__call__" not in vars(kind)
+    return call
 
 
 class _Held:

@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.cache_library import model_file
+from paged_kv.integrations.operation_hooks import prepared
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.stand_in import new_stand_in
 from paged_kv.pool.appended_rows import AppendedRows
@@ -44,12 +45,15 @@ class Trial:
         attending: the layers whose keys and values only attention reads.
         attending_in_decode: the same for steps of one token.
         in_order: whether attention reads each of these layers before the next one writes.
+        prepares: whether the model does anything with keys and values that only replaced operations
+            of MLX recognise; true where that is not known.
     """
 
     geometries: dict[int, LayerGeometry] = field(default_factory=dict)
     attending: frozenset[int] = frozenset()
     attending_in_decode: frozenset[int] = frozenset()
     in_order: bool = False
+    prepares: bool = True
 
 
 class _Writes(NamedTuple):
@@ -116,9 +120,16 @@ class _TriedRead:
         self._note, self._gathered = note, (keys, values)
 
     def attend(
-        self, queries: mx.array, mask: Any, position_queries: mx.array | None = None, **_: Any
+        self,
+        queries: mx.array,
+        mask: Any,
+        position_queries: mx.array | None = None,
+        softcap: float | None = None,
+        **_: Any,
     ) -> mx.array:
         self._note()
+        if position_queries is not None or softcap is not None:
+            prepared.by.add("scores")
         latents, values = self._gathered
         dim = (values if position_queries is None else latents).shape[3]
         return mx.broadcast_to(queries[..., :1], (*queries.shape[:3], dim))
@@ -143,6 +154,8 @@ class _TriedCache:
         self._stock, self._layer, self._arrays = stock, layer, arrays
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values"):
+            prepared.by.add("depends")  # what models do with these
         return getattr(self._stock, name)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
@@ -175,6 +188,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         layers = count()
         return new_cache(lambda stock: _TriedCache(stock, next(layers), arrays))
 
+    prepared.by.clear()
     with _restored(model):
         try:
             results = [*_alone(model, tried_cache())]
@@ -189,6 +203,7 @@ def try_out(model: Module, new_cache: Callable[[Callable[[Any], Any]], list[Any]
         except Exception as error:  # mlx-lm's caches cannot batch some models either
             logger.info("a batch cannot be tried out: %r", error)
         arrays.find(results)
+        trial.prepares = bool(prepared.by)
     return trial
 
 

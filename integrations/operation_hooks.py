@@ -4,13 +4,13 @@ Each replacement calls the original. If an argument stands for pages, the result
 came from them, so that the pages need not be gathered. Other arrays are not affected.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from paged_kv.cache.dependencies import DependentArray, depending
-from paged_kv.integrations.rebinding import rebind
 from paged_kv.integrations.states.row_arrays import GrowingArray
 from paged_kv.recognition.latent_arrays import PositionScores, TokenIndices
 from paged_kv.recognition.softcapped_arrays import AttentionScores
@@ -27,11 +27,26 @@ _stock_tanh: Callable[..., mx.array] = mx.tanh
 _stock_softmax: Callable[..., mx.array] = mx.softmax
 
 
+class Prepared(threading.local):
+    """What a thread's models have done with keys and values besides mlx-lm's attention.
+
+    Attributes:
+        by: names of operations.
+    """
+
+    def __init__(self) -> None:
+        self.by: set[str] = set()
+
+
+prepared = Prepared()
+
+
 def depends(inputs: Any, dependencies: mx.array | Sequence[mx.array]) -> Any:
     """`mx.depends`, whose result a `PagedKVCache` takes without gathering its pages."""
     is_read = isinstance(inputs, PagedKeys | PagedValues | DependentArray)
     if not is_read or inputs.is_changed:
         return _stock_depends(inputs, dependencies)
+    prepared.by.add("depends")
     added = [dependencies] if isinstance(dependencies, mx.array) else dependencies
     return depending(inputs, added)
 
@@ -54,9 +69,10 @@ def where(condition: Any, x: Any, y: Any, /, *, stream: Any = None) -> mx.array:
 def tile(array: Any, repetitions: Any, /, *, stream: Any = None) -> mx.array:
     """`mx.tile`, whose result still stands for pages if it repeats their heads."""
     result = _stock_tile(array, repetitions, stream=stream)
-    return (
-        array.tiled(result, repetitions) if isinstance(array, PagedKeys | PagedValues) else result
-    )
+    if not isinstance(array, PagedKeys | PagedValues):
+        return result
+    prepared.by.add("tile")
+    return array.tiled(result, repetitions)
 
 
 def broadcast_to(a: Any, shape: Any, /, *, stream: Any = None) -> mx.array:
@@ -69,6 +85,7 @@ def take_along_axis(
 ) -> mx.array:
     """`mx.take_along_axis`, which reads tokens from pages."""
     if isinstance(a, PagedKeys | PagedValues) and not a.is_changed:
+        prepared.by.add("take_along_axis")
         return a.taken_along(indices, axis)
     return _stock_take_along_axis(a, indices, axis, stream=stream)
 
@@ -76,7 +93,10 @@ def take_along_axis(
 def expand_dims(a: mx.array, /, axis: Any, *, stream: Any = None) -> mx.array:
     """`mx.expand_dims`, whose result still stands for pages if it groups heads."""
     result = _stock_expand_dims(a, axis, stream=stream)
-    return a.grouped(result, axis) if isinstance(a, PagedKeys | PagedValues) else result
+    if not isinstance(a, PagedKeys | PagedValues):
+        return result
+    prepared.by.add("expand_dims")
+    return a.grouped(result, axis)
 
 
 def tanh(a: mx.array, /, *, stream: Any = None) -> mx.array:
@@ -93,14 +113,15 @@ def softmax(
     return a.softmax(result, axis) if type(a) is AttentionScores else result
 
 
-def install_operation_hooks() -> None:
-    """Replace the operations in every module that has them; repeated calls do nothing."""
-    rebind(_stock_depends, depends)
-    rebind(_stock_concatenate, concatenate)
-    rebind(_stock_where, where)
-    rebind(_stock_tile, tile)
-    rebind(_stock_broadcast_to, broadcast_to)
-    rebind(_stock_take_along_axis, take_along_axis)
-    rebind(_stock_expand_dims, expand_dims)
-    rebind(_stock_tanh, tanh)
-    rebind(_stock_softmax, softmax)
+OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _stock_depends: depends,
+    _stock_concatenate: concatenate,
+    _stock_where: where,
+    _stock_tile: tile,
+    _stock_broadcast_to: broadcast_to,
+    _stock_take_along_axis: take_along_axis,
+    _stock_expand_dims: expand_dims,
+    _stock_tanh: tanh,
+    _stock_softmax: softmax,
+}
+"""The operations of MLX, with what takes their places in the modules of models that need it."""

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, Unpack
 
 from mlx.nn.layers.base import Module
+from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models import cache as mlx_lm_cache
 
 from paged_kv.allocator.errors import PoolExhausted
@@ -18,7 +19,7 @@ from paged_kv.allocator.prefixes.pins import Pins
 from paged_kv.cache.chunked_kv_cache import PagedChunkedKVCache
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.checks import TokenIds, require_hashable, whole_number
-from paged_kv.integrations.attention_hook import install_attention_hook
+from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
 from paged_kv.integrations.compiled.choice import compiles
@@ -27,13 +28,14 @@ from paged_kv.integrations.distributed.sharded_model import agreed_budget, folde
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys
 from paged_kv.integrations.model_calls import compile_steps, hook_calls
+from paged_kv.integrations.model_hooks import ModelHooks, modules_of
 from paged_kv.integrations.model_trial import Trial, trial_of_rows, try_out
 from paged_kv.integrations.model_version import ModelVersion
 from paged_kv.integrations.page_identity import PageIdentity
 from paged_kv.integrations.prompt_cache_hook import install_factory, uninstall_factory
 from paged_kv.integrations.slow_products import warn_in_program
 from paged_kv.integrations.states.counted_states import continued, known_states
-from paged_kv.integrations.states.equal_steps import install_equal_steps
+from paged_kv.integrations.states.equal_steps import EQUAL_STEPS
 from paged_kv.integrations.states.growing_layers import GrowingLayer
 from paged_kv.integrations.stored_states import StoredStates
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
@@ -145,6 +147,7 @@ class PagedCacheFactory:
         self._library = library_of(model)
         self._always_gather = always_gather
         self._trial: Trial | None = None
+        self._hooks = ModelHooks()
         self.recordings: dict[PagePool, Recordings] = {}
         self._closed = False
         self._installed_on_entry: list[bool] = []
@@ -164,8 +167,8 @@ class PagedCacheFactory:
         self.num_caches = len(layers)
         has_states = bool(unpaged_caches(layers))
         if has_states:
-            install_equal_steps()
-        hook_calls(type(model))
+            self._hooks.add("prompts", partial(EQUAL_STEPS.install, [PromptProcessingBatch]))
+        self._hooks.add("calls", partial(hook_calls, type(model)))
         self.prefixes = PrefixCache(self.pool, has_states=has_states, ranks=self.ranks)
         self.store: TieredStore | None = None
         self._stored: StoredPrefixes | None = None
@@ -351,10 +354,14 @@ class PagedCacheFactory:
         """Uninstall, make no more caches, and free all memory that no sequence uses. If there is a
         store, this first writes all cached prompts to it, and waits for that.
 
-        Existing caches keep working, and free their pages when they are dropped.
+        Existing caches keep working, and free their pages when they are dropped. With the last of
+        them, the model's modules are again as they were before.
         """
         self._closed = True
         self.uninstall()
+        self._hooks = ModelHooks()
+        for pool in self._pools.values():
+            pool.hooks = None
         if self.store is not None and self._stored is not None and self.store.is_open:
             self._stored.keep_all()
             self.store.close()
@@ -409,7 +416,7 @@ class PagedCacheFactory:
             if (window := self._library.window_of(cache, self._write_chunk)) is not None
         }
         rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
-        return PagePool(
+        pool = PagePool(
             len(paged),
             windows=windows,
             rows=rows,
@@ -419,14 +426,19 @@ class PagedCacheFactory:
             name=model_file(self._model),
             **options,
         )
+        pool.hooks = self._hooks
+        return pool
 
     def _try_out(self) -> Trial:
         """The trial of the model; it runs once."""
         if self._trial is None:
-            install_attention_hook()
-            layers = partial(self._library.layers, self._model)
-            rows = self.pool.rows
+            layers, rows = partial(self._library.layers, self._model), self.pool.rows
+            modules = modules_of(self._model)
+            self._hooks.add("attention", partial(ATTENTION.install, modules))
+            self._hooks.add("operations", partial(OPERATIONS_AROUND.install, modules))
             trial = trial_of_rows(rows) if rows else try_out(self._model, layers)
+            if not (trial.prepares or self._compiles):
+                self._hooks.remove("operations")
             self._require_a_page(trial)
             self._trial = trial
             for pool in self._pools.values():

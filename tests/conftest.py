@@ -18,6 +18,7 @@ import pytest
 from mlx_lm import load
 
 from paged_kv import PagedCacheFactory
+from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from tests.failures import Failures, failing_calls
 from tests.grids import beyond_the_cover
 
@@ -52,9 +53,6 @@ def _settled_modules() -> Iterator[None]:
     """Free what a module made before the next one begins. What exists before the tests, such as
     libraries and all collected tests, is frozen: walking it after each test and each module takes
     200 ms.
-
-    What is there before it, as libraries and all collected tests, is not walked again after each
-    test and each module: that takes 200 ms.
     """
     gc.freeze()
     yield
@@ -127,6 +125,15 @@ def script() -> Iterator[Any]:
 
     with dictated() as made:
         yield made
+
+
+@pytest.fixture
+def hooked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Replaces, in the test's module, what a factory replaces in those of its model."""
+    removals = [each.install([request.module]) for each in (ATTENTION, OPERATIONS_AROUND)]
+    yield
+    for removal in removals:
+        removal()
 
 
 @pytest.fixture

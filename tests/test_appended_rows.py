@@ -184,7 +184,8 @@ def test_rows_that_a_model_only_appends_to_are_not_gathered(
     model: Any, factory: PagedCacheFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = filled(model, factory, TEXT[:300])
-    gathered, leave = [], LazyReads.leave
+    gathered: list[mx.array] = []
+    leave = LazyReads.leave
 
     def noted(self: LazyReads, arrays: tuple[mx.array, ...], *place: Any) -> None:
         gathered.extend(arrays)

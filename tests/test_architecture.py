@@ -56,17 +56,18 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.distributed": {"allocator", "pool"},
     "integrations.rebinding": set(),
+    "integrations.model_hooks": set(),
     "integrations.compiled": {
-        *("cache", "integrations.batching", "integrations.rebinding", "kernels"),
-        *("kernels.pages", "pool", "steps"),
+        *("cache", "integrations.batching", "kernels", "kernels.pages", "pool", "steps"),
     },
     "integrations.states": {
-        *("cache", "integrations.batching", "kernels.pages", "pool", "recognition", "steps")
+        *("cache", "integrations.batching", "integrations.model_hooks", "kernels.pages", "pool"),
+        *("recognition", "steps"),
     },
     "integrations": {
         *("allocator", "allocator.prefixes", "cache", "commands", "integrations.batching"),
         *("integrations.compiled", "integrations.distributed", "integrations.rebinding"),
-        "integrations.states",
+        *("integrations.model_hooks", "integrations.states"),
         *("kernels.pages", "pool", "prefix", "recognition", "steps", "store"),
         "tiers",
     },

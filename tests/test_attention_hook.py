@@ -7,14 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import base
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import install_attention_hook, paged_attention
+from paged_kv.integrations.attention_hook import paged_attention
 from tests.generation import greedy
 from tests.zoo import small_model
 
 HEADS, DIM, SCALE = 2, 16, 0.25
+pytestmark = pytest.mark.usefixtures("hooked")
 
 
 @pytest.fixture
@@ -109,7 +109,6 @@ def test_what_a_model_does_to_keys_or_values_is_honoured(cache: PagedKVCache) ->
 def test_keys_cast_to_float32_are_read_from_pages(
     pool: PagePool, dtype: mx.Dtype, tokens: int
 ) -> None:
-    install_attention_hook()
     cache = PagedKVCache(pool, 0, [Sequence(pool)])
     mask = cache.make_mask(tokens)
     keys, values = cache.update_and_fetch(
@@ -138,7 +137,6 @@ def test_keys_cast_to_fewer_bits_are_gathered(cache: PagedKVCache) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_tiled_heads_are_read_from_pages(cache: PagedKVCache, tokens: int) -> None:
     """Query heads of both tiles and of both heads of the pages."""
-    install_attention_hook()
     mask = cache.make_mask(tokens)
     arrays = [
         mx.tile(each, [1, 2, 1, 1])
@@ -151,7 +149,6 @@ def test_tiled_heads_are_read_from_pages(cache: PagedKVCache, tokens: int) -> No
     "mask", [None, mx.arange(11) % 2 == 0], ids=["of the cache", "of the model"]
 )
 def test_other_tiles_are_gathered(cache: PagedKVCache, mask: mx.array | None) -> None:
-    install_attention_hook()
     keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
     tiled = mx.tile(keys, (1, 2, 1, 1)), mx.tile(values, (1, 2, 1, 1))
     repeated = mx.repeat(keys, 2, axis=1), mx.repeat(values, 2, axis=1)
@@ -165,7 +162,6 @@ def test_other_tiles_are_gathered(cache: PagedKVCache, mask: mx.array | None) ->
 
 
 def test_a_model_that_calls_mlx_s_attention_reads_pages(cache: PagedKVCache) -> None:
-    install_attention_hook()
     keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
     plain = mx.array(keys), mx.array(values)
     before = cache.pool.stats().gather_fallbacks
@@ -177,7 +173,6 @@ def test_a_model_that_calls_mlx_s_attention_reads_pages(cache: PagedKVCache) -> 
 
 
 def test_keys_changed_in_place_are_not_those_of_the_pages(cache: PagedKVCache) -> None:
-    install_attention_hook()
     keys, values = cache.update_and_fetch(normal(3, 1), normal(4, 1))
     expected = mx.fast.scaled_dot_product_attention(
         normal(5, 1), mx.ones_like(keys), mx.array(values), scale=SCALE
@@ -214,21 +209,6 @@ def test_arrays_that_are_no_pages_go_to_mlx_lms_own_attention() -> None:
     for mask in (None, "causal", mx.ones((2, 6), dtype=mx.bool_)):
         expected = mx.fast.scaled_dot_product_attention(*arguments, scale=SCALE, mask=mask)
         assert mx.array_equal(paged_attention(*arguments, None, SCALE, mask), expected)
-
-
-def test_modules_that_imported_attention_before_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_kv.integrations import attention_hook
-
-    stock = attention_hook._stock_attention
-    early = ModuleType("early")
-    vars(early).update(attention=stock, alias=stock, other=len)
-    monkeypatch.setitem(sys.modules, "early", early)
-    monkeypatch.setattr(base, "scaled_dot_product_attention", stock)
-    install_attention_hook()
-    install_attention_hook()
-    assert (early.attention, early.alias, early.other) == (paged_attention, paged_attention, len)
-    assert base.scaled_dot_product_attention is paged_attention
-    assert attention_hook._stock_attention is stock
 
 
 def test_a_cache_is_made_without_a_look_through_all_modules(

@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.kernels.pages.stand_in import stand_in
 from tests.generation import assert_same_run, greedy
 from tests.zoo import ZOO, small_model
@@ -19,8 +18,7 @@ PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(40)]
 
 
 @pytest.fixture(params=["fp16", "q8"])
-def cache(request: pytest.FixtureRequest) -> PagedKVCache:
-    install_attention_hook()
+def cache(request: pytest.FixtureRequest, hooked: None) -> PagedKVCache:
     pool = PagePool(1, page_format=request.param, max_bytes=8 << 20)
     cache = PagedKVCache(pool, 0, [Sequence(pool)])
     cache.update_and_fetch(*step(1, 5))
@@ -121,8 +119,8 @@ def test_dependent_keys_may_be_kept_after_they_were_assigned(cache: PagedKVCache
     assert kept.tolist() == expected
 
 
+@pytest.mark.usefixtures("hooked")
 def test_mlx_depends_is_unchanged_for_other_arrays() -> None:
-    install_attention_hook()
     one, two = mx.array(1), mx.array(2)
     assert mx.depends(one, two).item() == 1
     assert [each.item() for each in mx.depends([one, two], [two])] == [1, 2]

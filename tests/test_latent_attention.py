@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import install_attention_hook, paged_attention
+from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.recognition.latent_arrays import IN_PLACE, PositionKeys, PositionScores
 
 HEADS, DIM, POSITIONS, SCALE = 4, 32, 16, 0.2
@@ -20,10 +20,11 @@ def normal(seed: int, *shape: int) -> mx.array:
 
 
 @pytest.fixture(params=["plain", "native"])
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PagedKVCache:
+def cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, hooked: None
+) -> PagedKVCache:
     """Two sequences, of 10 tokens and of 7."""
     monkeypatch.setenv("PAGED_KV_BACKEND", request.param)
-    install_attention_hook()
     return filled(1)
 
 
@@ -223,8 +224,8 @@ def test_all_methods_that_change_an_array_in_place_are_known() -> None:
     assert "__setitem__" in IN_PLACE
 
 
+@pytest.mark.usefixtures("hooked")
 def test_where_of_other_arrays_is_mlxs_own() -> None:
-    install_attention_hook()
     for arguments in ((True, 1.0, 2.0), (mx.array([True, False]), mx.array([1, 2]), 0)):
         assert type(mx.where(*arguments)) is mx.array
     assert mx.where(mx.array([True, False]), mx.array([1, 2]), 0, stream=mx.cpu).tolist() == [1, 0]

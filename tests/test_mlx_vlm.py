@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.nn.layers.base import Module
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vlm")
 
@@ -245,11 +246,19 @@ def generation_batch(model: Any, prompt: list[int]) -> ar.GenerationBatch:
     )
 
 
+class Whole(Module):
+    """A model whose pictures no test uses."""
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # MLX's
+        self.language_model, self.config = language_model, None
+
+
 @pytest.mark.parametrize("folder", [*FAMILIES, "plamo2vl", "qwen3_5_moe"])
 def test_rows_of_mlx_lms_batches_are_right(folder: str) -> None:
     """These are padded on the right, also where layers are recurrent."""
     model = small_language_model(folder)
-    whole = SimpleNamespace(language_model=model, config=None)
+    whole = Whole(model)
     expected = alone(model, lambda: vlm_cache.make_prompt_cache(model))
     text_model = TextModel(whole)
     assert text_model.is_batchable

@@ -276,7 +276,8 @@ def test_kernels_run_as_in_steps_that_python_takes(dialect: str, page_format: st
 
 
 @needs_compiler
-@pytest.mark.parametrize("model_of", [_llama, pytest.param(_deepseek, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_of", [_llama, _deepseek])
 def test_groups_that_read_shared_pages_are_recorded(
     model_of: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,15 @@
 """Rings hold what a window sees, and after a rollback remember which tokens they have
 overwritten."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.window import Window
 from tests.arrays import normal
 from tests.ring_batches import PAGE_BYTES, append, assert_holds, new_batch
@@ -65,3 +68,27 @@ def test_a_causal_mask_hides_no_more_than_it_says(queries: int) -> None:
     gathered = mx.array(np.asarray(keys)), mx.array(np.asarray(values))
     expected = mx.fast.scaled_dot_product_attention(asked, *gathered, scale=1.0, mask="causal")
     assert mx.allclose(found, expected, atol=1e-5)
+
+
+def test_a_write_to_a_ring_that_fails_counts_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have overwritten tokens before it failed."""
+    pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=100 * PAGE_BYTES)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    token = normal((1, 1, 1, 8), mx.float32, 3)
+    for count in (600, 1):
+        prompt = normal((1, 1, count, 8), mx.float32, 1)
+        cache.update_and_fetch(prompt, prompt)
+    possible = cache.sequences[0].rollback
+    write_later = LayerPages.write_later
+
+    def failing(*arguments: Any) -> None:
+        write_later(*arguments)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerPages, "write_later", failing)
+        with pytest.raises(MemoryError):
+            cache.update_and_fetch(token, token)
+    assert cache.sequences[0].rollback == possible - 1
+    cache.update_and_fetch(token, token)
+    assert cache.sequences[0].rollback == possible

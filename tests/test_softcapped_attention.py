@@ -11,7 +11,6 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.recognition.softcapped_arrays import AttentionScores
 from tests.generation import assert_same_run, assert_same_runs, greedy, runs_of
 from tests.quantised_oracle import oracle_caches
@@ -28,9 +27,8 @@ def normal(seed: int, *shape: int) -> mx.array:
 
 
 @pytest.fixture
-def cache(backend: str) -> PagedKVCache:
+def cache(backend: str, hooked: None) -> PagedKVCache:
     """Two sequences, of 10 tokens and of 7."""
-    install_attention_hook()
     return filled(1)
 
 
@@ -199,8 +197,8 @@ def test_queries_changed_after_their_product_change_nothing(cache: PagedKVCache)
     assert close(step.output(), expected)
 
 
+@pytest.mark.usefixtures("hooked")
 def test_operations_on_other_arrays_are_mlxs_own() -> None:
-    install_attention_hook()
     array = mx.array([[0.5, -1.0]])
     assert mx.expand_dims(array, axis=(0, 1), stream=mx.cpu).shape == (1, 1, 1, 2)
     assert mx.allclose(mx.tanh(array, stream=mx.cpu), mx.sigmoid(2 * array) * 2 - 1)

@@ -22,6 +22,7 @@ from paged_kv.integrations.attention_hook import paged_attention
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.pool.window import Window
 from paged_kv.steps.batch import Batch, commit
+from paged_kv.steps.progress import LayerProgress, Progress
 from tests.arrays import normal
 from tests.generation import assert_same_run, greedy
 from tests.layer_calls import calls_of_layers
@@ -424,3 +425,14 @@ def test_forks_know_the_pages_that_they_share_until_a_block_changes() -> None:
     assert found[0] is not None
     # Each has copied the page that it writes.
     assert found[0].shared.tolist() == [0, 1]
+
+
+def test_layers_that_lag_behind_most_stay_where_they_are() -> None:
+    layers = LayerProgress(3)
+    layers.others = {0: Progress(5), 1: Progress(5)}
+    layers.fold()
+    assert [layers.of(layer).tokens for layer in range(3)] == [5, 5, 0]
+    assert (layers.most, layers.others) == (Progress(5), {2: Progress(0)})
+    assert layers.level_with(2) == {2}
+    layers.set(2, Progress(5))
+    assert not layers.others

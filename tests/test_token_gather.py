@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.integrations.attention_hook import install_attention_hook
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -55,9 +54,10 @@ def test_tokens_are_those_of_a_gather(
 
 
 @pytest.fixture(params=["plain", "native"])
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PagedKVCache:
+def cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, hooked: None
+) -> PagedKVCache:
     monkeypatch.setenv("PAGED_KV_BACKEND", request.param)
-    install_attention_hook()
     return filled(PagePool(1, max_bytes=8 << 20, name="test"))
 
 
@@ -166,8 +166,8 @@ def test_indices_are_recognised_by_how_they_were_made(cache: PagedKVCache) -> No
     assert mx.broadcast_to(1.5, (2, 3)).sum() == 9
 
 
+@pytest.mark.usefixtures("hooked")
 def test_a_window_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_attention_hook()
     cache = filled(PagePool(1, windows={0: Window(8, 8)}, max_bytes=8 << 20))
     keys, _ = append(cache, 1)
     indices = mx.broadcast_to(chosen() % keys.shape[2], (2, 1, CHOSEN, DIM))

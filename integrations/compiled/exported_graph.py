@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from paged_kv.integrations.rebinding import rebind
 from paged_kv.steps.recorded import NotRecordable
 
 # Longer constants are weights: no model makes such from the numbers of a step.
@@ -34,7 +33,6 @@ def exported_graph(function: Function, arrays: list[mx.array]) -> list[str]:
         NotExportable: MLX cannot export one of the operations.
         Exception: whatever the function raises.
     """
-    rebind(_stock_contiguous, contiguous)
     found: list[dict[str, Any]] = []
     _exporting.is_on = True
     try:
@@ -57,6 +55,11 @@ def contiguous(a: mx.array, /, allow_col_major: bool = False, *, stream: Any = N
     if getattr(_exporting, "is_on", False):
         return mx.stop_gradient(a)
     return _stock_contiguous(a, allow_col_major, stream=stream)
+
+
+EXPORTABLE: dict[Callable[..., Any], Callable[..., Any]] = {_stock_contiguous: contiguous}
+"""The operations of MLX that no graph can be exported with, and what takes their places in the
+modules of models whose steps are compiled."""
 
 
 def _described(constant: tuple[str, mx.array]) -> tuple[Any, ...]:

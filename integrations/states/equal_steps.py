@@ -17,14 +17,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
+from paged_kv.integrations.model_hooks import Replacements
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 
 _stock_prompt = PromptProcessingBatch.prompt
-
-
-def install_equal_steps() -> None:
-    """Replace PromptProcessingBatch's method; repeated calls do nothing."""
-    setattr(PromptProcessingBatch, prompt.__name__, prompt)
 
 
 def prompt(batch: PromptProcessingBatch, tokens: list[list[int]]) -> None:
@@ -76,3 +72,7 @@ def _joined(caches: list[Any], others: list[Any]) -> list[Any]:
     for cache, other in zip(caches, others, strict=False):
         cache.extend(other)
     return caches or others
+
+
+EQUAL_STEPS = Replacements({_stock_prompt: prompt})
+"""For `PromptProcessingBatch`."""

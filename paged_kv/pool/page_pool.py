@@ -113,7 +113,8 @@ class PagePool:
         attending_in_decode: the same for steps of one token.
         attends_in_order: whether each layer's attention runs before the next layer writes.
         ranks: the processes that compute the pool's model together.
-        pending: the steps that rings have not written yet.
+        hooks: what new sequences keep replaced in the model's modules; None for a model's own code.
+        unwritten: the steps that rings have not written yet.
         snapshots: the states that prefix caches keep.
 
     Raises:
@@ -177,6 +178,7 @@ class PagePool:
         self.attending_in_decode: frozenset[int] = frozenset()
         self.attends_in_order = False
         self.ranks: Ranks = ALONE
+        self.hooks: object = None
         self.unwritten: WeakSet[HasUnwritten] = WeakSet()
         self.snapshots: WeakSet[Sized] = WeakSet()
         self._group_of = {layer: group for group in self.groups for layer in group.layers}

@@ -57,6 +57,8 @@ class Batch:
         if wider is None or len(wider.sequences) != count:
             (first,) = self.sequences
             others = [Sequence(self.pool, first.page_format) for _ in range(count - 1)]
+            for other in others:
+                other.hooks = first.hooks
             wider = Batch.of(self.pool, [first, *others])
             self._wider = weakref.ref(wider)
         return wider

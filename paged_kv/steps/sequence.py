@@ -49,6 +49,7 @@ class Sequence:
         out_of_window: those cached pages, per group with a window, by page number.
         layers: how far each layer is.
         bounds: how far the sequence can be rolled back.
+        hooks: what stays replaced in the model's modules while the sequence exists.
         tables: the sequence's block tables; `table` makes those of other groups.
 
     Raises:
@@ -60,6 +61,7 @@ class Sequence:
         if not isinstance(page_format, PageFormat | None):
             raise TypeError(f"page_format must be a PageFormat, got {described(page_format)}")
         self.pool = pool
+        self.hooks = pool.hooks
         self.lock = pool.lock
         self.page_format = page_format or pool.page_format
         self.is_converting = False
@@ -305,7 +307,7 @@ class Sequence:
             self.model_version,
             self.caches_out_of_window,
         )
-        copy.is_converting = self.is_converting
+        copy.is_converting, copy.hooks = self.is_converting, self.hooks
         copy.layers = self.layers.without_latest()
         copy.bounds = self.bounds
         copy.out_of_window = {group: dict(pages) for group, pages in self.out_of_window.items()}
