@@ -51,7 +51,7 @@ from benches.cache_kinds import KINDS, MLX_GROUP, Caches, Maker, paged
 from benches.heldout_text import MODELS, contexts, files, model_in_float32
 from benches.results_file import write_result
 from paged_kv import OldestFirst, PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.integrations.attention_hook import ATTENTION
 from paged_kv.integrations.model_hooks import modules_of
 from paged_kv.kernels.pages.page_format import PAGE_SIZE

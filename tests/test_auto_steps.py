@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import OldestFirst, PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.page_format import page_format_named
 from paged_kv.pool.window import Window
 from paged_kv.steps.batch import Batch

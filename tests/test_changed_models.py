@@ -14,8 +14,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations import model_version
-from paged_kv.integrations.compiled.comparison import LAST_DOUBLING, Comparisons, are_alike
-from paged_kv.integrations.compiled.recordings import FREE_CHANGES, Recordings
+from paged_kv.integrations.compiled.recordings import (
+    FREE_CHANGES,
+    LAST_DOUBLING,
+    Comparisons,
+    Recordings,
+    are_alike,
+)
 from paged_kv.steps import recorded
 from tests.zoo import small_model
 

@@ -22,8 +22,7 @@ from benches.model_families import alone, attempt, batched
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.integrations.compiled import recordings as recordings_module
 from paged_kv.integrations.compiled.choice import compiles
-from paged_kv.integrations.compiled.comparison import Comparisons
-from paged_kv.integrations.compiled.recordings import Recordings
+from paged_kv.integrations.compiled.recordings import Comparisons, Recordings
 from paged_kv.kernels import faster_steps
 from paged_kv.kernels.backends import variant
 from paged_kv.kernels.faster_steps import note_faster

@@ -10,8 +10,8 @@ from paged_kv.integrations.speculation.draft_lengths import (
     AdaptiveLengths,
     Candidate,
     FixedLengths,
+    StepTimes,
 )
-from paged_kv.integrations.speculation.step_times import StepTimes
 
 MOST = 4
 # Seconds of a step by rows and tokens of the longest row.

@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step
 
 from benches.step_lengths import difference, read
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
 from paged_kv.kernels.pages.page_format import FP16, PageLayout, page_format_named
 from paged_kv.pool.window import Window

@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.allocator.byte_budget import ByteBudget
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.layer_pages import LayerPages
 from paged_kv.kernels.pages.warn_once import warn_once
 from tests.followed_caches import FollowedCache, farthest, followed_caches

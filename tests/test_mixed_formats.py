@@ -12,7 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.allocator.block_table import BlockTable
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.followed_caches import FollowedCache, farthest, followed_caches

@@ -13,7 +13,6 @@ import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.kernels.cpu import native_library
-from paged_kv.kernels.cpu import threads as cpu_threads
 from paged_kv.kernels.pages.warn_once import warn_once
 from tests.backends import instruction_sets
 
@@ -113,7 +112,7 @@ def test_a_number_of_threads_that_is_none_is_refused(
 
 def test_a_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_KV_THREADS", "3")
-    assert cpu_threads.thread_count() == 3
+    assert native_library.thread_count() == 3
 
 
 @pytest.mark.parametrize(
@@ -138,10 +137,10 @@ def test_cores_are_those_that_the_control_group_pays_for(
         path.write_text(text)
     own = tmp_path / "self"
     own.write_text("0::/service/inner\n")
-    monkeypatch.setattr(cpu_threads, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu_threads, "OWN_CGROUPS", own)
+    monkeypatch.setattr(native_library, "CGROUPS", tmp_path)
+    monkeypatch.setattr(native_library, "OWN_CGROUPS", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert cpu_threads.available_cores() == cores
+    assert native_library.available_cores() == cores
 
 
 def run(code: str, **environment: str) -> str:

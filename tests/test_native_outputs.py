@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paged_kv.kernels.cpu.native_backend import COPIED_BYTES, NativeBackend
-from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.cpu.native_library import thread_count
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry

@@ -19,7 +19,7 @@ from mlx.nn.layers.quantized import quantize
 from paged_kv import PagedCacheFactory, openblas
 from paged_kv.blas_in_use import library_in_use, openblas_version
 from paged_kv.integrations import slow_products
-from paged_kv.integrations.doctor import blas
+from paged_kv.integrations.doctor import examination
 from paged_kv.integrations.speculation.draft_models import divided_factories
 from paged_kv.kernels.pages.warn_once import warn_once
 from tests.zoo import small_model
@@ -193,7 +193,7 @@ def _system_openblas() -> None:
 def test_the_systems_serves_where_it_is_preferred_or_alone(
     without: str, environment: dict[str, str]
 ) -> None:
-    line = "from paged_kv.integrations.doctor.blas import blas_line; print(blas_line())"
+    line = "from paged_kv.integrations.doctor.examination import blas_line; print(blas_line())"
     said = printed(f"from paged_kv import openblas\n{without}\n{line}", **environment)
     assert said.startswith("BLAS of MLX: OpenBLAS 0.")
     assert PACKAGED not in said
@@ -239,14 +239,16 @@ def test_a_mac_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delitem(sys.modules, "mlx.core")
     assert openblas.load_openblas.__wrapped__() is None
-    assert blas.blas_line() is None
+    assert examination.blas_line() is None
 
 
 @needs_package
 def test_the_doctor_names_the_one_that_serves() -> None:
     library = library_in_use()
     assert library is not None
-    assert f"BLAS of MLX: {openblas_version(library) or library.name}, " in str(blas.blas_line())
+    assert f"BLAS of MLX: {openblas_version(library) or library.name}, " in str(
+        examination.blas_line()
+    )
 
 
 @pytest.fixture
@@ -261,7 +263,7 @@ def cpu() -> Iterator[None]:
 @pytest.fixture
 def reference_blas(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which nothing has loaded OpenBLAS."""
-    for module in (slow_products, blas):
+    for module in (slow_products, examination):
         monkeypatch.setattr(module, "library_in_use", lambda: Path("/x/libblas-1.so.3"))
         monkeypatch.setattr(module, "openblas_version", lambda library: None)
     monkeypatch.delenv("PAGED_KV_BLAS", raising=False)
@@ -297,7 +299,7 @@ def test_without_openblas_doctor_and_log_say_what_serves_and_what_to_do(
 ) -> None:
     for name, value in changes.items():
         monkeypatch.setattr(openblas, name, value)
-    line = str(blas.blas_line())
+    line = str(examination.blas_line())
     assert "libblas-1.so.3, " in line
     assert line.endswith(f"paged_kv uses it where it is installed: {remedy}")
     for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 from paged_kv import PagePool, Sequence
 from paged_kv.admission.admission import Admission
 from paged_kv.admission.demand import Demand
-from paged_kv.cache.page_transfer import page_views
+from paged_kv.cache.saved_state import page_views
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.pool.window import Window
 from paged_kv.prefix.prefix_cache import PrefixCache

@@ -12,8 +12,8 @@ from mlx_lm.models import llama
 from benches.host_cost import GraphMaker, backend, filled, small_llama
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.compiled import recordings
-from paged_kv.integrations.compiled.comparison import Comparisons
 from paged_kv.integrations.compiled.recording import Repeated, StepFunction
+from paged_kv.integrations.compiled.recordings import Comparisons
 from paged_kv.kernels import backends
 from paged_kv.kernels.gpu.arrays import BoundSlabs, bound_slabs
 from paged_kv.kernels.gpu.backend import GpuBackend

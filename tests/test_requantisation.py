@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
 from paged_kv.allocator.requantisation import FullBlock, OldestFirst, Requantisation
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.page_format import page_format_named
 from tests.followed_caches import FollowedCache, Held, farthest, followed_caches
 from tests.generation import assert_nothing_is_used

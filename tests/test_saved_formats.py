@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedKVCache, PagePool, Sequence
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from tests.ring_batches import materialised
 
 # Of two layers with one head of 64 numbers.

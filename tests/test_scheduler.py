@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paged_kv.admission.growth import Growth
 from paged_kv.admission.pool_size import GroupSize, PoolSize
 from paged_kv.admission.scheduler import Scheduler
-from paged_kv.trace.simulated_batch import ReservingBatch, SimulatedBatch, SimulatedSequence
+from paged_kv.trace.admission_replay import ReservingBatch, SimulatedBatch, SimulatedSequence
 
 PAGE = 4
 # The longest sequence is computed in 4 steps, the lookahead of these pools.

@@ -12,9 +12,8 @@ from paged_kv.command_line import main
 from paged_kv.commands.model_names import named_model
 from paged_kv.embedded import embedded_model
 from paged_kv.integrations.server.completions.model_names import typed_name
-from paged_kv.integrations.server.http import foreign_fields
-from paged_kv.integrations.server.lifecycle import _ending
-from paged_kv.integrations.server.ready_line import ready_line
+from paged_kv.integrations.server.http import known_fields
+from paged_kv.integrations.server.lifecycle import _ending, ready_line
 from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,
@@ -71,7 +70,7 @@ def test_the_root_leads_to_the_page(running: PagedRunningServer) -> None:
 def test_fields_without_meaning_are_taken_and_logged_once(
     running: PagedRunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    foreign_fields.note_foreign.cache_clear()
+    known_fields.note_foreign.cache_clear()
     for _ in range(2):
         assert chat(running, keep_alive="5m", num_ctx=4096, verbosity="low")[0] == 200
         status, _ = asked(running, "/v1/responses", {"input": "a", "text": {"verbosity": "low"}})

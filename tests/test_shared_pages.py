@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_kv.kernels.cpu.native_backend import NativeBackend
-from paged_kv.kernels.cpu.threads import thread_count
+from paged_kv.kernels.cpu.native_library import thread_count
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry

@@ -6,5 +6,4 @@ recording         one recording
 exported_graph    the graph of a function, to be compared
 cache_states      the arrays of caches without pages
 model_contents    the weights of a model, and whether anything else of it changes
-comparison        which repeated steps Python takes too, and whether logits are alike
 """

@@ -1,10 +1,11 @@
-"""Keeps the recorded steps of a model's pool, and chooses among them."""
+"""Keeps the recorded steps of a model's pool, chooses among them, and compares some of those that
+are repeated with steps that Python takes."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -15,7 +16,6 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.compiled.cache_states import others_of
-from paged_kv.integrations.compiled.comparison import Comparisons, are_alike
 from paged_kv.integrations.compiled.model_contents import ModelContents, Replaced, require_equal
 from paged_kv.integrations.compiled.recording import (
     ModelCall,
@@ -33,6 +33,53 @@ from paged_kv.steps.recorded import (
     recordable_layers,
 )
 from paged_kv.steps.step import Step
+
+# Beyond this one, comparisons are as far apart as this. A comparison takes a step in Python: one
+# for each recording, ten, and then 0.2 % of all steps.
+LAST_DOUBLING = 512
+# Of the range of a sequence's logits. Another order of sums (the CPU kernels beside plain
+# operations, the embedded model, 40 steps) changed them by 1.2e-6, 1.2e-3 and 9.8e-3; deeper models
+# sum more.
+TOLERANCES = {mx.float32: 2**-13, mx.float16: 2**-6, mx.bfloat16: 2**-4}
+
+
+class Comparisons:
+    """When steps of one kind are compared, and what was found.
+
+    In a model of experts another order of sums may choose another expert once. So a recording is
+    wrong only if two comparisons in turn say so.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._is_doubtful = False
+
+    def is_due(self, *, is_first: bool) -> bool:
+        """Whether the next step is compared; `is_first` if it is the first one to repeat its
+        recording."""
+        self._steps += 1
+        steps = self._steps
+        doubles = steps < LAST_DOUBLING and steps & (steps - 1) == 0
+        return is_first or self._is_doubtful or doubles or steps % LAST_DOUBLING == 0
+
+    def is_wrong(self, are_alike: bool) -> bool:
+        """Note a comparison; returns whether it is the second in turn with other logits."""
+        was_doubtful, self._is_doubtful = self._is_doubtful, not are_alike
+        return was_doubtful and not are_alike
+
+
+def are_alike(repeated: mx.array, python: mx.array, dtypes: Iterable[mx.Dtype]) -> bool:
+    """Whether two logits [B, 1, vocabulary] differ by no more than another order of sums explains,
+    in a model that computes in these dtypes."""
+    tolerance = max(TOLERANCES.get(each, 0.0) for each in (python.dtype, *dtypes))
+    one, other = (each.astype(mx.float32) for each in (repeated, python))
+    is_same = (one == other) | (mx.isnan(one) & mx.isnan(other))
+    difference = mx.where(is_same, 0, mx.abs(one - other)).max(axis=-1)
+    is_finite = mx.isfinite(other)
+    highest = mx.where(is_finite, other, -mx.inf).max(axis=-1)
+    lowest = mx.where(is_finite, other, mx.inf).min(axis=-1)
+    return bool(mx.all(difference <= tolerance * (highest - lowest)))
+
 
 logger = logging.getLogger("paged_kv")
 

@@ -18,7 +18,6 @@ call_rules        writes rules of a grammar for calls
 text_patterns     what schemas say of texts, as regular expressions
 value_readings    how parsers read values whose texts have no quotes
 parameter_values  writes such values
-gemma_values      writes the arguments of Gemma 4
 call_constraints  what an answer must fit that may, or must, call tools
 grammar_check     compiles a grammar in a process with a limit of time and memory
 """

@@ -6,7 +6,6 @@ model_draft     a smaller model, which drafts for all rows at once
 verification    samples the model's tokens, and accepts the drafts that equal them
 rollback        removes rejected tokens from the caches of a batch
 draft_lengths   how many tokens to draft, from acceptance and measured times
-step_times      what a step costs, in steps without drafts
 batch           mlx-lm's GenerationBatch, with drafts
 generator       mlx-lm's BatchGenerator, with drafts
 draft_models    drafts by name, and memory divided between a model and its draft

@@ -5,5 +5,4 @@ chunked_kv_cache  the same for layers that attend by chunks
 dependencies      keeps arrays in the graph that a model makes its cache depend on
 row_numbers       reads lists and arrays of one integer per sequence
 saved_state       saves sequences as trees of arrays, numbers and strings, and restores them
-page_transfer     copies whole pages out of a pool and into one
 """

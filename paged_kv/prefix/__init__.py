@@ -6,5 +6,4 @@ window_prefixes  rebuilds rings from which a sequence can resume after a prefix
 snapshots        states of recurrent layers, by the prompt that they belong to
 stored_prefixes  keeps prompts in a page store
 rates            estimates whether reading is quicker than computing
-page_bytes       copies pages out of the pool as bytes, and back
 """

@@ -38,8 +38,7 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.window import Window
 from paged_kv.prefix.keeping import Keeping
-from paged_kv.prefix.node_pages import NodePage, node_page, path_to
-from paged_kv.prefix.page_bytes import block_bytes, load_blocks
+from paged_kv.prefix.node_pages import NodePage, block_bytes, load_blocks, node_page, path_to
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence

@@ -4,7 +4,6 @@
     replay            runs a trace against the same allocator and prefix index
     requests          finds the requests that were served
     admission_replay  runs them with an admission policy
-    simulated_batch   the batch that it runs them in
     simulated_pool    a pool without pages
     synthetic_load    writes a trace of a made-up load
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedKVCache
-from paged_kv.cache.page_transfer import page_formats
+from paged_kv.cache.saved_state import page_formats
 from paged_kv.kernels.pages.page_format import FP16, page_format_named
 from paged_kv.pool.window import Window
 from tests.state_machine.rows import WRITTEN, Chain, Row

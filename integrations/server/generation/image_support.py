@@ -19,7 +19,7 @@ def loading_with_mlx_vlm() -> Any:
     Raises:
         ValueError: the extra vlm is not installed.
     """
-    return extra_module("paged_kv.integrations.mlx_vlm.loading", "vlm")
+    return extra_module("paged_kv.integrations.mlx_vlm.image_generation", "vlm")
 
 
 def refusal_of_mlx_vlm(config: dict[str, Any], mlx_lm_options: dict[str, Any]) -> str | None:

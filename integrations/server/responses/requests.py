@@ -229,7 +229,7 @@ class TextConfig(BaseModel):
     model_config = _STRICT
 
     format: Format | None = None
-    # It means nothing here: see `foreign_fields`.
+    # It means nothing here: see `known_fields`.
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
