@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from benches.results_file import write_result
-from paged_kv.integrations.bench.timing import in_turns, ratio, spread
+from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata

@@ -30,7 +30,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache
-from paged_kv.integrations.bench.timing import ratio, spread
+from paged_kv.integrations.bench.turns import ratio, spread
 from paged_kv.integrations.compiled import recordings
 from paged_kv.kernels import backends
 from paged_kv.kernels.cpu.native_library import NativeLibrary

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import KVCache
 from benches.results_file import write_result
 from paged_kv import PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
-from paged_kv.integrations.bench.timing import in_turns, ratio, spread
+from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata

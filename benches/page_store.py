@@ -34,7 +34,7 @@ from mlx_lm.generate import generate_step
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
-from paged_kv.integrations.bench.timing import ratio, seconds
+from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.background import READERS
 from paged_kv.store.entry_file import Entry

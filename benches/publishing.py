@@ -30,7 +30,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.events import NO_EVENTS
 from paged_kv.allocator.writes import reserve
-from paged_kv.integrations.bench.timing import in_turns, ratio
+from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.publisher import INTERVAL_S, SLEEPS, Publisher
 from paged_kv.pool.page_pool import open_pools

@@ -26,7 +26,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from benches.results_file import latest_figures, write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
-from paged_kv.integrations.bench.timing import in_turns, ratio
+from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata

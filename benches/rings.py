@@ -35,7 +35,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
 from paged_kv.integrations.attention_hook import paged_attention
-from paged_kv.integrations.bench.timing import in_turns, ratio, seconds, spread
+from paged_kv.integrations.bench.turns import in_turns, ratio, seconds, spread
 from paged_kv.pool.window import Window
 
 WINDOW, WINDOW_LAYERS, FULL_LAYERS = 1024, 22, 4

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from benches.results_file import write_result
-from paged_kv.integrations.bench.timing import in_turns, ratio
+from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.pages.attention import Attention

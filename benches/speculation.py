@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benches.heldout_text import contexts, model_in_float32
 from benches.results_file import write_result
 from paged_kv import ModelDraft, NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.integrations.bench.timing import in_turns, ratio, spread
+from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 
 CONTEXT, NEW_TOKENS, MODEL_TOKENS, REPETITIONS = 2048, 128, 24, 3

@@ -31,7 +31,7 @@ from benches.generated_schemas import Schema, generated_schema
 from benches.heldout_text import contexts, model_in_float32
 from benches.results_file import latest_figures, write_result
 from paged_kv import NGramDraft, PagedCacheFactory, SpeculativeBatchGenerator
-from paged_kv.integrations.bench.timing import ratio
+from paged_kv.integrations.bench.turns import ratio
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.grammars import GrammarError, json_schema
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator

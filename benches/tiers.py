@@ -38,7 +38,7 @@ from mlx_lm.generate import generate_step
 from benches.page_store import model_in, random_tokens
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, StoreOptions
-from paged_kv.integrations.bench.timing import ratio, seconds
+from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place

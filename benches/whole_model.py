@@ -31,7 +31,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.embedded import embedded_model
-from paged_kv.integrations.bench.timing import in_turns, ratio, spread
+from paged_kv.integrations.bench.turns import in_turns, ratio, spread
 
 Caches = list[Any]
 

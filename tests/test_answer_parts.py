@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged_kv.integrations.server.completions.answer_parts import (
+from paged_kv.integrations.server.completions.answer_bodies import (
     AnswerParts,
     Call,
     Part,

@@ -10,15 +10,15 @@ from openai import BadRequestError, RateLimitError
 
 from paged_kv.admission.admission import Admission
 from paged_kv.admission.demand import Demand
-from paged_kv.integrations.server.http.access import name_of_key
-from paged_kv.integrations.server.http.api_errors import APIError
-from paged_kv.integrations.server.http.client_limits import (
+from paged_kv.integrations.server.http.access import (
     ClientLimits,
     Limits,
     Priorities,
+    name_of_key,
     priorities,
     read_limits,
 )
+from paged_kv.integrations.server.http.api_errors import APIError
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import in_float32, paged_server, wait_until
 

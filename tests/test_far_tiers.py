@@ -11,12 +11,11 @@ import pytest
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Link
 from paged_kv.store.lookup import Wanted
-from paged_kv.tiers import remote_read, waits
+from paged_kv.tiers import remote_tier, waits
 from paged_kv.tiers.address import RedisAddress, parse_address
 from paged_kv.tiers.blobs import Blobs
 from paged_kv.tiers.opening import open_blobs
-from paged_kv.tiers.remote_read import RemoteRead, batches
-from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteTier
+from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteRead, RemoteTier, batches
 from paged_kv.tiers.seal import Seal
 from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Patience, Waits
@@ -88,7 +87,7 @@ def test_a_prompt_waits_for_all_its_blocks_as_long_as_for_one(
         now[0] += min(seconds, 0.16)
         return type("Waited", (), {"done": {future} if seconds >= 0.16 else set()})
 
-    monkeypatch.setattr(remote_read, "BATCH_BYTES", 1)
+    monkeypatch.setattr(remote_tier, "BATCH_BYTES", 1)
     monkeypatch.setattr(waits, "wait", late)
     memory = Memory()
     with store_with(cast("Blobs", memory)) as store:
@@ -115,7 +114,7 @@ def test_what_is_there_is_had_although_no_patience_is_left() -> None:
 
 def test_round_trips_are_of_bounded_size() -> None:
     places = [entry(link).place for link in links(TOKENS)]
-    large = remote_read.BATCH_BYTES
+    large = remote_tier.BATCH_BYTES
     sizes = [large // 4, large // 4, large // 2, 1, 3 * large, large, 1, 1]
     found = batches(zip(places, sizes, strict=False))
     assert [[nbytes for _, nbytes in batch] for batch in found] == [
@@ -128,7 +127,7 @@ def test_round_trips_are_of_bounded_size() -> None:
 
 
 def test_the_next_round_trips_begin_before_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_read, "MOST_IN_BATCH", 10)
+    monkeypatch.setattr(remote_tier, "MOST_IN_BATCH", 10)
     begun: list[int] = []
 
     def begin(batch: Sequence[Any]) -> list[None]:

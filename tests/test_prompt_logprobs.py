@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv.integrations.server.completions import completion_plan
-from paged_kv.integrations.server.generation import prompt_scores
+from paged_kv.integrations.server.generation import single_row
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PagedRunningServer,
@@ -49,7 +49,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_a_plain_call(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In parts of 64 tokens.
-    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 64 * 4096)
+    monkeypatch.setattr(single_row, "MOST_LOGITS", 64 * 4096)
     expected = direct(running, PROMPT)
     own: Any = [expected[at, token].item() for at, token in enumerate(PROMPT[1:])]
     best: Any = mx.max(expected, axis=-1).tolist()

@@ -16,8 +16,8 @@ import pytest
 from paged_kv.command_line import main
 from paged_kv.monitor import stats_table
 from paged_kv.monitor.process_view import ProcessView
+from paged_kv.monitor.published import SharedFile, read_shared
 from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start, runtime_folder
-from paged_kv.monitor.shared_file import SharedFile, read_shared
 from paged_kv.pool.page_pool import PagePool
 from tests.patience import wait_until
 from tests.shown_process import SCRIPT, shown_process

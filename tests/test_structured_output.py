@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from openai import APIError, BadRequestError
 
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
-from paged_kv.integrations.server.completions import grammar_compiler
+from paged_kv.integrations.server.completions import output_constraint
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
@@ -189,7 +189,7 @@ def test_compiling_has_a_limit_of_time_and_disturbs_nobody(
 ) -> None:
     # llguidance takes seconds for so many properties.
     slow = {"type": "object", "properties": {f"p{number}": {} for number in range(15_000)}}
-    monkeypatch.setattr(grammar_compiler, "TIME_LIMIT_S", 1)
+    monkeypatch.setattr(output_constraint, "TIME_LIMIT_S", 1)
     with ThreadPoolExecutor(1) as client:
         refused = client.submit(chat, running, response_format=_format(slow))
         assert_fits(chat(running, response_format=FORMAT).choices[0])
@@ -201,7 +201,7 @@ def test_compiling_has_a_limit_of_memory(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = {"enum": [f"{number} " * 2 for number in range(16_000)]}
-    monkeypatch.setattr(grammar_compiler, "MOST_BYTES", 20_000_000)
+    monkeypatch.setattr(output_constraint, "MOST_BYTES", 20_000_000)
     with pytest.raises(BadRequestError, match="compiling it takes more than 20,000,000 bytes"):
         chat(running, response_format=_format(large))
 
@@ -235,7 +235,7 @@ def test_a_compiled_grammar_is_used_again(
     running: PagedRunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat(running, response_format=FORMAT)
-    monkeypatch.setattr(grammar_compiler, "_check", None)
+    monkeypatch.setattr(output_constraint, "_check", None)
     assert_fits(chat(running, response_format=FORMAT).choices[0])
 
 
@@ -370,7 +370,7 @@ def test_a_server_without_the_package_says_which_extra_is_missing(
     def missing(name: str, extra: str) -> Any:
         raise ValueError(f"this needs the package {name}: pip install 'paged-kv[{extra}]'")
 
-    monkeypatch.setattr(grammar_compiler, "extra_module", missing)
+    monkeypatch.setattr(output_constraint, "extra_module", missing)
     unknown = _format(SCHEMA | {"title": "unknown until now"})
     with pytest.raises(BadRequestError, match=re.escape("pip install 'paged-kv[structured]'")):
         chat(running, response_format=unknown)

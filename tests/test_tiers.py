@@ -17,9 +17,9 @@ from paged_kv.extras import install_command
 from paged_kv.tiers import remote_tier
 from paged_kv.tiers.address import RedisAddress, S3Address, parse_address
 from paged_kv.tiers.opening import open_blobs, open_tiers, store_addresses
-from paged_kv.tiers.pause import FIRST_S, LONGEST_S, Pause
 from paged_kv.tiers.remote_writer import FULL, PAUSED
 from paged_kv.tiers.seal import HEADER_BYTES, Forged, Seal
+from paged_kv.tiers.waits import FIRST_S, LONGEST_S, Pause
 from tests.generation import greedy
 from tests.store_damage import forged
 from tests.stored_prompts import (

@@ -4,6 +4,5 @@ bench_command  the command
 measurements   what is measured, one function each
 cache_pairs    fills both kinds of caches with the same numbers
 turns          measures two things in turns, within a time
-timing         ratios and spreads of times taken in turns
 report         the table, the JSON file and the plot, with the machine's name
 """

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from paged_kv.integrations.bench.cache_pairs import CachePairs, Caches
-from paged_kv.integrations.bench.timing import seconds
 from paged_kv.integrations.bench.turns import (
     Measurement,
     Skipped,
     compared,
     compared_clocks,
+    seconds,
 )
 from paged_kv.kernels.pages.memory import recommended_bytes
 from paged_kv.sizes import counted

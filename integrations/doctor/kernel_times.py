@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from paged_kv.integrations.bench.timing import in_turns, ratio
+from paged_kv.integrations.bench.turns import in_turns, ratio
 from paged_kv.kernels.backends import backend_for
 from paged_kv.kernels.pages.attention import Attention
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata

@@ -12,12 +12,9 @@ token_masks       which tokens the grammars of many sequences allow
 processor         a logits processor of mlx-lm
 masked_steps      masks the logits of all sequences of a batch in one operation
 call_forms        in which forms models call tools
-call_parameters   the parameters of a call, one after the other
-call_schemas      reads the schemas of parameters
 call_rules        writes rules of a grammar for calls
 text_patterns     what schemas say of texts, as regular expressions
 value_readings    how parsers read values whose texts have no quotes
-parameter_values  writes such values
 call_constraints  what an answer must fit that may, or must, call tools
 grammar_check     compiles a grammar in a process with a limit of time and memory
 """

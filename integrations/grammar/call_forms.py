@@ -12,22 +12,27 @@ from collections.abc import Callable, Mapping
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
-from paged_kv.integrations.grammar.call_parameters import in_order, sorted_by_name
-from paged_kv.integrations.grammar.call_rules import CallRules, literal
-from paged_kv.integrations.grammar.call_schemas import (
+from paged_kv.integrations.grammar.call_rules import (
     DEFINITIONS,
     NOTES,
+    CallRules,
     Schema,
     definitions,
+    in_order,
+    literal,
     single_types,
+    sorted_by_name,
 )
-from paged_kv.integrations.grammar.parameter_values import Place, require_known, text, value
 from paged_kv.integrations.grammar.value_readings import (
+    Place,
     Reading,
     glm_reading,
     minimax_reading,
     muse_reading,
     qwen_reading,
+    require_known,
+    text,
+    value,
 )
 
 QUOTE = '<|"|>'

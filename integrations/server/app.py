@@ -36,7 +36,7 @@ from paged_kv.integrations.server.messages import messages
 from paged_kv.integrations.server.messages.answers import error_body
 from paged_kv.integrations.server.messages.requests import MessagesBody, PromptBody
 from paged_kv.integrations.server.responses import responses
-from paged_kv.integrations.server.responses.kept import KeptResponses
+from paged_kv.integrations.server.responses.responses import KeptResponses
 
 
 def make_app(service: Service) -> Starlette:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from paged_kv.commands.arguments import MOST_SECONDS, Parser, positive
 from paged_kv.commands.cache_options import add_cache_options, add_dtype_option, examples
-from paged_kv.integrations.server.http.client_limits import priorities
+from paged_kv.integrations.server.http.access import priorities
 from paged_kv.sizes import parse_size
 
 # Of the replayed loads in benches/store_writes.py this halves the bytes written, or better where

@@ -22,7 +22,7 @@ from paged_kv.monitor.process_view import ProcessView
 from paged_kv.monitor.published import running_process, running_processes
 
 if TYPE_CHECKING:
-    from paged_kv.monitor.stats_history import History
+    from paged_kv.monitor.process_view import History
     from paged_kv.trace.replay import Replay
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -192,7 +192,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def _history(arguments: argparse.Namespace) -> History:
-    from paged_kv.monitor.stats_history import History
+    from paged_kv.monitor.process_view import History
 
     if arguments.file is None:
         pid = _view(arguments).pid

@@ -21,9 +21,8 @@ from collections.abc import Callable
 
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
-from paged_kv.monitor.published import remove_stale
+from paged_kv.monitor.published import SharedFile, remove_stale
 from paged_kv.monitor.runtime_folder import make_runtime_folder, process_start
-from paged_kv.monitor.shared_file import SharedFile
 from paged_kv.pool.page_pool import open_pools
 
 logger = logging.getLogger("paged_kv")

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paged_kv.allocator.block_map import CACHED, FREE, SHARED, USED
-from paged_kv.monitor.process_view import PoolView
-from paged_kv.monitor.stats_history import History
+from paged_kv.monitor.process_view import History, PoolView
 from paged_kv.monitor.stats_table import WORDS, coarse
 
 # A palette that colour-blind readers can tell apart (Okabe and Ito).

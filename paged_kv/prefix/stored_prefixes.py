@@ -44,8 +44,7 @@ from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Identity, Link, Place
-from paged_kv.store.lookup import CHECKPOINT, Stored, Wanted
-from paged_kv.store.read_ahead import READ_AHEAD
+from paged_kv.store.lookup import CHECKPOINT, READ_AHEAD, Stored, Wanted
 from paged_kv.store.sights import WRITE_ALL, WriteRule
 from paged_kv.tiers.tiered_store import Offer, TieredStore
 from paged_kv.tiers.waits import Waits

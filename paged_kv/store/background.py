@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry
 from paged_kv.store.keys import Place
-from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find
+from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find, read_ahead
 from paged_kv.store.page_store import FAULTS, PageStore
-from paged_kv.store.read_ahead import read_ahead
 from paged_kv.store.sights import Sights
 from paged_kv.store.write_queue import Faults, WriteQueue
 

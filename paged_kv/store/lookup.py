@@ -11,9 +11,11 @@ prompt can resume from it earlier.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.ring import Ring
@@ -196,3 +198,28 @@ def _needed_at_end(wanted: Wanted, links: Sequence[Link]) -> list[Place]:
     ]
     states = [Place(links[-1], CHECKPOINT)] if wanted.needs_checkpoint else []
     return in_rings + states
+
+
+READ_AHEAD = 8
+
+Item = TypeVar("Item")
+Reading = TypeVar("Reading")
+Result = TypeVar("Result")
+
+
+def read_ahead(
+    items: Iterable[Item],
+    start: Callable[[Item], Reading],
+    finish: Callable[[Reading, Item], Result | None],
+) -> Iterator[Result | None]:
+    """What `finish` returns for each item, in order. It is called when its turn comes; `start` is
+    called earlier. Yields None for an item that cannot be read, and ends."""
+    coming = iter(items)
+    started = deque((item, start(item)) for item in islice(coming, READ_AHEAD))
+    while started:
+        item, reading = started.popleft()
+        result = finish(reading, item)
+        yield result
+        if result is None:
+            return
+        started.extend((item, start(item)) for item in islice(coming, 1))

@@ -3,7 +3,6 @@
     tiered_store    all tiers together: reads through them, keeps what it finds in the quicker ones
     remote_tier     a server: one question for a whole prompt, reads ahead, pauses after failures
     remote_writer   writes to a server behind, from a bounded queue
-    pause           how long a server is left alone after a failure
     seal            keyed names and digests: who cannot read the secret cannot make an entry
     blobs           what a server must do: sizes, get, put, list, remove
     redis_blobs     Redis and Valkey, by the package redis (extra "redis")

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Place
-from paged_kv.tiers.presence import Presence
+from paged_kv.tiers.remote_tier import Presence
 
 LANDING_BYTES = 1 << 30
 

@@ -10,8 +10,8 @@ from paged_kv.store.entry_file import Entry, encode
 from paged_kv.store.ledger import Written
 from paged_kv.store.write_queue import Faults
 from paged_kv.tiers.blobs import Blobs, RemoteFault
-from paged_kv.tiers.pause import Pause
 from paged_kv.tiers.seal import Seal
+from paged_kv.tiers.waits import Pause
 
 SLOW = "the server is slower than what it is given"
 PAUSED = "the server has failed a moment ago"

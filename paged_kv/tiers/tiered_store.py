@@ -15,13 +15,10 @@ from threading import Event
 from paged_kv.store.background import BackgroundStore, StoreStats
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.keys import Place
-from paged_kv.store.lookup import Stored, Union, Wanted, find
-from paged_kv.store.read_ahead import read_ahead
+from paged_kv.store.lookup import Stored, Union, Wanted, find, read_ahead
 from paged_kv.store.sights import Sights
 from paged_kv.tiers.landing import Landing
-from paged_kv.tiers.presence import Presence
-from paged_kv.tiers.remote_read import RemoteRead
-from paged_kv.tiers.remote_tier import RemoteTier
+from paged_kv.tiers.remote_tier import Presence, RemoteRead, RemoteTier
 from paged_kv.tiers.waits import Waits
 
 Tier = BackgroundStore | RemoteTier

@@ -27,8 +27,7 @@ from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.allocator.prefixes.out_of_window_blocks import OutOfWindowBlock
 from paged_kv.allocator.ring import Ring
 from paged_kv.allocator.writes import Write, blocks_needed, reserve
-from paged_kv.monitor.process_view import PoolView
-from paged_kv.monitor.stats_history import History, Sample
+from paged_kv.monitor.process_view import History, PoolView, Sample
 from paged_kv.pool.stats import PoolStats, no_stats
 from paged_kv.trace.recorder import PAGE_SIZE, VERSION, TraceEvent
 from paged_kv.trace.simulated_pool import (

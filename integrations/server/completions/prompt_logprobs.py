@@ -1,15 +1,56 @@
-"""The tokens of a prompt in an answer: `echo` and `prompt_logprobs`, as vLLM has them."""
+"""Log probabilities in OpenAI's form, and those of a prompt's tokens: `echo` and `prompt_logprobs`,
+as vLLM has them."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from paged_kv.integrations.server.completions.choices import Choice
-from paged_kv.integrations.server.completions.logprobs import bounded
 from paged_kv.integrations.server.generation.jobs import Job, Prompt, ScoredToken, Token, TopToken
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.http.schema import Body, TextBody
+
+# OpenAI's log probability of an impossible token: JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
+
+class Logprobs:
+    """The descriptions of one answer's tokens.
+
+    Args:
+        tokenizer: gives the texts of tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Log probabilities name the same tokens again and again.
+        self.text_of = functools.cache(self._decoded)
+
+    def of(self, token: Token) -> dict[str, Any]:
+        """A generated token and the likeliest ones in its place."""
+        top = [self._described(each.token, each.logprob) for each in token.top]
+        return {**self._described(token.token, token.logprob), "top_logprobs": top}
+
+    def _described(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self.text_of(token)
+        # The tokenizer does not give the bytes of a token that is a part of a character.
+        octets = None if "\ufffd" in text else list(text.encode())
+        return {"id": token, "token": text, "bytes": octets, "logprob": bounded(logprob)}
+
+    def _decoded(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
+
+def bounded(logprob: float | None) -> float | None:
+    """A log probability that JSON can hold, at least LEAST_LOGPROB."""
+    if logprob is None:
+        return None
+    return LEAST_LOGPROB if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
+
 
 # Of all prompts of a request together. Each takes about 100 bytes until the answer is written.
 MOST_SCORES = 1 << 20

@@ -6,17 +6,15 @@ import argparse
 import asyncio
 from dataclasses import dataclass
 
-from paged_kv.integrations.server.completions.grammar_compiler import GrammarCompiler
 from paged_kv.integrations.server.completions.model_names import ModelNames
+from paged_kv.integrations.server.completions.output_constraint import GrammarCompiler
 from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
 from paged_kv.integrations.server.generation.generation_thread import GenerationThread
 from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
-from paged_kv.integrations.server.http.access import APIKeys, KnownHosts
+from paged_kv.integrations.server.http.access import APIKeys, ClientLimits, Gate, KnownHosts
 from paged_kv.integrations.server.http.api_errors import APIError
-from paged_kv.integrations.server.http.client_limits import ClientLimits
-from paged_kv.integrations.server.http.gate import Gate
 
 
 @dataclass(frozen=True)

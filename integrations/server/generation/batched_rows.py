@@ -24,7 +24,7 @@ from paged_kv.integrations.server.generation.jobs import (
     TopToken,
 )
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
+from paged_kv.integrations.server.generation.prompt_fetcher import PromptReuse
 from paged_kv.integrations.server.generation.sampling import Sampling
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator

@@ -32,11 +32,11 @@ from paged_kv.integrations.server.generation.jobs import (
     Empty,
     Failed,
     Job,
+    Mailbox,
     Outbox,
     Stage,
     Token,
 )
-from paged_kv.integrations.server.generation.mailbox import Mailbox
 from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.generation.rows import Rows
 from paged_kv.integrations.server.generation.server_metrics import ServerMetrics

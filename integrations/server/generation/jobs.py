@@ -1,14 +1,15 @@
-"""Jobs for the generation thread, and the events that it sends back."""
+"""Jobs for the generation thread, its queue of commands, and the events that it sends back."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mlx_lm.server import GenerationArguments
 
@@ -253,3 +254,28 @@ class Outbox:
 def _deliver(events: list[tuple[Channel, Event]]) -> None:
     for channel, event in events:
         channel.events.put_nowait(event)
+
+
+Command = TypeVar("Command")
+
+
+class Mailbox(Generic[Command]):
+    """Commands in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._commands: list[Command] = []
+        self._news = threading.Condition()
+
+    def put(self, *commands: Command) -> None:
+        """Add commands, which `take` returns together; any thread may call this."""
+        with self._news:
+            self._commands += commands
+            self._news.notify()
+
+    def take(self, *, wait: bool, seconds: float | None = None) -> list[Command]:
+        """Take all queued commands; with `wait`, wait for at least one, for `seconds` at most."""
+        with self._news:
+            if wait:
+                self._news.wait_for(lambda: self._commands, seconds)
+            commands, self._commands = self._commands, []
+        return commands

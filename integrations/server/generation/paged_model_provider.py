@@ -31,8 +31,7 @@ from paged_kv.integrations.server.generation.image_support import (
 )
 from paged_kv.integrations.server.generation.model_grammars import ModelGrammars
 from paged_kv.integrations.server.generation.prefill_request import OtherServer
-from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher
-from paged_kv.integrations.server.generation.prompt_reuse import PromptReuse
+from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher, PromptReuse
 from paged_kv.integrations.server.generation.sufficient_budget import budget_named
 from paged_kv.integrations.server.http.access import read_prefill_key
 from paged_kv.integrations.server.http.api_errors import APIError, shortened

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from paged_kv.integrations.server.completions.answer_parts import (
+from paged_kv.integrations.server.completions.answer_bodies import (
     AnswerParts,
     Call,
     Part,

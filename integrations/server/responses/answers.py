@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paged_kv.integrations.server.completions.answer_parts import (
+from paged_kv.integrations.server.completions.answer_bodies import (
     AnswerParts,
     Call,
     Part,
@@ -16,7 +16,7 @@ from paged_kv.integrations.server.completions.answer_parts import (
 )
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.interface import Answers
-from paged_kv.integrations.server.completions.logprobs import Logprobs
+from paged_kv.integrations.server.completions.prompt_logprobs import Logprobs
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.server.responses.translation import PLAIN
 
