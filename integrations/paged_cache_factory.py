@@ -22,8 +22,7 @@ from paged_kv.checks import TokenIds, require_hashable, whole_number
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
 from paged_kv.integrations.batching.unpaged_caches import paged_caches, unpaged_caches, with_unpaged
 from paged_kv.integrations.cache_library import language_model, library_of, model_file
-from paged_kv.integrations.compiled.choice import compiles
-from paged_kv.integrations.compiled.recordings import Recordings
+from paged_kv.integrations.compiled.recordings import Recordings, compiles
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, folder_of_rank, ranks_of
 from paged_kv.integrations.factory_arguments import only_sequence, require_model, used_bound
 from paged_kv.integrations.media_keys import Media, MediaKeys

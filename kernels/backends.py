@@ -1,4 +1,5 @@
-"""Chooses the backend: the code that reads and writes pages on this device."""
+"""Chooses the backend, the code that reads and writes pages on this device, and what records its
+operations."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,12 +10,15 @@ from paged_kv.kernels.cpu.native_backend import NativeBackend
 from paged_kv.kernels.cpu.native_library import load_native_library
 from paged_kv.kernels.gpu.backend import GpuBackend
 from paged_kv.kernels.gpu.kernels import Maker
+from paged_kv.kernels.gpu.recorder import GpuRecorder
 from paged_kv.kernels.left_out import COMPILED_STEPS, left_out
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.kernels.partial_backend import PartialBackend, is_read
 from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.plain.plain_recorder import PlainRecorder
 
 # What a message says of kernels that are left out.
 HEAL = (
@@ -128,3 +132,11 @@ def _best() -> Backend:
         warn_once(f"attention runs on plain MLX operations, which is slow on a CPU: {reason}")
         return PlainBackend()
     return NativeBackend(library)
+
+
+def recorder_of(backend: Backend) -> StepRecorder | None:
+    """The recorder of a backend's steps; None if MLX cannot record them, because they are not
+    operations of its graph, or because plain operations stand in for some kernels."""
+    if isinstance(backend, GpuBackend):
+        return GpuRecorder(backend, backend.order)
+    return PlainRecorder() if isinstance(backend, PlainBackend) else None

@@ -4,6 +4,8 @@ Exit status: 0 for success, 1 for a failure, 2 for wrong arguments, 130 after an
 141 when the reader of its output has closed the pipe (SIGPIPE).
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import os
@@ -14,11 +16,42 @@ from collections.abc import Sequence
 from paged_kv import __version__
 from paged_kv.allocator.errors import PagedKVError
 from paged_kv.commands.arguments import Parser
-from paged_kv.commands.completion_command import add_completion_parser
+from paged_kv.commands.cache_options import examples
 from paged_kv.commands.stats_command import add_stats_parser
 from paged_kv.commands.store_command import add_store_parser
 from paged_kv.commands.trace_command import add_trace_parser
-from paged_kv.extras import MissingBackend, backend_named
+from paged_kv.extras import MissingBackend, backend_named, extra_module
+
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_completion_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes commands and options",
+        description="Prints a script for a shell, which completes commands and options with it.",
+        **examples(
+            "paged-kv completion bash >~/.local/share/bash-completion/completions/paged-kv",
+            'paged-kv completion zsh >"${fpath[1]}/_paged-kv"',
+        ),
+    )
+    parser.add_argument("shell", choices=_SHELLS)
+    parser.set_defaults(run=lambda arguments: _run(commands, arguments.shell))
+
+
+def _run(commands: argparse._SubParsersAction[argparse.ArgumentParser], shell: str) -> int:
+    shtab = extra_module("shtab", "completion")
+    for name, command in commands.choices.items():
+        # A command whose options take long to load registers without them.
+        if (full_parser := command.get_default("full_parser")) is not None:
+            commands.choices[name] = full_parser()
+    parser = argparse.ArgumentParser("paged-kv")
+    parser._actions.append(commands)
+    print(shtab.complete(parser, shell))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +129,7 @@ def _know_themselves(parser: argparse.ArgumentParser) -> None:
                 _know_themselves(command)
 
 
-def _add_integrations(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_integrations(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from paged_kv.integrations.bench.bench_command import add_bench_parser
     from paged_kv.integrations.doctor.doctor_command import add_doctor_parser
     from paged_kv.integrations.generation.generate_command import add_generate_parser

@@ -21,8 +21,7 @@ from benches.host_cost import HEAD_DIM, KV_HEADS, GraphMaker, backend, filled, s
 from benches.model_families import alone, attempt, batched
 from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.integrations.compiled import recordings as recordings_module
-from paged_kv.integrations.compiled.choice import compiles
-from paged_kv.integrations.compiled.recordings import Comparisons, Recordings
+from paged_kv.integrations.compiled.recordings import Comparisons, Recordings, compiles
 from paged_kv.kernels import faster_steps
 from paged_kv.kernels.backends import variant
 from paged_kv.kernels.faster_steps import note_faster

@@ -15,8 +15,8 @@ import pytest
 from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
 from paged_kv.integrations.doctor import compiled_steps, doctor_command, examination, kernel_times
+from paged_kv.integrations.doctor.doctor_command import progress
 from paged_kv.integrations.doctor.kernel_times import KernelTime, Size
-from paged_kv.integrations.doctor.progress import progress
 from paged_kv.kernels import left_out as left_out_module
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend

@@ -1,6 +1,4 @@
 """Decode steps that are recorded once and repeated without Python.
-
-choice            whether steps are compiled at all
 recordings        the recordings of a model's pool
 recording         one recording
 exported_graph    the graph of a function, to be compared

@@ -8,12 +8,51 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
-from paged_kv.cache.recorded_cache import RecordedCache
 from paged_kv.integrations.batching.unpaged_caches import is_list, leaves
 from paged_kv.integrations.compiled import cache_states
 from paged_kv.integrations.compiled.exported_graph import NotExportable, exported_graph
 from paged_kv.integrations.compiled.model_contents import ModelContents
+from paged_kv.steps.arrays import PagedKeys, PagedValues
 from paged_kv.steps.recorded import NotRecordable, RecordableStep, RecordedStep
+
+
+class RecordedCache:
+    """Takes the place of the `PagedKVCache` of one layer, and answers in arrays.
+
+    Raises:
+        NotRecordable: the model asks it for anything that it cannot know while a step is recorded.
+    """
+
+    def __init__(self, layer: int, step: RecordedStep) -> None:
+        self._layer = layer
+        self._step = step
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(PagedKVCache, name):
+            raise NotRecordable(f"it asks its cache for `{name}` in each step")
+        raise AttributeError(f"a paged cache has no attribute {name!r}")
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of the next token, int32 [B], also for one sequence."""
+        return self._step.offset_of(self._layer)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """See `PagedKVCache.make_mask`; no array that it returns can be computed."""
+        if N != 1:
+            raise NotRecordable(f"it asks for a mask of {N} tokens in a step of one")
+        return self._step.mask(self._layer, return_array=return_array, window_size=window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PagedKeys, PagedValues]:
+        """See `PagedKVCache.update_and_fetch`."""
+        return self._step.write(self._layer, keys, values)
+
+    def keys_and_values(self) -> tuple[PagedKeys, PagedValues]:
+        """See `PagedKVCache.keys_and_values`."""
+        return self._step.read(self._layer)
+
 
 ModelCall = Callable[..., mx.array]
 """A model's own call: takes tokens int [B, 1] and `cache`, returns logits [B, 1, vocabulary]."""

@@ -1,9 +1,10 @@
-"""Keeps the recorded steps of a model's pool, chooses among them, and compares some of those that
-are repeated with steps that Python takes."""
+"""Decides whether steps are compiled, keeps the recorded ones of a model's pool, chooses among
+them, and compares some of those that are repeated with steps that Python takes."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from paged_kv.cache.paged_kv_cache import PagedKVCache
+from paged_kv.checks import described
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.compiled.cache_states import others_of
 from paged_kv.integrations.compiled.model_contents import ModelContents, Replaced, require_equal
@@ -24,7 +26,12 @@ from paged_kv.integrations.compiled.recording import (
     compiling_is_on,
     require_no_numbers,
 )
+from paged_kv.kernels.backends import recorder_of, variant
+from paged_kv.kernels.faster_steps import are_faster
+from paged_kv.kernels.left_out import COMPILED_STEPS, device_name, left_out
+from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.pages.errors import ThreadConflict
+from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.recorded import (
     NotRecordable,
@@ -315,3 +322,35 @@ def _step_of(
         return None
     step.begin_in_model()
     return step
+
+
+VARIABLE = "PAGED_KV_COMPILE"
+
+
+def compiles(choice: bool | None, backend: Backend) -> bool:
+    """Whether steps are recorded: by a factory's argument, else by PAGED_KV_COMPILE, else where
+    the doctor has found that right and faster.
+
+    Raises:
+        TypeError: the argument is neither a bool nor None.
+        ValueError: PAGED_KV_COMPILE is neither 0 nor 1.
+    """
+    if not isinstance(choice, bool | None):
+        raise TypeError(f"compile must be True, False or None, got {described(choice)}")
+    named = os.environ.get(VARIABLE)
+    if named not in (None, "0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0 or 1, got {named!r}")
+    if choice is not None:
+        return choice
+    if named is not None:
+        return named == "1"
+    recorder, name = recorder_of(backend), variant(backend)
+    if recorder is None or not recorder.pays or COMPILED_STEPS in left_out(name):
+        return False
+    if not are_faster(name):
+        warn_once(
+            f"decode steps are not compiled: run `paged-kv doctor` once, which finds out whether "
+            f"that is right and faster on this device ({device_name()})"
+        )
+        return False
+    return True

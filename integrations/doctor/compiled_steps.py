@@ -16,10 +16,10 @@ from mlx_lm.models import llama
 
 from paged_kv.integrations.doctor.kernel_times import KernelTime, timed
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.kernels.backends import recorder_of
 from paged_kv.kernels.left_out import COMPILED_STEPS
 from paged_kv.kernels.pages.backend import Backend
 from paged_kv.kernels.partial_backend import PartialBackend
-from paged_kv.kernels.recorders import recorder_of
 from paged_kv.kernels.self_test import Check
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 4, 2, 64, 256

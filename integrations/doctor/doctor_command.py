@@ -1,4 +1,4 @@
-"""The command `paged-kv doctor`, and the file for an issue that it writes."""
+"""The command `paged-kv doctor`: its lines, and the file for an issue that it writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import io
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +22,28 @@ from paged_kv.integrations.bench import report as bench_report
 from paged_kv.integrations.bench.bench_command import measured
 from paged_kv.integrations.bench.measurements import QUICK
 from paged_kv.integrations.doctor.examination import examine
-from paged_kv.integrations.doctor.progress import progress
+
+
+@contextmanager
+def progress(*, verbose: bool) -> Iterator[Callable[[object], None]]:
+    """A call that takes each line as it is found: prints it if `verbose`; otherwise a terminal
+    shows the latest one, until the end."""
+    if verbose:
+        yield lambda line: print(line, flush=True)
+        print()
+    elif sys.stderr.isatty():
+        try:
+            yield _show
+        finally:
+            _show("")
+    else:
+        yield lambda line: None
+
+
+def _show(line: object) -> None:
+    """Show a line in place of the one before, cut so that it does not wrap."""
+    columns = shutil.get_terminal_size().columns - 1
+    print(f"\r\x1b[K{str(line)[:columns]}", end="", file=sys.stderr, flush=True)
 
 
 def write_report(file: Path, *, verbose: bool) -> int:
@@ -165,9 +187,8 @@ def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, report or reset, and return the exit status."""
     # Imported here: all of it needs mlx, and --help does not.
-    from paged_kv.integrations.doctor.doctor_command import write_report
+    from paged_kv.integrations.doctor.doctor_command import progress, write_report
     from paged_kv.integrations.doctor.examination import examine
-    from paged_kv.integrations.doctor.progress import progress
     from paged_kv.kernels.faster_steps import forget_faster
     from paged_kv.kernels.left_out import forget_left_out
 

@@ -8,5 +8,4 @@ output_files        checks the files that commands write
 stats_command       `paged-kv stats`
 store_command       `paged-kv store`
 trace_command       `paged-kv trace`
-completion_command  `paged-kv completion`
 """

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from paged_kv.kernels.backends import recorder_of
 from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
 from paged_kv.kernels.pages.layer_memory import MAX_SLABS, WRITABLE
 from paged_kv.kernels.pages.layer_pages import LayerPages
@@ -20,7 +21,6 @@ from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.kernels.pages.stand_in import stand_in
 from paged_kv.kernels.pages.step_recorder import StepRecorder
 from paged_kv.kernels.pages.tables import TABLES, Tables, tables_of
-from paged_kv.kernels.recorders import recorder_of
 from paged_kv.pool.layer_group import LayerGroup
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.window import Window
