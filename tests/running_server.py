@@ -15,7 +15,7 @@ from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 from openai import OpenAI
 
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.lifecycle import PagedServer
 from paged_kv.integrations.server.options import server_parser
 from paged_kv.pool.page_pool import PagePool

@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
         *("kernels.pages", "kernels.plain"),
     },
     "integrations.server.http": set(),
-    "integrations.server.generation": {
+    "integrations.server.engine": {
         *("admission", "allocator", "integrations", "integrations.batching"),
         *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
         *("integrations.grammar", "integrations.states", "commands", "kernels.pages", "prefix"),
@@ -103,7 +103,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.server.completions": {
         *("allocator.prefixes", "commands", "integrations", "integrations.batching"),
-        *("integrations.grammar", "integrations.server.generation", "integrations.server.http"),
+        *("integrations.grammar", "integrations.server.engine", "integrations.server.http"),
         *("kernels.pages", "prefix"),
     },
     "integrations.server.messages": {
@@ -116,7 +116,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "integrations.server": {
         *("allocator", "commands", "integrations.distributed"),
-        *("integrations.server.completions", "integrations.server.generation"),
+        *("integrations.server.completions", "integrations.server.engine"),
         *("integrations.server.http", "integrations.server.messages", "monitor", "pool"),
         "integrations.doctor",  # which BLAS there is
         "integrations.server.responses",

@@ -12,9 +12,9 @@ from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.conversation import Conversation
 from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
-from paged_kv.integrations.server.generation.choice_text import stop_machine
-from paged_kv.integrations.server.generation.jobs import Begun, Channel, Event, Job, Token
-from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.engine.choice_text import stop_machine
+from paged_kv.integrations.server.engine.jobs import Begun, Channel, Event, Job, Token
+from paged_kv.integrations.server.engine.server_metrics import ServerMetrics
 from paged_kv.integrations.server.http.schema import Body, ChatBody, TextBody
 from tests.test_choice_text import WORDS, loaded
 

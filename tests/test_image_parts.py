@@ -19,8 +19,8 @@ from paged_kv.integrations.server.completions.message_parts import (
     require_no_marks,
     require_parts,
 )
-from paged_kv.integrations.server.generation import image_support
-from paged_kv.integrations.server.generation.image_support import refusal_of_mlx_vlm
+from paged_kv.integrations.server.engine import image_support
+from paged_kv.integrations.server.engine.image_support import refusal_of_mlx_vlm
 from paged_kv.integrations.server.http.api_errors import APIError
 
 HELLO = "data:text/plain;base64,aGVsbG8="

@@ -8,9 +8,9 @@ import pytest
 
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, regex
-from paged_kv.integrations.server.generation import model_grammars
-from paged_kv.integrations.server.generation.begun_grammars import compile_on_other_ranks
-from paged_kv.integrations.server.generation.model_grammars import ModelGrammars
+from paged_kv.integrations.server.engine import model_grammars
+from paged_kv.integrations.server.engine.begun_grammars import compile_on_other_ranks
+from paged_kv.integrations.server.engine.model_grammars import ModelGrammars
 from paged_kv.integrations.server.http.api_errors import APIError
 from tests.patience import PATIENCE_S
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
-from paged_kv.integrations.server.generation.prefill_request import OtherServer
+from paged_kv.integrations.server.engine.prefill_request import OtherServer
 from paged_kv.integrations.server.http import access
 from paged_kv.integrations.server.http.access import (
     APIKeys,

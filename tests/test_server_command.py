@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from paged_kv.command_line import main
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.options import server_parser
 from tests.patience import PATIENCE_S
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.generation.batched_rows import BatchedRows
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.engine.batched_rows import BatchedRows
+from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
 from paged_kv.integrations.server.options import server_parser
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths

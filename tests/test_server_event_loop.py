@@ -20,8 +20,8 @@ from paged_kv.integrations.server.completions import (
     completion_plan,
 )
 from paged_kv.integrations.server.completions.answer_bodies import OpenAIAnswers
-from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
-from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.engine.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.engine.jobs import Token
 from paged_kv.integrations.server.http.connection import MOST_READ_BYTES, Connection
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (

@@ -27,7 +27,7 @@ from paged_kv.integrations.server.completions.tokenizing import (
     Tokenizing,
     Tokens,
 )
-from paged_kv.integrations.server.generation.prefill_request import PATH as PREFILL
+from paged_kv.integrations.server.engine.prefill_request import PATH as PREFILL
 from paged_kv.integrations.server.http.api_errors import APIError, shortened, told
 from paged_kv.integrations.server.http.connection import PROBES, ExtraPlaces
 from paged_kv.integrations.server.http.request_log import HEADER, RequestLog

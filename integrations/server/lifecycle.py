@@ -40,9 +40,9 @@ from paged_kv.integrations.server.completions.output_constraint import GrammarCo
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
-from paged_kv.integrations.server.generation.generation_thread import GenerationThread
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.engine.generation_thread import GenerationThread
+from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.engine.server_metrics import ServerMetrics
 from paged_kv.integrations.server.http.access import (
     APIKeys,
     ClientLimits,

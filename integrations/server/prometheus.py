@@ -17,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from paged_kv.integrations.server.completions.service import Service
-from paged_kv.integrations.server.generation.jobs import Stage
-from paged_kv.integrations.server.generation.server_metrics import Histogram
+from paged_kv.integrations.server.engine.jobs import Stage
+from paged_kv.integrations.server.engine.server_metrics import Histogram
 from paged_kv.integrations.server.status_page import choices_in
 from paged_kv.monitor import prometheus_metrics
 from paged_kv.monitor.process_view import ProcessView

@@ -58,8 +58,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from paged_kv.integrations.distributed.meeting import joined_ranks
-    from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
-    from paged_kv.integrations.server.generation.sufficient_budget import require_sufficient_budget
+    from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
+    from paged_kv.integrations.server.engine.sufficient_budget import require_sufficient_budget
     from paged_kv.integrations.server.http.request_log import OneLine
     from paged_kv.integrations.server.lifecycle import follow, run_server
 

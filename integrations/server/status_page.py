@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from paged_kv.extras import extra_module
 from paged_kv.integrations.server.completions.service import Service
-from paged_kv.integrations.server.generation.jobs import Job, Stage
+from paged_kv.integrations.server.engine.jobs import Job, Stage
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import ProcessView
 from paged_kv.pool.columns import COLUMNS

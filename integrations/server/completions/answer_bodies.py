@@ -14,7 +14,7 @@ from mlx_lm.server import get_system_fingerprint
 from paged_kv.integrations.server.completions.choices import Choice, Usage
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.completions.prompt_logprobs import Logprobs, bounded, described
-from paged_kv.integrations.server.generation.jobs import Token
+from paged_kv.integrations.server.engine.jobs import Token
 from paged_kv.integrations.server.http.request_body import parse_body
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body, TextBody
 

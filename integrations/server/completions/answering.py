@@ -29,8 +29,8 @@ from paged_kv.integrations.server.completions.completion_plan import Plan, make_
 from paged_kv.integrations.server.completions.conversation import IDLE, Conversation
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
 from paged_kv.integrations.server.completions.service import Service
-from paged_kv.integrations.server.generation.jobs import Channel, Job
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.integrations.server.engine.jobs import Channel, Job
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.access import salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.request_body import read_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paged_kv.integrations.server.generation.jobs import Held, ScoredToken, Token
+from paged_kv.integrations.server.engine.jobs import Held, ScoredToken, Token
 
 
 @dataclass

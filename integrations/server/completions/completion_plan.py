@@ -32,10 +32,10 @@ from paged_kv.integrations.server.completions.prompt_reader import (
     read_prefill,
     read_text,
 )
-from paged_kv.integrations.server.generation.choice_text import stop_machine
-from paged_kv.integrations.server.generation.ending import Ending
-from paged_kv.integrations.server.generation.jobs import Channel, Job, Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.integrations.server.engine.choice_text import stop_machine
+from paged_kv.integrations.server.engine.ending import Ending
+from paged_kv.integrations.server.engine.jobs import Channel, Job, Prompt
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.http.schema import (
     LARGEST_COUNT,

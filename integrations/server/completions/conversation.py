@@ -12,8 +12,8 @@ from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.prompt_logprobs import first_part
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.completions.tool_calls import ChoiceCalls
-from paged_kv.integrations.server.generation.choice_text import ChoiceText, Delta
-from paged_kv.integrations.server.generation.jobs import (
+from paged_kv.integrations.server.engine.choice_text import ChoiceText, Delta
+from paged_kv.integrations.server.engine.jobs import (
     Begun,
     Empty,
     Event,
@@ -22,7 +22,7 @@ from paged_kv.integrations.server.generation.jobs import (
     Progress,
     Token,
 )
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.schema import ChatBody, TextBody
 
 # A stream in which nothing happens says so, since only bytes that cannot be sent tell a client that

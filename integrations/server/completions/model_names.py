@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.server.http.schema import DEFAULT_MODEL, Body
 

@@ -24,9 +24,9 @@ from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
-from paged_kv.integrations.server.generation.begun_grammars import model_constraint
-from paged_kv.integrations.server.generation.jobs import Job
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.begun_grammars import model_constraint
+from paged_kv.integrations.server.engine.jobs import Job
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError, shortened, wrong_value
 from paged_kv.integrations.server.http.output_format import (
     MOST_GRAMMAR_CHARACTERS,

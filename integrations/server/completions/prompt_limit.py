@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
-from paged_kv.integrations.server.generation.jobs import Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.jobs import Prompt
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError
 
 # A tokenizer takes 260 bytes of memory for each token, or 2 GB for a body of 8 MB: longer texts are

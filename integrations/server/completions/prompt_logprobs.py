@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_kv.integrations.server.completions.choices import Choice
-from paged_kv.integrations.server.generation.jobs import Job, Prompt, ScoredToken, Token, TopToken
+from paged_kv.integrations.server.engine.jobs import Job, Prompt, ScoredToken, Token, TopToken
 from paged_kv.integrations.server.http.api_errors import wrong_value
 from paged_kv.integrations.server.http.schema import Body, TextBody
 

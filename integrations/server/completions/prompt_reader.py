@@ -25,9 +25,9 @@ from paged_kv.integrations.server.completions.message_parts import (
     typed_mark,
 )
 from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
-from paged_kv.integrations.server.generation.image_support import EmbeddedImages
-from paged_kv.integrations.server.generation.jobs import Held, Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.image_support import EmbeddedImages
+from paged_kv.integrations.server.engine.jobs import Held, Prompt
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
 from paged_kv.kernels.pages.page_format import PAGE_SIZE

@@ -10,9 +10,9 @@ from paged_kv.integrations.server.completions.model_names import ModelNames
 from paged_kv.integrations.server.completions.output_constraint import GrammarCompiler
 from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
-from paged_kv.integrations.server.generation.generation_thread import GenerationThread
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
-from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.engine.generation_thread import GenerationThread
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.server_metrics import ServerMetrics
 from paged_kv.integrations.server.http.access import APIKeys, ClientLimits, Gate, KnownHosts
 from paged_kv.integrations.server.http.api_errors import APIError
 

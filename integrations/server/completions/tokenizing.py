@@ -12,7 +12,7 @@ from paged_kv.integrations.server.completions.answering import Answering, json_b
 from paged_kv.integrations.server.completions.completion_plan import Plan
 from paged_kv.integrations.server.completions.conversation import Conversation
 from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import busy, wrong_value
 from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.request_body import body_of, checked, parsed_json

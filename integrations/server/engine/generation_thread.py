@@ -26,8 +26,8 @@ from paged_kv.admission.demand import Demand
 from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
 from paged_kv.allocator.errors import PoolExhausted
 from paged_kv.integrations.grammar.constraints import Constraint
-from paged_kv.integrations.server.generation.begun_grammars import compile_on_other_ranks
-from paged_kv.integrations.server.generation.jobs import (
+from paged_kv.integrations.server.engine.begun_grammars import compile_on_other_ranks
+from paged_kv.integrations.server.engine.jobs import (
     Begun,
     Empty,
     Failed,
@@ -37,9 +37,9 @@ from paged_kv.integrations.server.generation.jobs import (
     Stage,
     Token,
 )
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.generation.rows import Rows
-from paged_kv.integrations.server.generation.server_metrics import ServerMetrics
+from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.engine.rows import Rows
+from paged_kv.integrations.server.engine.server_metrics import ServerMetrics
 from paged_kv.integrations.server.http.api_errors import APIError, busy, wrong_value
 
 log = logging.getLogger(__name__)

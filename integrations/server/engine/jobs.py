@@ -17,8 +17,8 @@ from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.prompt_media import PromptMedia
-from paged_kv.integrations.server.generation.ending import Ending
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.integrations.server.engine.ending import Ending
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel, ModelKey
 from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.integrations.speculation.batch import SpeculationCounts
 

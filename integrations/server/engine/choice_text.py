@@ -15,8 +15,8 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, StreamingDetokenizer
 
-from paged_kv.integrations.server.generation.jobs import Token
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.jobs import Token
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 
 # Most lines are shorter. A longer one is shortened at this length; if that fails, when it is twice
 # as long, and so on.

@@ -15,7 +15,7 @@ from mlx_lm.server import GenerationArguments, SamplingArguments, _make_logits_p
 
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
 from paged_kv.integrations.grammar.processor import GrammarProcessor
-from paged_kv.integrations.server.generation.paged_model_provider import LoadedModel
+from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import wrong_value
 
 Sampler = Callable[[mx.array], mx.array]

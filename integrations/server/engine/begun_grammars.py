@@ -5,8 +5,8 @@ from __future__ import annotations
 from paged_kv.integrations.grammar.call_constraints import CallConstraint
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.server.generation.jobs import Job, Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import (
+from paged_kv.integrations.server.engine.jobs import Job, Prompt
+from paged_kv.integrations.server.engine.paged_model_provider import (
     LoadedModel,
     PagedModelProvider,
 )

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
-from paged_kv.integrations.server.generation.batched_rows import Happened, as_token, hold
-from paged_kv.integrations.server.generation.jobs import (
+from paged_kv.integrations.server.engine.batched_rows import Happened, as_token, hold
+from paged_kv.integrations.server.engine.jobs import (
     Empty,
     Job,
     Progress,
@@ -21,11 +21,11 @@ from paged_kv.integrations.server.generation.jobs import (
     ScoredToken,
     TopToken,
 )
-from paged_kv.integrations.server.generation.paged_model_provider import (
+from paged_kv.integrations.server.engine.paged_model_provider import (
     LoadedModel,
     PagedModelProvider,
 )
-from paged_kv.integrations.server.generation.sampling import Sampling
+from paged_kv.integrations.server.engine.sampling import Sampling
 from paged_kv.integrations.server.http.api_errors import wrong_value
 
 # Numbers of the logits of a step, which are kept in float32 for a moment: 256 MiB. That is 441

@@ -24,15 +24,15 @@ from paged_kv.integrations.distributed.digests import require_same_prefixes
 from paged_kv.integrations.distributed.meeting import joined_ranks
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.integrations.server.generation.context_length import context_length
-from paged_kv.integrations.server.generation.image_support import (
+from paged_kv.integrations.server.engine.context_length import context_length
+from paged_kv.integrations.server.engine.image_support import (
     loading_with_mlx_vlm,
     refusal_of_mlx_vlm,
 )
-from paged_kv.integrations.server.generation.model_grammars import ModelGrammars
-from paged_kv.integrations.server.generation.prefill_request import OtherServer
-from paged_kv.integrations.server.generation.prompt_fetcher import PromptFetcher, PromptReuse
-from paged_kv.integrations.server.generation.sufficient_budget import budget_named
+from paged_kv.integrations.server.engine.model_grammars import ModelGrammars
+from paged_kv.integrations.server.engine.prefill_request import OtherServer
+from paged_kv.integrations.server.engine.prompt_fetcher import PromptFetcher, PromptReuse
+from paged_kv.integrations.server.engine.sufficient_budget import budget_named
 from paged_kv.integrations.server.http.access import read_prefill_key
 from paged_kv.integrations.server.http.api_errors import APIError, shortened
 from paged_kv.integrations.speculation.draft_models import (

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import Any
 
 from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
-from paged_kv.integrations.server.generation.prefill_request import OtherServer, PrefillRequest
+from paged_kv.integrations.server.engine.prefill_request import OtherServer, PrefillRequest
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.prefix.keeping import Keeping, keeping_of
 from paged_kv.store.lookup import Wanted

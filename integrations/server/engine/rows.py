@@ -9,15 +9,15 @@ import mlx.core as mx
 
 from paged_kv.admission.demand import Demand
 from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
-from paged_kv.integrations.server.generation.batched_rows import BatchedRows, Happened
-from paged_kv.integrations.server.generation.begun_grammars import begun_grammars, stopped_grammar
-from paged_kv.integrations.server.generation.jobs import Failed, Job, Prompt
-from paged_kv.integrations.server.generation.paged_model_provider import (
+from paged_kv.integrations.server.engine.batched_rows import BatchedRows, Happened
+from paged_kv.integrations.server.engine.begun_grammars import begun_grammars, stopped_grammar
+from paged_kv.integrations.server.engine.jobs import Failed, Job, Prompt
+from paged_kv.integrations.server.engine.paged_model_provider import (
     LoadedModel,
     PagedModelProvider,
 )
-from paged_kv.integrations.server.generation.sampling import Samplers
-from paged_kv.integrations.server.generation.single_row import SingleRow
+from paged_kv.integrations.server.engine.sampling import Samplers
+from paged_kv.integrations.server.engine.single_row import SingleRow
 
 
 class Rows:

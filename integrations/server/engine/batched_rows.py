@@ -15,7 +15,7 @@ from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import attach
 from paged_kv.integrations.batching.shared_prefill import shared_beyond, without_first
 from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
-from paged_kv.integrations.server.generation.jobs import (
+from paged_kv.integrations.server.engine.jobs import (
     Event,
     Job,
     Progress,
@@ -23,9 +23,9 @@ from paged_kv.integrations.server.generation.jobs import (
     Token,
     TopToken,
 )
-from paged_kv.integrations.server.generation.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.generation.prompt_fetcher import PromptReuse
-from paged_kv.integrations.server.generation.sampling import Sampling
+from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.integrations.server.engine.prompt_fetcher import PromptReuse
+from paged_kv.integrations.server.engine.sampling import Sampling
 from paged_kv.integrations.speculation.batch import RowOptions
 from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
 
