@@ -38,7 +38,7 @@ from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.background import READERS
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import Identity, Link, Place
+from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.page_store import PageStore
 
 PROMPT = 4096
@@ -162,7 +162,7 @@ def throughput(folder: Path) -> dict[str, Any]:
     numbers = np.random.default_rng(0)
     contents = [numbers.integers(0, 1 << 16, FILE_BYTES // 2, np.uint16) for _ in range(FILES)]
     identity = Identity("bench", "", "", "", "", "fp16", "none", PAGE_SIZE)
-    places = [Place(Link.root(identity).then([at]), "pages 0") for at in range(FILES)]
+    places = [EntryPlace(Link.root(identity).then([at]), "pages 0") for at in range(FILES)]
     plain = folder / "plain"
     plain.mkdir()
     times: dict[str, list[float]] = {}

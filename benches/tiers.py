@@ -41,7 +41,7 @@ from paged_kv import PagedCacheFactory, StoreOptions
 from paged_kv.integrations.bench.turns import ratio, seconds
 from paged_kv.kernels.pages.page_format import PAGE_SIZE
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import Identity, Link, Place
+from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.opening import open_tiers, store_addresses
 from paged_kv.tiers.tiered_store import TieredStore
@@ -80,7 +80,7 @@ def read(folder: Path, address: str, options: StoreOptions) -> dict[str, Any]:
     for start in range(0, len(tokens), PAGE_SIZE):
         link = link.then(tokens[start : start + PAGE_SIZE])
         words = numbers.integers(0, 1 << 16, ENTRY_BYTES // 2, np.uint16)
-        entries.append(Entry(Place(link, "pages 0"), {"layer.0": words}, ""))
+        entries.append(Entry(EntryPlace(link, "pages 0"), {"layer.0": words}, ""))
     times: dict[str, list[float]] = {"folder": [], "redis": []}
     stores = {
         name: open_tiers(store_addresses(place), 4 << 30, options)

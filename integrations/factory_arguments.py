@@ -10,7 +10,7 @@ from paged_kv.checks import described, whole_number
 from paged_kv.integrations.batching.unpaged_caches import paged_caches
 from paged_kv.integrations.cache_library import model_file
 from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
-from paged_kv.integrations.states.counted_states import Held, held_by
+from paged_kv.integrations.states.counted_states import HeldTokens, held_by
 from paged_kv.kernels.pages.warn_once import warn_once
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.sequence import Sequence
@@ -96,7 +96,7 @@ def only_sequence(prompt_cache: list[Any], pool: PagePool, num_caches: int) -> S
     return sequences.pop()
 
 
-def _with_states(pool: PagePool, held: Held) -> Sequence:
+def _with_states(pool: PagePool, held: HeldTokens) -> Sequence:
     """A sequence without pages, with the tokens of its states; none if they are not known."""
     sequence = Sequence(pool)
     sequence.model_version = held.model_version

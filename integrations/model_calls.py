@@ -76,7 +76,7 @@ def _call_of(kind: Any) -> Any:
     def call(model: Module, *args: Any, **options: Any) -> Any:
         caches: Any = args[1] if len(args) > 1 else options.get("cache")
         known = caches if isinstance(caches, list | tuple) else ()
-        others: list[_Held] = []
+        others: list[_SavedCache] = []
         # Not a call for each cache of a model that has no others.
         if set(map(type, known)) == _PAGED:
             first = known[0]
@@ -86,7 +86,7 @@ def _call_of(kind: Any) -> Any:
             if not ours:
                 return stock(model, *args, **options)
             first = ours[0]
-            others = [_Held(each) for each in known if not isinstance(each, PagedKVCache)]
+            others = [_SavedCache(each) for each in known if not isinstance(each, PagedKVCache)]
         tokens: Any = args[0] if args else options.get(of_tokens)
         began = next(step_numbers)
         try:
@@ -115,7 +115,7 @@ def _call_of(kind: Any) -> Any:
     return call
 
 
-class _Held:
+class _SavedCache:
     """What a cache without pages holds before a call."""
 
     def __init__(self, cache: Any) -> None:
@@ -131,7 +131,7 @@ class _Held:
         vars(self._cache).update(self._attributes)
 
 
-def _undo(known: Iterable[Any], began: int, others: list[_Held]) -> None:
+def _undo(known: Iterable[Any], began: int, others: list[_SavedCache]) -> None:
     """Let caches be as they were before a call that began no step before `began`."""
     for each in known:
         step = each.batch.step if isinstance(each, PagedKVCache) else None

@@ -50,7 +50,7 @@ from paged_kv.steps.sequence import Sequence
 from paged_kv.store.folder import DEFAULT_STORE_BYTES
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.address import Address
-from paged_kv.tiers.opening import Place, open_tiers, store_addresses
+from paged_kv.tiers.opening import TierPlace, open_tiers, store_addresses
 from paged_kv.tiers.store_options import WRITE_EVERYTHING, StoreOptions
 from paged_kv.tiers.tiered_store import TieredStore
 
@@ -126,7 +126,7 @@ class PagedCacheFactory:
         max_bytes: float | str | None = None,
         write_chunk: int | None = None,
         trace: str | os.PathLike[str] | None = None,
-        store: Place | abc.Sequence[Place] | None = None,
+        store: TierPlace | abc.Sequence[TierPlace] | None = None,
         store_bytes: float | str = DEFAULT_STORE_BYTES,
         store_options: StoreOptions = WRITE_EVERYTHING,
         eviction_policy: EvictionPolicy = LEAST_RECENTLY_USED,

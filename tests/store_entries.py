@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import Identity, Link, Place, Salt
+from paged_kv.store.keys import EntryPlace, Identity, Link, Salt
 from paged_kv.store.page_store import PageStore
 
 PAGES = "pages 0"
@@ -45,7 +45,7 @@ def prompt(seed: int, length: int = PAGE_SIZE) -> list[int]:
 
 def entry(link: Link, part: str = PAGES, words: int = 1000) -> Entry:
     """The entry that belongs at a place, and nowhere else."""
-    place = Place(link, part)
+    place = EntryPlace(link, part)
     numbers = np.random.default_rng(int(place.key[:15], 16))
     pages = {f"layer.{layer}": numbers.integers(0, 1 << 16, words, np.uint16) for layer in (0, 1)}
     return Entry(place, pages, f'{{"words": {words}}}')

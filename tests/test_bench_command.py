@@ -15,7 +15,7 @@ from paged_kv.command_line import main
 from paged_kv.integrations.batching.unpaged_caches import leaves
 from paged_kv.integrations.bench import measurements
 from paged_kv.integrations.bench.cache_pairs import CachePairs
-from paged_kv.integrations.bench.measurements import Plan
+from paged_kv.integrations.bench.measurements import BenchSizes
 from paged_kv.integrations.bench.report import measured_on
 from paged_kv.integrations.bench.turns import (
     FEWEST_TURNS,
@@ -26,7 +26,7 @@ from paged_kv.integrations.bench.turns import (
 )
 from tests.zoo import small_model
 
-TINY = Plan(contexts=(256,), prompt=16, prefix=300, part_s=0.5)
+TINY = BenchSizes(contexts=(256,), prompt=16, prefix=300, part_s=0.5)
 
 
 def measured(**changes: Any) -> Measurement:

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AddedToken, AutoTokenizer
 
 from benches.generated_schemas import generated_schema
-from paged_kv.integrations.grammar.call_constraints import CallConstraint, Tool
+from paged_kv.integrations.grammar.call_constraints import CallableTool, CallConstraint
 from paged_kv.integrations.grammar.grammars import GrammarError
 from paged_kv.integrations.grammar.text_patterns import found_within
 from paged_kv.integrations.grammar.vocabulary import Vocabulary
@@ -154,7 +154,7 @@ def walk(form: str, with_tokens: bool, is_text: bool, rounds: int) -> tuple[int,
         schemas = {name: parameters(random, form, is_text) for name in ("first", "se_cond")}
         tools = [{"type": "function", "function": {"name": name, "parameters": each}}
                  for name, each in schemas.items()]  # fmt: skip
-        asked = [Tool(name, json.dumps(each)) for name, each in schemas.items()]
+        asked = [CallableTool(name, json.dumps(each)) for name, each in schemas.items()]
         several = random.random() < 0.5
         try:
             constraint = CallConstraint(tuple(asked), "required", several).for_model(tokenizer)
@@ -221,7 +221,7 @@ def test_what_a_form_cannot_write_is_named(form: str, schema: Any, said: str) ->
         "properties": {"size": schema},
         "$defs": {"count": {"type": "integer"}},
     }
-    constraint = CallConstraint((Tool("f", json.dumps(asked)),), "required")
+    constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "required")
     with pytest.raises(ValueError, match=f"the parameter size: .*{said}"):
         constraint.for_model(of_form(form, with_tokens=True))
 
@@ -240,7 +240,7 @@ def test_schemas_with_wrong_types_are_refused_or_do_not_compile(form: str, wrong
 
 def _refused_or_written(tokenizer: Any, schema: dict[str, Any]) -> None:
     with suppress(ValueError):
-        CallConstraint((Tool("f", json.dumps(schema)),), "required").for_model(tokenizer)
+        CallConstraint((CallableTool("f", json.dumps(schema)),), "required").for_model(tokenizer)
 
 
 @pytest.mark.parametrize("form", ["glm47", "gemma4"])
@@ -256,7 +256,7 @@ def test_schemas_that_would_take_long_are_refused_soon(form: str) -> None:
         {"properties": {"a": deep}},
         {"properties": many, "$defs": large},
     ):
-        constraint = CallConstraint((Tool("f", json.dumps(asked)),), "required")
+        constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "required")
         with pytest.raises(ValueError, match=r"many parts|nested|large"):
             constraint.for_model(of_form(form, with_tokens=True))
 
@@ -276,7 +276,7 @@ def test_a_union_has_the_texts_that_the_parser_reads_as_texts() -> None:
     ]:
         asked = {"type": "object", "properties": {"size": schema}, "required": ["size"]}
         tokenizer = of_form(form, with_tokens=False)
-        constraint = CallConstraint((Tool("f", json.dumps(asked)),), "auto", False)
+        constraint = CallConstraint((CallableTool("f", json.dumps(asked)),), "auto", False)
         grammar = constraint.for_model(tokenizer)
         assert grammar is not None
         compiled = Vocabulary(tokenizer).compiled(grammar.grammar)

@@ -13,7 +13,7 @@ from paged_kv.admission.demand import Demand
 from paged_kv.integrations.server.http.access import (
     ClientLimits,
     Limits,
-    Priorities,
+    PriorityRange,
     name_of_key,
     priorities,
     read_limits,
@@ -25,15 +25,15 @@ from tests.running_server import in_float32, paged_server, wait_until
 LLAMA = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
 NAME = "default_model"
 GO_ON = {"0": -1000}
-DEFAULT = Limits(Priorities(0, 100))
+DEFAULT = Limits(PriorityRange(0, 100))
 
 
 def test_keys_say_what_differs() -> None:
     lines = ["one", "two requests=8", "three priorities=-10:0 requests=1"]
     assert read_limits(lines, DEFAULT) == {
         "one": DEFAULT,
-        "two": Limits(Priorities(0, 100), 8),
-        "three": Limits(Priorities(-10, 0), 1),
+        "two": Limits(PriorityRange(0, 100), 8),
+        "three": Limits(PriorityRange(-10, 0), 1),
     }
     for wrong in ("requests=0", "requests=", "more=5", "priorities=5:1", "priorities=a"):
         with pytest.raises(ValueError, match=r"behind a key|LOW:HIGH"):
@@ -43,7 +43,7 @@ def test_keys_say_what_differs() -> None:
 
 
 def test_requests_are_counted_by_key() -> None:
-    limits = ClientLimits({"a": Limits(Priorities(0, 0), 2), "b": DEFAULT}, DEFAULT)
+    limits = ClientLimits({"a": Limits(PriorityRange(0, 0), 2), "b": DEFAULT}, DEFAULT)
     a, b = name_of_key("a"), name_of_key("b")
     with limits.entered(a), limits.entered(a), limits.entered(b):
         with pytest.raises(APIError) as refused, limits.entered(a):

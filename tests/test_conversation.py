@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv.integrations.server.completions import conversation
 from paged_kv.integrations.server.completions.choices import Choice
-from paged_kv.integrations.server.completions.completion_plan import Plan
+from paged_kv.integrations.server.completions.completion_plan import CompletionPlan
 from paged_kv.integrations.server.completions.conversation import Conversation
 from paged_kv.integrations.server.completions.tool_calls import CallParser
 from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
@@ -25,7 +25,7 @@ def begun(count: int, body: Body | None = None) -> tuple[Conversation, Job]:
     anything: Any = None
     job = Job("a", anything, anything, anything, count, 0, None, Channel(), prompt)
     service: Any = SimpleNamespace(metrics=ServerMetrics(), call_parser=CallParser(WorkerThreads()))
-    plan = Plan(body or TextBody(prompt="a"), [job], stop_machine([]), has_images=False)
+    plan = CompletionPlan(body or TextBody(prompt="a"), [job], stop_machine([]), has_images=False)
     put(job, Begun(job, loaded()))
     return Conversation(service, plan), job
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from paged_kv.store import keys
 from paged_kv.store.entry_file import decode, decode_place, encode, file_name
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 from tests.store_damage import KINDS, damaged
 from tests.store_entries import PAGES, entry, identity, is_right, links, open_store, prompt
 
@@ -133,6 +133,6 @@ def test_what_collides_is_told_apart(tmp_path: Path, asked: Link) -> None:
     stored = Link.root(identity()).then([1, 2]).then([3, 4])
     with open_store(tmp_path / "store") as store:
         store.put([entry(stored)])
-        assert is_right(store.get(Place(stored, PAGES)))
+        assert is_right(store.get(EntryPlace(stored, PAGES)))
         with pytest.raises(OtherEntry, match="other tokens, or pages of another model"):
-            store.get(Place(asked, PAGES))
+            store.get(EntryPlace(asked, PAGES))

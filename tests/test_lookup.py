@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.store.index import packed, unpacked
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import CHECKPOINT, Wanted, find
 from tests.examples import examples
 from tests.store_entries import identity
@@ -24,12 +24,12 @@ class Files:
     """Stored places, and an index of them."""
 
     def __init__(self) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, EntryPlace] = {}
 
-    def add(self, place: Place) -> None:
+    def add(self, place: EntryPlace) -> None:
         self.places[place.key] = place
 
-    def behind(self, parent: str) -> list[Place]:
+    def behind(self, parent: str) -> list[EntryPlace]:
         return [place for place in self.places.values() if place.link.parent == parent]
 
     def children(self, parent: str) -> list[tuple[int, str]]:
@@ -52,7 +52,7 @@ def longest(files: Files, wanted: Wanted, without: set[str]) -> int:
     there = files.places.keys() - without
 
     def has_all(links: Sequence[Link], part: str) -> bool:
-        return all(Place(link, part).key in there for link in links)
+        return all(EntryPlace(link, part).key in there for link in links)
 
     best = 0
     for end in range(len(wanted.tokens) + 1):
@@ -129,9 +129,9 @@ def test_the_longest_stored_beginning_is_found(
     for common, others, has_checkpoint, first in stored:
         links = chain([*tokens[:common], *others])
         for link in links[first:]:
-            files.add(Place(link, PART))
+            files.add(EntryPlace(link, PART))
         if has_checkpoint and links:
-            files.add(Place(links[-1], CHECKPOINT))
+            files.add(EntryPlace(links[-1], CHECKPOINT))
     without = set(sorted(files.places)[lost : lost + 2])
     parts = (PART,) if has_parts or not needs_checkpoint else ()
     held = min(held, len(tokens) // PAGE) * PAGE
@@ -155,7 +155,7 @@ def test_the_longest_stored_beginning_is_found(
     assert common_prefix(held_tokens, tokens) == expected
     assert found.links == tuple(chain(held_tokens))
     assert all(key in files.places.keys() - without for key in found.keys)
-    assert Place(found.links[-1], found.places[-1].part).key == found.end_key
+    assert EntryPlace(found.links[-1], found.places[-1].part).key == found.end_key
     assert (found.places[-1].part == CHECKPOINT) == needs_checkpoint
 
 

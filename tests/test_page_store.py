@@ -16,7 +16,7 @@ from paged_kv.store.entry_file import file_name
 from paged_kv.store.errors import InvalidEntry, StoreError
 from paged_kv.store.folder import TAG, default_folder
 from paged_kv.store.index import FILES, NAME
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.ledger import LEDGER
 from paged_kv.store.lookup import CHECKPOINT
 from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
@@ -36,11 +36,11 @@ def test_what_is_stored_is_found_by_the_next_process(tmp_path: Path) -> None:
         assert put(store, chain) == [Outcome.STORED] * 3
         assert put(store, chain[:1]) == [Outcome.KNOWN]
     with open_store(tmp_path / "a" / "store") as store:
-        assert all(is_right(store.get(Place(link, PAGES))) for link in chain)
+        assert all(is_right(store.get(EntryPlace(link, PAGES))) for link in chain)
         (child,) = store.children(chain[1].digest)
-        assert child == (700 - 512, Place(chain[2], PAGES).key)
+        assert child == (700 - 512, EntryPlace(chain[2], PAGES).key)
         with pytest.raises(FileNotFoundError):
-            store.get(Place(chain[0], CHECKPOINT))
+            store.get(EntryPlace(chain[0], CHECKPOINT))
 
 
 def test_the_blocks_that_begin_most_alike_are_found(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
     for path in (tmp_path / "store").iterdir():
         assert path.stat().st_mode & 0o077 == 0 or path.name in FILES
     names = {path.name for path in (tmp_path / "store").iterdir()} - set(FILES)
-    assert names == {*(file_name(Place(links(prompt(0))[0], PAGES).key), TAG, "lock", LEDGER)}
+    assert names == {*(file_name(EntryPlace(links(prompt(0))[0], PAGES).key), TAG, "lock", LEDGER)}
     text = (tmp_path / "store" / TAG).read_text()
     assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 
@@ -88,12 +88,12 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         for link in chains[:10]:
             put(store, [link], LARGE)
-        store.touch([Place(chains[0], PAGES).key])
+        store.touch([EntryPlace(chains[0], PAGES).key])
         for link in chains[10:]:
             put(store, [link], LARGE)
             assert bytes_in(tmp_path / "store") <= MIN_BYTES
-            store.touch([Place(chains[0], PAGES).key])
-        kept = [link for link in chains if Place(link, PAGES).key in store.stored_keys()]
+            store.touch([EntryPlace(chains[0], PAGES).key])
+        kept = [link for link in chains if EntryPlace(link, PAGES).key in store.stored_keys()]
         assert kept == [chains[0], *chains[-len(kept) + 1 :]]
         assert 10 < len(kept) < 25
 
@@ -103,14 +103,14 @@ def test_beginnings_outlive_what_comes_behind_them(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         put(store, first, LARGE)
         put(store, second, LARGE)
-        kept = [link for link in first if Place(link, PAGES).key in store.stored_keys()]
+        kept = [link for link in first if EntryPlace(link, PAGES).key in store.stored_keys()]
         assert 0 < len(kept) < len(first)
         assert kept == first[: len(kept)]
 
 
 def test_a_prompt_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> None:
     chain = links(prompt(1, 256 * 40))
-    keys = [Place(link, PAGES).key for link in chain]
+    keys = [EntryPlace(link, PAGES).key for link in chain]
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         outcomes = store.put([entry(link, words=LARGE) for link in chain], keep=keys)
         stored = outcomes.count(Outcome.STORED)
@@ -120,7 +120,7 @@ def test_a_prompt_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> None:
 
 def test_a_prompt_that_comes_in_parts_does_not_push_out_its_beginning(tmp_path: Path) -> None:
     chain = links(prompt(1, 256 * 40))
-    keys = [Place(link, PAGES).key for link in chain]
+    keys = [EntryPlace(link, PAGES).key for link in chain]
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         for start in range(0, 40, 5):
             part = [entry(link, words=LARGE) for link in chain[start : start + 5]]
@@ -135,7 +135,7 @@ def test_rows_that_the_index_is_about_to_get_count(
 ) -> None:
     """Entries of one call get their rows in the end, and the cap must hold then."""
     chain = links(prompt(1, 256 * 20))
-    keys = [Place(link, PAGES).key for link in chain]
+    keys = [EntryPlace(link, PAGES).key for link in chain]
     with open_store(tmp_path / "store", MIN_BYTES) as store:
         monkeypatch.setattr(index, "ROW_BYTES", MIN_BYTES // 10)
         outcomes = store.put([entry(link, words=4) for link in chain], keep=keys)
@@ -188,7 +188,7 @@ def test_a_lost_index_is_made_again_from_the_files(tmp_path: Path, harm: str) ->
         with sqlite3.connect(folder / NAME) as connection:
             connection.execute("DROP TABLE entries")
     with open_store(folder) as store:
-        assert store.stored_keys() == {Place(link, PAGES).key for link in chain}
+        assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
         assert len(store.children(chain[3].digest)) == 1
 
 
@@ -199,7 +199,7 @@ def test_an_index_that_is_lost_while_it_is_open_is_made_again(tmp_path: Path) ->
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
         put(store, chain[3:])
-        assert store.stored_keys() == {Place(link, PAGES).key for link in chain}
+        assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
 
 
 def test_files_that_come_and_go_are_noticed(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_files_that_come_and_go_are_noticed(tmp_path: Path) -> None:
     with open_store(folder) as store, open_store(tmp_path / "other") as other:
         put(other, chain[:1])
         put(store, chain[1:])
-        key, gone = [Place(link, PAGES).key for link in chain]
+        key, gone = [EntryPlace(link, PAGES).key for link in chain]
         os.rename(tmp_path / "other" / file_name(key), folder / file_name(key))
         os.unlink(folder / file_name(gone))
         (folder / file_name("7" * 64)).write_bytes(b"no page file")
@@ -220,7 +220,7 @@ def test_files_that_come_and_go_are_noticed(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_skipped_and_kept(tmp_path: Path) -> None:
     folder, chain = tmp_path / "store", links(prompt(0))
-    key = Place(chain[0], PAGES).key
+    key = EntryPlace(chain[0], PAGES).key
     with open_store(folder) as store:
         put(store, chain)
         data = (folder / file_name(key)).read_bytes()
@@ -230,7 +230,7 @@ def test_a_newer_version_is_skipped_and_kept(tmp_path: Path) -> None:
     with open_store(folder) as store:
         assert store.stored_keys() == set()
         with pytest.raises(InvalidEntry, match="format version '9'"):
-            store.get(Place(chain[0], PAGES))
+            store.get(EntryPlace(chain[0], PAGES))
     assert (folder / file_name(key)).exists()
 
 
@@ -238,14 +238,14 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     folder, chain = tmp_path / "store", links(prompt(0, 512))
     with open_store(folder) as store, open_store(tmp_path / "other") as other:
         put(other, chain)
-        names = [file_name(Place(link, PAGES).key) for link in chain]
+        names = [file_name(EntryPlace(link, PAGES).key) for link in chain]
         (folder / names[0]).symlink_to(tmp_path / "other" / names[0])
         os.mkfifo(folder / names[1])
         for link in chain:
             with pytest.raises(
                 (FileNotFoundError, OSError), match=r"levels of symbolic|no regular"
             ):
-                store.get(Place(link, PAGES))
+                store.get(EntryPlace(link, PAGES))
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / TAG).touch()
     (tmp_path / "linked" / NAME).symlink_to(tmp_path / "elsewhere.sqlite3")

@@ -6,7 +6,7 @@ import pytest
 
 from paged_kv.store import keys
 from paged_kv.store.errors import OtherEntry
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.tiers.blobs import Blobs
 from paged_kv.tiers.remote_tier import RemoteTier
 from paged_kv.tiers.remote_writer import FULL, PAUSED
@@ -64,7 +64,7 @@ def test_what_collides_is_told_apart(asked: Any) -> None:
         tier.queue.save(stored)
         assert tier.queue.flush()
         (nbytes,) = map(len, memory.entries.values())
-        for place, is_there in ((stored.place, True), (Place(asked(), PAGES), False)):
+        for place, is_there in ((stored.place, True), (EntryPlace(asked(), PAGES), False)):
             found = tier.finish(tier.read([(place, nbytes)], waits).start(place), place, waits)
             assert (found is not None and is_right(found)) == is_there
         assert tier.faults.errors == {OtherEntry.kind: 1}

@@ -13,7 +13,7 @@ from paged_kv.command_line import main
 from paged_kv.integrations.generation import text_generation
 from paged_kv.integrations.server.options import server_parser
 from paged_kv.store.entry_file import file_name
-from paged_kv.store.keys import Place
+from paged_kv.store.keys import EntryPlace
 from tests.store_entries import PAGES, entry, is_right, links, open_store, prompt
 from tests.stored_prompts import TEXT
 from tests.zoo import small_model
@@ -95,8 +95,8 @@ def test_gc_enforces_a_cap(capsys: pytest.CaptureFixture[str], folder: Path) -> 
     capsys.readouterr()
     with open_store(folder) as store, store.exclusive() as contents:
         assert contents.used <= 10_000_000
-        assert Place(links(prompt(59))[0], PAGES).key in contents.files
-        assert Place(links(prompt(1))[0], PAGES).key not in contents.files
+        assert EntryPlace(links(prompt(59))[0], PAGES).key in contents.files
+        assert EntryPlace(links(prompt(1))[0], PAGES).key not in contents.files
 
 
 def test_clear(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_export_and_import(
     assert run(other, "import", str(archive)) == 0
     with open_store(other) as store:
         for link in links(prompt(1, 600)):
-            assert is_right(store.get(Place(link, PAGES)))
+            assert is_right(store.get(EntryPlace(link, PAGES)))
         assert len(store.stored_keys()) == 4
     capsys.readouterr()
     # Again: nothing is new, and nothing is wrong.
@@ -146,7 +146,7 @@ def test_the_order_of_use_survives_export_and_import(
     for each in (folder, other):
         assert run(each, "gc", "--store-bytes", "10MB") == 0
         with open_store(each) as store:
-            kept = [Place(link, PAGES).key in store.stored_keys() for link in chain]
+            kept = [EntryPlace(link, PAGES).key in store.stored_keys() for link in chain]
         # The beginning of a prompt stays: its continuation is of no use without it.
         assert sum(kept) > 5
         assert all(kept[: sum(kept)])

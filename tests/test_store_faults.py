@@ -20,7 +20,7 @@ from paged_kv.store import folder as folder_module
 from paged_kv.store.background import BackgroundStore
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry, StoreError
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import Wanted
 from paged_kv.store.maintenance import verify
 from paged_kv.store.page_store import FAULTS, MIN_BYTES, Outcome, PageStore
@@ -79,7 +79,7 @@ def assert_sound(folder: Path) -> None:
     with open_store(folder, MIN_BYTES) as store:
         for link in links(TEXT):
             with suppress(FileNotFoundError):
-                assert is_right(store.get(Place(link, PAGES)))
+                assert is_right(store.get(EntryPlace(link, PAGES)))
         assert {finding.problem for finding in verify(store)} <= {"left by a writer that died"}
 
 
@@ -259,7 +259,7 @@ def test_a_folder_that_vanishes_is_a_miss(
         store.flush()
         assert found(store, TEXT) == 0
         # Entries that could not be stored do not count as stored.
-        assert not store.knows(Place(links(prompt(seed, 300))[0], PAGES).key)
+        assert not store.knows(EntryPlace(links(prompt(seed, 300))[0], PAGES).key)
     store.close()
     assert store.stats().dropped == {"the disk failed": 6}
     assert sum(store.stats().errors.values()) >= 6
@@ -272,7 +272,7 @@ def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
     with_store = BackgroundStore(open_store(folder))
     save(with_store, TEXT)
     with_store.flush()
-    middle = folder / f"{Place(links(TEXT)[1], PAGES).key}.safetensors"
+    middle = folder / f"{EntryPlace(links(TEXT)[1], PAGES).key}.safetensors"
     data = bytearray(middle.read_bytes())
     data[-5] ^= 4
     middle.write_bytes(data)
@@ -296,7 +296,7 @@ def test_a_disk_that_does_not_answer_is_a_miss(
     answers = threading.Event()
     real = PageStore.get
 
-    def get(self: PageStore, place: Place) -> Entry:
+    def get(self: PageStore, place: EntryPlace) -> Entry:
         answers.wait()
         return real(self, place)
 
@@ -335,8 +335,8 @@ def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
     assert store.flush()
     assert store.stats().entries_written == 101 - dropped
     # Dropped entries do not count as stored.
-    assert store.knows(Place(links(prompt(0))[0], PAGES).key)
-    assert not store.knows(Place(links(prompt(99))[0], PAGES).key)
+    assert store.knows(EntryPlace(links(prompt(0))[0], PAGES).key)
+    assert not store.knows(EntryPlace(links(prompt(99))[0], PAGES).key)
     store.close()
 
 
@@ -375,7 +375,7 @@ def test_reading_while_others_evict_gives_the_right_thing_or_nothing(tmp_path: P
         while not done.is_set():
             for link in chains:
                 try:
-                    outcomes.append(is_right(store.get(Place(link, PAGES))))
+                    outcomes.append(is_right(store.get(EntryPlace(link, PAGES))))
                 except FileNotFoundError:
                     outcomes.append(None)
                 except InvalidEntry:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.store.keys import Identity, Link, Place, salt_bytes
+from paged_kv.store.keys import EntryPlace, Identity, Link, salt_bytes
 from tests.store_entries import identity
 
 CHANGES = {
@@ -24,7 +24,7 @@ CHANGES = {
 
 
 def key(identity: Identity, tokens: list[int] | None = None) -> str:
-    return Place(Link.root(identity).then(tokens or [1, 2, 3]), "pages 0").key
+    return EntryPlace(Link.root(identity).then(tokens or [1, 2, 3]), "pages 0").key
 
 
 def test_every_field_changes_every_key() -> None:
@@ -37,11 +37,11 @@ def test_every_field_changes_every_key() -> None:
 def test_what_comes_before_tokens_and_part_change_the_key() -> None:
     root = Link.root(identity())
     places = [
-        Place(root.then([1, 2]), "pages 0"),
-        Place(root.then([1, 2]), "pages 1"),
-        Place(root.then([1]).then([2]), "pages 0"),
-        Place(root.then([2, 1]), "pages 0"),
-        Place(root.then([1, 2]).then([1, 2]), "pages 0"),
+        EntryPlace(root.then([1, 2]), "pages 0"),
+        EntryPlace(root.then([1, 2]), "pages 1"),
+        EntryPlace(root.then([1]).then([2]), "pages 0"),
+        EntryPlace(root.then([2, 1]), "pages 0"),
+        EntryPlace(root.then([1, 2]).then([1, 2]), "pages 0"),
     ]
     assert len({place.key for place in places}) == len(places)
 

@@ -16,7 +16,7 @@ from paged_kv.embedded import embedded_model
 
 if TYPE_CHECKING:
     from paged_kv.integrations.bench.cache_pairs import CachePairs
-    from paged_kv.integrations.bench.measurements import Outcome, Plan
+    from paged_kv.integrations.bench.measurements import BenchSizes, Outcome
 
 
 def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measured(model: str | None, plan: Plan) -> tuple[dict[str, Any], list[Outcome]]:
+def measured(model: str | None, plan: BenchSizes) -> tuple[dict[str, Any], list[Outcome]]:
     """Compare both kinds of caches.
 
     Args:
@@ -88,7 +88,7 @@ def measured(model: str | None, plan: Plan) -> tuple[dict[str, Any], list[Outcom
     return report.as_dict(model or "stdlib-llama", backend, outcomes), outcomes
 
 
-def _outcomes(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
+def _outcomes(pairs: CachePairs, plan: BenchSizes) -> Iterator[Outcome]:
     from paged_kv.integrations.bench.measurements import parts
 
     with tqdm(parts(pairs, plan), leave=False, disable=None) as bar:

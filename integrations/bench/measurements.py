@@ -29,7 +29,7 @@ _CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchSizes:
     """How much to measure.
 
     Attributes:
@@ -47,11 +47,11 @@ class Plan:
     part_s: float = 12.0
 
 
-WHOLE = Plan()
-QUICK = Plan(contexts=(256, _LONG), prefix=1024, part_s=3.0)
+WHOLE = BenchSizes()
+QUICK = BenchSizes(contexts=(256, _LONG), prefix=1024, part_s=3.0)
 
 
-def parts(pairs: CachePairs, plan: Plan) -> list[tuple[str, Callable[[], Iterator[Outcome]]]]:
+def parts(pairs: CachePairs, plan: BenchSizes) -> list[tuple[str, Callable[[], Iterator[Outcome]]]]:
     """The names of all parts, and what measures them."""
     decodes = [
         (f"decode at {context:,}, {counted(rows, 'row')}", context, rows)
@@ -70,7 +70,9 @@ def parts(pairs: CachePairs, plan: Plan) -> list[tuple[str, Callable[[], Iterato
     ]
 
 
-def decode(pairs: CachePairs, plan: Plan, name: str, context: int, rows: int) -> Iterator[Outcome]:
+def decode(
+    pairs: CachePairs, plan: BenchSizes, name: str, context: int, rows: int
+) -> Iterator[Outcome]:
     """A step of one token a row, and the memory of keys and values."""
     needed = 2 * context * rows * pairs.bytes_per_token  # of both kinds
     if needed > recommended_bytes():
@@ -91,7 +93,7 @@ def decode(pairs: CachePairs, plan: Plan, name: str, context: int, rows: int) ->
     yield Measurement(f"{name}: keys and values held", "bytes", held, ours, held / max(1, ours))
 
 
-def prefill(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
+def prefill(pairs: CachePairs, plan: BenchSizes) -> Iterator[Outcome]:
     """A prompt on empty caches, and the peak of memory beside what was there."""
 
     def work(kind: int) -> Callable[[], None]:
@@ -103,7 +105,7 @@ def prefill(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
     yield Measurement(f"{name}: peak memory", "bytes", stock, ours, stock / max(1.0, ours))
 
 
-def fork(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
+def fork(pairs: CachePairs, plan: BenchSizes) -> Iterator[Outcome]:
     """A copy of a cache, and its first token."""
     both = pairs.filled(plan.prefix)
 
@@ -113,7 +115,7 @@ def fork(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
     yield compared(f"fork of {plan.prefix:,} and a token", work(0), work(1), plan.part_s)
 
 
-def shared_prefix(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
+def shared_prefix(pairs: CachePairs, plan: BenchSizes) -> Iterator[Outcome]:
     """A prompt that begins like an earlier one, until its first token: mlx-lm copies the cache that
     its server has kept, pages are found by their tokens."""
     name = f"prompt of {plan.prefix + _SUFFIX:,} whose first {plan.prefix:,} are cached"
@@ -136,7 +138,7 @@ def shared_prefix(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
     yield compared(name, lambda: pairs.read(copy.deepcopy(stock), _SUFFIX), find, plan.part_s)
 
 
-def host_time(pairs: CachePairs, plan: Plan) -> Iterator[Outcome]:
+def host_time(pairs: CachePairs, plan: BenchSizes) -> Iterator[Outcome]:
     """The time that Python builds a step for, a layer: a GPU waits for it."""
     name = "host time of a decode step at 256, a layer"
     backend = pairs.factory.stats().backend

@@ -21,7 +21,7 @@ _NO_SCHEMA = "the schema of a tool is wrong, or nested too deeply"
 _NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 
 
-class Tool(NamedTuple):
+class CallableTool(NamedTuple):
     """A function that a model may call.
 
     Attributes:
@@ -44,7 +44,7 @@ class CallConstraint(NamedTuple):
         answer: what the answer must fit if it calls no tool; None for any text.
     """
 
-    tools: tuple[Tool, ...]
+    tools: tuple[CallableTool, ...]
     choice: str
     several: bool = True
     answer: Constraint | None = None
@@ -116,7 +116,7 @@ class CallConstraint(NamedTuple):
         return f"{literal(form.before)} {call} {more} {literal(form.after)} {end}"
 
 
-def _schema(tool: Tool) -> Mapping[str, Any]:
+def _schema(tool: CallableTool) -> Mapping[str, Any]:
     parameters = json.loads(tool.parameters) or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise ValueError(f"the parameters of {tool.name} are no object")

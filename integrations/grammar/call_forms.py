@@ -24,8 +24,8 @@ from paged_kv.integrations.grammar.call_rules import (
     sorted_by_name,
 )
 from paged_kv.integrations.grammar.value_readings import (
-    Place,
     Reading,
+    ValuePlace,
     glm_reading,
     minimax_reading,
     muse_reading,
@@ -36,7 +36,7 @@ from paged_kv.integrations.grammar.value_readings import (
 )
 
 QUOTE = '<|"|>'
-_TEXT = Place(QUOTE, never=("<tool_call|>",))
+_TEXT = ValuePlace(QUOTE, never=("<tool_call|>",))
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
 _OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
 _ANY: Schema = {"type": ["string", "number", "boolean", "null", "array", "object"]}
@@ -214,7 +214,7 @@ def _python(rules: CallRules, name: str, parameters: Schema) -> str:
 
 
 def _tagged(
-    head: str, opening: str, place: Place, end: str, read: Callable[[Schema], Reading]
+    head: str, opening: str, place: ValuePlace, end: str, read: Callable[[Schema], Reading]
 ) -> Callable[..., str]:
     """A call whose parameters stand between tags, texts without quotes. `{}` in heads is the name
     of the tool, or of the parameter."""
@@ -254,7 +254,7 @@ def _of_function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{name!r} cannot stand without quotes")
     # The first brace ends the call, and the first comma a value without marks.
-    place = Place("<escape>", never=("}", rules.tokenizer.tool_call_end))
+    place = ValuePlace("<escape>", never=("}", rules.tokenizer.tool_call_end))
 
     def one(schema: Schema) -> str:
         if schema["type"] == "string":
@@ -273,7 +273,7 @@ def _of_function_gemma(rules: CallRules, name: str, parameters: Schema) -> str:
 
 def _of_kimi_k3(rules: CallRules, name: str, parameters: Schema) -> str:
     ends = ("<|close|>call<|sep|>", "<|close|>json<|sep|>", rules.tokenizer.tool_call_end)
-    place = Place("<|close|>argument<|sep|>", never=ends)
+    place = ValuePlace("<|close|>argument<|sep|>", never=ends)
 
     def one(key: str, schema: Schema) -> str:
         kind = schema["type"]
@@ -320,7 +320,7 @@ _GLM = CallForm(
     _tagged(
         "{}\n",
         "<arg_key>{}</arg_key>\n<arg_value>",
-        Place("</arg_value>", trims=True),
+        ValuePlace("</arg_value>", trims=True),
         "\n",
         glm_reading,
     )
@@ -328,35 +328,35 @@ _GLM = CallForm(
 _LONGCAT = _tagged(
     "{}\n",
     "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
-    Place("</longcat_arg_value>", trims=True),
+    ValuePlace("</longcat_arg_value>", trims=True),
     "\n",
     glm_reading,
 )
 _QWEN = _tagged(
     "\n<function={}>\n",
     "<parameter={}>\n",
-    Place("</parameter>", before="\n", after="\n"),
+    ValuePlace("</parameter>", before="\n", after="\n"),
     "</function>\n",
     qwen_reading,
 )
 _MINIMAX = _tagged(
     '<invoke name="{}">\n',
     '<parameter name="{}">',
-    Place("</parameter>", ("</invoke>",), after="\n", trims=True),
+    ValuePlace("</parameter>", ("</invoke>",), after="\n", trims=True),
     "</invoke>\n",
     minimax_reading,
 )
 _MINICPM = _tagged(
     '"{}">',
     '<param name="{}">',
-    Place("</param>", trims=True, wrapping=("<![CDATA[", "]]>")),
+    ValuePlace("</param>", trims=True, wrapping=("<![CDATA[", "]]>")),
     "",
     minimax_reading,
 )
 _MUSE = _tagged(
     '<atem:invoke name="{}">\n',
     '<atem:parameter name="{}">',
-    Place("</atem:parameter>", after="\n", trims=True),
+    ValuePlace("</atem:parameter>", after="\n", trims=True),
     "</atem:invoke>\n",
     muse_reading,
 )

@@ -138,7 +138,7 @@ _QUOTE = '"'
 _UNESCAPED = r"[^\"\\\x00-\x1f]*"
 
 
-class Place(NamedTuple):
+class ValuePlace(NamedTuple):
     """Where a value stands.
 
     Attributes:
@@ -161,7 +161,9 @@ class Place(NamedTuple):
         return f"{literal(self.before)} {rules.mark(self.end)} {literal(self.after)}"
 
 
-def value(rules: CallRules, schema: Schema, place: Place, read: Callable[[Schema], Reading]) -> str:
+def value(
+    rules: CallRules, schema: Schema, place: ValuePlace, read: Callable[[Schema], Reading]
+) -> str:
     """The expression of a value that fits a schema, and of the mark behind it.
 
     Args:
@@ -185,7 +187,7 @@ def value(rules: CallRules, schema: Schema, place: Place, read: Callable[[Schema
     return " | ".join(written)
 
 
-def text(rules: CallRules, schema: Schema, place: Place, misread: tuple[str, ...] = ()) -> str:
+def text(rules: CallRules, schema: Schema, place: ValuePlace, misread: tuple[str, ...] = ()) -> str:
     """The expression of a text without quotes, and of the mark behind it.
 
     Raises:
@@ -215,7 +217,7 @@ def require_known(schema: Schema) -> None:
         raise ValueError(f"texts without quotes cannot fit enum and {', '.join(sorted(both))}")
 
 
-def _texts(rules: CallRules, schema: Schema, place: Place, reading: Reading) -> list[str]:
+def _texts(rules: CallRules, schema: Schema, place: ValuePlace, reading: Reading) -> list[str]:
     if not reading.takes_quotes:
         return [text(rules, schema, place, reading.misread)]
     if "enum" not in schema:
@@ -233,7 +235,7 @@ def _texts(rules: CallRules, schema: Schema, place: Place, reading: Reading) -> 
     return written
 
 
-def _plain_text(said: str, place: Place, misread: tuple[str, ...]) -> str:
+def _plain_text(said: str, place: ValuePlace, misread: tuple[str, ...]) -> str:
     is_trimmed = place.trims and said != said.strip()
     has_mark = any(mark in said for mark in (place.end, *place.never))
     if is_trimmed or has_mark or any(re.fullmatch(each, said) for each in misread):

@@ -17,7 +17,7 @@ from paged_kv.cache.row_numbers import integers
 from paged_kv.integrations.batching.unpaged_caches import leaves
 
 
-class Held(NamedTuple):
+class HeldTokens(NamedTuple):
     """What the caches of one sequence hold.
 
     Attributes:
@@ -28,7 +28,7 @@ class Held(NamedTuple):
     num_tokens: int | None
     model_version: int | None
 
-    def after(self, num_tokens: int) -> Held:
+    def after(self, num_tokens: int) -> HeldTokens:
         """The same after a step of so many tokens."""
         known = self.num_tokens
         return self._replace(num_tokens=None if known is None else known + num_tokens)
@@ -43,7 +43,7 @@ class CountedArraysCache(ArraysCache):
 
     def __init__(self, size: int, model_version: int | None = None) -> None:
         super().__init__(size)
-        self.held = [Held(0, model_version)]
+        self.held = [HeldTokens(0, model_version)]
 
     def note_step(self, batch_size: int, num_tokens: int) -> None:
         """Note that every sequence of a batch has taken in so many tokens. A new cache becomes a
@@ -51,7 +51,7 @@ class CountedArraysCache(ArraysCache):
         before = self.held if len(self.held) == batch_size else self.held * batch_size
         self.held = [each.after(num_tokens) for each in before]
 
-    def keep_of_step(self, before: list[Held], counts: list[int]) -> None:
+    def keep_of_step(self, before: list[HeldTokens], counts: list[int]) -> None:
         """Note that only the first tokens of a step were kept, for each sequence so many."""
         steps = zip(self.held, before, counts, strict=True)
         self.held = [
@@ -70,7 +70,7 @@ class CountedArraysCache(ArraysCache):
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
         self.cache, self.left_padding, self.lengths, counts = state
-        self.held = [Held(each, None) for each in counts]
+        self.held = [HeldTokens(each, None) for each in counts]
 
     def prepare(self, lengths: list[int] | None = None, **padding: Any) -> None:
         super().prepare(lengths=lengths, **padding)  # type: ignore[no-untyped-call]  # mlx-lm's
@@ -107,12 +107,12 @@ def known_states(layers: list[Any], model_version: int) -> list[Any]:
     return layers
 
 
-def held_by(prompt_cache: list[Any]) -> list[Held]:
+def held_by(prompt_cache: list[Any]) -> list[HeldTokens]:
     """What a prompt cache without pages holds of each sequence."""
     first = next(leaves(prompt_cache), None)
     if isinstance(first, CountedArraysCache):
         return first.held
-    return [Held(None, None)]
+    return [HeldTokens(None, None)]
 
 
 def continued(prompt_cache: list[Any], model_version: int) -> list[Any]:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, inputs_of, parameters, scores_of
 from paged_kv.kernels.gpu.kernels import DONE, Output, launch_of
-from paged_kv.kernels.gpu.plan import Asked, Plan, StepPlanner
+from paged_kv.kernels.gpu.plan import DecodeArguments, LaunchPlan, StepPlanner
 from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
 from paged_kv.kernels.gpu.tuning import LANES, TILE, decode_shape
 from paged_kv.kernels.pages.attention import Attention
@@ -33,9 +33,9 @@ class Decode(StepPlanner):
         step: Unwritten | None,
     ) -> mx.array:
         """Outputs [B, q_heads, 1, v_dim] of queries [B, q_heads, 1, k_dim] in the pages' dtype."""
-        # Not yet `Asked`, nor `inputs_of` without sinks: each is a call in every layer.
+        # Not yet `DecodeArguments`, nor `inputs_of` without sinks: each is a call in every layer.
         key = slabs.kind, queries.shape[1], scores_of(attention), step is not None
-        plan: Plan | None = tables.plans.get(key)
+        plan: LaunchPlan | None = tables.plans.get(key)
         if plan is None:
             plan = self._plan_for(tables, key, queries.shape)
         sinks = [] if attention.sinks is None else inputs_of(attention)
@@ -46,8 +46,8 @@ class Decode(StepPlanner):
         return plan.run_and_merge(self._order, pages, slabs, tables, [queries], written, sinks)
 
     def _plan_of(
-        self, asked: Asked, reach: int, batch: int, width: int, groups: Groups | None
-    ) -> Plan:
+        self, asked: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
+    ) -> LaunchPlan:
         """The plan for tables [batch, width] of that reach. Cached."""
         longest = reach
         if asked.scores.window:
@@ -93,11 +93,11 @@ class Decode(StepPlanner):
             else partial_outputs(batch * asked.heads * shape.splits * bases, geometry.v_dim),
         )
         if is_whole:
-            return Plan(attend, None, params)
+            return LaunchPlan(attend, None, params)
         turns = ["HAS_CODES"] if 1 in kind.bases else []
         kernel = self._kernels.kernel(
             "merge", geometry.k_dtype, {"V_DIM": geometry.v_dim}, [*turns, *sinks, *after_prefix]
         )
         merge = launch_of(kernel, (asked.heads, batch, 1), LANES, [output])
         prefix = self._prefix(groups, kind, asked.heads, 1, asked.scores)
-        return Plan(attend, merge, params, prefix)
+        return LaunchPlan(attend, merge, params, prefix)

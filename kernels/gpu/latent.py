@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from paged_kv.kernels.gpu.arrays import BoundSlabs, parameters, scores_of
 from paged_kv.kernels.gpu.kernels import Output, launch_of
-from paged_kv.kernels.gpu.plan import Asked, Plan, StepPlanner
+from paged_kv.kernels.gpu.plan import DecodeArguments, LaunchPlan, StepPlanner
 from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_latents
 from paged_kv.kernels.gpu.tuning import LANES, LATENT_ROWS, LATENT_SIMDGROUPS, latent_parts
 from paged_kv.kernels.pages.attention import Attention
@@ -33,15 +33,15 @@ class Latent(StepPlanner):
         """Outputs [B, q_heads, 1, k_dim] of queries [B, q_heads, 1, k_dim] and position queries [B,
         q_heads, 1, v_dim] in the pages' dtype."""
         key = slabs.kind, queries.shape[1], scores_of(attention)
-        plan: Plan | None = tables.plans.get(key)
+        plan: LaunchPlan | None = tables.plans.get(key)
         if plan is None:
             plan = self._plan_for(tables, key, queries.shape)
         both = [queries, position_queries]
         return plan.run_and_merge(self._order, pages, slabs, tables, both, [], [])
 
     def _plan_of(
-        self, asked: Asked, reach: int, batch: int, width: int, groups: Groups | None
-    ) -> Plan:
+        self, asked: DecodeArguments, reach: int, batch: int, width: int, groups: Groups | None
+    ) -> LaunchPlan:
         """The plan for tables [batch, width] of that reach. Cached."""
         kind, heads, scores, _ = asked
         longest = reach
@@ -77,4 +77,6 @@ class Latent(StepPlanner):
         )
         output = Output((batch, heads, 1, geometry.k_dim), geometry.k_dtype)
         prefix = self._prefix(groups, kind, heads, 1, scores)
-        return Plan(attend, launch_of(merge, (heads, batch, 1), LANES, [output]), params, prefix)
+        return LaunchPlan(
+            attend, launch_of(merge, (heads, batch, 1), LANES, [output]), params, prefix
+        )

@@ -15,7 +15,7 @@ from paged_kv.kernels.pages.layer_memory import LayerMemory
 from paged_kv.kernels.pages.tables import Tables
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """Launches, and their parameters.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 class Planner:
     """Plans an attention, and keeps its latest plans."""
 
-    _plan_of: Callable[..., Plan]
+    _plan_of: Callable[..., LaunchPlan]
     _reader_of: "ClassVar[staticmethod[[str, PageKind], GroupReader]]"
 
     def __init__(self, kernels: GpuKernels, order: Order) -> None:
@@ -86,7 +86,7 @@ class Planner:
         return prefix_launch(self._kernels, reader, groups, kind, heads, steps, scores)
 
 
-class Asked(NamedTuple):
+class DecodeArguments(NamedTuple):
     """The arguments that the launches of several layers share in a step of one token per sequence.
 
     Attributes:
@@ -102,13 +102,15 @@ class Asked(NamedTuple):
 class StepPlanner(Planner):
     """Plans steps of one token per sequence."""
 
-    def _plan_for(self, tables: Tables, key: tuple[Any, ...], queries: tuple[int, ...]) -> Plan:
+    def _plan_for(
+        self, tables: Tables, key: tuple[Any, ...], queries: tuple[int, ...]
+    ) -> LaunchPlan:
         """The plan for these tables, kept with them.
 
         Args:
-            key: the fields of `Asked`.
+            key: the fields of `DecodeArguments`.
         """
-        asked = Asked(*key)
+        asked = DecodeArguments(*key)
         groups = self._groups_of(tables, asked.kind, queries)
         reach = tables.reach if groups is None else tables.own_reach
         plan = tables.plans[key] = self._plan(asked, reach, *tables.array.shape, groups)

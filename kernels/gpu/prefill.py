@@ -13,7 +13,7 @@ from paged_kv.kernels.gpu.arrays import (
     scores_of,
 )
 from paged_kv.kernels.gpu.kernels import DONE, Output, launch_of
-from paged_kv.kernels.gpu.plan import Plan, Planner
+from paged_kv.kernels.gpu.plan import LaunchPlan, Planner
 from paged_kv.kernels.gpu.prefix import Groups, partial_outputs, reader_of_values
 from paged_kv.kernels.gpu.tuning import LANES, PREFILL_THREADS, SIMDGROUP_ROWS
 from paged_kv.kernels.pages.attention import Attention
@@ -23,7 +23,7 @@ from paged_kv.kernels.pages.tables import Tables
 
 
 @dataclass(frozen=True)
-class Asked:
+class PrefillArguments:
     """The arguments that the launches of several layers share.
 
     Attributes:
@@ -56,7 +56,7 @@ class Prefill(Planner):
         unwritten: Unwritten | None,
     ) -> mx.array:
         """Outputs [B, q_heads, S, v_dim] of queries [B, q_heads, S, k_dim] in the pages' dtype."""
-        asked = Asked(
+        asked = PrefillArguments(
             slabs.kind,
             queries.shape,
             tables.array.shape[1],
@@ -71,7 +71,7 @@ class Prefill(Planner):
             return self._order.run(pages, plan.attend, inputs)[0]
         return plan.run_and_merge(self._order, pages, slabs, tables, [queries], step, sinks)
 
-    def _plan_of(self, asked: Asked) -> Plan:
+    def _plan_of(self, asked: PrefillArguments) -> LaunchPlan:
         geometry, (batch, heads, steps, _) = asked.kind.geometry, asked.shape
         gqa_group_size = heads // geometry.k_heads
         params = parameters(
@@ -105,7 +105,7 @@ class Prefill(Planner):
             else partial_outputs(batch * heads * steps, geometry.v_dim),
         )
         if asked.groups is None:
-            return Plan(attend, None, params)
+            return LaunchPlan(attend, None, params)
         merge = launch_of(
             self._kernels.kernel("merge", geometry.k_dtype, dims, [*sinks, "AFTER_PREFIX"]),
             (heads * steps, batch, 1),
@@ -113,4 +113,4 @@ class Prefill(Planner):
             [output],
         )
         prefix = self._prefix(asked.groups, asked.kind, heads, steps, asked.scores)
-        return Plan(attend, merge, params, prefix)
+        return LaunchPlan(attend, merge, params, prefix)

@@ -43,7 +43,7 @@ from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.prefix.snapshots import Snapshot
 from paged_kv.steps.sequence import Sequence
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import Identity, Link, Place
+from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.lookup import CHECKPOINT, READ_AHEAD, Stored, Wanted
 from paged_kv.store.sights import WRITE_ALL, WriteRule
 from paged_kv.tiers.tiered_store import Offer, TieredStore
@@ -329,15 +329,15 @@ class StoredPrefixes:
         for group in self._groups:
             page = node_page(group, path, at, end)
             if page is not None:
-                place = Place(link, self._part(group))
+                place = EntryPlace(link, self._part(group))
                 nbytes = group.allocator.format_of(page.block).block_bytes
                 yield _Part(place, nbytes, partial(_page_entry, place, group, page))
         snapshot = node.checkpoints.get(end)
         if snapshot is not None and _is_there(snapshot):
-            place = Place(link, CHECKPOINT)
+            place = EntryPlace(link, CHECKPOINT)
             yield _Part(place, snapshot.nbytes, partial(self._state_entry, place, snapshot.states))
 
-    def _state_entry(self, place: Place, states: Any) -> Entry:
+    def _state_entry(self, place: EntryPlace, states: Any) -> Entry:
         about, arrays = self._codec.pack(states)
         return Entry(place, arrays, json.dumps(about))
 
@@ -397,7 +397,7 @@ class _Part:
         entry: makes it.
     """
 
-    place: Place
+    place: EntryPlace
     nbytes: int
     entry: Callable[[], Entry]
 
@@ -408,7 +408,7 @@ def _end(stored: Stored) -> tuple[int, tuple[int, ...]]:
     return stored.num_tokens, tuple(stored.links[-1].tokens)
 
 
-def _page_entry(place: Place, group: LayerGroup, page: NodePage) -> Entry:
+def _page_entry(place: EntryPlace, group: LayerGroup, page: NodePage) -> Entry:
     page_format = group.allocator.format_of(page.block).name
     notes = {"page_format": page_format, "written": page.written}
     return Entry(place, block_bytes(group, page.block, page.unused), json.dumps(notes))

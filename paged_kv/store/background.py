@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from paged_kv.store.entry_file import Entry
 from paged_kv.store.errors import InvalidEntry
-from paged_kv.store.keys import Place
+from paged_kv.store.keys import EntryPlace
 from paged_kv.store.lookup import BlockLookup, Stored, Union, Wanted, find, read_ahead
 from paged_kv.store.page_store import FAULTS, PageStore
 from paged_kv.store.sights import Sights
@@ -154,16 +154,16 @@ class BackgroundStore:
         are none, or the lookup failed."""
         return self._wait(self._submit(find, wanted, Union([self.store, *beside]), without))
 
-    def read(self, places: Sequence[Place]) -> Iterator[Entry | None]:
+    def read(self, places: Sequence[EntryPlace]) -> Iterator[Entry | None]:
         """The entries at `places`, in order, read ahead. Yields None for one that cannot be read,
         and ends."""
         return read_ahead(places, self.start, self.finish)
 
-    def start(self, place: Place) -> Future[Entry] | None:
+    def start(self, place: EntryPlace) -> Future[Entry] | None:
         """Begin to read an entry; None while a reader hangs."""
         return self._submit(self.store.get, place)
 
-    def finish(self, reading: Future[Entry] | None, place: Place) -> Entry | None:
+    def finish(self, reading: Future[Entry] | None, place: EntryPlace) -> Entry | None:
         """The entry that `start` has begun to read; None if it cannot be had."""
         entry = self._wait(reading, place)
         if entry is not None:
@@ -204,7 +204,9 @@ class BackgroundStore:
             # The interpreter is exiting.
             return None
 
-    def _wait(self, future: Future[Result] | None, place: Place | None = None) -> Result | None:
+    def _wait(
+        self, future: Future[Result] | None, place: EntryPlace | None = None
+    ) -> Result | None:
         if future is None:
             return None
         if not wait([future], self._patience_s).done:

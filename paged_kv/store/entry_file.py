@@ -22,7 +22,7 @@ from safetensors.numpy import save
 from xxhash import xxh3_64
 
 from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry
-from paged_kv.store.keys import Link, Place, token_bytes
+from paged_kv.store.keys import EntryPlace, Link, token_bytes
 
 FORMAT, VERSION = "paged-kv page", "1"
 SUFFIX = ".safetensors"
@@ -51,7 +51,7 @@ class Entry:
         notes: text that says how to read the arrays.
     """
 
-    place: Place
+    place: EntryPlace
     arrays: Mapping[str, Array]
     notes: str
 
@@ -164,7 +164,7 @@ def _array(data: memoryview, about: dict[str, Any]) -> Array:
     return np.frombuffer(data[start:end], _DTYPES[about["dtype"]]).reshape(about["shape"])
 
 
-def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> Place:
+def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> EntryPlace:
     link = Link(
         _identity(metadata),
         metadata["parent"],
@@ -172,7 +172,7 @@ def _place(metadata: Mapping[str, str], tokens: tuple[int, ...]) -> Place:
         tokens,
         metadata["check"],
     )
-    return Place(link, metadata["part"])
+    return EntryPlace(link, metadata["part"])
 
 
 def _identity(metadata: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -112,7 +112,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryPlace:
     """The part of a block that one file holds, such as the pages of one layer group."""
 
     link: Link

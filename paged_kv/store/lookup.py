@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from paged_kv.allocator.prefixes.prefix_index import common_prefix
 from paged_kv.allocator.ring import Ring
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 
 CHECKPOINT = "checkpoint"
 """The part of a block that holds the states of layers without pages after its last token."""
@@ -90,7 +90,7 @@ class Stored:
     """
 
     links: tuple[Link, ...]
-    places: tuple[Place, ...]
+    places: tuple[EntryPlace, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -186,17 +186,19 @@ def _has_pages(wanted: Wanted, link: Link, there: Collection[str]) -> bool:
     return all(place.key in there for place in _needed_of_all(wanted, (link,)))
 
 
-def _needed_of_all(wanted: Wanted, links: Sequence[Link]) -> list[Place]:
-    return [Place(link, part) for link in links if link.end > wanted.held for part in wanted.parts]
+def _needed_of_all(wanted: Wanted, links: Sequence[Link]) -> list[EntryPlace]:
+    return [
+        EntryPlace(link, part) for link in links if link.end > wanted.held for part in wanted.parts
+    ]
 
 
-def _needed_at_end(wanted: Wanted, links: Sequence[Link]) -> list[Place]:
+def _needed_at_end(wanted: Wanted, links: Sequence[Link]) -> list[EntryPlace]:
     in_rings = [
-        Place(links[block], part)
+        EntryPlace(links[block], part)
         for part, ring in wanted.rings
         for block in ring.held(len(links) - 1)
     ]
-    states = [Place(links[-1], CHECKPOINT)] if wanted.needs_checkpoint else []
+    states = [EntryPlace(links[-1], CHECKPOINT)] if wanted.needs_checkpoint else []
     return in_rings + states
 
 

@@ -38,7 +38,7 @@ from paged_kv.store.errors import InvalidEntry, NewerVersion, OtherEntry, unusab
 from paged_kv.store.eviction import Limits, victims
 from paged_kv.store.folder import LOCK, TAG, Folder, is_page_file, is_temporary, size_on_disk
 from paged_kv.store.index import OpenIndex, Row
-from paged_kv.store.keys import Place
+from paged_kv.store.keys import EntryPlace
 from paged_kv.store.ledger import LEDGER, Written, read_written, write_written
 from paged_kv.store.sights import SAVED_BYTES
 
@@ -172,7 +172,7 @@ class PageStore:
             self._lookups.close()
             self.folder.close()
 
-    def get(self, place: Place) -> Entry:
+    def get(self, place: EntryPlace) -> Entry:
         """The entry stored at a place.
 
         Raises:
@@ -370,7 +370,7 @@ class PageStore:
             self.folder.remove(name)
 
 
-def file_of(place: Place, data: Sequence[Buffer]) -> File:
+def file_of(place: EntryPlace, data: Sequence[Buffer]) -> File:
     """An entry's row and tokens, with the bytes of its file."""
     link = place.link
     nbytes = size_on_disk(sum(map(len, data)))

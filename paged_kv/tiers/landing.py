@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import Place
+from paged_kv.store.keys import EntryPlace
 from paged_kv.tiers.remote_tier import Presence
 
 LANDING_BYTES = 1 << 30
@@ -56,7 +56,7 @@ class Landing:
             presence.add(entry.place, entry.nbytes)
         return presence
 
-    def start(self, place: Place) -> Future[Entry]:
+    def start(self, place: EntryPlace) -> Future[Entry]:
         """Take an entry out; `Entry | None` is known at once."""
         taken: Future[Entry] = Future()
         with self._lock:

@@ -21,11 +21,11 @@ from paged_kv.tiers.tiered_store import Tier, TieredStore
 # An entry of a large model may take some seconds from a bucket. Whoever waits gives up earlier.
 _LONGEST_S = 10.0
 
-Place = str | os.PathLike[str]
+TierPlace = str | os.PathLike[str]
 """A folder, or the address of a server."""
 
 
-def store_addresses(store: Place | Sequence[Place]) -> list[Address]:
+def store_addresses(store: TierPlace | Sequence[TierPlace]) -> list[Address]:
     """The tiers that the argument `store` names, quickest first.
 
     Raises:
@@ -108,5 +108,5 @@ def read_seal(options: StoreOptions) -> Seal:
     return Seal(b"")
 
 
-def _path(place: object) -> Place:
+def _path(place: object) -> TierPlace:
     return place if isinstance(place, str) and "://" in place else file_path("store", place)

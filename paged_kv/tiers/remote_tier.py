@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from paged_kv.store.background import StoreStats
 from paged_kv.store.entry_file import Buffer, Entry, decode
 from paged_kv.store.errors import InvalidEntry, OtherEntry
-from paged_kv.store.keys import Link, Place
+from paged_kv.store.keys import EntryPlace, Link
 from paged_kv.store.lookup import CHECKPOINT, Wanted
 from paged_kv.store.write_queue import Faults
 from paged_kv.tiers.blobs import MOST_ENTRY_BYTES, Blobs
@@ -36,7 +36,7 @@ MOST_IN_BATCH = 1024
 # Round trips on the way behind the one whose entries are used.
 _BATCHES_AHEAD = 2
 
-Sized = tuple[Place, int]
+Sized = tuple[EntryPlace, int]
 """An entry's place, and the bytes that its server has said to hold."""
 
 
@@ -58,9 +58,9 @@ class RemoteRead:
         self._batch_of = {place: at for at, batch in enumerate(self._batches) for place, _ in batch}
         self._begin = begin
         self._num_begun = 0
-        self._begun: dict[Place, Future[Entry] | None] = {}
+        self._begun: dict[EntryPlace, Future[Entry] | None] = {}
 
-    def start(self, place: Place) -> Future[Entry] | None:
+    def start(self, place: EntryPlace) -> Future[Entry] | None:
         """The read of an entry, which begins now if it has not before; None during a pause."""
         until = self._batch_of[place] + 1 + _BATCHES_AHEAD
         for batch in self._batches[self._num_begun : until]:
@@ -95,7 +95,7 @@ class Presence:
     sizes: dict[str, int] = field(default_factory=dict)
     after: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
-    def add(self, place: Place, nbytes: int) -> None:
+    def add(self, place: EntryPlace, nbytes: int) -> None:
         """Note that an entry is there."""
         self.sizes[place.key] = nbytes
         self.after.setdefault(place.link.parent, []).append((len(place.link.tokens), place.key))
@@ -186,7 +186,9 @@ class RemoteTier:
         """A read of entries for a prompt, which begins when the first of them is started."""
         return RemoteRead(wanted, partial(self._begin, self._reading_patience(waits)))
 
-    def finish(self, reading: Future[Entry] | None, place: Place, waits: Waits) -> Entry | None:
+    def finish(
+        self, reading: Future[Entry] | None, place: EntryPlace, waits: Waits
+    ) -> Entry | None:
         """The entry that a `RemoteRead` has started; None if it cannot be had."""
         entry = self._wait(reading, self._reading_patience(waits))
         if entry is None:
@@ -239,7 +241,7 @@ class RemoteTier:
             except Exception as error:
                 _settle(future, error)
 
-    def _opened(self, place: Place, name: str, data: Buffer) -> Entry:
+    def _opened(self, place: EntryPlace, name: str, data: Buffer) -> Entry:
         entry = decode(self._seal.opened(name, data), place.key)
         if entry.place != place:
             raise OtherEntry("it holds other tokens, or pages of another model")
@@ -281,7 +283,7 @@ class WrongSize(InvalidEntry):
     kind = "wrong size"
 
 
-def _askable(wanted: Wanted) -> Iterable[Place]:
+def _askable(wanted: Wanted) -> Iterable[EntryPlace]:
     """The parts of a prompt's full blocks that a hit may need."""
     rings = [part for part, _ in wanted.rings]
     states = [CHECKPOINT] if wanted.needs_checkpoint else []
@@ -290,7 +292,7 @@ def _askable(wanted: Wanted) -> Iterable[Place]:
         link = link.then(wanted.tokens[link.end : link.end + wanted.page_size])
         pages = wanted.parts if link.end > wanted.held else ()
         for part in (*pages, *rings, *(states if link.end > wanted.beyond else ())):
-            yield Place(link, part)
+            yield EntryPlace(link, part)
 
 
 def _settle(future: Future[Entry], outcome: Entry | Exception) -> None:

@@ -14,7 +14,7 @@ from threading import Event
 
 from paged_kv.store.background import BackgroundStore, StoreStats
 from paged_kv.store.entry_file import Entry
-from paged_kv.store.keys import Place
+from paged_kv.store.keys import EntryPlace
 from paged_kv.store.lookup import Stored, Union, Wanted, find, read_ahead
 from paged_kv.store.sights import Sights
 from paged_kv.tiers.landing import Landing
@@ -90,7 +90,7 @@ class TieredStore:
         done = [tier.queue.flush() for tier in self._tiers]
         return all(done)
 
-    def takers(self, place: Place, nbytes: int, *, servers: bool = False) -> list[Tier]:
+    def takers(self, place: EntryPlace, nbytes: int, *, servers: bool = False) -> list[Tier]:
         """The tiers, or only the servers, that lack an entry and have room for it now. Those
         without room count a drop."""
         return _takers(self.servers if servers else self._tiers, place, nbytes)
@@ -168,18 +168,18 @@ class TieredStore:
         give, and ends."""
         return self._read(offer.stored.places, offer)
 
-    def _read(self, places: Sequence[Place], offer: Offer) -> Iterator[Entry | None]:
+    def _read(self, places: Sequence[EntryPlace], offer: Offer) -> Iterator[Entry | None]:
         holders = {place: self._holders(place, offer) for place in places}
         reads = {
             server: _read([place for place in places if holders[place][0] is server], server, offer)
             for server in self.servers
         }
 
-        def start(place: Place) -> Future[Entry] | None:
+        def start(place: EntryPlace) -> Future[Entry] | None:
             first = holders[place][0]
             return (reads[first] if isinstance(first, RemoteTier) else first).start(place)
 
-        def finish(future: Future[Entry] | None, place: Place) -> Entry | None:
+        def finish(future: Future[Entry] | None, place: EntryPlace) -> Entry | None:
             first, *others = holders[place]
             entry, source = _finish(first, future, place, offer), first
             for tier in others:
@@ -219,7 +219,7 @@ class TieredStore:
     def _stats_of(self, tier: Tier) -> StoreStats:
         return replace(tier.stats(), tokens_found=self._tokens_found[self._labels[tier]])
 
-    def _holders(self, place: Place, offer: Offer) -> list[Source]:
+    def _holders(self, place: EntryPlace, offer: Offer) -> list[Source]:
         """The tiers that hold an entry, quickest first."""
         landing = [] if self.landing is None else [self.landing]
         holders: list[Source] = []
@@ -258,13 +258,15 @@ def _is_local(holders: Sequence[Source]) -> bool:
     return not isinstance(holders[0], RemoteTier)
 
 
-def _read(places: Sequence[Place], server: RemoteTier, offer: Offer) -> RemoteRead:
+def _read(places: Sequence[EntryPlace], server: RemoteTier, offer: Offer) -> RemoteRead:
     """A read of what a server has said to hold."""
     wanted = [(place, offer.remote[server].sizes[place.key]) for place in places]
     return server.read(wanted, offer.waits)
 
 
-def _finish(tier: Source, future: Future[Entry] | None, place: Place, offer: Offer) -> Entry | None:
+def _finish(
+    tier: Source, future: Future[Entry] | None, place: EntryPlace, offer: Offer
+) -> Entry | None:
     if isinstance(tier, Landing):
         return None if future is None else tier.finish(future)
     if isinstance(tier, BackgroundStore):
@@ -272,7 +274,7 @@ def _finish(tier: Source, future: Future[Entry] | None, place: Place, offer: Off
     return tier.finish(future, place, offer.waits)
 
 
-def _takers(tiers: Sequence[Tier], place: Place, nbytes: int) -> list[Tier]:
+def _takers(tiers: Sequence[Tier], place: EntryPlace, nbytes: int) -> list[Tier]:
     # Servers are asked for full blocks only.
     able = [tier for tier in tiers if isinstance(tier, BackgroundStore) or place.link.is_full]
     lacking = [tier for tier in able if not tier.queue.knows(place.key)]

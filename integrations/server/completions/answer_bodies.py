@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm.server import get_system_fingerprint
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
-from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.integrations.server.completions.prompt_logprobs import Logprobs, bounded, described
 from paged_kv.integrations.server.engine.jobs import Token
 from paged_kv.integrations.server.http.request_body import parse_body
@@ -29,10 +29,10 @@ class Completions(Interface):
     def __init__(self, kind: type[Body]) -> None:
         self._kind = kind
 
-    def read(self, content: bytes, key: str | None) -> Asked:
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
         body = parse_body(content, self._kind)
-        return Asked(body, partial(_answers, body))
+        return ReadRequest(body, partial(_answers, body))
 
 
 class OpenAIAnswers(Answers):

@@ -25,9 +25,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_kv.commands.cache_options import has_servers
-from paged_kv.integrations.server.completions.completion_plan import Plan, make_plan
+from paged_kv.integrations.server.completions.completion_plan import CompletionPlan, make_plan
 from paged_kv.integrations.server.completions.conversation import IDLE, Conversation
-from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.engine.jobs import Channel, Job
 from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel, ModelKey
@@ -93,13 +93,15 @@ class Answering:
 
     def _planned(
         self, content: bytes, key: str | None, name: str, channel: Channel
-    ) -> tuple[Asked, Plan]:
+    ) -> tuple[ReadRequest, CompletionPlan]:
         """Runs on a reader thread."""
         asked = self._interface.read(content, key)
         with self._told():
             return asked, self._plan(asked, key, name, channel)
 
-    def _plan(self, asked: Asked, key: str | None, name: str, channel: Channel) -> Plan:
+    def _plan(
+        self, asked: ReadRequest, key: str | None, name: str, channel: Channel
+    ) -> CompletionPlan:
         service, body = self._service, asked.body
         service.limits.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
@@ -123,7 +125,7 @@ class Answering:
             raise self._interface.told(error) from error
 
     async def _answer(
-        self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
+        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
     ) -> None:
         await self._make_ready(plan, nbytes)
         with self._submitted(plan.jobs):
@@ -137,7 +139,7 @@ class Answering:
                 content = await self._service.workers.write(written, talk.held_tokens)
                 await send_json(content, send, _limit_header(talk))
 
-    async def _make_ready(self, plan: Plan, nbytes: int) -> None:
+    async def _make_ready(self, plan: CompletionPlan, nbytes: int) -> None:
         """Read the prompts, if their model is loaded; else check that it can be loaded."""
         loaded, jobs = await self._service.loaded(), plan.jobs
         if loaded is not None and jobs[0].model == loaded.key:
@@ -147,7 +149,7 @@ class Answering:
             await self._require_model(jobs[0].model)
         await self._service.grammars.prepare(jobs, loaded)
 
-    async def _read_prompt(self, talk: Conversation, plan: Plan, nbytes: int) -> Job:
+    async def _read_prompt(self, talk: Conversation, plan: CompletionPlan, nbytes: int) -> Job:
         """Have the prompt of one job read that generates nothing."""
         await self._make_ready(plan, nbytes)
         (job,) = plan.jobs
@@ -158,7 +160,7 @@ class Answering:
                 await talk.begin()
         return job
 
-    async def _read(self, plan: Plan, work: Callable[[], None], nbytes: int) -> None:
+    async def _read(self, plan: CompletionPlan, work: Callable[[], None], nbytes: int) -> None:
         workers = self._service.workers
         await (workers.read_images(work) if plan.has_images else workers.read(work, nbytes))
 

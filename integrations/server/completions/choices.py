@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paged_kv.integrations.server.engine.jobs import Held, ScoredToken, Token
+from paged_kv.integrations.server.engine.jobs import HeldPrompt, ScoredToken, Token
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Usage:
     accepted_tokens: int = 0
     draft_tokens: int = 0
     reasoning_tokens: int = 0
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldPrompt, ...] = ()
     max_tokens: int | None = None
 
     @property

@@ -19,7 +19,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from paged_kv.integrations.server.completions.interface import Asked
+from paged_kv.integrations.server.completions.interface import ReadRequest
 from paged_kv.integrations.server.completions.output_constraint import constraint_of
 from paged_kv.integrations.server.completions.prompt_limit import fit_context
 from paged_kv.integrations.server.completions.prompt_logprobs import (
@@ -52,7 +52,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompletionPlan:
     """What a request asks for.
 
     Attributes:
@@ -74,13 +74,13 @@ class Plan:
 
 
 def make_plan(
-    asked: Asked,
+    asked: ReadRequest,
     model: ModelKey,
     salt: Hashable,
     request_id: str,
     options: argparse.Namespace,
     channel: Channel,
-) -> Plan:
+) -> CompletionPlan:
     """The jobs of a request, whose events go to the channel. No prompt is tokenized yet.
 
     Raises:
@@ -89,11 +89,11 @@ def make_plan(
     body = asked.body
     jobs = _jobs_of(asked, model, salt, request_id, options, channel)
     has_images = isinstance(body, ChatBody) and body.has_images
-    return Plan(body, jobs, stop_machine(body.stop_words), has_images)
+    return CompletionPlan(body, jobs, stop_machine(body.stop_words), has_images)
 
 
 def _jobs_of(
-    asked: Asked,
+    asked: ReadRequest,
     model: ModelKey,
     salt: Hashable,
     request_id: str,

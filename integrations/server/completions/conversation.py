@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from paged_kv.integrations.server.completions.choices import Choice, Usage
-from paged_kv.integrations.server.completions.completion_plan import Plan
+from paged_kv.integrations.server.completions.completion_plan import CompletionPlan
 from paged_kv.integrations.server.completions.prompt_logprobs import first_part
 from paged_kv.integrations.server.completions.service import Service
 from paged_kv.integrations.server.completions.tool_calls import ChoiceCalls
@@ -42,7 +42,7 @@ class Conversation:
         choices: all choices, in order.
     """
 
-    def __init__(self, service: Service, plan: Plan) -> None:
+    def __init__(self, service: Service, plan: CompletionPlan) -> None:
         self.choices = [Choice(index) for index in range(plan.choices)]
         self._service = service
         self._plan = plan

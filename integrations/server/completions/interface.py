@@ -65,7 +65,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReadRequest:
     """What a request asks for.
 
     Attributes:
@@ -90,7 +90,7 @@ class Interface:
 
     fields: ClassVar[Mapping[str, str]] = {}
 
-    def read(self, content: bytes, key: str | None) -> Asked:
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
         """What the bytes of a body ask for. Runs on a reader thread.
 
         Args:

@@ -19,7 +19,7 @@ from typing import Any
 
 from paged_kv.extras import extra_module
 from paged_kv.integrations.grammar import grammar_check, grammars
-from paged_kv.integrations.grammar.call_constraints import CallConstraint, Tool
+from paged_kv.integrations.grammar.call_constraints import CallableTool, CallConstraint
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
@@ -68,14 +68,14 @@ def _of_calls(body: ChatBody, answer: Constraint | None) -> Constraint | CallCon
     return CallConstraint(called, choice, several, answer)
 
 
-def _tool(said: dict[str, Any]) -> Tool | None:
+def _tool(said: dict[str, Any]) -> CallableTool | None:
     """A tool of a request; None for one without a function."""
     function = said.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         return None
     parameters = function.get("parameters") or {}
-    return Tool(name, json.dumps(parameters)) if isinstance(parameters, dict) else None
+    return CallableTool(name, json.dumps(parameters)) if isinstance(parameters, dict) else None
 
 
 def _of_answer(body: Body) -> Constraint | None:

@@ -26,7 +26,7 @@ from paged_kv.integrations.server.completions.message_parts import (
 )
 from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
 from paged_kv.integrations.server.engine.image_support import EmbeddedImages
-from paged_kv.integrations.server.engine.jobs import Held, Prompt
+from paged_kv.integrations.server.engine.jobs import HeldPrompt, Prompt
 from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import APIError, wrong_value
 from paged_kv.integrations.server.http.schema import ChatBody
@@ -207,7 +207,8 @@ def read_chat(
             f"these messages do not fit the chat template of the model: {error}", "messages"
         ) from error
     ends = [
-        Held(_end_of(mark, prompt, loaded, body, options, limit), mark.seconds) for mark in marks
+        HeldPrompt(_end_of(mark, prompt, loaded, body, options, limit), mark.seconds)
+        for mark in marks
     ]
     return _checked(loaded, replace(prompt, held=tuple(ends)), limit)
 

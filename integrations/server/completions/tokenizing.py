@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from starlette.types import Send
 
 from paged_kv.integrations.server.completions.answering import Answering, json_bytes, send_json
-from paged_kv.integrations.server.completions.completion_plan import Plan
+from paged_kv.integrations.server.completions.completion_plan import CompletionPlan
 from paged_kv.integrations.server.completions.conversation import Conversation
-from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.integrations.server.engine.paged_model_provider import LoadedModel
 from paged_kv.integrations.server.http.api_errors import busy, wrong_value
 from paged_kv.integrations.server.http.known_fields import require_known
@@ -46,7 +46,7 @@ class DetokenizedBody(BaseModel):
 class Tokenizing(Interface):
     """Reads what is to become tokens."""
 
-    def read(self, content: bytes, key: str | None) -> Asked:
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
         said = parsed_json(content)
         body: Body
@@ -56,7 +56,7 @@ class Tokenizing(Interface):
             body = text = body_of(said, TokenizedText)
             if not isinstance(text.prompt, str):
                 raise wrong_value("prompt: a text is needed here", "prompt")
-        return Asked(body, _unanswered)
+        return ReadRequest(body, _unanswered)
 
 
 class Detokenizing(Interface):
@@ -64,20 +64,20 @@ class Detokenizing(Interface):
 
     fields: ClassVar = {"prompt": "tokens"}
 
-    def read(self, content: bytes, key: str | None) -> Asked:
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
         said = parsed_json(content)
         require_known(said, DetokenizedBody.model_fields)
         body = checked(said, DetokenizedBody)
         prompt = {"model": body.model, "prompt": body.tokens}
-        return Asked(body_of(prompt, TextBody), _unanswered)
+        return ReadRequest(body_of(prompt, TextBody), _unanswered)
 
 
 class Tokens(Answering):
     """Answers with the tokens of a prompt, as its completion would have them."""
 
     async def _answer(
-        self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
+        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
     ) -> None:
         job = await self._read_prompt(talk, plan, nbytes)
         loaded = self._service.thread.provider.loaded

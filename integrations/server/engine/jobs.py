@@ -24,7 +24,7 @@ from paged_kv.integrations.speculation.batch import SpeculationCounts
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPrompt:
     """The first tokens of a prompt, which stay cached for `seconds` after their last use."""
 
     num_tokens: int
@@ -72,7 +72,7 @@ class Prompt:
     segments: list[list[int]]
     initial_state: str = "normal"
     media: PromptMedia | None = None
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldPrompt, ...] = ()
 
     @property
     def cache_key(self) -> list[int]:

@@ -181,7 +181,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class Priorities(NamedTuple):
+class PriorityRange(NamedTuple):
     """The priorities that a client may give its requests; lower ones begin sooner."""
 
     least: int
@@ -196,16 +196,16 @@ class Limits(NamedTuple):
         requests: that run or wait at the same time; None for any number.
     """
 
-    priorities: Priorities
+    priorities: PriorityRange
     requests: int | None = None
 
 
-def priorities(text: str) -> Priorities:
+def priorities(text: str) -> PriorityRange:
     """A range such as `-10:100`, from the command line or a file of keys."""
     if found := re.fullmatch(r"(-?[0-9]{1,9}):(-?[0-9]{1,9})", text):
         least, most = int(found[1]), int(found[2])
         if least <= 0 <= most:
-            return Priorities(least, most)
+            return PriorityRange(least, most)
     raise argparse.ArgumentTypeError(f"LOW:HIGH is needed, with 0 within, got {text!r}")
 
 
@@ -237,7 +237,7 @@ def read_limits(lines: Iterable[str], default: Limits) -> dict[str, Limits]:
     return found
 
 
-def _priorities(text: str) -> Priorities:
+def _priorities(text: str) -> PriorityRange:
     try:
         return priorities(text)
     except argparse.ArgumentTypeError as error:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from starlette.types import Send
 
 from paged_kv.integrations.server.completions.answering import Answering, send_json
-from paged_kv.integrations.server.completions.completion_plan import Plan
+from paged_kv.integrations.server.completions.completion_plan import CompletionPlan
 from paged_kv.integrations.server.completions.conversation import Conversation
-from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.integrations.server.http.known_fields import require_known
 from paged_kv.integrations.server.http.request_body import (
     checked,
@@ -51,7 +51,7 @@ class Messages(Interface):
         self._kind = kind
         self._skipped: list[str] = options.skip_system_lines
 
-    def read(self, content: bytes, key: str | None) -> Asked:
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
         said = parsed_json(content)
         known = (*self._kind.model_fields, *SHARED)
@@ -60,7 +60,7 @@ class Messages(Interface):
         chat = self.chat_body(chat_of(said, body, self._skipped))
         answers = partial(_answers, body, chat)
         marks = cache_marks(body, self._skipped)
-        return Asked(chat, answers, marks, is_counted=not isinstance(body, MessagesBody))
+        return ReadRequest(chat, answers, marks, is_counted=not isinstance(body, MessagesBody))
 
 
 def _answers(body: PromptBody, chat: ChatBody, name: str, tokenizer: Any) -> Answers:
@@ -76,7 +76,7 @@ class TokenCounts(Answering):
     """Counts the tokens of the prompts that messages would have."""
 
     async def _answer(
-        self, talk: Conversation, asked: Asked, plan: Plan, nbytes: int, send: Send
+        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
     ) -> None:
         await self._read_prompt(talk, plan, nbytes)
         count = {"input_tokens": talk.usage.prompt_tokens}

@@ -172,7 +172,7 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 @with_config(_STRICT)
-class Tool(TypedDict):
+class MessagesTool(TypedDict):
     """A function that the client runs."""
 
     type: NotRequired[Literal["custom"] | None]
@@ -237,7 +237,7 @@ class PromptBody(BaseModel):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
     system: _Texts | None = None
-    tools: Annotated[list[Tool] | None, at_most(MOST_TOOLS)] = None
+    tools: Annotated[list[MessagesTool] | None, at_most(MOST_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

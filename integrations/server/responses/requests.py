@@ -181,7 +181,7 @@ Item = Annotated[
 
 
 @with_config(_STRICT)
-class Tool(TypedDict):
+class ResponsesTool(TypedDict):
     """A function that the client runs."""
 
     type: Literal["function"]
@@ -244,7 +244,7 @@ class ResponsesBody(BaseModel):
     instructions: str | None = None
     previous_response_id: Name | None = None
     max_output_tokens: MostTokens | None = None
-    tools: Annotated[list[Tool] | None, at_most(MOST_TOOLS)] = None
+    tools: Annotated[list[ResponsesTool] | None, at_most(MOST_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from paged_kv.integrations.server.completions.interface import Answers, Asked, Interface
+from paged_kv.integrations.server.completions.interface import Answers, Interface, ReadRequest
 from paged_kv.integrations.server.completions.prompt_logprobs import Logprobs
 from paged_kv.integrations.server.http.access import APIKeys, salt_of
 from paged_kv.integrations.server.http.api_errors import APIError, shortened, wrong_value
@@ -253,7 +253,7 @@ class Responses(Interface):
     def __init__(self, kept: KeptResponses) -> None:
         self._kept = kept
 
-    def read(self, content: bytes, key: str | None) -> Asked:
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
         """See `Interface`."""
         said = parsed_json(content)
         known = (*ResponsesBody.model_fields, *SHARED)
@@ -266,7 +266,7 @@ class Responses(Interface):
         items = named(self._resolved(owner, body))
         chat = self.chat_body(chat_of(said, body, [*earlier, *items]))
         keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        return Asked(chat, partial(_answers, said, body, chat, keep))
+        return ReadRequest(chat, partial(_answers, said, body, chat, keep))
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
