@@ -17,7 +17,7 @@ import mlx_lm
 import pytest
 from mlx_lm import server
 
-from paged_kv.integrations.server.engine import sampling
+from paged_kv.server.engine import sampling
 from tests.conftest import MODEL_FOLDERS
 from tests.zoo import small_model
 

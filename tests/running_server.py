@@ -15,10 +15,10 @@ from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 from openai import OpenAI
 
-from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.lifecycle import PagedServer
-from paged_kv.integrations.server.options import server_parser
 from paged_kv.pool.page_pool import PagePool
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.lifecycle import PagedServer
+from paged_kv.server.options import server_parser
 from tests.patience import PATIENCE_S as PATIENCE_S
 from tests.patience import wait_until as wait_until
 from tests.zoo import small_model

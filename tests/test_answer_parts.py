@@ -2,15 +2,15 @@
 
 import pytest
 
-from paged_kv.integrations.server.completions.answer_bodies import (
+from paged_kv.server.completions.answer_bodies import (
     AnswerParts,
     Call,
     Part,
     Reasoning,
     Text,
 )
-from paged_kv.integrations.server.completions.choices import Choice, Usage
-from paged_kv.integrations.server.messages.answers import MessageAnswers
+from paged_kv.server.completions.choices import Choice, Usage
+from paged_kv.server.messages.answers import MessageAnswers
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Folders beside paged_kv that install as its sub-packages.
-INNER_ROOMS = ("allocator", "kernels", "integrations")
+INNER_ROOMS = ("allocator", "kernels", "integrations", "server")
 
 # The rooms that each room may import, besides its own files; "" is paged_kv itself. The order is
 # from the bottom up. A file can be a room of its own, below the others of its folder.
@@ -94,32 +94,32 @@ ARROWS: dict[str, set[str]] = {
         *("commands", "integrations", "integrations.bench", "kernels", "kernels.cpu"),
         *("kernels.pages", "kernels.plain"),
     },
-    "integrations.server.http": set(),
-    "integrations.server.engine": {
+    "server.http": set(),
+    "server.engine": {
         *("admission", "allocator", "integrations", "integrations.batching"),
-        *("integrations.distributed", "integrations.server.http", "integrations.speculation"),
+        *("integrations.distributed", "server.http", "integrations.speculation"),
         *("integrations.grammar", "integrations.states", "commands", "kernels.pages", "prefix"),
         *("store", "tiers"),
     },
-    "integrations.server.completions": {
+    "server.completions": {
         *("allocator.prefixes", "commands", "integrations", "integrations.batching"),
-        *("integrations.grammar", "integrations.server.engine", "integrations.server.http"),
+        *("integrations.grammar", "server.engine", "server.http"),
         *("kernels.pages", "prefix"),
     },
-    "integrations.server.messages": {
-        "integrations.server.completions",
-        "integrations.server.http",
+    "server.messages": {
+        "server.completions",
+        "server.http",
     },
-    "integrations.server.responses": {
-        "integrations.server.completions",
-        "integrations.server.http",
+    "server.responses": {
+        "server.completions",
+        "server.http",
     },
-    "integrations.server": {
+    "server": {
         *("allocator", "commands", "integrations.distributed"),
-        *("integrations.server.completions", "integrations.server.engine"),
-        *("integrations.server.http", "integrations.server.messages", "monitor", "pool"),
+        *("server.completions", "server.engine"),
+        *("server.http", "server.messages", "monitor", "pool"),
         "integrations.doctor",  # which BLAS there is
-        "integrations.server.responses",
+        "server.responses",
     },
 }
 # Files of paged_kv that every room may import, except those of arrays and of integers.
@@ -188,7 +188,7 @@ def may_import(room: str, name: str) -> bool:
     if first in INNER_ROOMS:  # Importable only if Python starts in the checkout.
         return False
     if first == "mlx_lm":
-        return room.startswith("integrations")
+        return room.startswith(("integrations", "server"))
     if first == "mlx" and room == "store":
         return False
     if first != "paged_kv":
@@ -292,8 +292,8 @@ def test_linked_rooms_have_no_init(room: str) -> None:
         ("integrations", "from ..allocator import slabs", "..allocator.slabs"),
         (
             "integrations",
-            "import paged_kv.integrations.server.app",
-            "paged_kv.integrations.server.app",
+            "import paged_kv.server.app",
+            "paged_kv.server.app",
         ),
     ],
 )

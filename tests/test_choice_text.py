@@ -8,13 +8,13 @@ from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from mlx_lm.tool_parsers import json_tools
 
-from paged_kv.integrations.server.engine.choice_text import (
+from paged_kv.server.engine.choice_text import (
     MOST_LINE_TOKENS,
     ChoiceText,
     Delta,
     stop_machine,
 )
-from paged_kv.integrations.server.engine.jobs import Token
+from paged_kv.server.engine.jobs import Token
 
 WORDS = [
     "a",

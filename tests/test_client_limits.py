@@ -10,7 +10,7 @@ from openai import BadRequestError, RateLimitError
 
 from paged_kv.admission.admission import Admission
 from paged_kv.admission.demand import Demand
-from paged_kv.integrations.server.http.access import (
+from paged_kv.server.http.access import (
     ClientLimits,
     Limits,
     PriorityRange,
@@ -18,7 +18,7 @@ from paged_kv.integrations.server.http.access import (
     priorities,
     read_limits,
 )
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.server.http.api_errors import APIError
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import in_float32, paged_server, wait_until
 

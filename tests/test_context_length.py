@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.engine.context_length import context_length
+from paged_kv.server.engine.context_length import context_length
 
 
 @pytest.mark.parametrize(

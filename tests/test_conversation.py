@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.completions import conversation
-from paged_kv.integrations.server.completions.choices import Choice
-from paged_kv.integrations.server.completions.completion_plan import CompletionPlan
-from paged_kv.integrations.server.completions.conversation import Conversation
-from paged_kv.integrations.server.completions.tool_calls import CallParser
-from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
-from paged_kv.integrations.server.engine.choice_text import stop_machine
-from paged_kv.integrations.server.engine.jobs import Begun, Channel, Event, Job, Token
-from paged_kv.integrations.server.engine.server_metrics import ServerMetrics
-from paged_kv.integrations.server.http.schema import Body, ChatBody, TextBody
+from paged_kv.server.completions import conversation
+from paged_kv.server.completions.choices import Choice
+from paged_kv.server.completions.completion_plan import CompletionPlan
+from paged_kv.server.completions.conversation import Conversation
+from paged_kv.server.completions.tool_calls import CallParser
+from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.engine.choice_text import stop_machine
+from paged_kv.server.engine.jobs import Begun, Channel, Event, Job, Token
+from paged_kv.server.engine.server_metrics import ServerMetrics
+from paged_kv.server.http.schema import Body, ChatBody, TextBody
 from tests.test_choice_text import WORDS, loaded
 
 

@@ -20,8 +20,8 @@ from mlx.nn.layers.base import Module
 import paged_kv
 from paged_kv import command_line, embedded_model
 from paged_kv.integrations.generation.generate_command import add_generate_parser
-from paged_kv.integrations.server.options import server_parser
 from paged_kv.pool.columns import COLUMNS, Unit
+from paged_kv.server.options import server_parser
 from paged_kv.tiers.seal import LEAST_SECRET_BYTES
 from tests.vision_zoo import IMAGE, whole_model
 from tests.zoo import small_model
@@ -34,7 +34,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|cu|metal|html|json|toml|md))(?:::(\w+))?`")
-FOLDER = re.compile(r"`((?:paged_kv|allocator|kernels|integrations|tests|benches|docs)/[a-z_/]*)`")
+FOLDER = re.compile(
+    r"`((?:paged_kv|allocator|kernels|integrations|server|tests|benches|docs)/[a-z_/]*)`"
+)
 SOURCE = r"`([\w.-]*/[\w./-]+\.(?:py|h|cpp|cu|metal|toml)|setup\.py)`"
 # `NAME`, `NAME` and `NAME` stand in `FILE`; and list items of the form "`FILE`: what it holds."
 STAND_IN = re.compile(r"((?:`\w+`(?:, | and )?)+)[^`|.;]{0,60}?\b(?:in|of|from)\s+" + SOURCE)
@@ -331,7 +333,16 @@ def test_the_reference_lists_every_variable_that_is_read() -> None:
     read = re.compile(
         r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["']((?:PAGED_KV|XDG|OPENBLAS)\w+)"""
     )
-    folders = ("paged_kv", "allocator", "kernels", "integrations", "tests", "benches", ".ci")
+    folders = (
+        "paged_kv",
+        "allocator",
+        "kernels",
+        "integrations",
+        "server",
+        "tests",
+        "benches",
+        ".ci",
+    )
     files = [ROOT / "setup.py", *[each for name in folders for each in (ROOT / name).rglob("*.py")]]
     found = {name for path in files for name in read.findall(path.read_text(encoding="utf-8"))}
     in_shell = (ROOT / ".ci" / "check_kernels").read_text(encoding="utf-8")
@@ -340,7 +351,11 @@ def test_the_reference_lists_every_variable_that_is_read() -> None:
 
 
 def test_every_reason_of_an_eviction_is_explained() -> None:
-    sources = [*(ROOT / "paged_kv").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
+    sources = [
+        *(ROOT / "paged_kv").rglob("*.py"),
+        *(ROOT / "integrations").rglob("*.py"),
+        *(ROOT / "server").rglob("*.py"),
+    ]
     found = {
         reason
         for path in sources

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.server.engine.image_support import EmbeddedImages
+from paged_kv.server.engine.image_support import EmbeddedImages
 from tests.zoo import small_model
 
 TOKENS = [(7 * at) % 97 for at in range(40)]

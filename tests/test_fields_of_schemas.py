@@ -16,9 +16,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from paged_kv.integrations.server.http.schema import ChatBody, TextBody
-from paged_kv.integrations.server.messages import requests as messages
-from paged_kv.integrations.server.responses import requests as responses
+from paged_kv.server.http.schema import ChatBody, TextBody
+from paged_kv.server.messages import requests as messages
+from paged_kv.server.responses import requests as responses
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from mlx_lm.server import process_message_content
 
-from paged_kv.integrations.server.completions import message_parts
-from paged_kv.integrations.server.completions.message_parts import (
+from paged_kv.server.completions import message_parts
+from paged_kv.server.completions.message_parts import (
     MOST_IMAGES,
     copied,
     image_files,
@@ -19,9 +19,9 @@ from paged_kv.integrations.server.completions.message_parts import (
     require_no_marks,
     require_parts,
 )
-from paged_kv.integrations.server.engine import image_support
-from paged_kv.integrations.server.engine.image_support import refusal_of_mlx_vlm
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.server.engine import image_support
+from paged_kv.server.engine.image_support import refusal_of_mlx_vlm
+from paged_kv.server.http.api_errors import APIError
 
 HELLO = "data:text/plain;base64,aGVsbG8="
 TEXT: dict[str, Any] = {"type": "text", "text": "a"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.http.api_errors import APIError
-from paged_kv.integrations.server.responses.responses import KeptResponses, Turn
+from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.responses.responses import KeptResponses, Turn
 
 
 def kept(clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> KeptResponses:

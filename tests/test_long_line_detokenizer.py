@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from paged_kv.integrations.server.engine.choice_text import (
+from paged_kv.server.engine.choice_text import (
     MOST_LINE_TOKENS,
     LongLineDetokenizer,
     linear_time,

@@ -11,8 +11,8 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
-from paged_kv.integrations.server.completions import conversation
-from paged_kv.integrations.server.engine.batched_rows import BatchedRows
+from paged_kv.server.completions import conversation
+from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.agent_model import CONTEXT, Script, agent_folder
 from tests.running_server import (
     PATIENCE_S,

@@ -25,7 +25,7 @@ from PIL import Image
 
 from paged_kv.integrations.mlx_vlm.media_prompt import PromptSteps
 from paged_kv.integrations.mlx_vlm.text_model import TextModel
-from paged_kv.integrations.server.completions import conversation
+from paged_kv.server.completions import conversation
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,

@@ -8,10 +8,10 @@ import pytest
 
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import GrammarError, regex
-from paged_kv.integrations.server.engine import model_grammars
-from paged_kv.integrations.server.engine.begun_grammars import compile_on_other_ranks
-from paged_kv.integrations.server.engine.model_grammars import ModelGrammars
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.server.engine import model_grammars
+from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
+from paged_kv.server.engine.model_grammars import ModelGrammars
+from paged_kv.server.http.api_errors import APIError
 from tests.patience import PATIENCE_S
 
 QUICK, SLOW, WRONG = [Constraint(regex(text), "field") for text in ("a", "slow", "wrong")]

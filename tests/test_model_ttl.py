@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from paged_kv.integrations.server.engine import generation_thread
+from paged_kv.server.engine import generation_thread
 from tests.conftest import MODEL_FOLDERS
 from tests.patience import wait_until
 from tests.running_server import PagedRunningServer, paged_server

@@ -15,7 +15,7 @@ import paged_kv
 
 ROOT = Path(__file__).resolve().parents[1]
 # The folders that install as sub-packages of paged_kv.
-ROOMS = ("allocator", "kernels", "integrations")
+ROOMS = ("allocator", "kernels", "integrations", "server")
 # What a room may hold besides that which is installed, by suffix ...
 SOURCES_AND_NOTES = {".c", ".cc", ".cpp", ".h", ".hpp", ".inc", ".md"}
 # ... and what only lies there because somebody built it.

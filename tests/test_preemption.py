@@ -15,9 +15,9 @@ from paged_kv import PagedCacheFactory, PoolExhausted
 from paged_kv.integrations.batching.pool_memory import pool_size
 from paged_kv.integrations.batching.preemption import Preemption, attach
 from paged_kv.integrations.batching.rows import Line, running_uids
-from paged_kv.integrations.server.engine.sampling import RandomSampler
 from paged_kv.pool.arguments import FormatChoice
 from paged_kv.prefix.rates import Rates
+from paged_kv.server.engine.sampling import RandomSampler
 from tests.generation import Run, assert_nothing_is_used, assert_same_runs
 from tests.grids import plain_only
 from tests.zoo import small_model

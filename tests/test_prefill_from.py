@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 from openai import OpenAI
 
-from paged_kv.integrations.server.server_command import run
+from paged_kv.server.server_command import run
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import wait_until
 from tests.server_process import ended, metrics, post, server_process

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
+from paged_kv.server.http.api_errors import APIError
 
 
 class Tokenizer:

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.integrations.server.completions import completion_plan
-from paged_kv.integrations.server.engine import single_row
+from paged_kv.server.completions import completion_plan
+from paged_kv.server.engine import single_row
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PagedRunningServer,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paged_kv import PagedCacheFactory
-from paged_kv.integrations.server.engine.prompt_fetcher import PromptReuse
+from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from tests.generation import assert_same_run, greedy
 from tests.zoo import small_model
 

@@ -32,10 +32,10 @@ from paged_kv.integrations.distributed.connections import (
 from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
 from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
 from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
-from paged_kv.integrations.server.engine.jobs import Job
-from paged_kv.integrations.server.http.api_errors import APIError
 from paged_kv.prefix.prefix_cache import PrefixCache
 from paged_kv.ranks import ALONE, RankMemory, Ranks
+from paged_kv.server.engine.jobs import Job
+from paged_kv.server.http.api_errors import APIError
 from tests.zoo import small_model
 
 KEY = b"a key of thirty-two bytes, or so"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paged_kv.integrations.server.http import request_body
-from paged_kv.integrations.server.http.api_errors import APIError
-from paged_kv.integrations.server.http.request_body import parse_body
-from paged_kv.integrations.server.http.schema import Body, ChatBody, TextBody
+from paged_kv.server.http import request_body
+from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.http.request_body import parse_body
+from paged_kv.server.http.schema import Body, ChatBody, TextBody
 from tests.bad_requests import CHAT, GOOD, TEXT
 
 KINDS: dict[str, type[Body]] = {TEXT: TextBody, CHAT: ChatBody}

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from paged_kv.integrations.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.batched_rows import BatchedRows
 from tests.agent_model import CONTEXT, Script, agent_folder
 from tests.running_server import (
     PATIENCE_S,

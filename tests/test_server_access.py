@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
-from paged_kv.integrations.server.engine.prefill_request import OtherServer
-from paged_kv.integrations.server.http import access
-from paged_kv.integrations.server.http.access import (
+from paged_kv.server.engine.prefill_request import OtherServer
+from paged_kv.server.http import access
+from paged_kv.server.http.access import (
     APIKeys,
     KnownHosts,
     read_api_keys,
     read_prefill_key,
     salt_of,
 )
-from paged_kv.integrations.server.http.api_errors import APIError
+from paged_kv.server.http.api_errors import APIError
 
 
 def request(**headers: str) -> Request:

@@ -9,8 +9,8 @@ from urllib.request import Request, urlopen
 import pytest
 from openai import APIError, NotFoundError, OpenAI
 
-from paged_kv.integrations.server.engine.batched_rows import BatchedRows
-from paged_kv.integrations.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.generation_thread import GenerationThread
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     FEW_LIKELY,

@@ -223,7 +223,7 @@ def test_a_request_whose_sampling_fails_is_refused_and_no_other(
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schema cannot foresee this error, which the generation thread raises inside its guard."""
-    from paged_kv.integrations.server.engine import sampling
+    from paged_kv.server.engine import sampling
 
     def broken(*_: Any) -> Any:
         raise OverflowError("out of range")
@@ -240,8 +240,8 @@ def test_a_request_that_cannot_be_admitted_or_begun_is_told_so_and_leaves_nothin
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unexpected error, at any place."""
-    from paged_kv.integrations.server.engine.batched_rows import BatchedRows
-    from paged_kv.integrations.server.engine.rows import Rows
+    from paged_kv.server.engine.batched_rows import BatchedRows
+    from paged_kv.server.engine.rows import Rows
 
     def broken(*_: Any) -> Any:
         raise OverflowError("out of range")
@@ -263,7 +263,7 @@ def test_a_request_that_cannot_be_admitted_or_begun_is_told_so_and_leaves_nothin
 def test_a_step_that_fails_ends_its_requests_and_no_others(
     running: PagedRunningServer, client: HTTPConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paged_kv.integrations.server.engine.batched_rows import BatchedRows
+    from paged_kv.server.engine.batched_rows import BatchedRows
 
     def broken(*_: Any) -> Any:
         raise MemoryError("no memory")

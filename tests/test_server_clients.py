@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from openai import APIStatusError, AuthenticationError
 
-from paged_kv.integrations.server.completions import conversation
-from paged_kv.integrations.server.engine.jobs import Stage
-from paged_kv.integrations.server.engine.rows import Rows
+from paged_kv.server.completions import conversation
+from paged_kv.server.engine.jobs import Stage
+from paged_kv.server.engine.rows import Rows
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,

@@ -15,8 +15,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from paged_kv.command_line import main
-from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.options import server_parser
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.options import server_parser
 from tests.patience import PATIENCE_S
 
 MODEL = Path(__file__).parents[1] / "paged_kv" / "models" / "stdlib-llama"

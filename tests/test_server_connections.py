@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.http.connection import MOST_EXTRA
+from paged_kv.server.http.connection import MOST_EXTRA
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,

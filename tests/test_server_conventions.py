@@ -11,9 +11,9 @@ import pytest
 from paged_kv.command_line import main
 from paged_kv.commands.model_names import named_model
 from paged_kv.embedded import embedded_model
-from paged_kv.integrations.server.completions.model_names import typed_name
-from paged_kv.integrations.server.http import known_fields
-from paged_kv.integrations.server.lifecycle import _ending, ready_line
+from paged_kv.server.completions.model_names import typed_name
+from paged_kv.server.http import known_fields
+from paged_kv.server.lifecycle import _ending, ready_line
 from tests.running_server import (
     PATIENCE_S,
     PagedRunningServer,

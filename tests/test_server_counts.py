@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, InternalServerError
 
-from paged_kv.integrations.server.http.api_errors import busy
+from paged_kv.server.http.api_errors import busy
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import paged_server, wait_until, with_small_model
 from tests.server_process import metrics

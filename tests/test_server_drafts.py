@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.engine.batched_rows import BatchedRows
-from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.options import server_parser
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
+from paged_kv.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.options import server_parser
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     FEW_LIKELY,

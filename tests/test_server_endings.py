@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged_kv.integrations.server.engine.rows import Rows
+from paged_kv.server.engine.rows import Rows
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PagedRunningServer,

@@ -14,15 +14,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4
 from openai import OpenAI
 
-from paged_kv.integrations.server.completions import (
+from paged_kv.server.completions import (
     answer_bodies,
     answering,
     completion_plan,
 )
-from paged_kv.integrations.server.completions.answer_bodies import OpenAIAnswers
-from paged_kv.integrations.server.engine.choice_text import ChoiceText, Delta
-from paged_kv.integrations.server.engine.jobs import Token
-from paged_kv.integrations.server.http.connection import MOST_READ_BYTES, Connection
+from paged_kv.server.completions.answer_bodies import OpenAIAnswers
+from paged_kv.server.engine.choice_text import ChoiceText, Delta
+from paged_kv.server.engine.jobs import Token
+from paged_kv.server.http.connection import MOST_READ_BYTES, Connection
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (
     PATIENCE_S,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from openai import APIStatusError
 
-from paged_kv.integrations.server import lifecycle
-from paged_kv.integrations.server.engine.batched_rows import BatchedRows
-from paged_kv.integrations.server.engine.generation_thread import GenerationThread
+from paged_kv.server import lifecycle
+from paged_kv.server.engine.batched_rows import BatchedRows
+from paged_kv.server.engine.generation_thread import GenerationThread
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PATIENCE_S, PagedRunningServer, wait_until
 from tests.server_process import ended, metrics, post, server_process

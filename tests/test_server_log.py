@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from paged_kv.integrations.server.http.request_log import OneLine
+from paged_kv.server.http.request_log import OneLine
 from tests.patience import PATIENCE_S
 from tests.server_process import ended, server_process
 

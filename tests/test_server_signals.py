@@ -21,7 +21,7 @@ SERVING = ["listening at", "Started server process", "MB of pages", "ready at"]
 SLOW_LOAD = """
 import sys, time
 from mlx_lm import server
-from paged_kv.integrations.server.completions.service import Service
+from paged_kv.server.completions.service import Service
 server.load = lambda *_, **__: time.sleep(60)
 loaded = Service.loaded
 async def noted(self):
@@ -34,7 +34,7 @@ Service.loaded = noted
 BLOCKED_LOOP = """
 import sys
 from time import sleep
-from paged_kv.integrations.server import lifecycle
+from paged_kv.server import lifecycle
 lifecycle.LAST_S = 0.1
 end = lifecycle.PagedServer.end
 lifecycle.PagedServer.end = lambda self: (print("blocked", file=sys.stderr), sleep(30), end(self))
@@ -44,7 +44,7 @@ HELD_INTERPRETER = BLOCKED_LOOP.replace("from time import sleep", "import ctypes
 )
 HANGING_STEP = """
 from time import sleep
-from paged_kv.integrations.server import lifecycle
+from paged_kv.server import lifecycle
 lifecycle.LAST_S = 0.1
 lifecycle.GenerationThread._note_stop = lambda self: (sleep(30), setattr(self, "_stopped", True))
 """

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paged_kv.command_line import main
-from paged_kv.integrations.server.engine.paged_model_provider import PagedModelProvider
-from paged_kv.integrations.server.engine.sufficient_budget import require_sufficient_budget
-from paged_kv.integrations.server.options import server_parser
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
+from paged_kv.server.options import server_parser
 from tests.conftest import MODEL_FOLDERS
 from tests.patience import PATIENCE_S
 

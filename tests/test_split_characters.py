@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from paged_kv.integrations.server.engine import sampling
+from paged_kv.server.engine import sampling
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PagedRunningServer, paged_server, with_small_model
 from tests.server_process import post

@@ -15,7 +15,6 @@ from rich.console import Console
 from paged_kv.allocator.allocator_stats import FormatStats
 from paged_kv.allocator.block_map import USED, SlabMap
 from paged_kv.allocator.events import NO_EVENTS
-from paged_kv.integrations.server import status_page
 from paged_kv.monitor.pool_views import view_process
 from paged_kv.monitor.process_view import PoolView, ProcessView
 from paged_kv.monitor.stats_table import bytes_table, map_text, numbers, process_tables
@@ -23,6 +22,7 @@ from paged_kv.pool.columns import COLUMNS, Column, Unit, byte_rows
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.stats import GroupStats, PoolCounts, PoolStats
 from paged_kv.ranks import RankMemory, Ranks
+from paged_kv.server import status_page
 from paged_kv.sizes import format_size
 
 

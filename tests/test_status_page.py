@@ -11,9 +11,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 from paged_kv import extras
-from paged_kv.integrations.server import status_page
 from paged_kv.monitor.stats_table import WORDS
 from paged_kv.pool.columns import COLUMNS, Unit
+from paged_kv.server import status_page
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import PagedRunningServer, in_float32, paged_server, wait_until
 

@@ -11,7 +11,7 @@ import pytest
 
 from paged_kv.command_line import main
 from paged_kv.integrations.generation import text_generation
-from paged_kv.integrations.server.options import server_parser
+from paged_kv.server.options import server_parser
 from paged_kv.store.entry_file import file_name
 from paged_kv.store.keys import EntryPlace
 from tests.store_entries import PAGES, entry, is_right, links, open_store, prompt

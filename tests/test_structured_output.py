@@ -12,10 +12,10 @@ from jsonschema import Draft202012Validator
 from openai import APIError, BadRequestError
 
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
-from paged_kv.integrations.server.completions import output_constraint
 from paged_kv.integrations.speculation import generator
 from paged_kv.integrations.speculation.draft_lengths import FixedLengths
 from paged_kv.integrations.speculation.ngram_draft import NGramDraft
+from paged_kv.server.completions import output_constraint
 from tests.agent_model import agent_folder, dictated
 from tests.conftest import MODEL_FOLDERS
 from tests.running_server import (

@@ -11,7 +11,7 @@ from paged_kv.allocator.block_allocator import BlockAllocator
 from paged_kv.allocator.byte_budget import ByteBudget
 from paged_kv.allocator.prefixes.prefix_index import PrefixIndex
 from paged_kv.allocator.prefixes.timed_pins import TimedPins
-from paged_kv.integrations.server.engine.prompt_fetcher import PromptReuse
+from paged_kv.server.engine.prompt_fetcher import PromptReuse
 from tests.zoo import small_model
 
 BLOCK_BYTES = 64

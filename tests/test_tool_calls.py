@@ -14,14 +14,14 @@ import pytest
 from mlx_lm import tool_parsers
 from mlx_lm.tool_parsers import gemma4, json_tools
 
-from paged_kv.integrations.server.completions import parse_tool_call, tool_calls
-from paged_kv.integrations.server.completions.tool_calls import (
+from paged_kv.server.completions import parse_tool_call, tool_calls
+from paged_kv.server.completions.tool_calls import (
     LONG_CALL_CHARACTERS,
     CallParser,
     ChoiceCalls,
     Parser,
 )
-from paged_kv.integrations.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.completions.worker_threads import WorkerThreads
 
 # A call of write(path="a.py", text=TEXT) as each parser reads it.
 CALLS = {

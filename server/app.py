@@ -1,0 +1,161 @@
+"""Makes the server's ASGI application from its routes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+
+from paged_kv.server import status_page
+from paged_kv.server.completions.answer_bodies import Completions
+from paged_kv.server.completions.answering import Answering
+from paged_kv.server.completions.service import Service
+from paged_kv.server.completions.tokenizing import (
+    DETOKENIZE,
+    TOKENIZE,
+    Detokenizing,
+    Text,
+    Tokenizing,
+    Tokens,
+)
+from paged_kv.server.engine.prefill_request import PATH as PREFILL
+from paged_kv.server.http.api_errors import APIError, shortened, told
+from paged_kv.server.http.connection import PROBES, ExtraPlaces
+from paged_kv.server.http.request_log import HEADER, RequestLog
+from paged_kv.server.http.schema import ChatBody, PrefillBody, TextBody
+from paged_kv.server.messages import messages
+from paged_kv.server.messages.answers import error_body
+from paged_kv.server.messages.requests import MessagesBody, PromptBody
+from paged_kv.server.responses import responses
+from paged_kv.server.responses.responses import KeptResponses
+
+
+def make_app(service: Service) -> Starlette:
+    """The application with all routes of `paged-kv server`."""
+    status, api = _status_routes(service), _api_routes(service)
+    unknown = partial(_unknown_route, [route.path for route in (*api, *status)])
+    handlers: dict[Any, Any] = {APIError: _error_response, 404: unknown, 405: _error_response}
+    return Starlette(
+        routes=[*status, Mount("/", routes=api, middleware=[_cors(service.options)])],
+        middleware=[Middleware(RequestLog), Middleware(ExtraPlaces)],
+        exception_handlers={**handlers, Exception: _error_response},
+    )
+
+
+def _api_routes(service: Service) -> list[Route]:
+    """The routes of clients."""
+    options = service.options
+    kept = KeptResponses(options)
+    reader = responses.ResponseReader(service.keys, kept)
+    chat = Answering(service, Completions(ChatBody))
+
+    def models(request: Request) -> Response:
+        service.keys.require(request)
+        listed = service.names.listed(service.thread.provider.loaded)
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+        return JSONResponse({"object": "list", "data": listed, "has_more": False, **ends})
+
+    def model(request: Request) -> Response:
+        service.keys.require(request)
+        return JSONResponse(
+            service.names.described(request.path_params["name"], service.thread.provider.loaded)
+        )
+
+    return [
+        Route("/v1/completions", Answering(service, Completions(TextBody)), methods=["POST"]),
+        Route(PREFILL, Answering(service, Completions(PrefillBody)), methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/chat/completions", chat, methods=["POST"]),
+        Route(
+            messages.PATH,
+            Answering(service, messages.Messages(MessagesBody, options)),
+            methods=["POST"],
+        ),
+        Route(
+            messages.COUNT_PATH,
+            messages.TokenCounts(service, messages.Messages(PromptBody, options)),
+            methods=["POST"],
+        ),
+        Route(TOKENIZE, Tokens(service, Tokenizing()), methods=["POST"]),
+        Route(DETOKENIZE, Text(service, Detokenizing()), methods=["POST"]),
+        Route(responses.PATH, Answering(service, responses.Responses(kept)), methods=["POST"]),
+        Route(f"{responses.PATH}/{{name}}", reader.answer, methods=["GET", "DELETE"]),
+        Route(f"{responses.PATH}/{{name}}/input_items", reader.inputs),
+        Route(f"{responses.PATH}/{{name}}/cancel", reader.cancel, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+
+
+def _status_routes(service: Service) -> list[Route]:
+    """The routes for operators and monitoring."""
+
+    async def health(_: Request) -> Response:
+        return _state(service.is_healthy, "ok", "unavailable")
+
+    async def ready(_: Request) -> Response:
+        return _state(service.is_ready, "ready", "not ready")
+
+    def readable(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """A route that answers those who may read what the server tells about its clients."""
+
+        async def checked(request: Request) -> Response:
+            service.hosts.require(request)
+            if not service.options.open_status:
+                service.keys.require_of_reader(request)
+            # This may take the pools' locks, which may be held for a moment.
+            return await run_in_threadpool(answer)
+
+        return checked
+
+    async def home(_: Request) -> Response:
+        # Relative, so that a proxy may serve all of this below a path.
+        return RedirectResponse("kv")
+
+    paths: dict[str, Callable[[Request], object]] = {
+        "/": home,
+        **dict(zip(PROBES, (health, ready), strict=True)),
+        "/metrics": readable(partial(status_page.metrics, service)),
+        "/kv": readable(status_page.page),
+        "/kv/data": readable(partial(status_page.data, service)),
+    }
+    return [Route(path, answer) for path, answer in paths.items()]
+
+
+def _unknown_route(paths: list[str], request: Request, error: Exception) -> Response:
+    """The answer to a request for a path that there is not, with those that there are."""
+    known = ", ".join(dict.fromkeys(path.replace(":path}", "}") for path in paths))
+    said = f"there is no route {shortened(request.url.path)}: the routes are {known}"
+    return _error_response(request, APIError(404, said, code="not_found"))
+
+
+def _error_response(request: Request, error: Exception) -> Response:
+    """The answer to an exception, in the form of the route's interface."""
+    answered = told(error)
+    if request.url.path.startswith(messages.PATH):
+        return JSONResponse(error_body(answered), answered.status, answered.headers)
+    return answered.response()
+
+
+def _state(is_good: bool, good: str, bad: str) -> Response:
+    return JSONResponse({"status": good if is_good else bad}, 200 if is_good else 503)
+
+
+def _cors(options: argparse.Namespace) -> Middleware:
+    """Allow requests from web pages of other origins, as mlx-lm's server does."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[HEADER],
+    )

@@ -1,0 +1,238 @@
+"""OpenAI's completions and chat completions: bodies of requests, answers and events; and the parts
+of one kind each that other interfaces list."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mlx_lm.server import get_system_fingerprint
+
+from paged_kv.server.completions.choices import Choice, Usage
+from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
+from paged_kv.server.completions.prompt_logprobs import Logprobs, bounded, described
+from paged_kv.server.engine.jobs import Token
+from paged_kv.server.http.request_body import parse_body
+from paged_kv.server.http.schema import DEFAULT_MODEL, Body, TextBody
+
+
+class Completions(Interface):
+    """Completions and chat completions.
+
+    Args:
+        kind: the schema of bodies.
+    """
+
+    def __init__(self, kind: type[Body]) -> None:
+        self._kind = kind
+
+    def read(self, content: bytes, key: str | None) -> ReadRequest:
+        """See `Interface`."""
+        body = parse_body(content, self._kind)
+        return ReadRequest(body, partial(_answers, body))
+
+
+class OpenAIAnswers(Answers):
+    """What the answers of both have.
+
+    Args:
+        body: of the request.
+        name: identifies the request.
+        tokenizer: gives the texts of tokens.
+    """
+
+    object_name = ""
+    chunk_name = ""
+    id_prefix = ""
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, body: Body, name: str, tokenizer: Any) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{name}",
+            "system_fingerprint": get_system_fingerprint(),
+            "model": body.model or DEFAULT_MODEL,
+            "created": int(time.time()),
+        }
+        self._includes_usage = body.includes_usage
+        self._of_tokens = Logprobs(tokenizer)
+        self._prompt_count = body.prompt_logprobs or 0
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """See `Answers`."""
+        described = [self._described(choice, is_chunk=False) for choice in choices]
+        return self._body(self.object_name, described) | {"usage": usage.as_dict()}
+
+    def news(self, new: Choice) -> list[dict[str, Any]]:
+        """See `Answers`."""
+        return [self._body(self.chunk_name, [self._described(new, is_chunk=True)])]
+
+    def ended(self, usage: Usage) -> list[dict[str, Any]]:
+        """See `Answers`."""
+        if not self._includes_usage:
+            return []
+        return [self._body(self.chunk_name, []) | {"usage": usage.as_dict()}]
+
+    def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": name, "choices": choices}
+
+    def _described(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "logprobs": self._logprobs(choice) if choice.tokens else None,
+            **self._content(choice, is_chunk=is_chunk),
+        }
+
+    def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """The log probabilities of a choice's prompt, if they were asked for."""
+        if choice.prompt is None:
+            return {}
+        listed = described(choice.prompt, self._prompt_count, self._of_tokens.text_of)
+        return {"prompt_logprobs": listed}
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        """Log probabilities of each token, in the form of chat completions."""
+        return {"content": [self._of_tokens.of(token) for token in choice.tokens]}
+
+
+class ChatAnswers(OpenAIAnswers):
+    """Response bodies of /v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """See `Answers`."""
+        return super().whole(choices, usage) | self._of_prompt(choices[0])
+
+    def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant"}
+        if choice.text or not is_chunk:
+            message["content"] = choice.text or None
+        if choice.reasoning:
+            message["reasoning"] = choice.reasoning
+        if choice.tool_calls:
+            message["tool_calls"] = choice.tool_calls
+        return {"delta" if is_chunk else "message": message}
+
+
+class TextAnswers(OpenAIAnswers):
+    """Response bodies of /v1/completions."""
+
+    object_name = chunk_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, body: TextBody, name: str, tokenizer: Any) -> None:
+        super().__init__(body, name, tokenizer)
+        # With a number of alternatives in OpenAI's form for this path; else in the form of chat
+        # completions, as mlx-lm does.
+        self._is_listed = not isinstance(body.logprobs, bool) and body.logprobs is not None
+        self._offsets: dict[int, int] = {}
+
+    def _content(self, choice: Choice, *, is_chunk: bool) -> dict[str, Any]:
+        return {"text": choice.text, **self._of_prompt(choice)}
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        if not self._is_listed:
+            return super()._logprobs(choice)
+        texts = [self._of_tokens.text_of(token.token) for token in choice.tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets.get(choice.index, 0))
+            self._offsets[choice.index] = offsets[-1] + len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [bounded(token.logprob) for token in choice.tokens],
+            "top_logprobs": [self._top(token) for token in choice.tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float | None] | None:
+        """The likeliest tokens in the place of one; nothing comes before the first of a prompt."""
+        if token.logprob is None:
+            return None
+        return {self._of_tokens.text_of(each.token): bounded(each.logprob) for each in token.top}
+
+
+def _answers(body: Body, name: str, tokenizer: Any) -> Answers:
+    if isinstance(body, TextBody):
+        return TextAnswers(body, name, tokenizer)
+    return ChatAnswers(body, name, tokenizer)
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole tool call.
+
+    Attributes:
+        call_id: identifies it.
+        name: of the function.
+        arguments: JSON.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+Part = Reasoning | Text | Call
+
+
+class AnswerParts:
+    """The parts of one choice, in order. A piece continues the part before it if both are of the
+    same kind.
+
+    Models write line ends between thoughts, texts and calls, and templates write them again when
+    the answer comes back in the next prompt: they are left out, so that the prompt is what the
+    model wrote, whose pages are cached.
+    """
+
+    def __init__(self) -> None:
+        self._open: type[Part] | None = None
+        # Line ends that wait for more of the same kind.
+        self._held = ""
+        self._held_kind: type[Reasoning] | type[Text] = Text
+
+    def take(self, new: Choice) -> Iterator[Part]:
+        """The parts that a choice's new part adds."""
+        yield from self._piece(Reasoning, new.reasoning)
+        yield from self._piece(Text, new.text)
+        for call in new.tool_calls:
+            self._open, self._held = Call, ""
+            function = call["function"]
+            yield Call(call["id"], function["name"], function["arguments"])
+        if new.finish_reason is not None and self._held and self._open is self._held_kind:
+            yield self._held_kind(self._held)
+
+    def _piece(self, kind: type[Reasoning] | type[Text], text: str) -> Iterator[Part]:
+        if not text:
+            return
+        whole = self._held + text if self._held_kind is kind else text
+        if self._open not in (kind, None):
+            whole = whole.lstrip("\n")
+        said = whole.rstrip("\n")
+        self._held, self._held_kind = whole[len(said) :], kind
+        if said:
+            self._open = kind
+            yield kind(said)

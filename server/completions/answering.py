@@ -1,0 +1,283 @@
+"""Answers a request of any interface, from its body to its last byte."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paged_kv.commands.cache_options import has_servers
+from paged_kv.prefix.keeping import Published, Unstored
+from paged_kv.server.completions.completion_plan import CompletionPlan, make_plan
+from paged_kv.server.completions.conversation import IDLE, Conversation
+from paged_kv.server.completions.interface import Answers, Interface, ReadRequest
+from paged_kv.server.completions.service import Service
+from paged_kv.server.engine.jobs import Channel, Job
+from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.server.http.access import salt_of
+from paged_kv.server.http.api_errors import APIError, wrong_value
+from paged_kv.server.http.request_body import read_body
+from paged_kv.server.http.request_log import request_id
+from paged_kv.server.http.schema import PrefillBody
+
+log = logging.getLogger(__name__)
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class Answering:
+    """Answers the requests of one path.
+
+    Args:
+        service: the server's shared parts.
+        interface: reads the requests and writes the answers.
+    """
+
+    def __init__(self, service: Service, interface: Interface) -> None:
+        self._service = service
+        self._interface = interface
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, metrics = Request(scope, receive), self._service.metrics
+        try:
+            with self._service.gate.entered():
+                await self._receive(request, send)
+            metrics.answered[200] += 1
+        except ClientDisconnect:
+            log.info("the client has disconnected")
+        except APIError as error:
+            metrics.note_error(error)
+            metrics.answered[error.status] += 1
+            raise
+        except Exception:
+            metrics.answered[500] += 1
+            raise
+
+    async def _receive(self, request: Request, send: Send) -> None:
+        service = self._service
+        key = service.keys.require(request)
+        with service.limits.entered(key):
+            await self._serve(request, key, send)
+
+    async def _serve(self, request: Request, key: str | None, send: Send) -> None:
+        service, options = self._service, self._service.options
+        content = await read_body(request, options.max_body_bytes, options.body_timeout)
+        planned = partial(self._planned, content, key, request_id(), Channel())
+        asked, plan = await service.workers.read(planned, len(content))
+        talk = Conversation(service, plan)
+        answer = self._answer(talk, asked, plan, len(content), send)
+        try:
+            with self._told():
+                await _while_connected(request.receive, answer)
+        except ClientDisconnect:
+            service.metrics.finished["abort"] += talk.num_open
+            raise
+
+    def _planned(
+        self, content: bytes, key: str | None, name: str, channel: Channel
+    ) -> tuple[ReadRequest, CompletionPlan]:
+        """Runs on a reader thread."""
+        asked = self._interface.read(content, key)
+        with self._told():
+            return asked, self._plan(asked, key, name, channel)
+
+    def _plan(
+        self, asked: ReadRequest, key: str | None, name: str, channel: Channel
+    ) -> CompletionPlan:
+        service, body = self._service, asked.body
+        service.limits.require_priority(key, body.priority or 0)
+        model = service.names.key_of(body)
+        body.model = service.names.told(body.model)
+        is_handed = isinstance(body, PrefillBody)
+        # The server that hands a prompt over has put its client's key into the salt.
+        salt: Hashable = body.cache_salt if is_handed else salt_of(key, body.cache_salt)
+        if body.store is False:
+            salt = Unstored(salt)
+        elif is_handed:
+            _require_servers(service.options)
+            salt = Published(salt)
+        return make_plan(asked, model, salt, name, service.options, channel)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Put errors in the words of the interface, whose request is another one here."""
+        try:
+            yield
+        except APIError as error:
+            raise self._interface.told(error) from error
+
+    async def _answer(
+        self, talk: Conversation, asked: ReadRequest, plan: CompletionPlan, nbytes: int, send: Send
+    ) -> None:
+        await self._make_ready(plan, nbytes)
+        with self._submitted(plan.jobs):
+            await talk.begin()
+            answers = asked.answers(request_id(), talk.tokenizer)
+            if plan.body.stream:
+                await self._stream(talk, answers, send)
+            else:
+                await talk.finish()
+                written = partial(json_bytes, partial(answers.whole, talk.choices, talk.usage))
+                content = await self._service.workers.write(written, talk.held_tokens)
+                await send_json(content, send, _limit_header(talk))
+
+    async def _make_ready(self, plan: CompletionPlan, nbytes: int) -> None:
+        """Read the prompts, if their model is loaded; else check that it can be loaded."""
+        loaded, jobs = await self._service.loaded(), plan.jobs
+        if loaded is not None and jobs[0].model == loaded.key:
+            await self._read(plan, partial(_read_all, jobs, loaded), nbytes)
+        else:
+            loaded = None
+            await self._require_model(jobs[0].model)
+        await self._service.grammars.prepare(jobs, loaded)
+
+    async def _read_prompt(self, talk: Conversation, plan: CompletionPlan, nbytes: int) -> Job:
+        """Have the prompt of one job read that generates nothing."""
+        await self._make_ready(plan, nbytes)
+        (job,) = plan.jobs
+        if job.prompt is None:
+            # Another model reads it when it is loaded.
+            job.arguments.max_tokens = 0
+            with self._submitted(plan.jobs):
+                await talk.begin()
+        return job
+
+    async def _read(self, plan: CompletionPlan, work: Callable[[], None], nbytes: int) -> None:
+        workers = self._service.workers
+        await (workers.read_images(work) if plan.has_images else workers.read(work, nbytes))
+
+    async def _stream(self, talk: Conversation, answers: Answers, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        headers += [
+            (name.lower().encode(), value.encode()) for name, value in _limit_header(talk).items()
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for events in self._events(talk, answers):
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _events(self, talk: Conversation, answers: Answers) -> AsyncIterator[bytes]:
+        try:
+            yield _streamed(partial(answers.begun, talk.usage))
+            async for new in talk.news():
+                if isinstance(new, str):
+                    yield f": {new}\n\n".encode()
+                    if new == IDLE:
+                        yield _streamed(answers.idle)
+                elif new.tokens:
+                    written = partial(_streamed, partial(answers.news, new))
+                    yield await self._service.workers.write(written, len(new.tokens))
+                else:
+                    yield _streamed(partial(answers.news, new))
+            yield _streamed(partial(answers.ended, talk.usage)) + answers.last
+        except APIError as error:
+            self._service.metrics.note_error(error)
+            yield _streamed(partial(answers.failed, self._interface.told(error)))
+
+    async def _require_model(self, model: ModelKey) -> None:
+        """Raise APIError unless a model can be loaded. The loaded model stays for now."""
+        check = partial(self._service.thread.provider.check, model)
+        await self._service.workers.read(check, sys.maxsize)
+
+    @contextmanager
+    def _submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
+        thread = self._service.thread
+        thread.submit(jobs)
+        try:
+            self._service.require_healthy()
+            yield
+        finally:
+            thread.cancel(jobs)
+
+
+def _require_servers(options: argparse.Namespace) -> None:
+    if not has_servers(options.store):
+        raise wrong_value(
+            "this server shares no tier: start it with --store redis://... or s3://...", "prompt"
+        )
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run work for a client whose request was received completely.
+
+    Raises:
+        ClientDisconnect: the client has left, and the work was cancelled.
+    """
+    left = asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({left, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        left.cancel()
+        working.cancel()
+        await asyncio.gather(left, working, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _read_all(jobs: Sequence[Job], loaded: LoadedModel) -> None:
+    for number, job in enumerate(jobs):
+        try:
+            job.prompt = job.read(loaded)
+        except APIError:
+            raise
+        except Exception as error:
+            which = f"prompt {number}" if len(jobs) > 1 else "the prompt"
+            raise wrong_value(f"{which} cannot be read: {error}") from error
+
+
+def json_bytes(described: Callable[[], Mapping[str, Any]]) -> bytes:
+    """JSON. The encoder of `json.dumps` would hold Python's lock until the end, and with it the
+    event loop: log probabilities can have a million numbers."""
+    return "".join(_JSON.iterencode(described())).encode()
+
+
+def _streamed(described: Callable[[], Sequence[Mapping[str, Any]]]) -> bytes:
+    """The events of a stream."""
+    return b"".join(map(_event, described()))
+
+
+def _event(described: Mapping[str, Any]) -> bytes:
+    name = f"event: {described['type']}\n" if "type" in described else ""
+    return b"%bdata: %b\n\n" % (name.encode(), json_bytes(lambda: described))
+
+
+def _limit_header(talk: Conversation) -> dict[str, str]:
+    """Says how many tokens fit, where a request asked for more."""
+    most = talk.usage.max_tokens
+    return {} if most is None else {"X-Max-Tokens": str(most)}
+
+
+async def send_json(content: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
+    """Answer with 200 and this JSON."""
+    response = Response(content, headers=headers, media_type="application/json")
+    await response({"type": "http"}, _never, send)
+
+
+async def _never() -> Any:
+    raise AssertionError("a Response receives nothing")

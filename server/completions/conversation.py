@@ -1,0 +1,223 @@
+"""Collects the choices of one request from the events of the generation thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Any
+
+from paged_kv.server.completions.choices import Choice, Usage
+from paged_kv.server.completions.completion_plan import CompletionPlan
+from paged_kv.server.completions.prompt_logprobs import first_part
+from paged_kv.server.completions.service import Service
+from paged_kv.server.completions.tool_calls import ChoiceCalls
+from paged_kv.server.engine.choice_text import ChoiceText, Delta
+from paged_kv.server.engine.jobs import (
+    Begun,
+    Empty,
+    Event,
+    Failed,
+    Job,
+    Progress,
+    Token,
+)
+from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.http.schema import ChatBody, TextBody
+
+# A stream in which nothing happens says so, since only bytes that cannot be sent tell a client that
+# has left from one that has ended its side of the connection.
+KEEPALIVE_S = 5.0
+IDLE = "keepalive"
+
+
+class Conversation:
+    """The choices of a request, as far as they are generated.
+
+    Args:
+        service: the server's shared parts.
+        plan: of the request; the caller submits its jobs.
+
+    Attributes:
+        choices: all choices, in order.
+    """
+
+    def __init__(self, service: Service, plan: CompletionPlan) -> None:
+        self.choices = [Choice(index) for index in range(plan.choices)]
+        self._service = service
+        self._plan = plan
+        self._jobs, self._body = plan.jobs, plan.body
+        channel = plan.jobs[0].channel
+        assert channel is not None, "a client waits for the events"
+        self._events = channel.events
+        self._began = monotonic()
+        # For each choice that has begun: its text, its tool calls, and the time of its first token.
+        self._texts: dict[int, ChoiceText] = {}
+        self._calls: dict[int, ChoiceCalls] = {}
+        self._first_token: dict[int, float] = {}
+        self._open = {choice.index for choice in self.choices}
+        self._told: set[int] = set()
+        self._tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; known once `begin` has returned."""
+        return self._tokenizer
+
+    @property
+    def usage(self) -> Usage:
+        """The token counts so far."""
+        prompts = [job.prompt for job in self._jobs if job.prompt is not None]
+        limits = [most for job in self._jobs if (most := job.fitting_tokens) is not None]
+        return Usage(
+            sum(len(prompt.tokens) for prompt in prompts),
+            sum(job.cached_tokens for job in self._jobs),
+            sum(choice.count for choice in self.choices),
+            sum(job.speculation.accepted_tokens for job in self._jobs),
+            sum(job.speculation.draft_tokens for job in self._jobs),
+            sum(choice.reasoning_count for choice in self.choices),
+            tuple(held for prompt in prompts for held in prompt.held),
+            min(limits, default=None),
+        )
+
+    @property
+    def num_open(self) -> int:
+        """The number of choices that have not ended."""
+        return len(self._open)
+
+    @property
+    def held_tokens(self) -> int:
+        """The number of tokens in `choices`, whose log probabilities were asked for."""
+        return sum(len(choice.tokens) + len(choice.prompt or ()) for choice in self.choices)
+
+    async def begin(self) -> None:
+        """Wait until one of the jobs runs.
+
+        Raises:
+            APIError: a job was refused.
+        """
+        while not self._texts:
+            self._take(await self._events.get())
+
+    async def finish(self) -> None:
+        """Wait until all choices are complete.
+
+        Raises:
+            APIError: something went wrong.
+        """
+        async for new in self.news():
+            if isinstance(new, Choice):
+                self.choices[new.index].add(new)
+
+    async def news(self) -> AsyncIterator[Choice | str]:
+        """New parts of choices as they come, and a text now and then: of the prompts' progress,
+        or while nothing happens.
+
+        Raises:
+            APIError: something went wrong.
+        """
+        held: dict[int, list[Token]] = {}
+        while self._open:
+            if not self._events.empty():
+                # Else the event loop would not get on before all waiting events are done.
+                await asyncio.sleep(0)
+            event = await self._next_event()
+            if event is None:
+                yield IDLE
+                continue
+            delta = self._take(event)
+            if isinstance(event, Progress):
+                yield f"keepalive {event.done}/{event.total}"
+            elif isinstance(event, Token | Empty) and delta is not None:
+                new = await self._part(event.choice, delta)
+                held.setdefault(event.choice, []).extend(delta.tokens)
+                if not new.is_empty:
+                    new.tokens = held.pop(event.choice)
+                    yield self._with_prompt(new)
+        self._service.metrics.whole_request.note(monotonic() - self._began)
+
+    def _with_prompt(self, new: Choice) -> Choice:
+        """A new part of a choice; the first one has what the request asks for of its prompt."""
+        if new.index in self._told:
+            return new
+        self._told.add(new.index)
+        job = self._job_of(new.index)
+        first = first_part(self._body, job, new.index, self._tokenizer)
+        first.add(new)
+        return first
+
+    async def _part(self, number: int, delta: Delta) -> Choice:
+        calls = await self._calls[number].formatted(delta.calls)
+        return Choice(
+            number,
+            delta.text,
+            delta.reasoning,
+            calls,
+            delta.finish_reason,
+            stop_text=delta.stop_text,
+        )
+
+    async def _next_event(self) -> Event | None:
+        """The next event; None if there is none for a while."""
+        try:
+            async with asyncio.timeout(KEEPALIVE_S):
+                return await self._events.get()
+        except TimeoutError:
+            return None
+
+    def _take(self, event: Event) -> Delta | None:
+        match event:
+            case Failed(error):
+                raise error
+            case Begun(job, loaded):
+                self._note_begun(job, loaded)
+            case Empty(choice):
+                return self._end(choice, Delta(finish_reason="length"))
+            case Token() if event.choice in self._open:
+                return self._note_token(event)
+        # A choice that ended at a stop word may still get a few tokens: ignore them.
+        return None
+
+    def _note_begun(self, job: Job, loaded: LoadedModel) -> None:
+        self._tokenizer = loaded.tokenizer
+        assert job.prompt is not None, "a job has begun"
+        lists_end = isinstance(self._body, TextBody) and bool(self._body.echo)
+        tools = self._body.tools if isinstance(self._body, ChatBody) else None
+        calls, parser = self._service.call_parser, loaded.tokenizer.tool_parser
+        for number in job.numbers:
+            self._texts[number] = ChoiceText(
+                loaded,
+                job.prompt.initial_state,
+                self._plan.stops,
+                job.ending.min_tokens,
+                lists_end=lists_end,
+            )
+            self._calls[number] = ChoiceCalls(calls, parser, tools, bool(self._body.stream))
+
+    def _note_token(self, token: Token) -> Delta:
+        now, metrics = monotonic(), self._service.metrics
+        if not self._first_token:
+            metrics.first_token.note(now - self._began)
+        self._first_token.setdefault(token.choice, now)
+        choice = self.choices[token.choice]
+        choice.count += 1
+        delta = self._texts[token.choice].take(token)
+        choice.reasoning_count += delta.is_reasoning
+        if delta.finish_reason is None:
+            return delta
+        if choice.count > 1:
+            took = now - self._first_token[token.choice]
+            metrics.output_token.note(took / (choice.count - 1))
+        if token.finish_reason is None:
+            self._service.thread.cancel_choice(self._job_of(token.choice), token.choice)
+        return self._end(token.choice, delta)
+
+    def _end(self, choice: int, delta: Delta) -> Delta:
+        assert delta.finish_reason is not None, "the last part of a choice says why"
+        self._open.remove(choice)
+        self._service.metrics.finished[delta.finish_reason] += 1
+        return delta
+
+    def _job_of(self, choice: int) -> Job:
+        (job,) = [job for job in self._jobs if choice in job.numbers]
+        return job

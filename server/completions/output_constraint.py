@@ -1,0 +1,234 @@
+"""Says what the answer to a request must fit, and compiles it with a limit of time and memory.
+
+A new grammar is compiled in a process first, which the system ends in time; llguidance cannot be
+stopped in a thread. What compiles there is compiled again for the model's tokenizer, on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from subprocess import PIPE
+from typing import Any
+
+from paged_kv.extras import extra_module
+from paged_kv.integrations.grammar import grammar_check, grammars
+from paged_kv.integrations.grammar.call_constraints import CallableTool, CallConstraint
+from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
+from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
+from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.engine.begun_grammars import model_constraint
+from paged_kv.server.engine.jobs import Job
+from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.http.api_errors import APIError, shortened, wrong_value
+from paged_kv.server.http.output_format import (
+    MOST_GRAMMAR_CHARACTERS,
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from paged_kv.server.http.schema import Body, ChatBody
+
+
+def constraint_of(body: Body) -> Constraint | CallConstraint | None:
+    """What an answer to a request must fit; None for any text.
+
+    Raises:
+        APIError: 400, two fields say it, the grammar is too long, or a tool is to be called that
+            there is not.
+    """
+    answer = _of_answer(body)
+    return _of_calls(body, answer) if isinstance(body, ChatBody) else answer
+
+
+def _of_calls(body: ChatBody, answer: Constraint | None) -> Constraint | CallConstraint | None:
+    choice, tools = body.tool_choice or "auto", body.tools or []
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if not tools:
+        if named is not None or choice == "required":
+            raise wrong_value("tool_choice: there are no tools to call: give some", "tool_choice")
+        return answer
+    known = [tool for each in tools if (tool := _tool(each)) is not None]
+    called = tuple(tool for tool in known if named in (None, tool.name))
+    if not called and named is not None:
+        raise wrong_value(f"tool_choice: no tool is called {shortened(named)}", "tool_choice")
+    if len(known) < len(tools) or not called:
+        if choice != "auto":
+            raise wrong_value("tools: each tool needs a function with a name", "tools")
+        return answer
+    several = body.parallel_tool_calls is not False and named is None
+    choice = choice if isinstance(choice, str) else "required"
+    return CallConstraint(called, choice, several, answer)
+
+
+def _tool(said: dict[str, Any]) -> CallableTool | None:
+    """A tool of a request; None for one without a function."""
+    function = said.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        return None
+    parameters = function.get("parameters") or {}
+    return CallableTool(name, json.dumps(parameters)) if isinstance(parameters, dict) else None
+
+
+def _of_answer(body: Body) -> Constraint | None:
+    formatted = None if body.response_format is None else _of_format(body.response_format)
+    outputs = body.structured_outputs
+    structured = None if outputs is None else _of_outputs(outputs)
+    if formatted and structured:
+        raise wrong_value(
+            "response_format and structured_outputs both say what the answer must fit: give one",
+            "structured_outputs",
+        )
+    field = "response_format" if formatted else "structured_outputs"
+    grammar = formatted or structured
+    if grammar is None:
+        return None
+    if len(grammar.text) > MOST_GRAMMAR_CHARACTERS:
+        raise wrong_value(
+            f"{field} has {len(grammar.text):,} characters, and at most "
+            f"{MOST_GRAMMAR_CHARACTERS:,} are possible",
+            field,
+        )
+    return Constraint(grammar, field)
+
+
+def _of_format(said: ResponseFormat) -> Grammar | None:
+    if said.json_schema is not None:
+        return grammars.json_schema(said.json_schema.json_schema)
+    return grammars.json_object() if said.type == "json_object" else None
+
+
+def _of_outputs(said: StructuredOutputs) -> Grammar:
+    if said.regex is not None:
+        return grammars.regex(said.regex)
+    if said.choice is not None:
+        return grammars.choice(said.choice)
+    if said.grammar is not None:
+        return grammars.lark(said.grammar)
+    return grammars.json_object() if said.json_object else _schema(said.json_schema)
+
+
+def _schema(said: Any) -> Grammar:
+    if isinstance(said, str):
+        try:
+            said = json.loads(said)
+        except (ValueError, RecursionError) as error:
+            raise wrong_value(f"structured_outputs.json: no JSON: {error}", _JSON) from None
+    if not isinstance(said, dict):
+        raise wrong_value("structured_outputs.json: a schema is a JSON object", _JSON)
+    return grammars.json_schema(said)
+
+
+_JSON = "structured_outputs.json"
+
+
+log = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 5
+MOST_BYTES = 1 << 30
+MOST_PROCESSES = 2
+_MOST_KNOWN = 512
+
+
+class GrammarCompiler:
+    """Compiles the grammars of all requests of a server.
+
+    Args:
+        workers: their threads.
+        announce: tells other ranks of a grammar that compiles within the limits.
+    """
+
+    def __init__(self, workers: WorkerThreads, announce: Callable[[Constraint], None]) -> None:
+        self._workers = workers
+        self._announce = announce
+        self._processes = asyncio.Semaphore(MOST_PROCESSES)
+        self._known: OrderedDict[Grammar, None] = OrderedDict()  # grammars that compile
+
+    async def prepare(self, jobs: Sequence[Job], loaded: LoadedModel | None) -> None:
+        """Compile the grammars of a request's jobs for a model; None if it is not loaded yet.
+
+        Raises:
+            APIError: 400, a grammar does not compile, or not within the limits; or the extra
+                `structured` is not installed.
+        """
+        asked = jobs[0].constraint  # all jobs of a request have the same
+        constraint = await self._of_model(asked, loaded)
+        compiled = None
+        try:
+            if constraint is not None:
+                await self._require_valid(constraint)
+            if constraint is not None and loaded is not None:
+                self._announce(constraint)
+                compiled = await self._workers.compile(partial(_compiled, loaded, constraint))
+        except APIError as error:
+            if constraint is None or not constraint.is_optional:
+                raise
+            log.warning("calls of tools may not fit their schemas: %s", error)
+            constraint = None
+        for job in jobs:
+            job.constraint = asked if loaded is None else constraint
+            job.compiled = compiled
+
+    async def _of_model(
+        self, asked: Constraint | CallConstraint | None, loaded: LoadedModel | None
+    ) -> Constraint | None:
+        work = partial(model_constraint, asked, loaded)
+        # The grammar of many tools takes long to write.
+        return await self._workers.compile(work) if isinstance(asked, CallConstraint) else work()
+
+    async def _require_valid(self, constraint: Constraint) -> None:
+        grammar = constraint.grammar
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
+            return
+        try:
+            extra_module("llguidance", "structured")
+            async with self._processes:
+                await _check(grammar)
+        except ValueError as error:
+            raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+        self._known[grammar] = None
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:
+    compiled = loaded.grammars.compiled(constraint)
+    try:
+        compiled.require_quick()
+    except GrammarError as error:
+        raise wrong_value(f"{constraint.field}: {error}", constraint.field) from None
+    return compiled
+
+
+async def _check(grammar: Grammar) -> None:
+    """Raise ValueError unless a grammar compiles in a process with limits."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", grammar_check.__file__, str(TIME_LIMIT_S), str(MOST_BYTES)),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        # Signals of a terminal are for the server, which finishes its requests.
+        start_new_session=True,
+    )
+    try:
+        question: Any = json.dumps([*grammar])
+        _, errors = await process.communicate(question.encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == -signal.SIGALRM:
+        raise ValueError(f"compiling it takes longer than {TIME_LIMIT_S} s: make it smaller")
+    if process.returncode is not None and process.returncode < 0:
+        raise ValueError(f"compiling it takes more than {MOST_BYTES:,} bytes: make it smaller")
+    if process.returncode:
+        raise ValueError(told(errors.decode(errors="replace").strip().rpartition("\n")[2]))

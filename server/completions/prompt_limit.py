@@ -1,0 +1,142 @@
+"""Refuses prompts of more tokens than a model was made for, and limits answers to its context."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mlx_lm.server import GenerationArguments
+
+from paged_kv.server.engine.jobs import Prompt
+from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.http.api_errors import APIError
+
+# A tokenizer takes 260 bytes of memory for each token, or 2 GB for a body of 8 MB: longer texts are
+# first counted in pieces, up to the limit.
+PIECE_CHARACTERS = 100_000
+
+# More than a cut adds: the first token of a prompt, and a word or a special token in parts.
+CUT_TOKENS = 64
+
+
+class PromptLimit:
+    """The longest prompt of a request.
+
+    Args:
+        loaded: the model.
+        options: of the server; `max_prompt_tokens` replaces the model's context length.
+        param: the field that holds the prompt.
+        is_counted: whether the prompt is only counted, so that it may have any length.
+
+    Attributes:
+        param, is_counted: as given.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: argparse.Namespace,
+        param: str,
+        *,
+        is_counted: bool = False,
+    ) -> None:
+        self.param = param
+        self.is_counted = is_counted
+        self._option: int | None = options.max_prompt_tokens
+        self._most = None if is_counted else self._option or loaded.context_length
+
+    def require(self, tokens: int, about: str = "") -> None:
+        """Raise APIError 400 if so many tokens are too many; `about` tells how they were
+        counted."""
+        if self._most is None or tokens <= self._most:
+            return
+        whose = "this server takes" if self._option else "the maximum context length of this model:"
+        raise APIError(
+            400,
+            f"the prompt has {about}{tokens} tokens, and {whose} {self._most} tokens: shorten it, "
+            "or start the server with a larger --max-prompt-tokens",
+            param=self.param,
+            code="context_length_exceeded",
+        )
+
+    def require_text(self, tokenizer: Any, text: str) -> None:
+        """Raise APIError 400 if a text certainly has too many tokens."""
+        if self._most is None or len(text) <= PIECE_CHARACTERS:
+            return
+        least = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = tokenizer.encode(text[start : start + PIECE_CHARACTERS])
+            least += max(0, len(piece) - CUT_TOKENS)
+            self.require(least, "at least ")
+
+
+def fit_context(
+    arguments: GenerationArguments,
+    prompt: Prompt,
+    loaded: LoadedModel,
+    options: argparse.Namespace,
+    param: str,
+) -> None:
+    """Lower `max_tokens` to what the model's context holds behind a prompt. An option for longer
+    prompts says that the model takes more than its config names: then nothing is known.
+
+    Raises:
+        APIError: 400, the prompt leaves no room for a token, and some are to be generated.
+    """
+    length, tokens = loaded.context_length, len(prompt.tokens)
+    if length is None or (options.max_prompt_tokens or 0) > length or not arguments.max_tokens:
+        return
+    if tokens >= length:
+        raise APIError(
+            400,
+            f"the prompt has {tokens} tokens, and the maximum context length of this model is "
+            f"{length} tokens, with the answer: shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
+    arguments.max_tokens = min(arguments.max_tokens, length - tokens)
+
+
+class LimitedTokenizer:
+    """A tokenizer of mlx-lm that refuses long texts before it makes tokens of them."""
+
+    def __init__(self, tokenizer: Any, limit: PromptLimit) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **named: Any) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            APIError: 400, it has too many.
+        """
+        self._limit.require_text(self._tokenizer, text)
+        tokens: list[int] = self._tokenizer.encode(text, **named)
+        return tokens
+
+    def _in_pieces(self, text: str) -> list[int]:
+        """As many tokens as a text has, give or take one for each piece."""
+        starts = range(0, len(text), PIECE_CHARACTERS)
+        pieces = [text[start : start + PIECE_CHARACTERS] for start in starts]
+        return [token for piece in pieces for token in self._tokenizer.encode(piece)]
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, **named: Any) -> Any:
+        """The tokens of a conversation.
+
+        Raises:
+            APIError: 400, it has too many.
+        """
+        render = self._tokenizer.apply_chat_template
+        if tokenize and _characters(messages) > PIECE_CHARACTERS:
+            text = render(messages, tokenize=False, **named)
+            self._limit.require_text(self._tokenizer, text)
+            if self._limit.is_counted:
+                return self._in_pieces(text)
+        return render(messages, tokenize=tokenize, **named)
+
+
+def _characters(messages: list[dict[str, Any]]) -> int:
+    return sum(len(message.get("content") or "") for message in messages)

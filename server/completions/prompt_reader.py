@@ -1,0 +1,351 @@
+"""Turns prompts from clients into tokens, with mlx-lm's chat templates and segments."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server
+from transformers import PreTrainedTokenizerBase
+
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.integrations.batching.shared_prefill import cut_at, cut_for_snapshots
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.pages.warn_once import warn_once
+from paged_kv.server.completions.interface import Mark
+from paged_kv.server.completions.message_parts import (
+    copied,
+    image_files,
+    inline_image_urls,
+    require_no_marks,
+    require_parts,
+    typed_mark,
+)
+from paged_kv.server.completions.prompt_limit import LimitedTokenizer, PromptLimit
+from paged_kv.server.engine.image_support import EmbeddedImages
+from paged_kv.server.engine.jobs import HeldPrompt, Prompt
+from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.http.api_errors import APIError, wrong_value
+from paged_kv.server.http.schema import ChatBody
+
+
+def continues(body: ChatBody) -> bool:
+    """Whether the answer to a chat continues its last message: unless the request says something
+    else, one of the assistant's with a text and without calls.
+
+    Raises:
+        APIError: 400, the last message is to be continued and is no such message.
+    """
+    last = body.messages[-1]
+    is_open = last["role"] == "assistant" and not last.get("tool_calls") and _has_text(last)
+    if body.continue_final_message is None:
+        return is_open and body.add_generation_prompt is not True
+    if body.continue_final_message and not is_open:
+        raise wrong_value(
+            "continue_final_message: the last message must be the assistant's, with a text and "
+            "without tool_calls",
+            "continue_final_message",
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise wrong_value(
+            "continue_final_message and add_generation_prompt: an answer cannot continue the last "
+            "message and begin another: leave out one of the two",
+            "continue_final_message",
+        )
+    return body.continue_final_message
+
+
+def _has_text(message: Any) -> bool:
+    content = message.get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return any(part.get("text") for part in parts if part["type"] == "text")
+
+
+class ContinuingTokenizer:
+    """A tokenizer of mlx-lm whose chats end within their last message, or behind it.
+
+    Args:
+        tokenizer: mlx-lm's.
+        last: the text of the last message, which the answer continues; None if the chat ends
+            behind that message, and nothing says whose turn it is.
+    """
+
+    def __init__(self, tokenizer: Any, last: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._last = last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **named: Any) -> Any:
+        """The tokens of a chat without a template, in which every message is written out."""
+        if self._last is not None:
+            text = text[: text.rindex(self._last) + len(self._last)]
+        return self._tokenizer.encode(text, **named)
+
+    def apply_chat_template(self, messages: Sequence[Any], **named: Any) -> Any:
+        """The tokens of a chat, or its text."""
+        if named.get("add_generation_prompt"):
+            named["add_generation_prompt"] = False
+            if self._last is not None:
+                named["continue_final_message"] = True
+        return self._tokenizer.apply_chat_template(messages, **named)
+
+
+def last_text(body: ChatBody) -> str:
+    """The text of the last message, as mlx-lm writes its parts together."""
+    content: Any = body.messages[-1]["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def require_tools_shown(tokenizer: Any, body: ChatBody, options: argparse.Namespace) -> None:
+    """Check that a model's prompt names the tools of a request.
+
+    Args:
+        tokenizer: mlx-lm's, of the model.
+        body: of the request.
+        options: of the server; with `drop_tools` the answer is made without the tools.
+
+    Raises:
+        APIError: 400, the model's chat template has no tools.
+    """
+    if not body.tools or body.tool_choice == "none" or shows_tools(tokenizer):
+        return
+    if options.drop_tools:
+        warn_once("tools of requests are dropped: the chat template of the model has none")
+        return
+    raise wrong_value(
+        "tools: the chat template of this model has no tools, so the model would not see them: "
+        "leave them out, take a model that was trained to call tools, or start the server with "
+        "--drop-tools to answer without them",
+        "tools",
+    )
+
+
+def shows_tools(tokenizer: Any) -> bool:
+    """Whether prompts that a tokenizer of mlx-lm makes of messages can name tools."""
+    if tokenizer.has_tool_calling or tokenizer._chat_template is not None:
+        return True
+    inner = tokenizer._tokenizer
+    render = PreTrainedTokenizerBase.apply_chat_template
+    if getattr(type(inner), "apply_chat_template", render) is not render:
+        return True
+    template = inner.chat_template
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    return any("tools" in text for text in texts)
+
+
+# Each part is published when it is computed, and the other server begins to read it.
+PUBLISHED_TOKENS = 4 * PAGE_SIZE
+
+
+def read_text(
+    loaded: LoadedModel, prompt: str | Sequence[int], options: argparse.Namespace
+) -> Prompt:
+    """The prompt of a completion.
+
+    Raises:
+        APIError: 400, it has no tokens, too many, or some that the model does not know.
+    """
+    limit = PromptLimit(loaded, options, "prompt")
+    tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    return _checked(loaded, Prompt(tokens, [tokens]), limit)
+
+
+def read_prefill(
+    loaded: LoadedModel, prompt: str | Sequence[int], options: argparse.Namespace
+) -> Prompt:
+    """The prompt of another server, cut where its pages are published. All but its last token are
+    full pages.
+
+    Raises:
+        APIError: as `read_text`.
+    """
+    whole = read_text(loaded, prompt, options)
+    tokens, last = whole.tokens[:-1], whole.tokens[-1:]
+    starts = range(0, len(tokens), PUBLISHED_TOKENS)
+    parts = [tokens[start : start + PUBLISHED_TOKENS] for start in starts]
+    return replace(whole, segments=[*parts, last])
+
+
+def read_chat(
+    loaded: LoadedModel,
+    body: ChatBody,
+    options: argparse.Namespace,
+    marks: Sequence[Mark] = (),
+    *,
+    is_counted: bool = False,
+) -> Prompt:
+    """The prompt of a conversation. `marks` say what is to stay cached of it, and one that
+    `is_counted` may have any length.
+
+    Raises:
+        APIError: 400, the model's chat template refuses it, its images cannot be read, or it is
+            too long.
+    """
+    limit = PromptLimit(loaded, options, "messages", is_counted=is_counted)
+    require_tools_shown(loaded.tokenizer, body, options)
+    _require_template_kwargs(loaded, body.chat_template_kwargs or {})
+    messages = copied(body.messages)
+    require_parts(
+        messages, why_no_images=loaded.why_no_images, urls_allowed=options.allow_image_urls
+    )
+    try:
+        prompt = _read(loaded, body, messages, options, limit)
+    except APIError:
+        raise
+    except Exception as error:
+        raise wrong_value(
+            f"these messages do not fit the chat template of the model: {error}", "messages"
+        ) from error
+    ends = [
+        HeldPrompt(_end_of(mark, prompt, loaded, body, options, limit), mark.seconds)
+        for mark in marks
+    ]
+    return _checked(loaded, replace(prompt, held=tuple(ends)), limit)
+
+
+def _end_of(
+    mark: Mark,
+    prompt: Prompt,
+    loaded: LoadedModel,
+    body: ChatBody,
+    options: argparse.Namespace,
+    limit: PromptLimit,
+) -> int:
+    """How many tokens of a prompt a mark is about. With images, and where the template takes no
+    shorter conversation, it is about all of them."""
+    if mark.messages >= len(body.messages) or prompt.media is not None:
+        return len(prompt.tokens)
+    try:
+        messages = copied(body.messages[: mark.messages])
+        tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+        tokens, *_ = _tokenized(loaded, body, messages, options, tokenizer)
+    except Exception:
+        return len(prompt.tokens)
+    return common_prefix(tokens, prompt.tokens)
+
+
+def _read(
+    loaded: LoadedModel,
+    body: ChatBody,
+    messages: list[Any],
+    options: argparse.Namespace,
+    limit: PromptLimit,
+) -> Prompt:
+    has_images = any(server._image_parts(messages))
+    if has_images:
+        require_no_marks(messages, loaded.media_marks.values())
+        inline_image_urls(messages, options.max_body_bytes)
+    if has_images and loaded.prompts is not None:
+        return _with_images(loaded, body, messages, options)
+    tokenizer = _tokenizer_of(loaded, body, limit)
+    tokens, segments, _, state, vision = _tokenized(loaded, body, messages, options, tokenizer)
+    if vision is None:
+        return Prompt(tokens, segments, state)
+    # Evaluate here: the generation thread cannot. See `ThreadConflict`.
+    mx.eval(vision.pixel_values)
+    return Prompt(tokens, segments, state, EmbeddedImages(tokens, vision))
+
+
+def _with_images(
+    loaded: LoadedModel, body: ChatBody, messages: list[Any], options: argparse.Namespace
+) -> Prompt:
+    """The prompt of a conversation with images, for a model of mlx-vlm.
+
+    Raises:
+        APIError: 400, its answer is to continue the last message.
+    """
+    if continues(body) or body.add_generation_prompt is False:
+        raise wrong_value(
+            "messages: with images the model continues no answers: end with a message of the user",
+            "messages",
+        )
+    files = image_files(messages)
+    server.process_message_content(messages, keep_images=True)
+    variables = {**options.chat_template_args, **(body.chat_template_kwargs or {})}
+    media = loaded.prompts.chat(messages, files, tools=body.tools or None, **variables)
+    tokens, end = media.tokens, media.media_end
+    segments = [tokens[:end], tokens[end:]]
+    return Prompt(tokens, segments, _initial_state(loaded.tokenizer, tokens), media)
+
+
+def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
+    """Whether the model goes on with reasoning, as mlx-lm's server finds it out for texts."""
+    is_open = tokenizer.has_thinking and (
+        tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    )
+    return str(tokenizer.response_initial_state or ("reasoning" if is_open else "normal"))
+
+
+def _tokenizer_of(loaded: LoadedModel, body: ChatBody, limit: PromptLimit) -> Any:
+    """What makes the tokens of a chat, up to where the answer begins."""
+    tokenizer = LimitedTokenizer(loaded.tokenizer, limit)
+    if continues(body):
+        return ContinuingTokenizer(tokenizer, last_text(body))
+    if body.add_generation_prompt is False:
+        return ContinuingTokenizer(tokenizer, None)
+    return tokenizer
+
+
+def _tokenized(
+    loaded: LoadedModel,
+    body: ChatBody,
+    messages: list[Any],
+    options: argparse.Namespace,
+    tokenizer: Any,
+) -> Any:
+    request = server.CompletionRequest("chat", "", messages, body.tools or None, body.role_mapping)
+    # mlx-lm's method uses only these attributes.
+    provider = SimpleNamespace(processor=loaded.processor, cli_args=options)
+    generator: Any = SimpleNamespace(model_provider=provider)
+    return server.ResponseGenerator._tokenize(
+        generator,
+        tokenizer,
+        request,
+        SimpleNamespace(chat_template_kwargs=body.chat_template_kwargs),
+    )
+
+
+def _require_template_kwargs(loaded: LoadedModel, named: dict[str, Any]) -> None:
+    """Raise APIError unless the names are variables of the template: as the tokenizer's own
+    arguments they could do anything."""
+    render = loaded.tokenizer._tokenizer.apply_chat_template
+    parameters = inspect.signature(render).parameters.values()
+    own = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    for name in named:
+        if name in own - {"documents"} or not name.isidentifier():
+            raise wrong_value(
+                f"chat_template_kwargs.{name} is not a variable of templates: leave it out",
+                f"chat_template_kwargs.{name}",
+            )
+
+
+def _checked(loaded: LoadedModel, prompt: Prompt, limit: PromptLimit) -> Prompt:
+    tokens, param = prompt.tokens, limit.param
+    if not isinstance(tokens, list) or not tokens:
+        raise wrong_value("the prompt has no tokens: give at least one", param)
+    limit.require(len(tokens))
+    if prompt.media is None and (typed := loaded.media_marks.keys() & set(tokens)):
+        raise typed_mark(loaded.media_marks[min(typed)], param)
+    if not 0 <= min(tokens) <= max(tokens) < loaded.vocab_size:
+        raise wrong_value(
+            f"token ids from {min(tokens)} to {max(tokens)} were given, and the model knows those "
+            f"from 0 to {loaded.vocab_size - 1}",
+            param,
+        )
+    if loaded.prompts is not None and not loaded.is_batchable and prompt.media is None:
+        prompt = replace(prompt, media=loaded.prompts.tokens(tokens))
+    if loaded.has_states:
+        segments = cut_at(prompt.segments, {each.num_tokens for each in prompt.held})
+        segments = cut_for_snapshots(segments, at_pages=loaded.quantises)
+        prompt = replace(prompt, segments=segments)
+    return prompt

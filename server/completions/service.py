@@ -1,0 +1,65 @@
+"""The parts of a server that its routes share."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import dataclass
+
+from paged_kv.server.completions.model_names import ModelNames
+from paged_kv.server.completions.output_constraint import GrammarCompiler
+from paged_kv.server.completions.tool_calls import CallParser
+from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.paged_model_provider import LoadedModel
+from paged_kv.server.engine.server_metrics import ServerMetrics
+from paged_kv.server.http.access import APIKeys, ClientLimits, Gate, KnownHosts
+from paged_kv.server.http.api_errors import APIError
+
+
+@dataclass(frozen=True)
+class Service:
+    """One server."""
+
+    options: argparse.Namespace
+    thread: GenerationThread
+    metrics: ServerMetrics
+    names: ModelNames
+    keys: APIKeys
+    limits: ClientLimits
+    hosts: KnownHosts
+    workers: WorkerThreads
+    call_parser: CallParser
+    grammars: GrammarCompiler
+    gate: Gate
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the generation thread is alive."""
+        return self.thread.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that arrived now would be served."""
+        return self.is_healthy and self.gate.is_open and self.thread.loaded.done()
+
+    async def loaded(self) -> LoadedModel | None:
+        """Wait for the first model to load; returns the loaded model, if there is one.
+
+        Raises:
+            APIError: 503, the model cannot be loaded, the server is shutting down, or the
+                generation thread has died.
+        """
+        try:
+            await self.gate.while_open(asyncio.wrap_future(self.thread.loaded))
+        except APIError:
+            raise
+        except Exception as error:
+            raise APIError(503, f"no model could be loaded: {error}", code="dead") from error
+        self.require_healthy()
+        return self.thread.provider.loaded
+
+    def require_healthy(self) -> None:
+        """Raise APIError 503 if the generation thread has died."""
+        if not self.is_healthy:
+            raise APIError(503, "the generation thread has died", code="dead")

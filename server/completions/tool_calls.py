@@ -1,0 +1,121 @@
+"""Parses the tool calls in answers with mlx-lm's parsers, whose cost a client chooses.
+
+Some take quadratic or cubic time. Of texts that are made for them, minicpm5's takes 0.04 s for
+1,024 characters and 2 s for 4,096, and gemma4's minutes for 131,072. A thread parses short texts:
+the parsers search with the package regex, which lets other threads run meanwhile. A process, which
+the system ends in time, parses long ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from subprocess import PIPE
+from typing import Any
+
+from mlx_lm.server import ToolCallFormatter
+
+from paged_kv.server.completions import parse_tool_call
+from paged_kv.server.completions.worker_threads import WorkerThreads
+
+log = logging.getLogger(__name__)
+
+# A process takes a tenth of a second to start, in which a model writes a few of so many characters.
+LONG_CALL_CHARACTERS = 1024
+TIME_LIMIT_S = 10
+MOST_PROCESSES = 2
+# An error may quote the whole call.
+MOST_LOGGED = 200
+
+# Takes the text of a call and the request's tools; makes a call, or a list of calls.
+Parser = Callable[[str, Any], Any]
+
+
+class CallParser:
+    """Parses the calls of all requests of a server.
+
+    Args:
+        workers: their threads.
+    """
+
+    def __init__(self, workers: WorkerThreads) -> None:
+        self._workers = workers
+        self._processes = asyncio.Semaphore(MOST_PROCESSES)
+
+    async def parse(self, parser: Parser, tools: Any, text: str) -> Any:
+        """What a parser makes of a text.
+
+        Args:
+            parser: a function of a module of a package, which a process finds by its name.
+            tools: of the request.
+            text: of one call, or of several.
+
+        Raises:
+            Exception: the parser does not understand the text, or not in time.
+        """
+        if len(text) <= LONG_CALL_CHARACTERS:
+            return await self._workers.write(partial(parser, text, tools), 0)
+        async with self._processes:
+            question = await self._workers.write(partial(_question, text, tools), sys.maxsize)
+            return json.loads(await _answer(parser, question))
+
+
+class ChoiceCalls:
+    """The tool calls of one choice, in OpenAI's form.
+
+    Args:
+        calls: parses them.
+        parser: of the model.
+        tools: of the request.
+        is_streamed: whether to number the calls, as in streams.
+    """
+
+    def __init__(self, calls: CallParser, parser: Parser, tools: Any, is_streamed: bool) -> None:
+        self._parse = partial(calls.parse, parser, tools)
+        # Gets what is parsed already.
+        self._format = ToolCallFormatter(lambda parsed, _: parsed, tools, is_streamed)
+
+    async def formatted(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """The calls in these texts; those that the parser does not understand are left out."""
+        found: list[dict[str, Any]] = []
+        for text in texts:
+            try:
+                found += self._format([await self._parse(text)])
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                log.warning("a tool call could not be parsed: %s", why[:MOST_LOGGED])
+        return found
+
+
+def _question(text: str, tools: Any) -> bytes:
+    # As `json.dumps` would hold Python's lock, and tools can be megabytes.
+    return "".join(json.JSONEncoder().iterencode([text, tools])).encode()
+
+
+async def _answer(parser: Parser, question: bytes) -> bytes:
+    """What `parse_tool_call` answers."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", parse_tool_call.__file__),
+        *(parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        # Signals of a terminal are for the server, which finishes its requests.
+        start_new_session=True,
+    )
+    try:
+        answer, errors = await process.communicate(question)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == -signal.SIGALRM:
+        raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s")
+    if process.returncode:
+        raise ValueError(errors.decode(errors="replace").strip().rpartition("\n")[2])
+    return answer

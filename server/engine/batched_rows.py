@@ -1,0 +1,284 @@
+"""Runs the choices of several jobs as one batch of mlx-lm's BatchGenerator."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from paged_kv.admission.demand import Demand
+from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.batching.preemption import attach
+from paged_kv.integrations.batching.shared_prefill import shared_beyond, without_first
+from paged_kv.integrations.grammar.masked_steps import MaskedBatchGenerator
+from paged_kv.integrations.speculation.batch import RowOptions
+from paged_kv.integrations.speculation.generator import SpeculativeBatchGenerator
+from paged_kv.server.engine.jobs import (
+    Event,
+    Job,
+    Progress,
+    Prompt,
+    Token,
+    TopToken,
+)
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.prompt_fetcher import PromptReuse
+from paged_kv.server.engine.sampling import Sampling
+
+Happened = Iterator[tuple[Job, Event]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One sequence of the batch.
+
+    Attributes:
+        number: of the choice, in the request.
+        followers: the sampling of the other choices, while they wait for this one's prompt.
+    """
+
+    job: Job
+    prompt: Prompt
+    number: int
+    followers: list[Sampling]
+
+
+class BatchedRows:
+    """The sequences of one model. All of this runs on the generation thread.
+
+    A job's prompt is computed for its first choice. The others fork it before its last token.
+
+    Args:
+        provider: has loaded the model.
+        options: mlx-lm's.
+        stream: of MLX.
+    """
+
+    def __init__(
+        self, provider: PagedModelProvider, options: argparse.Namespace, stream: mx.Stream
+    ) -> None:
+        self._reuse = provider.reuse
+        self._step_tokens = options.prefill_step_size
+        self._prompts_at_once = options.prompt_concurrency
+        self._tokenizer: Any = provider.tokenizer
+        self._rows: dict[int, _Row] = {}
+        self._reading: set[int] = set()
+        self._left: dict[int, int] = {}  # tokens of prompts to compute, by uid
+        sizes = {
+            "completion_batch_size": options.decode_concurrency,
+            "prefill_batch_size": options.prompt_concurrency,
+            "prefill_step_size": options.prefill_step_size,
+        }
+        self._generator: Any = (
+            MaskedBatchGenerator(provider.model, stream=stream, **sizes)
+            if provider.draft is None
+            else SpeculativeBatchGenerator(
+                provider.model, provider.draft, options_of=self._drafting, stream=stream, **sizes
+            )
+        )
+        (factory, *_) = provider.factories
+        self._pool = factory.pool
+        self._preemption = attach(self._generator, factory)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a job can begin at once, beside what is in use now, or in the place of choices
+        of worse priorities, which are preempted."""
+        if self._preemption is None:
+            return True
+        nbytes = demand.bytes_to_begin(pool_size(self._pool))
+        return self._preemption.can_begin(nbytes, demand.priority)
+
+    def sharing(self, prompt: Prompt, salt: Hashable) -> tuple[int, bool]:
+        """How many first tokens of a prompt are in full pages of running choices, and whether one
+        of these is about to have computed more of them.
+
+        A prompt that waits for that is not computed twice, and begins at most one step later than
+        it would have been computed.
+        """
+        cached, in_use = self._reuse.peek(prompt.tokens, salt)
+        return in_use, any(
+            self._is_worth_waiting(uid, prompt, cached)
+            for uid in self._reading
+            if self._rows[uid].job.salt == salt
+        )
+
+    def _is_worth_waiting(self, uid: int, prompt: Prompt, cached: int) -> bool:
+        missing = shared_beyond(cached, prompt.tokens, self._rows[uid].prompt.tokens)
+        # It is cached once the choice's whole prompt is computed.
+        return missing > 0 and self._left[uid] <= missing + self._step_tokens
+
+    def expect(self, job: Job, prompt: Prompt) -> None:
+        """Note in a trace that a job waits; each of its choices is a request there."""
+        for request in _requests(job):
+            tokens, most = len(prompt.tokens), job.arguments.max_tokens
+            self._pool.counts.events.arrived(request, tokens, most)
+            self._pool.counts.events.shares(request, prompt.tokens, job.salt)
+
+    def forget(self, job: Job) -> None:
+        """Note in a trace that a job has ended."""
+        for request in _requests(job):
+            self._pool.counts.events.ended(request)
+
+    def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
+        """Add a job; the next steps compute it."""
+        cache, cached = self._reuse.fetch(prompt.tokens, job.salt)
+        hold(self._reuse, prompt, job.salt)
+        job.cached_tokens = cached
+        first, *others = samplings
+        row = _Row(job, prompt, job.first_choice, others)
+        rest = without_first(prompt.segments, cached)
+        uid = self._insert(row, cache, prompt.tokens[:cached], rest, first)
+        del cache
+        if cached == len(prompt.tokens) - 1:
+            self._fork(uid)
+
+    def step(self) -> Happened:
+        """Compute one token of every choice, and a part of the unfinished prompts.
+
+        A step computes at most one chunk of prompt tokens in total. So the time to a choice's next
+        token does not grow with the number of prompts.
+        """
+        prompts = min(self._prompts_at_once, len(self._reading))
+        self._generator.prefill_step_size = max(1, self._step_tokens // max(1, prompts))
+        read, sampled = self._generator.next()
+        for response in read:
+            yield from self._note_read(response)
+        for response in sampled:
+            yield from self._note_sampled(response)
+
+    def drop(self, job: Job, number: int | None = None) -> None:
+        """Stop a job, or one of its choices; its computed prefix is cached for reuse."""
+        uids = [
+            uid
+            for uid, row in self._rows.items()
+            if row.job is job and number in (None, row.number)
+        ]
+        caches = self._generator.remove(uids, return_prompt_caches=True)
+        for uid in uids:
+            row = self._rows.pop(uid)
+            self._note_computed(uid)
+            cache, tokens = caches.pop(uid)
+            if tokens:
+                self._keep(row, tokens, cache)
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job has an unfinished choice."""
+        return any(row.job is job for row in self._rows.values())
+
+    def close(self) -> None:
+        """Drop all sequences."""
+        self._rows.clear()
+        self._generator.close()
+
+    def _insert(
+        self,
+        row: _Row,
+        cache: list[Any] | None,
+        known: list[int],
+        rest: Iterable[list[int]],
+        sampling: Sampling,
+    ) -> int:
+        segments = list(rest)
+        (uid,) = self._generator.insert_segments(
+            segments=[segments],
+            max_tokens=[row.job.arguments.max_tokens],
+            caches=[cache],
+            all_tokens=[known],
+            samplers=[sampling.sampler],
+            logits_processors=[sampling.processors],
+            stop_sequences=[row.job.ending.stop_sequences(self._tokenizer)],
+        )
+        if self._preemption is not None:
+            self._preemption.priorities.by_uid[uid] = row.job.priority
+            self._preemption.salts[uid] = row.job.salt
+            self._preemption.requests[uid] = _requests(row.job)[row.number - row.job.first_choice]
+        self._rows[uid] = row
+        self._reading.add(uid)
+        self._left[uid] = sum(map(len, segments))
+        return int(uid)
+
+    def _fork(self, uid: int) -> None:
+        """Begin the choices that wait for a prompt, once all but its last token is computed."""
+        row = self._rows[uid]
+        if not row.followers:
+            return
+        cache, known = self._generator.extract_cache([uid])[uid]
+        for number, sampling in enumerate(row.followers, row.number + 1):
+            other = _Row(row.job, row.prompt, number, [])
+            last = [row.prompt.tokens[-1:]]
+            self._insert(other, copy.deepcopy(cache), list(known), last, sampling)
+        row.followers.clear()
+
+    def _note_read(self, response: Any) -> Happened:
+        uid, row = response.uid, self._rows[response.uid]
+        if uid not in self._reading:
+            return  # a preempted choice, whose tokens are computed again
+        done, total = response.progress
+        self._left[uid] = total - done
+        if response.end_of_prompt:
+            self._note_computed(uid)
+        elif response.end_of_segment:
+            cache, tokens = self._generator.extract_cache([uid])[uid]
+            self._keep(row, tokens[:], cache)
+        if done == total - 1:
+            self._fork(uid)
+        if row.number == row.job.first_choice:
+            yield row.job, Progress(row.job.cached_tokens + done, row.job.cached_tokens + total)
+
+    def _note_computed(self, uid: int) -> None:
+        """Note that no more of a choice's prompt is computed."""
+        self._reading.discard(uid)
+        self._left.pop(uid, None)
+
+    def _drafting(self, uid: int) -> RowOptions:
+        job = self._rows[uid].job
+        return RowOptions(job.arguments.num_draft_tokens, job.salt, job.speculation)
+
+    def _note_sampled(self, response: Any) -> Happened:
+        row = self._rows.get(response.uid)
+        if row is None:
+            return  # dropped after an earlier token of this step
+        row.job.generated_tokens += 1
+        yield row.job, as_token(row.job, row.number, response)
+        if response.finish_reason is not None:
+            del self._rows[response.uid]
+            self._keep(row, response.all_tokens[:], response.prompt_cache)
+
+    def _keep(self, row: _Row, tokens: list[int], cache: list[Any]) -> None:
+        self._reuse.insert(tokens, cache, row.job.salt)
+        hold(self._reuse, row.prompt, row.job.salt)
+
+
+def hold(reuse: PromptReuse, prompt: Prompt, salt: Hashable) -> None:
+    """Hold what is cached of a prompt as long as its client asks for."""
+    for each in prompt.held:
+        reuse.hold(prompt.cache_key[: each.num_tokens], each.seconds, salt)
+
+
+def _requests(job: Job) -> list[tuple[str, int, int]]:
+    """What a trace calls the choices of a job."""
+    return [("job", job.number, choice) for choice in range(job.choices)]
+
+
+def as_token(job: Job, number: int, response: Any) -> Token:
+    """The event for a token that mlx-lm generated for a choice."""
+    options = job.arguments
+    logprob = response.logprobs[response.token].item() if options.logprobs else None
+    top = _top(response.logprobs, options.top_logprobs)
+    return Token(number, response.token, logprob, top, response.finish_reason)
+
+
+def _top(logprobs: mx.array, count: int) -> tuple[TopToken, ...]:
+    if count <= 0:
+        return ()
+    best: Any = mx.argpartition(-logprobs, kth=count - 1)[:count]
+    values: Any = logprobs[best]
+    pairs = zip(best.tolist(), values.tolist(), strict=True)
+    return tuple(sorted([TopToken(*pair) for pair in pairs], key=lambda each: -each.logprob))

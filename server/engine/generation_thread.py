@@ -1,0 +1,446 @@
+"""Runs the generation thread: only it touches models, caches and arrays.
+
+Between two steps the thread takes commands from other threads, drops jobs of disconnected clients,
+begins the jobs that admission lets begin, and refuses jobs that waited too long. An error in one
+job ends that job; an error in a step ends the jobs of that step. If the thread dies, `ended` tells.
+
+Where several ranks share the model, each runs this thread on the same commands and the same clock,
+rank 0's. So all of them begin, preempt and drop the same jobs, and compute the same steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic
+
+import mlx.core as mx
+
+from paged_kv.admission.admission import Admission, RequestImpossible
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.policies import Optimistic, Reserve, Unanimous
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.server.engine.begun_grammars import compile_on_other_ranks
+from paged_kv.server.engine.jobs import (
+    Begun,
+    Empty,
+    Failed,
+    Job,
+    Mailbox,
+    Outbox,
+    Stage,
+    Token,
+)
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.rows import Rows
+from paged_kv.server.engine.server_metrics import ServerMetrics
+from paged_kv.server.http.api_errors import APIError, busy, wrong_value
+
+log = logging.getLogger(__name__)
+
+# One failed step may be a passing fault. After so many in a row, continuing serves no request.
+MOST_FAILED_STEPS = 3
+
+# An idle rank 0 says so now and then, so that the others know that it does not hang.
+IDLE_S = 5.0
+
+# Steps after which ranks compare their caches: that takes as long as hashing the cached tokens.
+COMPARED_STEPS = 64
+
+# What makes these is the same on all ranks: the request, or that a rank's pool is full.
+COMMON_ERRORS = (APIError, RequestImpossible, PoolExhausted)
+
+Command = Callable[["GenerationThread"], None]
+
+
+class GenerationThread:
+    """Generates for the jobs that are submitted, from `start` to `stop`.
+
+    Args:
+        provider: loads models. From now on only this thread uses it, apart from attributes that
+            say otherwise.
+        metrics: counts tokens and requests.
+
+    Attributes:
+        loaded: done when the first model is loaded, or has failed to load.
+        ended: done when the thread has ended; false if it has died.
+        jobs: the waiting and running jobs, by number; other threads may read it.
+    """
+
+    def __init__(self, provider: PagedModelProvider, metrics: ServerMetrics) -> None:
+        self.provider = provider
+        self.metrics = metrics
+        self.loaded: Future[None] = Future()
+        self.ended: Future[bool] = Future()
+        self.jobs: dict[int, Job] = {}
+        self._options = provider.cli_args
+        self._ranks = provider.ranks
+        is_optimistic = self._options.admission == "optimistic"
+        self._admission: Admission[Job] = Admission(
+            self._demand,
+            self._options.admission_timeout,
+            self._options.decode_concurrency,
+            clock=lambda: self._now,
+            policy=Unanimous(Optimistic(self._fits) if is_optimistic else Reserve(), self._ranks),
+        )
+        self._rows: Rows | None = None
+        self._mailbox: Mailbox[Command] = Mailbox()
+        self._now = monotonic()
+        self._used = self._now  # when a request was there last
+        self._outbox = Outbox()
+        self._refusal: APIError | None = None
+        # Whether a job has left since the pools last released dropped caches.
+        self._has_left = False
+        self._stopped = False
+        self._steps = self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="paged-kv-generate")
+
+    def start(self) -> None:
+        """Start the thread: it loads the model and serves."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs, so that it will serve submitted jobs."""
+        return self._thread.is_alive() and not self.ended.done()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs; their events go to their channels."""
+        self._mailbox.put(*[partial(GenerationThread._arrive, job=job) for job in jobs])
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Drop jobs that wait or run; jobs that have ended are ignored."""
+        self._mailbox.put(*[partial(GenerationThread._drop, number=job.number) for job in jobs])
+
+    def cancel_choice(self, job: Job, number: int) -> None:
+        """Stop one choice of a job."""
+        self._mailbox.put(partial(GenerationThread._drop_choice, number=job.number, choice=number))
+
+    def announce(self, constraint: Constraint) -> None:
+        """Let the other ranks compile a grammar, while this one does."""
+        if self._ranks.size > 1:
+            self._mailbox.put(partial(GenerationThread._compile, constraint=constraint))
+
+    def refuse(self, error: APIError) -> None:
+        """Answer waiting and later jobs with an error; finish the running ones."""
+        self._mailbox.put(partial(GenerationThread._refuse, error=error))
+
+    def stop(self) -> None:
+        """End after the present step. If there is a store, cached prefixes are written to it."""
+        self._mailbox.put(GenerationThread._note_stop)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    # All that follows runs on the thread.
+
+    def _run(self) -> None:
+        died = True
+        try:
+            self._serve()
+            died = False
+        except BaseException as error:
+            # `loaded` already reports a failure to load the model.
+            if self.loaded.exception() is not error:
+                log.exception("the generation thread has died")
+        try:
+            self._close(died)
+        except BaseException:
+            died = True
+            log.exception("the generation thread could not close its caches")
+        self.ended.set_result(not died)
+        # Submitters check `ended` from now on: answer the last jobs that did not see it.
+        self._obey(self._mailbox.take(wait=False))
+        self._outbox.flush()
+
+    def _serve(self) -> None:
+        self._stream = mx.default_stream(mx.default_device())
+        try:
+            self.provider.load_default()  # type: ignore[no-untyped-call]  # mlx-lm's
+            self._use_loaded()
+        except BaseException as error:
+            self.loaded.set_exception(error)
+            raise
+        self.loaded.set_result(None)
+        self._used = self._now = self._ranks.of_first("clock", monotonic())
+        while not self._stopped:
+            self._obey(self._next_commands())
+            self._begin()
+            self._step()
+            if self._has_left:
+                self.provider.release_unused(is_idle=not self.jobs)
+                self._has_left = False
+            self._unload_unused()
+            self._outbox.flush()
+
+    def _next_commands(self) -> list[Command]:
+        """Rank 0's commands, which all ranks obey at the time of its clock."""
+        commands: list[Command] = []
+        if self._ranks.rank == 0:
+            most = [IDLE_S if self._ranks.size > 1 else threading.TIMEOUT_MAX]
+            most.append(self.provider.reuse.next_end - self._now)
+            if self._rows is not None and self._options.model_ttl is not None:
+                most.append(self._used + self._options.model_ttl - self._now)
+            # A job whose prompt is fetched is not there yet: its arrival is a command.
+            commands = self._mailbox.take(wait=self._admission.is_idle, seconds=max(0.0, min(most)))
+        self._now, commands = self._ranks.of_first("commands", (monotonic(), commands))
+        self.provider.reuse.advance(self._now)
+        return commands
+
+    def _use_loaded(self) -> None:
+        """Run jobs on the provider's loaded model, if there is one."""
+        loaded = self.provider.loaded
+        if loaded is not None:
+            self._rows = Rows(self.provider, loaded, self._options, self._stream)
+
+    def _unload_unused(self) -> None:
+        """Unload the model once no request was there for `--model-ttl`. The next one loads it."""
+        ttl = self._options.model_ttl
+        if self.jobs or self._rows is None or ttl is None:
+            self._used = self._now
+        elif self._now - self._used >= ttl:
+            log.info("%s is unloaded until a request comes", self._rows.loaded.key[0])
+            self._rows.close()
+            self._rows = None
+            self.provider.reset()
+            gc.collect()
+            mx.clear_cache()
+
+    def _close(self, died: bool) -> None:
+        """Fail the remaining jobs, so that no client waits for ever, and store the caches."""
+        error = busy("the server is shutting down: ask again later")
+        if died:
+            error = APIError(503, "the generation thread has died", code="dead")
+        self._refusal = error
+        for job in list(self.jobs.values()):
+            self._fail(job, error)
+        self._rows = None
+        self._obey(self._mailbox.take(wait=False))
+        self._outbox.flush()
+        self._release()
+
+    def _release(self) -> None:
+        self.provider.reset()
+        gc.collect()
+        # MLX ends the process with "terminate called" if a thread's streams outlive it.
+        mx.synchronize()
+        mx.clear_streams()
+
+    def _obey(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            try:
+                command(self)
+            except Exception as error:
+                self._note_failed_step(error)
+
+    def _compile(self, constraint: Constraint) -> None:
+        compile_on_other_ranks(self.provider, constraint)
+
+    def _note_stop(self) -> None:
+        self._stopped = True
+
+    def _refuse(self, error: APIError) -> None:
+        self._refusal = error
+        for job in [job for job in self.jobs.values() if job.stage is Stage.WAITING]:
+            self._fail(job, error)
+
+    def _arrive(self, job: Job) -> None:
+        self.jobs[job.number] = job
+        if self._refusal is not None:
+            self._fail(job, self._refusal)
+            return
+        try:
+            if not self._fetch(job):
+                self._admit(job)
+        except Exception as error:
+            self._require_common(error)
+            self._fail(job, _told(error))
+
+    def _fetch(self, job: Job) -> bool:
+        """Let a job wait aside while its prompt's pages are read from servers; false if there is
+        nothing to read."""
+        fetchers, rows, prompt = self.provider.fetchers, self._rows, job.prompt
+        if not fetchers or rows is None or prompt is None or prompt.media is not None:
+            return False
+        if rows.loaded.key != job.model or job.prompt_logprobs is not None:
+            return False
+        admit = partial(GenerationThread._admit, job=job)
+        own, *drafting = fetchers
+        for fetcher in drafting if job.arguments.num_draft_tokens else ():
+            # The job does not wait for these: they are of use once its prompt is computed.
+            fetcher.begin(job.number, prompt.tokens, job.salt)
+        return own.begin(job.number, prompt.tokens, job.salt, partial(self._mailbox.put, admit))
+
+    def _admit(self, job: Job) -> None:
+        """Let a job wait for its turn, unless its client has left meanwhile."""
+        if job.number not in self.jobs:
+            return
+        try:
+            self._fit(job)
+            self._admission.arrive(job, job.priority)
+            if self._rows is not None and job.prompt is not None:
+                self._rows.expect(job, job.prompt)
+        except Exception as error:
+            self._require_common(error)
+            self._fail(job, _told(error))
+
+    def _fit(self, job: Job) -> None:
+        """Lower a job's `max_tokens` to what the memory holds. Where not even one token fits, it
+        stays, and is refused."""
+        self._admission.pools = self.provider.pool_sizes()
+        if most := self._admission.fitting_tokens(job):
+            job.arguments.max_tokens = most
+
+    def _demand(self, job: Job) -> Demand:
+        if job.prompt is None or self._rows is None or self._rows.loaded.key != job.model:
+            # Loading its model and reading its prompt happen while no other job runs.
+            return Demand(0, 0, is_alone=True)
+        return self._rows.demand(job, job.prompt)
+
+    def _fits(self, demand: Demand) -> bool:
+        return self._rows is None or self._rows.fits(demand)
+
+    def _begin(self) -> None:
+        if not len(self._admission):
+            return
+        self._admission.pools = self.provider.pool_sizes()
+        while (job := self._admission.next()) is not None:
+            try:
+                self._begin_job(job)
+            except Exception as error:
+                self._require_common(error)
+                if self._rows is not None and self._rows.holds(job):
+                    self._rows.drop(job)
+                self._fail(job, _told(error))
+        for job in self._admission.late():
+            retry_after_s = max(1, round(self._options.admission_timeout))
+            self._fail(job, busy(self._admission.why_late(), retry_after_s))
+
+    def _begin_job(self, job: Job) -> None:
+        rows = self._rows_for(job)
+        if job.prompt is None:
+            job.prompt = job.read(rows.loaded)
+        self._fit(job)
+        self._admission.renew(job)
+        rows.begin(job, job.prompt)
+        for fetcher in self.provider.fetchers[:1]:
+            fetcher.end(job.number)
+        job.stage = Stage.RUNNING
+        tokens, cached = len(job.prompt.tokens), job.cached_tokens
+        self.metrics.note_prompt(tokens, cached)
+        log.info("%s: begins, %d prompt tokens, %d cached", job.request_id, tokens, cached)
+        self._outbox.put(job, Begun(job, rows.loaded))
+        if not rows.holds(job):
+            for choice in job.numbers:
+                self._outbox.put(job, Empty(choice))
+            self._leave(job)
+
+    def _rows_for(self, job: Job) -> Rows:
+        """The rows of a job's model, which replaces the loaded one if that is another."""
+        rows = self._rows
+        if rows is None or rows.loaded.key != job.model:
+            if rows is not None:
+                rows.close()
+            self._rows, job.prompt = None, None
+            try:
+                self.provider.switch_to(job.model)
+            finally:
+                self._use_loaded()
+            rows = self._rows
+        assert rows is not None, "switch_to raises if it loads nothing"
+        return rows
+
+    def _step(self) -> None:
+        if self._rows is None or not len(self._rows):
+            return
+        try:
+            with self._ranks.computing():
+                for job, event in self._rows.step():
+                    self.metrics.generation_tokens += isinstance(event, Token)
+                    self._outbox.put(job, event)
+            for job in [job for job in self._running() if not self._rows.holds(job)]:
+                self._leave(job)
+        except Exception as error:
+            self._note_failed_step(error)
+            return
+        self._failed_steps = 0
+        self._steps += 1
+        if self._steps % COMPARED_STEPS == 0:
+            self.provider.require_same_caches()
+
+    def _note_failed_step(self, error: Exception) -> None:
+        """Fail the running jobs and start an empty batch: the old one's state is unknown."""
+        self._require_common(error)
+        self._failed_steps += 1
+        if self._failed_steps >= MOST_FAILED_STEPS:
+            raise error
+        log.error("a step failed, and its requests with it", exc_info=error)
+        # A kept log record would keep the caches that the traceback's frames refer to.
+        traceback.clear_frames(error.__traceback__)
+        for job in self._running():
+            self._fail(job, APIError(500, "the server failed to compute this", code="internal"))
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+            self._use_loaded()
+
+    def _require_common(self, error: Exception) -> None:
+        """Raise an error that other ranks may not have: without this one they cannot go on."""
+        if self._ranks.size > 1 and not isinstance(error, COMMON_ERRORS):
+            raise error
+
+    def _drop_choice(self, number: int, choice: int) -> None:
+        job = self.jobs.get(number)
+        if self._rows is not None and job is not None and job.stage is Stage.RUNNING:
+            self._rows.drop(job, choice)
+            self._has_left = True
+            # Release its promise now: another job, maybe of the same request, may wait for it.
+            if not self._rows.holds(job):
+                self._leave(job)
+
+    def _drop(self, number: int) -> None:
+        """Drop a job whose client has left, or has received everything."""
+        job = self.jobs.get(number)
+        if job is None:
+            return
+        if self._rows is not None and job.stage is Stage.RUNNING:
+            self._rows.drop(job)
+        self._leave(job)
+
+    def _fail(self, job: Job, error: APIError) -> None:
+        log.warning("%s: refused with %d: %s", job.request_id, error.status, error)
+        self._outbox.put(job, Failed(error))
+        self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        job.stage = Stage.ENDED
+        self.jobs.pop(job.number, None)
+        for fetcher in self.provider.fetchers:
+            fetcher.end(job.number)
+        self._admission.leave(job)
+        if self._rows is not None:
+            self._rows.forget(job)
+        self._has_left = True
+
+    def _running(self) -> list[Job]:
+        return [job for job in self.jobs.values() if job.stage is Stage.RUNNING]
+
+
+def _told(error: Exception) -> APIError:
+    """The error that a client gets for a job that could not begin."""
+    match error:
+        case APIError():
+            return error
+        case RequestImpossible():
+            return wrong_value(str(error), "max_tokens")
+        case PoolExhausted():
+            return busy(str(error))
+    log.error("a request could not begin", exc_info=error)
+    return APIError(500, "the server failed to begin this: see its log", code="internal")

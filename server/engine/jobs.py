@@ -1,0 +1,281 @@
+"""Jobs for the generation thread, its queue of commands, and the events that it sends back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from mlx_lm.server import GenerationArguments
+
+from paged_kv.integrations.grammar.call_constraints import CallConstraint
+from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
+from paged_kv.integrations.grammar.constraints import Constraint
+from paged_kv.integrations.prompt_media import PromptMedia
+from paged_kv.integrations.speculation.batch import SpeculationCounts
+from paged_kv.server.engine.ending import Ending
+from paged_kv.server.engine.paged_model_provider import LoadedModel, ModelKey
+from paged_kv.server.http.api_errors import APIError
+
+
+@dataclass(frozen=True)
+class HeldPrompt:
+    """The first tokens of a prompt, which stay cached for `seconds` after their last use."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """One of the likeliest tokens."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt.
+
+    Attributes:
+        token: the id.
+        logprob: its log probability behind those before it; None for the first token.
+        rank: 1 if no token was likelier.
+        top: the likeliest tokens in its place, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[TopToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as a model reads it.
+
+    Attributes:
+        tokens: of the whole prompt; not empty.
+        segments: the same tokens in parts; other prompts may share the end of each part.
+        initial_state: the kind of text that the model writes first: "normal" or "reasoning".
+        media: the images in it. Such a prompt is computed alone.
+        held: what clients ask to keep cached for some time.
+    """
+
+    tokens: list[int]
+    segments: list[list[int]]
+    initial_state: str = "normal"
+    media: PromptMedia | None = None
+    held: tuple[HeldPrompt, ...] = ()
+
+    @property
+    def cache_key(self) -> list[int]:
+        """The tokens; image tokens differ by the image's content."""
+        return self.tokens if self.media is None else self.media.cache_key
+
+
+class Channel:
+    """Receives the events of a request, in the event loop that made it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+
+
+class Stage(StrEnum):
+    """The stage of a job."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_numbers = count()
+
+
+@dataclass(eq=False)
+class Job:
+    """One prompt and the choices to generate for it. A request has one or several jobs.
+
+    Attributes:
+        request_id: of the HTTP request.
+        model: the model to use.
+        read: makes the prompt for that model; may be slow.
+        arguments: mlx-lm's generation arguments, within their bounds.
+        choices: the number of continuations.
+        first_choice: the number of the first choice in the request.
+        salt: only jobs with the same salt share prompts; `Unstored` keeps them out of the store.
+        channel: receives the events; None on ranks that have no clients.
+        prompt: the prompt, if the model was loaded when the job was made.
+        constraint: what each choice must fit; None for any text.
+        compiled: the grammar of the constraint, if it was compiled for the model.
+        priority: of waiting jobs, those with the lowest begin first.
+        asked_tokens: `max_tokens` as the request has it, or the default. In `arguments` it is
+            lowered to what fits.
+        ending: the tokens that end a choice.
+        prompt_logprobs: how many of the likeliest tokens to list for each token of the prompt, with
+            its log probability; None if these are not asked for.
+        stage: see `Stage`. The generation thread sets it and the fields that follow.
+        cached_tokens: tokens of the prompt that hit a cached prefix.
+        scored: the prompt's tokens so far, if their log probabilities are asked for.
+        generated_tokens: of all choices.
+        speculation: counts the drafts of all choices.
+        number: names the job, on all ranks.
+    """
+
+    request_id: str
+    model: ModelKey
+    read: Callable[[LoadedModel], Prompt]
+    arguments: GenerationArguments
+    choices: int
+    first_choice: int
+    salt: Hashable
+    channel: Channel | None
+    prompt: Prompt | None = None
+    constraint: Constraint | CallConstraint | None = None
+    compiled: CompiledGrammar | None = None
+    priority: int = 0
+    asked_tokens: int = 0
+    ending: Ending = field(default_factory=Ending)
+    prompt_logprobs: int | None = None
+    stage: Stage = Stage.WAITING
+    cached_tokens: int = 0
+    scored: list[ScoredToken] = field(default_factory=list)
+    generated_tokens: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    since: float = field(default_factory=monotonic)
+    number: int = field(default_factory=_numbers.__next__)
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the choices in the request."""
+        return range(self.first_choice, self.first_choice + self.choices)
+
+    @property
+    def computes_nothing(self) -> bool:
+        """Whether there is nothing to generate, and nothing to tell of the prompt."""
+        return not self.arguments.max_tokens and self.prompt_logprobs is None
+
+    @property
+    def fitting_tokens(self) -> int | None:
+        """The most tokens of each choice, if fewer fit than were asked for."""
+        most = self.arguments.max_tokens
+        return most if most < self.asked_tokens else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other ranks get: they have no clients, and the prompt is read. They compile the
+        grammar themselves."""
+        return vars(self) | {"channel": None, "read": None, "compiled": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A job runs on the loaded model."""
+
+    job: Job
+    loaded: LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done` of a prompt's `total` tokens are computed."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a choice.
+
+    Attributes:
+        choice: its number in the request.
+        token: the id.
+        logprob: log probability, if requested.
+        top: the likeliest tokens, the likeliest first, if requested.
+        finish_reason: "stop" or "length" if this is the last token.
+        is_text: whether it is one of the answer's text; not of thoughts, calls or their marks.
+    """
+
+    choice: int
+    token: int
+    logprob: float | None = None
+    top: tuple[TopToken, ...] = ()
+    finish_reason: str | None = None
+    is_text: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """A choice of a job whose `max_tokens` is 0: it has ended, without a token."""
+
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job has failed; no event follows."""
+
+    error: APIError
+
+
+Event = Begun | Progress | Token | Empty | Failed
+
+
+@dataclass
+class Outbox:
+    """Buffers events of the generation thread to send them together: waking an event loop once per
+    event would take longer than making the event."""
+
+    _events: list[tuple[Channel, Event]] = field(default_factory=list)
+
+    def put(self, job: Job, event: Event) -> None:
+        """Send an event with the next `flush`."""
+        if job.channel is not None:
+            self._events.append((job.channel, event))
+
+    def flush(self) -> None:
+        """Send the buffered events."""
+        events, self._events = self._events, []
+        loops: dict[Any, list[tuple[Channel, Event]]] = {}
+        for channel, event in events:
+            loops.setdefault(channel.loop, []).append((channel, event))
+        for loop, its in loops.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver, its)
+
+
+def _deliver(events: list[tuple[Channel, Event]]) -> None:
+    for channel, event in events:
+        channel.events.put_nowait(event)
+
+
+Command = TypeVar("Command")
+
+
+class Mailbox(Generic[Command]):
+    """Commands in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._commands: list[Command] = []
+        self._news = threading.Condition()
+
+    def put(self, *commands: Command) -> None:
+        """Add commands, which `take` returns together; any thread may call this."""
+        with self._news:
+            self._commands += commands
+            self._news.notify()
+
+    def take(self, *, wait: bool, seconds: float | None = None) -> list[Command]:
+        """Take all queued commands; with `wait`, wait for at least one, for `seconds` at most."""
+        with self._news:
+            if wait:
+                self._news.wait_for(lambda: self._commands, seconds)
+            commands, self._commands = self._commands, []
+        return commands

@@ -1,0 +1,351 @@
+"""mlx-lm's ModelProvider, extended to give each loaded model paged caches."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.server import ModelProvider
+from mlx_lm.utils import _download, load, load_config
+
+from paged_kv.admission.pool_size import PoolSize
+from paged_kv.commands.cache_options import store_options
+from paged_kv.integrations.batching.pool_memory import pool_size
+from paged_kv.integrations.distributed.digests import require_same_prefixes
+from paged_kv.integrations.distributed.meeting import joined_ranks
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.integrations.prompt_cache_hook import stock_make_prompt_cache
+from paged_kv.integrations.speculation.draft_models import (
+    divided_factories,
+    load_draft_model,
+    make_draft,
+)
+from paged_kv.integrations.speculation.drafts import Draft
+from paged_kv.integrations.states.one_by_one import is_separate
+from paged_kv.server.engine.context_length import context_length
+from paged_kv.server.engine.image_support import (
+    loading_with_mlx_vlm,
+    refusal_of_mlx_vlm,
+)
+from paged_kv.server.engine.model_grammars import ModelGrammars
+from paged_kv.server.engine.prefill_request import OtherServer
+from paged_kv.server.engine.prompt_fetcher import PromptFetcher, PromptReuse
+from paged_kv.server.engine.sufficient_budget import budget_named
+from paged_kv.server.http.access import read_prefill_key
+from paged_kv.server.http.api_errors import APIError, shortened
+
+# Paths or repositories of a model, its adapter and its draft model, or how else it drafts, as in
+# mlx-lm's `model_key`.
+ModelKey = tuple[str | None, str | None, str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A description of the loaded model that other threads may read.
+
+    Attributes:
+        key: names it.
+        tokenizer: mlx-lm's.
+        processor: of images that mlx-lm's model reads; None for others.
+        prompts: makes the prompts of a model of mlx-vlm; None for others.
+        media_marks: the texts of the tokens that stand for images and sounds in prompts, by their
+            ids; empty for a model that reads none.
+        why_no_images: what a client is told that sends an image; None if the model takes them.
+        vocab_size: its token ids are less than this.
+        context_length: the most tokens that it was made for; None if its config does not say.
+        is_batchable: whether several sequences can run as a batch.
+        has_states: whether it has recurrent layers.
+        quantises: whether its full pages are quantised, or may be.
+        text_machine: separates reasoning and tool calls from text.
+        grammars: compiled for its tokenizer.
+    """
+
+    key: ModelKey
+    tokenizer: Any
+    processor: Any
+    prompts: Any
+    media_marks: dict[int, str]
+    why_no_images: str | None
+    vocab_size: int
+    context_length: int | None
+    is_batchable: bool
+    has_states: bool
+    quantises: bool
+    text_machine: TextStateMachine
+    grammars: ModelGrammars
+
+
+class PagedModelProvider(ModelProvider):
+    """Loads one model, and maybe its draft model, at a time.
+
+    Args:
+        cli_args: mlx-lm's options, and `max_kv_bytes`, `page_format`, and those of the
+            store.
+
+    Raises:
+        ValueError, OSError: the key of the server that computes prompts cannot be read.
+
+    Attributes:
+        factories: of the loaded model and of its draft model. They are installed, and closed when
+            another model is loaded.
+        loaded: the loaded model, if there is one; other threads may read this.
+        draft: drafts for the loaded model; None without drafts.
+        reuse: the cached prompts of the loaded models.
+        fetchers: read prompts' pages from servers in advance, one for each of the factories; none
+            if the store has no servers.
+        ranks: the processes that share the model.
+    """
+
+    def __init__(self, cli_args: argparse.Namespace) -> None:
+        self.ranks = joined_ranks()
+        self.factories: list[PagedCacheFactory] = []
+        self.loaded: LoadedModel | None = None
+        self.draft: Draft | None = None
+        self.reuse = PromptReuse([])
+        self.fetchers: list[PromptFetcher] = []
+        self.model_key: Any = None
+        self.draft_model: Any = None
+        self.prompts: Any = None
+        self.why_no_images: str | None = None
+        self._other = _other_server(cli_args)
+        super().__init__(cli_args)
+        self.default_key: ModelKey = (cli_args.model, cli_args.adapter_path, cli_args.draft_model)
+
+    def reset(self) -> None:
+        """Unload the model."""
+        self.loaded = self.draft = None
+        self.reuse = PromptReuse([])
+        for fetcher in self.fetchers:
+            fetcher.close()
+        self.fetchers = []
+        for factory in self.factories:
+            factory.close()
+        self.factories = []
+        self.prompts = self.why_no_images = None
+        super().reset()
+
+    def check(self, key: ModelKey) -> None:
+        """Load a model, its adapter and its draft model without memory for weights. It downloads
+        them if necessary. Any thread may call this.
+
+        Raises:
+            APIError: 404, one of them cannot be loaded; `param` says which.
+        """
+        model, adapter, draft = key
+        assert model is not None, "there is a name to check"
+        lazily = partial(
+            load,
+            model,
+            tokenizer_config=self._tokenizer_config,
+            trust_remote_code=self.cli_args.trust_remote_code,
+            lazy=True,
+        )
+        with _loading("model", model):
+            if self._refusal_of_mlx_vlm(*key) is None:
+                self._loaded_by_mlx_vlm(model, lazy=True)
+                return
+            tokenizer = lazily()[1]
+        if adapter is not None:
+            with _loading("adapters", adapter):
+                lazily(adapter_path=adapter)
+        with _loading("draft_model", draft):
+            load_draft_model(draft, tokenizer, lazy=True)
+
+    def switch_to(self, key: ModelKey) -> None:
+        """Replace the loaded model by another; if that fails, load the earlier one again."""
+        before = self.loaded
+        try:
+            self._load(*key)
+        except Exception:
+            if before is not None:
+                logging.warning("loading %s again", before.key[0])
+                self._load(*before.key)
+            raise
+
+    def pool_sizes(self) -> list[PoolSize]:
+        """The memory that the loaded model's pool can promise. The draft model's promises nothing:
+        when it is full, nothing is drafted."""
+        return [pool_size(factory.pool) for factory in self.factories[:1]]
+
+    def require_same_caches(self) -> None:
+        """Raise RanksDiffer if the ranks' caches have come apart."""
+        for factory in self.factories:
+            require_same_prefixes(self.ranks, factory.pool)
+
+    def release_unused(self, is_idle: bool) -> None:
+        """Release the blocks of dropped caches, and if no request is left, the memory of those that
+        nobody needs. Pools do that at their next steps, which on an idle server may be much
+        later."""
+        for factory in self.factories:
+            factory.stats()
+            if is_idle:
+                factory.pool.release_unused()
+
+    def _load(self, model: Any, adapter: Any = None, draft: Any = None) -> None:
+        if draft is not None and self.cli_args.kv_bits is not None:
+            raise ValueError(
+                "--draft-model does not work with --kv-bits, whose requests run one at a time: "
+                "take --page-format q8 or q4 instead, or leave out one of them"
+            )
+        refusal = self._refusal_of_mlx_vlm(model, adapter, draft)
+        if refusal is None:
+            self._load_with_mlx_vlm(model)
+        else:
+            super()._load(model, adapter)  # type: ignore[no-untyped-call]  # mlx-lm's
+            if self.ranks.size > 1:
+                self.processor = None  # other ranks get the tokens of a prompt, and not its images
+            self.why_no_images = refusal if self.processor is None else None
+        if self.ranks.size > 1:
+            # Each rank samples its tokens itself.
+            mx.random.seed(self.ranks.of_first("seed", secrets.randbits(32)))
+        try:
+            self.model_key = (model, adapter, draft)
+            self.draft_model = load_draft_model(draft, self.tokenizer)
+            self._make_factories()
+            self.draft = make_draft(
+                draft,
+                self.draft_model,
+                self.factories,
+                shared_tokens=self.cli_args.draft_shared_tokens,
+            )
+            self.loaded = self._describe()
+        except BaseException:
+            # Else mlx-lm would take the model for loaded next time, and serve it without pages.
+            self.reset()
+            raise
+
+    def _refusal_of_mlx_vlm(
+        self, model: str | None, adapter: str | None, draft: str | None
+    ) -> str | None:
+        """Why mlx-vlm does not load a model, as a client that sends an image is told."""
+        if self.ranks.size > 1:
+            return "this server reads no images, as several processes share its model"
+        assert model is not None, "there is a name to load"
+        options = {
+            "--draft-model": draft,
+            "--kv-bits": self.cli_args.kv_bits,
+            "--adapter-path": adapter,
+        }
+        return refusal_of_mlx_vlm(load_config(_download(model)), options)
+
+    def _loaded_by_mlx_vlm(self, model: str, *, lazy: bool = False) -> Any:
+        return loading_with_mlx_vlm().load_model(
+            _download(model),
+            tokenizer_config=self._tokenizer_config,
+            trust_remote_code=self.cli_args.trust_remote_code,
+            lazy=lazy,
+        )
+
+    def _load_with_mlx_vlm(self, model: str) -> None:
+        """Do for a model of mlx-vlm what mlx-lm's provider does for its own."""
+        self.reset()
+        gc.collect()
+        mx.clear_cache()
+        loaded = self._loaded_by_mlx_vlm(model)
+        self.model, self.tokenizer, self.prompts = loaded.model, loaded.tokenizer, loaded.prompts
+        self.is_batchable = loaded.model.is_batchable
+
+    def _describe(self) -> LoadedModel:
+        options = self.cli_args
+        self.reuse = PromptReuse(
+            self.factories,
+            options.prompt_cache_size,
+            options.prompt_cache_bytes,
+            options.held_share,
+        )
+        key: Any = self.model_key
+        tokenizer: Any = self.tokenizer
+        model: Any = self.model
+        # mlx-lm cannot batch some caches that a factory can.
+        can_batch = self.is_batchable or (
+            self.draft is None and is_separate(model, self.factories[0].make_cache())
+        )
+        # transformers would warn of "indexing errors" in long texts; MLX's models have none.
+        tokenizer.model_max_length = 1 << 60
+        # Tokenizers change their settings at the first use; after it any thread may use them.
+        tokenizer.encode("")
+        vocab_size = _vocab_size(self.model)
+        return LoadedModel(
+            key=key,
+            tokenizer=tokenizer,
+            processor=self.processor,
+            prompts=self.prompts,
+            media_marks=_media_marks(self.prompts, self.processor, tokenizer),
+            why_no_images=self.why_no_images,
+            vocab_size=vocab_size,
+            context_length=_context_length(key[0]),
+            is_batchable=can_batch and options.kv_bits is None,
+            has_states=any(factory.prefixes.has_states for factory in self.factories),
+            quantises=any(factory.pool.quantises for factory in self.factories),
+            text_machine=make_text_state_machine(tokenizer),
+            grammars=ModelGrammars(tokenizer, vocab_size),
+        )
+
+    def _make_factories(self) -> None:
+        options = self.cli_args
+        with budget_named(options):
+            self.factories = divided_factories(
+                [each for each in (self.model, self.draft_model) if each is not None],
+                options.max_kv_bytes,
+                dtype=options.dtype,
+                store=options.store,
+                page_format=options.page_format,
+                store_bytes=options.store_bytes,
+                store_options=store_options(options),
+            )
+        for factory in self.factories:
+            # This makes it learn the size of a block, which promises are computed from.
+            with budget_named(options):
+                factory.can_admit(0)
+            factory.install()
+        store = self.factories[0].store
+        # Several ranks must find the same, so they look for it together.
+        if store is not None and store.servers and self.ranks.size == 1:
+            own, *drafting = self.factories
+            handing = PromptFetcher(own, self._other, options.prefill_over)
+            self.fetchers = [handing, *map(PromptFetcher, drafting)]
+
+
+def _other_server(options: argparse.Namespace) -> OtherServer | None:
+    if options.prefill_from is None:
+        return None
+    return OtherServer(options.prefill_from, read_prefill_key(options.prefill_key))
+
+
+@contextmanager
+def _loading(field: str, name: str | None) -> Iterator[None]:
+    """Blame errors on the field of a request that names what is loaded."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{field}={shortened(name)} cannot be loaded: {error}"
+        raise APIError(404, message, param=field, code="model_not_found") from error
+
+
+def _context_length(model: str) -> int | None:
+    # Nothing else: each of several ranks downloads its own part of the weights.
+    return context_length(load_config(_download(model, allow_patterns=["*.json"])))
+
+
+def _media_marks(prompts: Any, processor: Any, tokenizer: Any) -> dict[int, str]:
+    if prompts is not None:
+        marks: dict[int, str] = prompts.marks
+        return marks
+    if processor is None:
+        return {}
+    return {tokenizer.convert_tokens_to_ids(processor.image_token): processor.image_token}
+
+
+def _vocab_size(model: Any) -> int:
+    """The number of a model's logits, from a step that is never evaluated."""
+    logits = model(mx.array([[0]]), cache=stock_make_prompt_cache(model))
+    return int(logits.shape[-1])

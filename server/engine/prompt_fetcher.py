@@ -1,0 +1,270 @@
+"""Reads pages of prompts from servers before the prompts begin, while others are generated.
+
+A job whose prompt may be on a server waits aside until its pages have landed in memory. With
+--prefill-from, what no tier holds of a long prompt is computed by another server, which publishes
+pages as they are filled; they land here as they come. Whatever fails or takes too long costs that
+time, and the prompt is computed here.
+
+mlx-lm's server keeps whole prompt caches. Here prompts share pages, every prompt reuses the longest
+cached prefix, and pages are evicted when memory gets short.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from math import inf
+from threading import Event
+from time import monotonic
+from typing import Any
+
+from paged_kv.integrations.paged_cache_factory import PagedCacheFactory
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.prefix.keeping import Keeping, keeping_of
+from paged_kv.server.engine.prefill_request import OtherServer, PrefillRequest
+from paged_kv.store.lookup import Wanted
+from paged_kv.tiers.landing import Landing
+
+log = logging.getLogger(__name__)
+
+# Prompts that are fetched at once; others wait for these.
+_AT_ONCE = 4
+_POLL_S = 0.01
+# How long published pages may take after the other server has computed them.
+_PUBLISH_S = 2.0
+# How long a step of the other server may take: at least so long, and so many times as long as here.
+_STEP_S, _SLOWER = 5.0, 4.0
+_STEP_TOKENS = 2048
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A prompt whose pages are fetched.
+
+    Attributes:
+        landed: the keys of entries that were read.
+        tokens: how many tokens they hold.
+        tier: where they came from.
+        seconds: how long reading them took.
+        is_cancelled: set when nobody waits any more.
+    """
+
+    prompt: list[int]
+    salt: Hashable
+    wanted: Wanted
+    landed: list[str] = field(default_factory=list)
+    tokens: int = 0
+    tier: str = ""
+    seconds: float = 0.0
+    is_cancelled: Event = field(default_factory=Event)
+
+
+class PromptFetcher:
+    """Fetches prompts of one model. Its methods run on the generation thread.
+
+    Args:
+        factory: of the model; its store has servers.
+        other: computes long prompts; None where there is no such server.
+        over: how many unknown tokens a prompt must have more than, to be handed over.
+    """
+
+    def __init__(
+        self, factory: PagedCacheFactory, other: OtherServer | None = None, over: int = 0
+    ) -> None:
+        assert factory.store is not None, "there are tiers to fetch from"
+        self._factory = factory
+        self._store = factory.store
+        self._store.landing = self._landing = Landing()
+        self._other = other
+        self._over = over
+        self._fetches: dict[int, _Fetch] = {}
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="paged-kv-fetch")
+
+    def close(self) -> None:
+        """Fetch no more."""
+        for fetch in self._fetches.values():
+            fetch.is_cancelled.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def begin(
+        self,
+        number: int,
+        prompt: list[int],
+        salt: Hashable,
+        when_done: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Fetch the prompt of a job if servers may hold some of it; false if not, and then
+        `when_done` is not called. Another thread calls it."""
+        if keeping_of(salt) is not Keeping.AS_RULED:
+            return False
+        wanted = self._factory.wanted_blocks(prompt, salt=salt)
+        if wanted is None or len(prompt) - wanted.beyond <= PAGE_SIZE:
+            return False
+        fetch = self._fetches[number] = _Fetch(prompt, salt, wanted)
+        self._threads.submit(self._run, fetch).add_done_callback(lambda _: when_done())
+        return True
+
+    def end(self, number: int) -> None:
+        """Forget what a job has not used: it has what it needs, or has left."""
+        fetch = self._fetches.pop(number, None)
+        if fetch is None:
+            return
+        fetch.is_cancelled.set()
+        self._landing.discard(fetch.landed)
+        if fetch.seconds:
+            rate = self._factory.prefixes.rates.reading(fetch.tier)
+            rate.note(fetch.tokens, fetch.seconds)
+
+    # What follows runs on other threads.
+
+    def _run(self, fetch: _Fetch) -> None:
+        try:
+            began = monotonic()
+            known = self._land(fetch, fetch.wanted)
+            if known > fetch.wanted.beyond:
+                fetch.tokens, fetch.seconds = known - fetch.wanted.beyond, monotonic() - began
+            is_long = len(fetch.prompt) - known > self._over
+            if self._other is not None and is_long and self._store.is_reachable:
+                self._prefill(fetch, self._other, known)
+        except Exception:  # whatever fails in a tier costs time, and never the answer
+            log.exception("a prompt could not be fetched; it is computed here")
+        finally:
+            if fetch.is_cancelled.is_set():
+                self._landing.discard(fetch.landed)
+
+    def _land(self, fetch: _Fetch, wanted: Wanted, *, is_awaited: bool = False) -> int:
+        """Read what servers hold of a prompt; returns how many of its tokens are known then."""
+        rates = self._factory.prefixes.rates
+        for offer in self._store.offers(wanted, ask=True):
+            tokens = offer.stored.num_tokens
+            if is_awaited or rates.is_reading_quicker(tokens - wanted.beyond, offer.tier):
+                landed = self._store.land(offer, fetch.is_cancelled)
+                fetch.landed += landed
+                fetch.tier = offer.tier
+                # If an entry could not be read, the blocks before it are still of use.
+                return min(tokens, len(fetch.prompt)) if landed else wanted.beyond
+        return wanted.beyond
+
+    def _prefill(self, fetch: _Fetch, other: OtherServer, known: int) -> None:
+        """Let the other server compute a prompt's full pages, and read them as they come."""
+        full = (len(fetch.prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+        # One token more is generated behind the last full page.
+        request = PrefillRequest(other, fetch.prompt[: full + 1], fetch.salt)
+        try:
+            reached = self._follow(fetch, request, known, full)
+        finally:
+            request.close()
+        if reached < full:
+            why = request.error or "its pages do not come"
+            log.warning("%s does not compute a prompt (%s): it is computed here", other.url, why)
+
+    def _follow(self, fetch: _Fetch, request: PrefillRequest, known: int, full: int) -> int:
+        """Read pages as they are published; returns how many tokens are known in the end."""
+        wanted = fetch.wanted
+        # Rings and states are needed at the end alone, and would be read once more at each step.
+        is_piecewise = not wanted.rings and not wanted.needs_checkpoint
+        news, seen = monotonic(), 0
+        while known < full and not fetch.is_cancelled.is_set() and self._store.is_reachable:
+            request.news.clear()
+            has_ended, done = request.has_ended, request.done
+            computed = full if has_ended else done // PAGE_SIZE * PAGE_SIZE
+            is_behind = computed > known and (is_piecewise or computed >= full)
+            if is_behind:
+                reached = self._land(fetch, replace(wanted, beyond=known), is_awaited=True)
+                if reached > known:
+                    news, known = monotonic(), reached
+                    continue
+            if done > seen:
+                news, seen = monotonic(), done
+            if monotonic() - news > (_PUBLISH_S if is_behind else self._patience_s()):
+                break
+            if has_ended and request.error is not None and not request.done:
+                break
+            request.news.wait(_POLL_S)
+        return known
+
+    def _patience_s(self) -> float:
+        here: Any = self._factory.prefixes.rates.computing.seconds_for(_STEP_TOKENS)
+        return max(_STEP_S, _SLOWER * (here or 0.0))
+
+
+class PromptReuse:
+    """Finds and keeps prefixes of prompts.
+
+    Args:
+        factories: of the loaded model; and of its draft model, if there is one, whose prompts
+            `ModelDraft` reuses: only the limits hold for them.
+        max_prompts: the most prompts to cache, not counting prefixes of others; None for as many as
+            memory allows.
+        max_bytes: the most bytes of all pages, in use or cached; above it, cached ones are evicted.
+            None for as many as memory allows.
+        held_share: the most of the memory that `hold` may hold, 0 to 1; under one salt half of it.
+    """
+
+    def __init__(
+        self,
+        factories: list[PagedCacheFactory],
+        max_prompts: int | None = None,
+        max_bytes: int | None = None,
+        held_share: float = 0.0,
+    ) -> None:
+        self._factories = factories
+        self._factory = factories[0] if factories else None
+        self._max_prompts = max_prompts
+        self._max_bytes = max_bytes
+        self._held_share = held_share
+        self._now = 0.0
+
+    def fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any] | None, int]:
+        """A prompt cache with the longest cached prefix of a prompt, which may be empty, and its
+        length in tokens; at least one token is left. None without a model.
+
+        An empty cache is useful too: in it, layers with a window cache their out-of-window blocks.
+        """
+        if self._factory is None:
+            return None, 0
+        return self._factory.fetch_cache(tokens, salt=salt)
+
+    def peek(self, tokens: list[int], salt: Hashable) -> tuple[int, int]:
+        """The length of the prefix that `fetch` would find in memory now, and how many first tokens
+        are in full pages that sequences hold."""
+        return (0, 0) if self._factory is None else self._factory.peek(tokens, salt=salt)
+
+    def insert(self, tokens: list[int], prompt_cache: list[Any], salt: Hashable) -> None:
+        """Cache what a prompt cache holds of these tokens. This empties the list: its pages would
+        stay in use as long as a reference to it exists."""
+        if self._factory is not None:
+            self._factory.insert_cache(tokens, prompt_cache, salt=salt)
+        prompt_cache.clear()
+        self._trim()
+
+    @property
+    def next_end(self) -> float:
+        """Nothing that is held ends before this time."""
+        return inf if self._factory is None else self._factory.pool.timed_pins.next_end
+
+    def advance(self, now: float) -> None:
+        """Let the time be `now`, in seconds of any clock: what was held until then may go."""
+        self._now = now
+        if self._factory is not None:
+            self._factory.pool.timed_pins.expire(now)
+
+    def hold(self, tokens: list[int], seconds: float, salt: Hashable) -> None:
+        """For so long, evict what is cached of these tokens after all that is not held."""
+        if self._factory is not None and self._held_share:
+            until = self._now + seconds
+            self._factory.hold(tokens, until=until, most=self._held_share, salt=salt)
+
+    def _trim(self) -> None:
+        """Evict the least recently used prompts until both limits hold."""
+        if self._max_prompts is None and self._max_bytes is None:
+            return
+        in_all = sum(factory.pool.budget.max_bytes for factory in self._factories)
+        for factory in self._factories:
+            most = None
+            if self._max_bytes is not None:
+                share = self._max_bytes * factory.pool.budget.max_bytes // in_all
+                most = max(0, share - factory.stats().bytes_active)
+            factory.prefixes.trim(max_prompts=self._max_prompts, max_bytes=most)

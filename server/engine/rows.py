@@ -1,0 +1,122 @@
+"""Runs jobs on one loaded model: in a batch, or one job alone."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import mlx.core as mx
+
+from paged_kv.admission.demand import Demand
+from paged_kv.integrations.grammar.followed_grammar import FollowedGrammar
+from paged_kv.server.engine.batched_rows import BatchedRows, Happened
+from paged_kv.server.engine.begun_grammars import begun_grammars, stopped_grammar
+from paged_kv.server.engine.jobs import Failed, Job, Prompt
+from paged_kv.server.engine.paged_model_provider import (
+    LoadedModel,
+    PagedModelProvider,
+)
+from paged_kv.server.engine.sampling import Samplers
+from paged_kv.server.engine.single_row import SingleRow
+
+
+class Rows:
+    """The running jobs of a model. All of this runs on the generation thread.
+
+    Args:
+        provider: has loaded `loaded`.
+        loaded: the model.
+        options: mlx-lm's.
+        stream: of MLX.
+    """
+
+    def __init__(
+        self,
+        provider: PagedModelProvider,
+        loaded: LoadedModel,
+        options: argparse.Namespace,
+        stream: mx.Stream,
+    ) -> None:
+        self.loaded = loaded
+        self._batch = BatchedRows(provider, options, stream)
+        self._single = SingleRow(provider, loaded, options, stream)
+        self._samplers = Samplers(loaded)
+        self._grammars: dict[Job, list[FollowedGrammar]] = {}
+
+    def __len__(self) -> int:
+        return len(self._batch) + len(self._single)
+
+    def demand(self, job: Job, prompt: Prompt) -> Demand:
+        """The most that a job may need."""
+        if job.computes_nothing:
+            return Demand(0, 0)
+        most = job.arguments.max_tokens
+        demand = Demand(len(prompt.tokens), most, priority=job.priority)
+        if self._is_alone(job, prompt):
+            # It computes its choices one after the other.
+            return replace(demand, is_alone=True)
+        shared, awaits = self._batch.sharing(prompt, job.salt)
+        return replace(demand, choices=job.choices, shared_tokens=shared, awaits_prefix=awaits)
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a job could begin at once, beside what is in use now."""
+        return self._batch.fits(demand)
+
+    def expect(self, job: Job, prompt: Prompt) -> None:
+        """Note in a trace that a job waits, unless it will run alone."""
+        if not self._is_alone(job, prompt) and not job.computes_nothing:
+            self._batch.expect(job, prompt)
+
+    def forget(self, job: Job) -> None:
+        """Note, in a trace too, that a job has ended."""
+        self._grammars.pop(job, None)
+        self._batch.forget(job)
+
+    def begin(self, job: Job, prompt: Prompt) -> None:
+        """Add a job; the next steps compute it, unless it is to generate nothing.
+
+        Raises:
+            APIError: 400, its sampling options or its grammar do not work.
+        """
+        samplings = self._samplers.of(job.arguments, job.choices)
+        if job.computes_nothing:
+            return
+        if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
+            samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
+        if grammars := begun_grammars(self.loaded, job, prompt):
+            samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
+            self._grammars[job] = grammars
+        rows = self._single if self._is_alone(job, prompt) else self._batch
+        rows.begin(job, prompt, samplings)
+
+    def step(self) -> Happened:
+        """Compute a token of every choice, and a part of the unfinished prompts."""
+        for rows in (self._batch, self._single):
+            if len(rows):
+                yield from rows.step()
+        for job, grammars in list(self._grammars.items()):
+            if error := next((each.error for each in grammars if each.error is not None), None):
+                self.drop(job)
+                yield job, Failed(stopped_grammar(job, error))
+
+    def drop(self, job: Job, number: int | None = None) -> None:
+        """Stop a job, or one of its choices."""
+        self._batch.drop(job, number)
+        self._single.drop(job, number)
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job has an unfinished choice."""
+        return self._batch.holds(job) or self._single.holds(job)
+
+    def close(self) -> None:
+        """Drop all jobs."""
+        self._batch.close()
+        self._single.close()
+
+    def _is_alone(self, job: Job, prompt: Prompt) -> bool:
+        # A batch computes no logits of prompts.
+        return (
+            not self.loaded.is_batchable
+            or prompt.media is not None
+            or job.prompt_logprobs is not None
+        )

@@ -1,0 +1,79 @@
+"""Counters and histograms of a server. Numbers only grow, and one thread writes each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from paged_kv.server.http.api_errors import APIError
+
+# The same buckets as vLLM's metrics of these names, so that its dashboards fit.
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+OUTPUT_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+WHOLE_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class Histogram:
+    """Counts durations in buckets, by upper bounds in seconds."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.sum = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def note(self, seconds: float) -> None:
+        """Count a duration."""
+        self._counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """For each bound, and for "+Inf", the number of durations up to it."""
+        names = [*map(str, self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self._counts), strict=True))
+
+
+@dataclass
+class ServerMetrics:
+    """The metrics of one server.
+
+    Attributes:
+        prompt_tokens: prompt tokens of jobs that began.
+        cached_tokens: those of them that hit a cached prefix.
+        generation_tokens: generated tokens.
+        answered: requests by the status of the answer.
+        refused: requests answered with 503, or whose stream ended with such an error.
+        finished: choices by finish reason; "abort" if the client left.
+        first_token: time to a request's first token.
+        output_token: mean time between the tokens of a choice.
+        whole_request: time until a request's last token.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    answered: Counter[int] = field(default_factory=Counter)
+    refused: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
+    output_token: Histogram = field(default_factory=lambda: Histogram(OUTPUT_TOKEN_S))
+    whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST_S))
+
+    def note_error(self, error: APIError) -> None:
+        """Count an error that a client gets."""
+        self.refused += error.status == 503
+
+    def note_prompt(self, tokens: int, cached: int) -> None:
+        """Count the prompt of a job that began."""
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached

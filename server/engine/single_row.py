@@ -1,0 +1,304 @@
+"""Runs one job alone: with images, mlx-lm's quantised keys and values, a model whose caches cannot
+be batched, or log probabilities of its prompt. Nothing is drafted for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Hashable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv.server.engine.batched_rows import Happened, as_token, hold
+from paged_kv.server.engine.jobs import (
+    Empty,
+    Job,
+    Progress,
+    Prompt,
+    ScoredToken,
+    TopToken,
+)
+from paged_kv.server.engine.paged_model_provider import (
+    LoadedModel,
+    PagedModelProvider,
+)
+from paged_kv.server.engine.sampling import Sampling
+from paged_kv.server.http.api_errors import wrong_value
+
+# Numbers of the logits of a step, which are kept in float32 for a moment: 256 MiB. That is 441
+# tokens with a vocabulary of 152,000, where the default step has 2,048.
+MOST_LOGITS = 1 << 26
+
+
+class PromptScores:
+    """Scores the tokens of a job's prompt, part by part, into `job.scored`. Of each part the scores
+    and the likeliest tokens are kept, and not the logits.
+
+    Args:
+        job: asks for them.
+        tokens: of the prompt.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, job: Job, tokens: list[int], vocab_size: int) -> None:
+        self._job = job
+        self._tokens = tokens
+        self.step_tokens = max(1, MOST_LOGITS // vocab_size)
+        job.scored = [ScoredToken(tokens[0])]
+
+    def note(self, logits: mx.array) -> None:
+        """Score the next tokens.
+
+        Args:
+            logits: [1, N, vocabulary], behind the last scored token and the N - 1 after it.
+        """
+        scored, count = self._job.scored, self._job.prompt_logprobs or 0
+        at = len(scored)
+        tokens = self._tokens[at : at + logits.shape[1]]
+        logprobs = logits[0].astype(mx.float32)
+        logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+        own = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)
+        ranks = mx.sum(logprobs > own, axis=-1) + 1
+        best = mx.argpartition(-logprobs, kth=max(0, count - 1), axis=-1)[:, :count]
+        values = mx.take_along_axis(logprobs, best, axis=-1)
+        mx.eval(own, ranks, best, values)
+        lists: tuple[Any, ...] = (
+            own[:, 0].tolist(),
+            ranks.tolist(),
+            best.tolist(),
+            values.tolist(),
+        )
+        for token, logprob, rank, ids, its in zip(tokens, *lists, strict=True):
+            top = sorted(map(TopToken, ids, its), key=lambda each: -each.logprob)
+            scored.append(ScoredToken(token, logprob, rank, tuple(top)))
+
+
+class _Start(NamedTuple):
+    """Where the computation of a prompt begins.
+
+    Attributes:
+        model: computes the prompt's steps: the loaded model, or `PromptSteps`.
+        cache: holds the first `cached` tokens.
+        ends: of the parts of the prompt that other prompts may share: a step ends at each.
+    """
+
+    model: Callable[..., mx.array]
+    cache: list[Any]
+    cached: int
+    ends: list[int]
+
+
+class _Sampled(NamedTuple):
+    """A token, its log probabilities [vocabulary], and why it is the last one, if it is."""
+
+    token: int
+    logprobs: mx.array
+    finish_reason: str | None
+
+
+class SingleRow:
+    """One job at a time, its choices one after the other. All of this runs on the generation
+    thread.
+
+    Args:
+        provider: has loaded the model.
+        loaded: the model.
+        options: mlx-lm's.
+        stream: of MLX.
+    """
+
+    def __init__(
+        self,
+        provider: PagedModelProvider,
+        loaded: LoadedModel,
+        options: argparse.Namespace,
+        stream: mx.Stream,
+    ) -> None:
+        self._vocab_size = loaded.vocab_size
+        self._provider = provider
+        self._options = options
+        self._stream = stream
+        self._job: Job | None = None
+        self._dropped: set[int] = set()
+        self._events: Happened = iter(())
+
+    def __len__(self) -> int:
+        return int(self._job is not None)
+
+    def begin(self, job: Job, prompt: Prompt, samplings: list[Sampling]) -> None:
+        """Add a job; the next steps compute it. No other job may be running.
+
+        Raises:
+            APIError: 400, the model cannot read its images.
+        """
+        start = self._start(job, prompt)
+        job.cached_tokens = start.cached
+        self._job, self._dropped = job, set()
+        self._events = self._choices(job, prompt, samplings, [start])
+
+    def step(self) -> Happened:
+        """Compute the next part of the prompt, or the next token."""
+        for event in self._events:
+            yield event
+            return
+        self._job = None
+
+    def drop(self, job: Job, number: int | None = None) -> None:
+        """Stop a job, or one of its choices."""
+        if self._job is job and number is None:
+            self.close()
+        elif self._job is job and number is not None:
+            self._dropped.add(number)
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job has an unfinished choice."""
+        return self._job is job
+
+    def close(self) -> None:
+        """Drop the job."""
+        self._job, self._events = None, iter(())
+
+    def _choices(
+        self, job: Job, prompt: Prompt, samplings: list[Sampling], started: list[_Start]
+    ) -> Happened:
+        for number, sampling in enumerate(samplings, job.first_choice):
+            # Taken out, so that only the choice holds the pages that are inserted at its end.
+            start = started.pop() if started else self._start(job, prompt)
+            events = self._choice(job, prompt, number, sampling, start)
+            del start
+            for event in events:
+                yield event
+                if number in self._dropped:
+                    break
+
+    def _start(self, job: Job, prompt: Prompt) -> _Start:
+        model: Any = self._provider.model
+        lengths = accumulate(len(segment) for segment in prompt.segments)
+        ends = [end for end in lengths if end < len(prompt.tokens)]
+        known = prompt.cache_key
+        if job.prompt_logprobs is not None and not job.scored:
+            # What is cached has no logits; of one token nothing is found.
+            known = known[:1]
+        cache, cached = self._fetch(known, job.salt)
+        hold(self._provider.reuse, prompt, job.salt)
+        if prompt.media is None:
+            return _Start(model, cache, cached, ends)
+        try:
+            steps = prompt.media.begin(model, cached)
+        except ValueError as error:
+            raise wrong_value(f"the model cannot read these images: {error}", "messages") from error
+        if steps.start < cached:
+            # Nothing is found of one token: this cache is empty.
+            cache, _ = self._fetch(prompt.cache_key[:1], job.salt)
+        return _Start(steps, cache, steps.start, ends if steps.in_parts else [])
+
+    def _fetch(self, tokens: list[int], salt: Hashable) -> tuple[list[Any], int]:
+        cache, cached = self._provider.reuse.fetch(tokens, salt)
+        model: Any = self._provider.model
+        return make_prompt_cache(model) if cache is None else cache, cached
+
+    def _choice(
+        self, job: Job, prompt: Prompt, number: int, sampling: Sampling, start: _Start
+    ) -> Happened:
+        told, cache = list(prompt.cache_key), start.cache
+        scores = None
+        if job.prompt_logprobs is not None and not job.scored:
+            scores = PromptScores(job, prompt.tokens, self._vocab_size)
+        for done in self._read(start, prompt.tokens, scores):
+            if done in start.ends:
+                # Of a copy of the list, which is emptied.
+                self._keep(told[:done], [*cache], job, prompt)
+            yield job, Progress(done, len(prompt.tokens))
+        if not job.arguments.max_tokens:
+            if told[1:]:
+                self._keep(told[:-1], cache, job, prompt)
+            yield job, Empty(number)
+            return
+        stops = job.ending.stop_sequences(self._provider.tokenizer).matcher()
+        for response in self._generate(job, start, prompt.tokens, sampling):
+            told.append(response.token)
+            if stops.advance(response.token):
+                response = response._replace(finish_reason="stop")
+            job.generated_tokens += 1
+            if response.finish_reason is not None:
+                # Insert before the client sees the end and drops the job.
+                self._keep(told, cache, job, prompt)
+            yield job, as_token(job, number, response)
+            if response.finish_reason is not None:
+                return
+
+    def _keep(self, tokens: list[int], cache: list[Any], job: Job, prompt: Prompt) -> None:
+        self._provider.reuse.insert(tokens, cache, job.salt)
+        hold(self._provider.reuse, prompt, job.salt)
+
+    def _generate(
+        self, job: Job, start: _Start, tokens: list[int], sampling: Sampling
+    ) -> Iterator[_Sampled]:
+        """The tokens that follow a prompt, of which the cache holds all but the last."""
+        options, most = self._options, job.arguments.max_tokens
+        model: Any = start.model
+        steps: Any = generate_step(
+            mx.array(tokens[-1:]),
+            model,
+            self._stream,
+            max_tokens=most,
+            sampler=sampling.sampler,
+            logits_processors=[_behind(tokens[:-1], each) for each in sampling.processors],
+            prompt_cache=start.cache,
+            prefill_step_size=options.prefill_step_size,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+            quantized_kv_start=options.quantized_kv_start,
+        )
+        with wired_limit(model, [self._stream]):
+            for count, (token, logprobs) in enumerate(steps, 1):
+                yield _Sampled(token, logprobs, "length" if count == most else None)
+
+    def _read(self, start: _Start, tokens: list[int], scores: PromptScores | None) -> Iterator[int]:
+        """Compute a prompt without its last token, in steps; yields the end of each. mlx-lm would
+        return only at the prompt's end, and the client may leave before."""
+        done, step_size = start.cached, self._options.prefill_step_size
+        if scores is not None:
+            step_size = min(step_size, scores.step_tokens)
+        for border in [*start.ends, len(tokens) - 1]:
+            while done < border:
+                end = min(done + step_size, border)
+                self._read_step(start.model, tokens[done:end], start.cache, scores)
+                done = end
+                yield done
+
+    def _read_step(
+        self,
+        model: Callable[..., mx.array],
+        tokens: list[int],
+        cache: list[Any],
+        scores: PromptScores | None,
+    ) -> None:
+        options = self._options
+        with mx.stream(self._stream):
+            logits = model(mx.array([tokens]), cache=cache)
+            maybe_quantize_kv_cache(
+                cache,
+                quantized_kv_start=options.quantized_kv_start,
+                kv_group_size=options.kv_group_size,
+                kv_bits=options.kv_bits,
+            )
+            mx.eval([layer.state for layer in cache])
+            if scores is not None:
+                scores.note(logits)
+        del logits
+        mx.clear_cache()
+
+
+def _behind(tokens: list[int], processor: Any) -> Any:
+    """A logits processor that also sees the prompt's tokens, which the generator is not given."""
+    prompt = mx.array(tokens, mx.int32)
+
+    def process(seen: mx.array, logits: mx.array) -> mx.array:
+        processed: mx.array = processor(mx.concatenate([prompt, seen]), logits)
+        return processed
+
+    return process

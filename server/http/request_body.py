@@ -1,0 +1,138 @@
+"""Reads a request's body with limits of size and time, and checks it against its schema."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from paged_kv.server.http.api_errors import APIError, from_validation, wrong_value
+from paged_kv.server.http.known_fields import require_known
+from paged_kv.server.http.schema import Body
+
+Kind = TypeVar("Kind", bound=BaseModel)
+BodyKind = TypeVar("BodyKind", bound=Body)
+
+# Most clients read an error only after sending the whole body, so discard up to so many times the
+# limit.
+MOST_DISCARDED = 8
+
+# Of texts, and of objects and lists. Reading, copying and freeing 500,000 keys or lists holds
+# Python's lock, and with it the event loop, for up to 0.6 s. Honest requests have hundreds for each
+# tool and a few for each message.
+MOST_PARTS = 100_000
+# Values after another one. Prompts of token ids have many, which are quick to read.
+MOST_COMMAS = 2_000_000
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        APIError: 413 or 408, the body is too long or arrives too slowly.
+        ClientDisconnect: the client has left.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, max_bytes)
+    except TimeoutError:
+        raise APIError(
+            408, f"the body did not arrive in {timeout_s:g} s", code="timeout", headers=_CLOSE
+        ) from None
+
+
+def parse_body(content: bytes, kind: type[BodyKind]) -> BodyKind:
+    """A body of completions or chat completions as an object of its schema.
+
+    Raises:
+        APIError: 400, the body is not JSON, has too many values, or does not fit the schema.
+    """
+    return body_of(parsed_json(content), kind)
+
+
+def body_of(said: dict[str, Any], kind: type[BodyKind]) -> BodyKind:
+    """The same, of a body whose JSON is parsed.
+
+    Raises:
+        APIError: 400, the body does not fit the schema.
+    """
+    require_known(said, kind.model_fields)
+    return checked(said, kind)
+
+
+def parsed_json(content: bytes) -> dict[str, Any]:
+    """The fields of a body.
+
+    Raises:
+        APIError: 400, the body is not JSON, not an object, or has too many values.
+    """
+    _require_few_values(content)
+    try:
+        said: Any = pydantic_core.from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise wrong_value(f"the body is not JSON in UTF-8: {error}") from None
+    if not isinstance(said, dict):
+        raise wrong_value("the body must be a JSON object")
+    return said
+
+
+def checked(said: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Fields as an object of a schema.
+
+    Raises:
+        APIError: 400, they do not fit it.
+    """
+    try:
+        return kind.model_validate(said)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _require_few_values(content: bytes) -> None:
+    """Raise APIError if JSON has more values than a request needs, whatever its texts hold."""
+    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = bare.count(b'"') // 2
+    _require_at_most(MOST_PARTS, texts, "texts")
+    structure = b"".join(bare.split(b'"')[::2])
+    lists = structure.count(b"{") + structure.count(b"[")
+    _require_at_most(MOST_PARTS, lists, "objects and lists")
+    _require_at_most(MOST_COMMAS, structure.count(b","), "commas between values")
+
+
+def _require_at_most(most: int, number: int, what: str) -> None:
+    if number > most:
+        raise wrong_value(
+            f"the body has {number:,} {what}, and at most {most:,} are possible: send less in one "
+            "request"
+        )
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_long = APIError(
+        413,
+        f"the body has more than {max_bytes} bytes: send less, or start the server with a larger "
+        "--max-body-bytes",
+        code="too_large",
+        headers=_CLOSE,
+    )
+    content, length = bytearray(), 0
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length > MOST_DISCARDED * max_bytes:
+                break
+            if length <= max_bytes:
+                content += part
+    except ClientDisconnect:
+        if length > max_bytes:
+            raise too_long from None
+        raise
+    if length > max_bytes:
+        raise too_long
+    return bytes(content)

@@ -1,0 +1,345 @@
+"""Starts the server, runs it and shuts it down.
+
+On a signal the server refuses new requests, finishes the running ones and stores cached prefixes.
+While its model loads there are none: then it exits without waiting for the model. If the generation
+thread dies, /health reports it for a moment, and the server exits.
+
+Until the server serves, a signal ends the process at once, as nothing can be lost yet. Later the
+first one ends it in order, within a limit of time, and the second ends it at once. Neither raises
+KeyboardInterrupt: in the middle of an import that leaves a lock held, and other threads wait for it
+for ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import uvicorn
+from mlx.utils import tree_flatten
+from starlette.concurrency import run_in_threadpool
+
+from paged_kv.allocator.errors import PagedKVError
+from paged_kv.blas_in_use import blas_name
+from paged_kv.commands.model_names import not_loaded
+from paged_kv.server import status_page
+from paged_kv.server.app import make_app
+from paged_kv.server.completions.model_names import ModelNames
+from paged_kv.server.completions.output_constraint import GrammarCompiler
+from paged_kv.server.completions.service import Service
+from paged_kv.server.completions.tool_calls import CallParser
+from paged_kv.server.completions.worker_threads import WorkerThreads
+from paged_kv.server.engine.generation_thread import GenerationThread
+from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+from paged_kv.server.engine.server_metrics import ServerMetrics
+from paged_kv.server.http.access import (
+    APIKeys,
+    ClientLimits,
+    Gate,
+    KnownHosts,
+    Limits,
+    read_api_keys,
+    read_limits,
+)
+from paged_kv.server.http.api_errors import busy
+from paged_kv.server.http.connection import limited
+from paged_kv.sizes import counted, format_size
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def ending_at_once() -> AbstractContextManager[None]:
+    """While entered, a signal ends the process, with the exit status that shells give to signals.
+
+    The default action would not do: the first process of a container does not get it.
+    """
+    return _handling(_end_at_once)
+
+
+def ending_in_order(end: Callable[[], object], within_s: float) -> AbstractContextManager[None]:
+    """While entered, the first signal calls `end`, and the process ends within `within_s` seconds
+    of it, whatever its threads do; the second signal ends it at once.
+
+    Args:
+        end: begins the end, and returns; it may be called between any two bytecodes.
+        within_s: seconds after which the process ends with exit status 1.
+    """
+
+    def first(*_: Any) -> None:
+        for each in SIGNALS:
+            signal.signal(each, _end_at_once)
+        _limit_lifetime(within_s)
+        end()
+
+    return _handling(first)
+
+
+def ignored() -> AbstractContextManager[None]:
+    """While entered, signals do nothing."""
+    return _handling(signal.SIG_IGN)
+
+
+def _end_at_once(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def _limit_lifetime(seconds: float) -> None:
+    """End the process after so many seconds. The thread that does it is no Python thread: it needs
+    neither the interpreter's lock nor an event loop that runs. It would first write where all
+    threads are, which could wait for ever for whoever reads standard error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    faulthandler.dump_traceback_later(seconds, file=nowhere, exit=True)
+
+
+@contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    before = {each: signal.signal(each, handler) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        for each, earlier in before.items():
+            signal.signal(each, earlier)
+
+
+def ready_line(host: str, port: int, name: str, provider: PagedModelProvider) -> str:
+    """The address, and what serves there.
+
+    Args:
+        host: that the server listens at.
+        port: of it.
+        name: of the model, as answers have it.
+        provider: has loaded the model, or loads one with the first request.
+    """
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    parts = [f"ready at {address}", f"page {address}/kv"]
+    if not provider.factories:
+        return ", ".join([*parts, "no model yet: requests name one"])
+    pool = provider.factories[0].pool
+    parts += [f"model {name}", f"backend {pool.backend.name}"]
+    if blas := blas_name():
+        parts.append(f"BLAS {blas}")
+    parts.append(f"numbers {_dtype(provider.model)}")
+    parts.append(f"pages {provider.cli_args.page_format}")
+    budget = sum(factory.pool.budget.max_bytes for factory in provider.factories)
+    return ", ".join([*parts, f"up to {format_size(budget)} of them"])
+
+
+def _dtype(model: Any) -> str:
+    """The number format that a model computes in: of its weights, or of their scales."""
+    arrays: Any = tree_flatten(model.parameters())
+    found = (each.dtype for _, each in arrays if mx.issubdtype(each.dtype, mx.floating))
+    return str(next(found, "unknown")).removeprefix("mlx.core.")
+
+
+log = logging.getLogger(__name__)
+
+# How long /health reports a dead generation thread before the exit, so that a probe can see it.
+DEATH_NOTICE_S = 3.0
+
+# How long the server has after the time for running requests: to refuse those that are left, to end
+# its step, and to write what is queued for the store.
+LAST_S = 5.0
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers: uvicorn's end the process by a signal, not an exit status."""
+        yield
+
+
+class PagedServer:
+    """A server whose socket listens from its construction on.
+
+    Args:
+        options: of `paged-kv server`.
+        provider: loads models.
+
+    Raises:
+        ValueError: an option is wrong.
+        OSError: the host does not exist, the port is in use, or a file of keys cannot be read.
+    """
+
+    def __init__(self, options: argparse.Namespace, provider: PagedModelProvider) -> None:
+        default = Limits(options.priorities, options.max_requests_per_key)
+        limits = read_limits(read_api_keys(options.api_key), default)
+        metrics, workers = ServerMetrics(), WorkerThreads()
+        thread = GenerationThread(provider, metrics)
+        self.service = Service(
+            options=options,
+            thread=thread,
+            metrics=metrics,
+            names=ModelNames(options),
+            keys=APIKeys(limits),
+            limits=ClientLimits(limits, default),
+            hosts=KnownHosts(options.host, options.allowed_hosts),
+            workers=workers,
+            call_parser=CallParser(workers),
+            grammars=GrammarCompiler(workers, thread.announce),
+            gate=Gate(),
+        )
+        self._socket = _listening(options.host, options.port)
+        self._uvicorn = _Uvicorn(self._config())
+        self._ending = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        return int(self._socket.getsockname()[1])
+
+    async def run(self) -> int:
+        """Serve until `end` is called or the generation thread dies; return the exit status. If it
+        is called while the model loads, the generation thread still runs."""
+        thread = self.service.thread
+        log.info("starting: listening at %s, port %d", self.service.options.host, self.port)
+        await self._import_all()
+        thread.start()
+        telling = asyncio.ensure_future(self._tell_when_ready())
+        serving = asyncio.ensure_future(self._uvicorn.serve([self._socket]))
+        ending = asyncio.ensure_future(self._ending.wait())
+        died = asyncio.wrap_future(thread.ended)
+        events: set[asyncio.Future[Any]] = {serving, ending, died}
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        if died.done() and not died.result() and thread.loaded.exception() is None:
+            await asyncio.wait({ending}, timeout=DEATH_NOTICE_S)
+        else:
+            await self._drain()
+        thread.stop()
+        if thread.loaded.done():
+            await died
+        ending.cancel()
+        telling.cancel()
+        self._uvicorn.should_exit = True
+        await serving
+        self.service.workers.close()
+        return 0 if not died.done() or died.result() else 1
+
+    def end(self) -> None:
+        """Let `run` finish the running requests and return; a second call ends the waiting."""
+        if self._ending.is_set():
+            self._hurry.set()
+        self._ending.set()
+
+    async def _tell_when_ready(self) -> None:
+        """Log that the model is loaded. If it cannot be, the end of the process says why."""
+        loaded = asyncio.wrap_future(self.service.thread.loaded)
+        # To wait for it with `await` would let a signal cancel it for the thread too.
+        await asyncio.wait({loaded})
+        if loaded.exception() is None:
+            name, provider = self.service.names.told(None), self.service.thread.provider
+            log.info(ready_line(self.service.options.host, self.port, name, provider))
+
+    async def _import_all(self) -> None:
+        """Import what the first requests would, before the generation thread does imports too."""
+        self._uvicorn.config.load()
+        with suppress(ValueError):
+            await run_in_threadpool(status_page.metrics_module)
+
+    async def _drain(self) -> None:
+        """Refuse new requests, and wait for the running ones."""
+        refusal = busy("the server is shutting down: ask again later")
+        self.service.gate.close(refusal)
+        self.service.thread.refuse(refusal)
+        seconds = self.service.options.shutdown_timeout
+        if self.service.thread.loaded.done():
+            log.info(_ending(self.service.gate.inside, seconds))
+        else:
+            log.info("ending before the model has loaded")
+        empty = asyncio.ensure_future(self.service.gate.wait_until_empty())
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait({empty, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        empty.cancel()
+        hurry.cancel()
+
+    def _config(self) -> uvicorn.Config:
+        options = self.service.options
+        return uvicorn.Config(
+            make_app(self.service),
+            http=limited(options.max_connections, options.header_timeout, options.write_timeout),
+            loop="asyncio",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+
+
+def run_server(options: argparse.Namespace, provider: PagedModelProvider) -> int:
+    """Serve until a signal comes; return the exit status. If it comes while the model loads, which
+    nothing can interrupt, end the process.
+
+    Raises:
+        Exception: as `PagedServer`, or the model could not be loaded.
+    """
+
+    async def run() -> tuple[int, GenerationThread]:
+        server = PagedServer(options, provider)
+        loop = asyncio.get_running_loop()
+        end = partial(loop.call_soon_threadsafe, server.end)
+        with ending_in_order(end, options.shutdown_timeout + LAST_S):
+            return await server.run(), server.service.thread
+
+    status, thread = asyncio.run(run())
+    if not thread.loaded.done():
+        logging.shutdown()
+        os._exit(status)
+    _require_loaded(thread, provider)
+    return status
+
+
+def follow(provider: PagedModelProvider) -> int:
+    """Compute what rank 0 decides, until it ends; returns the exit status. Signals are for rank 0:
+    without this rank it could not finish its requests."""
+    with ignored():
+        thread = GenerationThread(provider, ServerMetrics())
+        thread.start()
+        has_ended_well = thread.ended.result()
+    _require_loaded(thread, provider)
+    return 0 if has_ended_well else 1
+
+
+def _ending(requests: int, seconds: float) -> str:
+    """What the log says when the first signal comes."""
+    if not requests:
+        return "ending: no request runs"
+    have = "has" if requests == 1 else "have"
+    return (
+        f"ending: {counted(requests, 'request')} {have} {seconds:g} s to finish; a second signal "
+        "(Ctrl-C) ends at once"
+    )
+
+
+def _require_loaded(thread: GenerationThread, provider: PagedModelProvider) -> None:
+    """Raise why the model could not be loaded, if so."""
+    error = thread.loaded.exception()
+    if isinstance(error, PagedKVError | MemoryError | OSError | ValueError):
+        raise error
+    if error is not None:
+        # A broken file of a model raises errors of many types.
+        raise not_loaded("--model", str(provider.cli_args.model), error) from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at {host}, port {port} ({error.strerror}): choose another --host or "
+            "--port, or 0 for any free port"
+        ) from None

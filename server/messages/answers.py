@@ -1,0 +1,198 @@
+"""The answers of Anthropic's Messages: content blocks, whole and as events, and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from paged_kv.server.completions.answer_bodies import (
+    AnswerParts,
+    Call,
+    Part,
+    Reasoning,
+    Text,
+)
+from paged_kv.server.completions.choices import Choice, Usage
+from paged_kv.server.completions.interface import Answers
+from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.http.request_log import request_id
+from paged_kv.server.messages.translation import HOUR_S
+
+# The types of errors by their status; others have those of 400 and of 500.
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+# Clients want thoughts to be signed, and send the signature back; this server signs nothing.
+SIGNATURE = "unsigned"
+
+Object = dict[str, Any]
+
+
+def error_body(error: APIError) -> Object:
+    """An error in Anthropic's form."""
+    usual = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = ERROR_TYPES.get(error.status, usual)
+    details = {"error_code": error.code, "param": error.param}
+    told = {"type": kind, "message": error.message, "details": details}
+    return {"type": "error", "error": told, "request_id": request_id()}
+
+
+class MessageAnswers(Answers):
+    """Writes one message.
+
+    Args:
+        name: identifies the request.
+        model: the name in the request.
+        shows_thinking: whether thoughts are told.
+    """
+
+    def __init__(self, name: str, model: str, *, shows_thinking: bool) -> None:
+        self._name = name
+        self._model = model
+        self._shows_thinking = shows_thinking
+        self._parts = AnswerParts()
+        # Of a stream: the kind of the open block, its number, and how the message ends.
+        self._open: type[Part] | None = None
+        self._index = -1
+        self._stop: Object = {}
+        self._has_calls = False
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
+        """See `Answers`."""
+        (choice,) = choices
+        content = [_block(part) for part in self._told(choice)]
+        return self._message(content, usage) | self._stopped(choice)
+
+    def begun(self, usage: Usage) -> list[Object]:
+        """See `Answers`."""
+        return [{"type": "message_start", "message": self._message([], usage)}]
+
+    def news(self, new: Choice) -> list[Object]:
+        """See `Answers`."""
+        events = [event for part in self._told(new) for event in self._part(part)]
+        if new.finish_reason is not None:
+            self._stop = self._stopped(new)
+            events += self._closed()
+        return events
+
+    def ended(self, usage: Usage) -> list[Object]:
+        """See `Answers`."""
+        changed = {"type": "message_delta", "delta": self._stop, "usage": self._usage(usage)}
+        return [changed, {"type": "message_stop"}]
+
+    def failed(self, error: APIError) -> list[Object]:
+        """See `Answers`."""
+        return [error_body(error)]
+
+    def idle(self) -> list[Object]:
+        """See `Answers`."""
+        return [{"type": "ping"}]
+
+    def _message(self, content: list[Object], usage: Usage) -> Object:
+        return {
+            "id": f"msg_{self._name}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(usage),
+        }
+
+    def _usage(self, usage: Usage) -> Object:
+        """Anthropic's counts: the first three add up to the prompt. All that was computed is
+        cached, and counts as such where the request marks something to cache."""
+        computed = usage.prompt_tokens - usage.cached_tokens
+        created = computed if usage.held else 0
+        ends = [each.num_tokens for each in usage.held if each.seconds == HOUR_S]
+        for_an_hour = max(0, max(ends, default=0) - usage.cached_tokens)
+        return {
+            "input_tokens": computed - created,
+            "cache_creation_input_tokens": created,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
+            },
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            **usage.limit,
+        }
+
+    def _told(self, new: Choice) -> list[Part]:
+        parts = list(self._parts.take(new))
+        self._has_calls |= any(isinstance(part, Call) for part in parts)
+        if self._shows_thinking:
+            return parts
+        return [Reasoning("") if isinstance(part, Reasoning) else part for part in parts]
+
+    def _part(self, part: Part) -> list[Object]:
+        """The events of a part, which goes on with the open block or begins one."""
+        events: list[Object] = []
+        if self._open is not type(part) or isinstance(part, Call):
+            events += self._closed()
+            self._open, self._index = type(part), self._index + 1
+            begun = _block(part) | _EMPTY[type(part)]
+            events.append(self._event("content_block_start", content_block=begun))
+        if part != Reasoning(""):
+            events.append(self._event("content_block_delta", delta=_delta(part)))
+        return events
+
+    def _closed(self) -> list[Object]:
+        """The events that end the open block, if there is one."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return []
+        signed = {"type": "signature_delta", "signature": SIGNATURE}
+        last = [self._event("content_block_delta", delta=signed)] if opened is Reasoning else []
+        return [*last, self._event("content_block_stop")]
+
+    def _stopped(self, last: Choice) -> Object:
+        """Why a choice has ended."""
+        if last.stop_text is not None and last.finish_reason == "stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_text}
+        reason = "max_tokens" if last.finish_reason == "length" else "end_turn"
+        # A call that could not be parsed is none.
+        if last.finish_reason == "tool_calls" and self._has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _event(self, kind: str, **more: Any) -> Object:
+        return {"type": kind, "index": self._index, **more}
+
+
+def _block(part: Part) -> Object:
+    match part:
+        case Reasoning(text):
+            return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
+        case Text(text):
+            return {"type": "text", "text": text}
+        case Call(call_id, name, arguments):
+            given = json.loads(arguments)
+            return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+
+
+# What a block of a stream begins with: deltas follow.
+_EMPTY: dict[type[Part], Object] = {
+    Reasoning: {"thinking": "", "signature": ""},
+    Text: {"text": ""},
+    Call: {"input": {}},
+}
+
+
+def _delta(part: Part) -> Object:
+    match part:
+        case Reasoning(text):
+            return {"type": "thinking_delta", "thinking": text}
+        case Text(text):
+            return {"type": "text_delta", "text": text}
+        case Call(_, _, arguments):
+            return {"type": "input_json_delta", "partial_json": arguments}

@@ -1,0 +1,251 @@
+"""The bodies of Anthropic's Messages, and how they become bodies of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator, with_config
+from typing_extensions import TypedDict
+
+from paged_kv.server.http.schema import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_STOPS,
+    MOST_TOOLS,
+    MostTokens,
+    Name,
+    Positive,
+    at_most,
+)
+
+# Fields of chat completions that mean the same here. Only the first five are Anthropic's.
+SHARED = (
+    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
+    *("cache_salt", "chat_template_kwargs", "min_p", "seed", "repetition_penalty"),
+    *("add_generation_prompt", "continue_final_message"),
+    *("ignore_eos", "min_tokens", "stop_token_ids"),
+)
+
+# Fields that no token of an answer depends on.
+WITHOUT_MEANING = frozenset(
+    {
+        *("metadata", "service_tier", "speed", "inference_geo", "diagnostics"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
+
+# Fields that may have one value: what the server does anyway.
+ONLY: Mapping[str, Any] = {
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "mcp_servers": [],
+}
+
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@with_config(_STRICT)
+class CacheControl(TypedDict):
+    """A mark after which a prompt may be cached; the server caches all of it anyway."""
+
+    type: Literal["ephemeral"]
+    ttl: NotRequired[Literal["5m", "1h"] | None]
+
+
+@with_config(_STRICT)
+class _Block(TypedDict):
+    cache_control: NotRequired[CacheControl | None]
+
+
+@with_config(_STRICT)
+class TextBlock(_Block):
+    """A text. Its citations mean nothing: the server has no documents to cite."""
+
+    type: Literal["text"]
+    text: str
+    citations: NotRequired[Any]
+
+
+@with_config(_STRICT)
+class Base64Source(TypedDict):
+    """The bytes of an image."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, StringConstraints(pattern=r"^image/[a-z+.-]{1,32}$")]
+    data: str
+
+
+@with_config(_STRICT)
+class URLSource(TypedDict):
+    """The address of an image."""
+
+    type: Literal["url"]
+    url: str
+
+
+@with_config(_STRICT)
+class ImageBlock(_Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
+
+
+@with_config(_STRICT)
+class ThinkingBlock(_Block):
+    """What the model thought in an earlier answer. The server signs nothing."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: NotRequired[Any]
+
+
+@with_config(_STRICT)
+class RedactedThinkingBlock(_Block):
+    """Thoughts of another server, which only that can read: they are left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+@with_config(_STRICT)
+class ToolUseBlock(_Block):
+    """A call in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: NotRequired[Any]
+
+
+_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+_ShownBlocks = Annotated[list[_Shown], Field(fail_fast=True)]
+
+
+@with_config(_STRICT)
+class ToolResultBlock(_Block):
+    """What a call gave. Chat templates have no place for `is_error`: the content tells."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[Annotated[str | _ShownBlocks | None, at_most(MOST_PARTS)]]
+    is_error: NotRequired[bool | None]
+
+
+_UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
+_AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+]
+_Texts = Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], at_most(MOST_PARTS)]
+
+
+@with_config(_STRICT)
+class UserMessage(TypedDict):
+    """A message of the user, with the results of calls."""
+
+    role: Literal["user"]
+    content: Annotated[
+        str | Annotated[list[_UserBlock], Field(fail_fast=True)], at_most(MOST_PARTS)
+    ]
+
+
+@with_config(_STRICT)
+class AssistantMessage(TypedDict):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Annotated[
+        str | Annotated[list[_AssistantBlock], Field(fail_fast=True)], at_most(MOST_PARTS)
+    ]
+
+
+@with_config(_STRICT)
+class SystemMessage(TypedDict):
+    """A message of the operator within the conversation."""
+
+    role: Literal["system"]
+    content: _Texts
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+@with_config(_STRICT)
+class MessagesTool(TypedDict):
+    """A function that the client runs."""
+
+    type: NotRequired[Literal["custom"] | None]
+    name: Name
+    description: NotRequired[str | None]
+    input_schema: dict[str, Any]
+    strict: NotRequired[bool | None]
+    cache_control: NotRequired[CacheControl | None]
+    eager_input_streaming: NotRequired[bool | None]
+    defer_loading: NotRequired[Literal[False] | None]
+    allowed_callers: NotRequired[list[Literal["direct"]] | None]
+
+
+class ToolChoice(BaseModel):
+    """Which tools the model may or must call."""
+
+    model_config = _STRICT
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _is_named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a choice of type 'tool' has the name of a tool, and no other has one")
+        return self
+
+
+class Thinking(BaseModel):
+    """Whether the model thinks first. No budget of tokens is kept."""
+
+    model_config = _STRICT
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Positive | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(BaseModel):
+    """The schema of a text."""
+
+    model_config = _STRICT
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """The form of the answer, and how much effort goes into it."""
+
+    model_config = _STRICT
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class PromptBody(BaseModel):
+    """A body of /v1/messages/count_tokens: all that becomes the prompt."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
+    system: _Texts | None = None
+    tools: Annotated[list[MessagesTool] | None, at_most(MOST_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesBody(PromptBody):
+    """A body of /v1/messages."""
+
+    max_tokens: MostTokens
+    stop_sequences: Annotated[list[str] | None, Field(fail_fast=True), at_most(MOST_STOPS)] = None

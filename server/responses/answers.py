@@ -1,0 +1,229 @@
+"""The answers of OpenAI's Responses: response objects of output items, whole and as events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paged_kv.server.completions.answer_bodies import (
+    AnswerParts,
+    Call,
+    Part,
+    Reasoning,
+    Text,
+)
+from paged_kv.server.completions.choices import Choice, Usage
+from paged_kv.server.completions.interface import Answers
+from paged_kv.server.completions.prompt_logprobs import Logprobs
+from paged_kv.server.http.api_errors import APIError
+from paged_kv.server.responses.translation import PLAIN
+
+Object = dict[str, Any]
+
+# Of the items of each kind: what their ids begin with.
+_PREFIXES: dict[type[Part], str] = {Reasoning: "rs", Text: "msg", Call: "fc"}
+
+
+class ResponseAnswers(Answers):
+    """Writes one response.
+
+    Args:
+        fields: of the request, which the response repeats.
+        is_plain: whether reasoning items have their text as `encrypted_content` too.
+        logprobs: describes the tokens of texts.
+        keep: is called with the complete response.
+    """
+
+    def __init__(
+        self,
+        fields: Object,
+        *,
+        is_plain: bool,
+        logprobs: Logprobs,
+        keep: Callable[[Object], None],
+    ) -> None:
+        self._name = uuid.uuid4().hex
+        self._head = {
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": int(time.time()),
+            **fields,
+        }
+        self._is_plain = is_plain
+        self._keep = keep
+        self._logprobs = logprobs
+        self._parts = AnswerParts()
+        # Those of texts that are not told yet.
+        self._tokens: list[Object] = []
+        # The output so far. Of a stream, the last item may be open.
+        self._items: list[Object] = []
+        self._open: type[Part] | None = None
+        self._is_cut = False
+        self._sequence = -1
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
+        """See `Answers`."""
+        (choice,) = choices
+        self.news(choice)
+        return self._complete(usage)
+
+    def begun(self, usage: Usage) -> list[Object]:
+        """See `Answers`."""
+        response = self._response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=response) for kind in kinds]
+
+    def news(self, new: Choice) -> list[Object]:
+        """See `Answers`."""
+        self._tokens += [self._logprobs.of(token) for token in new.tokens if token.is_text]
+        events = [event for part in self._parts.take(new) for event in self._part(part)]
+        if new.finish_reason is not None:
+            self._is_cut = new.finish_reason == "length"
+            events += self._closed()
+        return events
+
+    def ended(self, usage: Usage) -> list[Object]:
+        """See `Answers`."""
+        response = self._complete(usage)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def failed(self, error: APIError) -> list[Object]:
+        """See `Answers`."""
+        told = {"code": "server_error", "message": error.message}
+        response = self._response("failed") | {"error": told}
+        return [self._event("response.failed", response=response)]
+
+    def _complete(self, usage: Usage) -> Object:
+        """The response when nothing follows, which is kept."""
+        response = self._response("incomplete" if self._is_cut else "completed")
+        response["usage"] = _usage(usage)
+        self._keep(response)
+        return response
+
+    def _response(self, status: str) -> Object:
+        is_cut = status == "incomplete"
+        return {
+            **self._head,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": list(self._items),
+            "usage": None,
+        }
+
+    def _part(self, part: Part) -> list[Object]:
+        """The events of a part, which continues the open item or begins one."""
+        events: list[Object] = []
+        if self._open is not type(part) or isinstance(part, Call):
+            events += self._closed() + self._begun(part)
+        return [*events, self._added(part)]
+
+    def _begun(self, part: Part) -> list[Object]:
+        """The events that begin an item; it is open now."""
+        self._open = type(part)
+        item: Object = {"id": f"{_PREFIXES[self._open]}_{self._name}_{len(self._items)}"}
+        item |= _empty_item(part) | {"status": "in_progress"}
+        # Events are written at once, and items grow.
+        self._items.append(item)
+        added = self._event("response.output_item.added", output_index=self._index, item={**item})
+        if isinstance(part, Call):
+            return [added]
+        item["content"] = [_empty_content(part)]
+        begun = self._content_event("response.content_part.added", part=_empty_content(part))
+        return [added, begun]
+
+    def _added(self, part: Part) -> Object:
+        """The event of a part; the open item has it now."""
+        item = self._items[-1]
+        match part:
+            case Reasoning(text):
+                item["content"][0]["text"] += text
+                return self._content_event("response.reasoning_text.delta", delta=text)
+            case Text(text):
+                tokens, self._tokens = self._tokens, []
+                item["content"][0]["text"] += text
+                item["content"][0]["logprobs"] += tokens
+                more = {"delta": text, "logprobs": tokens}
+                return self._content_event("response.output_text.delta", **more)
+            case Call(_, _, arguments):
+                item["arguments"] = arguments
+                kind = "response.function_call_arguments.delta"
+                return self._item_event(kind, delta=arguments)
+
+    def _closed(self) -> list[Object]:
+        """The events that end the open item, if there is one."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return []
+        item = self._items[-1]
+        # A call that is told is whole.
+        item["status"] = "incomplete" if self._is_cut and opened is not Call else "completed"
+        if opened is Reasoning and self._is_plain:
+            item["encrypted_content"] = PLAIN + item["content"][0]["text"]
+        if opened is Call:
+            kind = "response.function_call_arguments.done"
+            done = [self._item_event(kind, name=item["name"], arguments=item["arguments"])]
+        else:
+            (content,) = item["content"]
+            is_text = opened is Text
+            kind = "response.output_text.done" if is_text else "response.reasoning_text.done"
+            more: Object = {"text": content["text"]}
+            if is_text:
+                more["logprobs"] = content["logprobs"]
+            done = [
+                self._content_event(kind, **more),
+                self._content_event("response.content_part.done", part=content),
+            ]
+        return [
+            *done,
+            self._event("response.output_item.done", output_index=self._index, item=item),
+        ]
+
+    @property
+    def _index(self) -> int:
+        return len(self._items) - 1
+
+    def _content_event(self, kind: str, **more: Any) -> Object:
+        return self._item_event(kind, content_index=0, **more)
+
+    def _item_event(self, kind: str, **more: Any) -> Object:
+        item_id = self._items[-1]["id"]
+        return self._event(kind, item_id=item_id, output_index=self._index, **more)
+
+    def _event(self, kind: str, **more: Any) -> Object:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence, **more}
+
+
+def _empty_item(part: Part) -> Object:
+    match part:
+        case Reasoning():
+            return {"type": "reasoning", "summary": [], "content": []}
+        case Text():
+            return {"type": "message", "role": "assistant", "content": []}
+        case Call(call_id, name):
+            return {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
+
+
+def _empty_content(part: Reasoning | Text) -> Object:
+    if isinstance(part, Reasoning):
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> Object:
+    """The token counts, by OpenAI's names for this interface."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **usage.limit,
+    }

@@ -1,0 +1,133 @@
+"""`paged-kv server`: an OpenAI-compatible server on paged caches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from paged_kv.commands.cache_options import has_servers, require_complete, require_folders
+from paged_kv.commands.model_names import named_model
+from paged_kv.server.lifecycle import ending_at_once
+
+
+def add_server_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    """Register the subcommand. It gets its options as `others`, unparsed: mlx-lm, which defines
+    most of them, takes seconds to load."""
+    parser = commands.add_parser(
+        "server",
+        help="serve OpenAI's API on paged caches, as mlx-lm's server does",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=lambda arguments: run(arguments.others), full_parser=_full_parser)
+
+
+def _full_parser() -> argparse.ArgumentParser:
+    from paged_kv.server.options import server_parser
+
+    return server_parser()
+
+
+def run(options: Sequence[str]) -> int:
+    """Serve until a signal arrives; returns the exit status.
+
+    Raises:
+        ValueError: an option is wrong, or does not work with several processes for one model, or
+            mlx-lm is too old.
+        OSError: the port is in use, or the model is not there.
+    """
+    with ending_at_once():
+        arguments = _full_parser().parse_args(options)
+        arguments.model = named_model(arguments.model)
+        _require_mlx_lm()
+        require_complete(arguments)
+        _require_usable(arguments)
+        require_folders(arguments)
+        if arguments.model is None and not arguments.allow_model_switch:
+            raise ValueError("there is nothing to serve: name a --model, or --allow-model-switch")
+        return _serve(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    # All imports come before the first thread.
+    import logging
+
+    from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+    from paged_kv.integrations.distributed.meeting import joined_ranks
+    from paged_kv.server.engine.paged_model_provider import PagedModelProvider
+    from paged_kv.server.engine.sufficient_budget import require_sufficient_budget
+    from paged_kv.server.http.request_log import OneLine
+    from paged_kv.server.lifecycle import follow, run_server
+
+    ranks = joined_ranks()
+    if ranks.size > 1:
+        _require_shareable(arguments)
+    else:
+        # Of several ranks each holds a part of the model, and finds out when it has loaded it.
+        require_sufficient_budget(arguments)
+    maybe_set_recommended_wired_limit()
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=arguments.log_level, handlers=[handler], force=True)
+    provider = PagedModelProvider(arguments)
+    try:
+        status = run_server(arguments, provider) if ranks.rank == 0 else follow(provider)
+    except BaseException:
+        ranks.abandon()
+        raise
+    if status:
+        ranks.abandon()
+    return status
+
+
+def _require_usable(arguments: argparse.Namespace) -> None:
+    """Raise ValueError or FileNotFoundError for a value that mlx-lm's parser lets through."""
+    if arguments.prefill_from and not has_servers(arguments.store):
+        raise ValueError(
+            "--prefill-from needs a tier that both servers share: add --store redis://... or "
+            "s3://..., as the other server has it"
+        )
+    if arguments.prefill_key and not arguments.prefill_from:
+        raise ValueError(
+            "--prefill-key is sent to the server of --prefill-from: add that, or leave it out"
+        )
+    if not 0 <= arguments.port <= 65535:
+        raise ValueError(
+            f"--port {arguments.port} is no port: give one up to 65535, or 0 for any free one"
+        )
+    if arguments.adapter_path and not Path(arguments.adapter_path).is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {arguments.adapter_path!r}: give --adapter-path the folder of an "
+            "adapter, or leave it out"
+        )
+
+
+def _require_mlx_lm() -> None:
+    """Raise ValueError if mlx-lm's server is older than the one that this one builds on."""
+    import mlx_lm
+
+    if tuple(map(int, mlx_lm.__version__.split(".")[:3])) < (0, 32, 1):
+        raise ValueError(
+            f"the server needs mlx-lm 0.32.1 or newer, and mlx-lm {mlx_lm.__version__} is "
+            "installed: pip install --upgrade mlx-lm"
+        )
+
+
+def _require_shareable(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if an option does not work with a model that several processes share."""
+    for option in (
+        "adapter_path",
+        "draft_model",
+        "allow_model_switch",
+        "model_alias",
+        "prefill_from",
+    ):
+        if getattr(arguments, option):
+            raise ValueError(
+                f"--{option.replace('_', '-')} does not work with several processes for one model: "
+                "leave it out, or start the server without mlx.launch"
+            )
