@@ -3,26 +3,18 @@
 On a signal the server refuses new requests, finishes the running ones and stores cached prefixes.
 While its model loads there are none: then it exits without waiting for the model. If the generation
 thread dies, /health reports it for a moment, and the server exits.
-
-Until the server serves, a signal ends the process at once, as nothing can be lost yet. Later the
-first one ends it in order, within a limit of time, and the second ends it at once. Neither raises
-KeyboardInterrupt: in the middle of an import that leaves a lock held, and other threads wait for it
-for ever.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import faulthandler
 import logging
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -54,62 +46,8 @@ from paged_kv.server.http.access import (
 )
 from paged_kv.server.http.api_errors import busy
 from paged_kv.server.http.connection import limited
+from paged_kv.server.signals import ending_in_order, ignored
 from paged_kv.sizes import counted, format_size
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-def ending_at_once() -> AbstractContextManager[None]:
-    """While entered, a signal ends the process, with the exit status that shells give to signals.
-
-    The default action would not do: the first process of a container does not get it.
-    """
-    return _handling(_end_at_once)
-
-
-def ending_in_order(end: Callable[[], object], within_s: float) -> AbstractContextManager[None]:
-    """While entered, the first signal calls `end`, and the process ends within `within_s` seconds
-    of it, whatever its threads do; the second signal ends it at once.
-
-    Args:
-        end: begins the end, and returns; it may be called between any two bytecodes.
-        within_s: seconds after which the process ends with exit status 1.
-    """
-
-    def first(*_: Any) -> None:
-        for each in SIGNALS:
-            signal.signal(each, _end_at_once)
-        _limit_lifetime(within_s)
-        end()
-
-    return _handling(first)
-
-
-def ignored() -> AbstractContextManager[None]:
-    """While entered, signals do nothing."""
-    return _handling(signal.SIG_IGN)
-
-
-def _end_at_once(number: int, _: FrameType | None) -> None:
-    os._exit(128 + number)
-
-
-def _limit_lifetime(seconds: float) -> None:
-    """End the process after so many seconds. The thread that does it is no Python thread: it needs
-    neither the interpreter's lock nor an event loop that runs. It would first write where all
-    threads are, which could wait for ever for whoever reads standard error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(seconds, file=nowhere, exit=True)
-
-
-@contextmanager
-def _handling(handler: Any) -> Iterator[None]:
-    before = {each: signal.signal(each, handler) for each in SIGNALS}
-    try:
-        yield
-    finally:
-        for each, earlier in before.items():
-            signal.signal(each, earlier)
 
 
 def ready_line(host: str, port: int, name: str, provider: PagedModelProvider) -> str:

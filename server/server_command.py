@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paged_kv.commands.cache_options import has_servers, require_complete, require_folders
 from paged_kv.commands.model_names import named_model
-from paged_kv.server.lifecycle import ending_at_once
+from paged_kv.server.signals import ending_at_once
 
 
 def add_server_parser(

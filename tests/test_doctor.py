@@ -14,9 +14,9 @@ import pytest
 
 from paged_kv import PagedCacheFactory
 from paged_kv.command_line import main
-from paged_kv.integrations.doctor import compiled_steps, doctor_command, examination, kernel_times
-from paged_kv.integrations.doctor.doctor_command import progress
+from paged_kv.integrations.doctor import compiled_steps, examination, kernel_times, report
 from paged_kv.integrations.doctor.kernel_times import KernelTime, Size
+from paged_kv.integrations.doctor.report import progress
 from paged_kv.kernels import left_out as left_out_module
 from paged_kv.kernels.backends import choose_backend, variant, whole_backend
 from paged_kv.kernels.cpu.native_backend import NativeBackend
@@ -468,7 +468,7 @@ def test_a_report_has_all_and_names_nobody(
         warn_once(f"a warning about {Path.home()}/secret and {Path.cwd()}/here")
         return as_dict("stdlib-llama", "native", []), []
 
-    monkeypatch.setattr(doctor_command, "measured", measured)
+    monkeypatch.setattr(report, "measured", measured)
     monkeypatch.setattr(examination, "checks", lambda backend: GATHER_CHECKS)
     monkeypatch.setattr(examination, "kernel_times", lambda backend, without: GATHER_TIMES)
     file = tmp_path / "report.md"

@@ -152,8 +152,8 @@ def test_a_redis_whose_handshake_outlasts_patience_is_used_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that is being made when a prompt gives up serves the next one."""
-    monkeypatch.setattr("paged_kv.tiers.pause.FIRST_S", 0.0)
-    monkeypatch.setattr("paged_kv.tiers.pause.LONGEST_S", 0.0)
+    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
+    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
     monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
     with redis_server(tmp_path, "--requirepass", "hunter2") as server:
         fill_with_password(server)

@@ -235,8 +235,8 @@ def ask(model: Any, factory: PagedCacheFactory, tokens: list[int]) -> list[int]:
 def test_a_server_that_is_killed_or_hangs_is_a_miss_and_comes_back(
     redis: RedisServer, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paged_kv.tiers.pause.FIRST_S", 0.01)
-    monkeypatch.setattr("paged_kv.tiers.pause.LONGEST_S", 0.01)
+    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.01)
+    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.01)
     model = small_model("qwen3")
     filled(model, secret, redis.address, TEXT[:1100])
     factory = remote_factory(model, secret, redis.address)

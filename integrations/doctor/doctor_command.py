@@ -1,144 +1,12 @@
-"""The command `paged-kv doctor`: its lines, and the file for an issue that it writes."""
-
-from __future__ import annotations
+"""The command `paged-kv doctor`."""
 
 import argparse
-import io
-import json
-import logging
-import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
-from typing import TextIO
 
 from paged_kv.commands.arguments import path
 from paged_kv.commands.cache_options import examples
-from paged_kv.commands.output_files import require_writable
-from paged_kv.integrations.bench import report as bench_report
-from paged_kv.integrations.bench.bench_command import measured
-from paged_kv.integrations.bench.measurements import QUICK
-from paged_kv.integrations.doctor.examination import examine
 
 
-@contextmanager
-def progress(*, verbose: bool) -> Iterator[Callable[[object], None]]:
-    """A call that takes each line as it is found: prints it if `verbose`; otherwise a terminal
-    shows the latest one, until the end."""
-    if verbose:
-        yield lambda line: print(line, flush=True)
-        print()
-    elif sys.stderr.isatty():
-        try:
-            yield _show
-        finally:
-            _show("")
-    else:
-        yield lambda line: None
-
-
-def _show(line: object) -> None:
-    """Show a line in place of the one before, cut so that it does not wrap."""
-    columns = shutil.get_terminal_size().columns - 1
-    print(f"\r\x1b[K{str(line)[:columns]}", end="", file=sys.stderr, flush=True)
-
-
-def write_report(file: Path, *, verbose: bool) -> int:
-    """Examine the kernels, run a quick bench of the embedded model, and write all that was found,
-    the versions and the log to a Markdown file.
-
-    Args:
-        file: the file to write.
-        verbose: whether all of the examination is printed too.
-
-    Returns:
-        1 if a kernel or a compiled step was wrong, else 0.
-
-    Raises:
-        OSError: the file cannot be written; raised before anything runs.
-    """
-    require_writable(file)
-    with _logged() as log:
-        with progress(verbose=verbose) as tell:
-            found = examine(tell)
-        print(found.summary())
-        with _copied_stdout() as benched:
-            content, outcomes = measured(None, QUICK)
-            bench_report.print_table(content, outcomes)
-    sections = {
-        "paged-kv doctor": found.summary(),
-        "Each check and each time": found.details(),
-        "paged-kv bench --quick": benched.getvalue(),
-        "Log": log.getvalue(),
-        "Bench as JSON": json.dumps(content, indent=2),
-    }
-    file.write_text(anonymous("\n".join(map(_section, sections.keys(), sections.values()))))
-    print(f"wrote {file}: please look through it, and attach it to an issue")
-    return 1 if found.wrong else 0
-
-
-def anonymous(text: str) -> str:
-    """The text without the names of the user's folders."""
-    folders = {
-        os.getcwd(): ".",
-        tempfile.gettempdir(): "$TMPDIR",
-        os.path.expanduser("~"): "~",
-    }
-    for folder in sorted(folders, key=len, reverse=True):
-        if folder != os.sep:
-            text = text.replace(folder, folders[folder])
-    return text
-
-
-def _section(title: str, text: str) -> str:
-    return f"## {title}\n\n```\n{text.rstrip()}\n```\n"
-
-
-@contextmanager
-def _copied_stdout() -> Iterator[io.StringIO]:
-    """What is printed within, which is still printed."""
-    copy = _Copy(sys.stdout)
-    with redirect_stdout(copy):
-        yield copy
-
-
-class _Copy(io.StringIO):
-    """Keeps what is written, and passes it on."""
-
-    def __init__(self, onward: TextIO) -> None:
-        super().__init__()
-        self._onward = onward
-
-    def write(self, text: str) -> int:
-        self._onward.write(text)
-        return super().write(text)
-
-    def flush(self) -> None:
-        self._onward.flush()
-
-
-@contextmanager
-def _logged() -> Iterator[io.StringIO]:
-    """What paged_kv logs within, from the level "debug"."""
-    text = io.StringIO()
-    handler = logging.StreamHandler(text)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("paged_kv")
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False  # for the file, not for the terminal
-    try:
-        yield text
-    finally:
-        logger.level, logger.propagate = before
-        logger.removeHandler(handler)
-
-
-def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "doctor",
@@ -187,8 +55,8 @@ def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine, report or reset, and return the exit status."""
     # Imported here: all of it needs mlx, and --help does not.
-    from paged_kv.integrations.doctor.doctor_command import progress, write_report
     from paged_kv.integrations.doctor.examination import examine
+    from paged_kv.integrations.doctor.report import progress, write_report
     from paged_kv.kernels.faster_steps import forget_faster
     from paged_kv.kernels.left_out import forget_left_out
 
