@@ -12,12 +12,10 @@ are those of the class itself.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial, wraps
 from inspect import signature
 from itertools import chain
-from threading import RLock
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -25,6 +23,7 @@ from mlx.nn.layers.base import Module
 from paged_kv.cache.paged_kv_cache import PagedKVCache
 from paged_kv.integrations.batching.unpaged_caches import is_list
 from paged_kv.integrations.compiled.recordings import Recordings
+from paged_kv.integrations.model_hooks import SharedChanges, Undo
 from paged_kv.integrations.states.counted_states import CountedArraysCache
 from paged_kv.integrations.states.one_by_one import (
     one_by_one,
@@ -36,8 +35,7 @@ from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.step import step_numbers
 
 _recordings: weakref.WeakKeyDictionary[PagePool, Recordings] = weakref.WeakKeyDictionary()
-_counts: Counter[type[Module]] = Counter()
-_lock = RLock()  # A finaliser may run while this thread has it.
+_hooked = SharedChanges()
 _PAGED = {PagedKVCache}
 
 
@@ -47,23 +45,26 @@ def compile_steps(model: Module, pool: PagePool) -> Recordings:
     return recordings
 
 
-def hook_calls(kind: Any) -> Callable[[], None]:
-    """Replace a class's call, until the returned functions of all calls for it were called once."""
-    with _lock:
-        if not _counts[kind]:
-            kind.__call__ = _call_of(kind)
-        _counts[kind] += 1
-    return partial(_unhook_calls, kind)
+def hook_calls(kind: Any) -> Undo:
+    """Replace a class's call, until what is returned was called for each time that it was
+    replaced."""
+    return _hooked.hold(kind, partial(_hook, kind))
 
 
-def _unhook_calls(kind: Any) -> None:
-    with _lock:
-        _counts[kind] -= 1
-        hooked = vars(kind).get("__call__")
-        if not _counts[kind] and hasattr(hooked, "inherited"):
-            del kind.__call__
-            if not hooked.inherited:
-                kind.__call__ = hooked.__wrapped__
+def _hook(kind: Any) -> Undo:
+    own = vars(kind).get("__call__")
+    kind.__call__ = call = _call_of(kind)
+    return partial(_unhook, kind, call, own)
+
+
+def _unhook(kind: Any, call: Any, own: Any) -> None:
+    """Put back a class's own call, or let it inherit one; unless somebody has replaced ours."""
+    if vars(kind).get("__call__") is not call:
+        return
+    if own is None:
+        del kind.__call__
+    else:
+        kind.__call__ = own
 
 
 def _call_of(kind: Any) -> Any:
@@ -111,7 +112,6 @@ def _call_of(kind: Any) -> Any:
             first.note_step(*tokens.shape)
         return output
 
-    vars(call)["inherited"] = "__call__" not in vars(kind)
     return call
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from threading import RLock
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,11 +23,37 @@ _NO_MODELS = frozenset({"mlx", "builtins", "paged_kv"})
 _LIBRARIES = ("mlx_lm.models.", "mlx_vlm.models.")
 # Models that have nothing to do with pages use these, too.
 _SHARED = frozenset({"mlx_lm.models.base", "mlx_lm.models.cache", "mlx_vlm.models.cache"})
-# A finaliser may run while this thread has it.
+# One for all, as a finaliser may run while this thread has it.
 _lock = RLock()
 
 Names = ModuleType | type
 """What has names for functions."""
+
+Undo = Callable[[], None]
+
+
+class SharedChanges:
+    """Changes that several hold: the first one makes a change, the last one undoes it."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self._undo: dict[Hashable, Undo] = {}
+
+    def hold(self, key: Hashable, change: Callable[[], Undo]) -> Undo:
+        """Hold a change, which `change` makes and returns the undoing of, until the returned
+        function is called, once."""
+        with _lock:
+            if not self._counts[key]:
+                self._undo[key] = change()
+            self._counts[key] += 1
+        return partial(self._release, key)
+
+    def _release(self, key: Hashable) -> None:
+        with _lock:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                self._undo.pop(key)()
 
 
 class Replacements:
@@ -38,43 +66,29 @@ class Replacements:
     def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         self._functions = {id(stock): (stock, each) for stock, each in functions.items()}
         self._defining = {sys.modules[stock.__module__] for stock in functions}
-        self._copies: dict[ModuleType, ModuleType] = {}
-        self._counts: dict[Names, int] = {}
-        self._replaced: dict[Names, dict[str, tuple[Any, Any]]] = {}
+        self._changes = SharedChanges()
 
-    def install(self, modules: Iterable[Names]) -> Callable[[], None]:
+    def install(self, modules: Iterable[Names]) -> Undo:
         """Replace the functions in these modules or classes, until the returned function is called;
         where others install them too, until theirs are called as well."""
-        modules = list(modules)
-        with _lock:
-            for module in modules:
-                self._counts[module] = self._counts.get(module, 0) + 1
-                if module in self._replaced:
-                    continue
-                replaced = self._replaced[module] = {}
-                for name, value in list(vars(module).items()):
-                    replacement = self._replacement(value)
-                    if replacement is not None:
-                        replaced[name] = value, replacement
-                        setattr(module, name, replacement)
-        return lambda: self._remove(modules)
+        copies: dict[ModuleType, ModuleType] = {}
+        undos = [
+            self._changes.hold(module, partial(self._replace, module, copies)) for module in modules
+        ]
+        return partial(_call_all, undos)
 
-    def _remove(self, modules: Iterable[Names]) -> None:
-        with _lock:
-            for module in modules:
-                self._counts[module] -= 1
-                if self._counts[module]:
-                    continue
-                del self._counts[module]
-                for name, (stock, replacement) in self._replaced.pop(module).items():
-                    if vars(module).get(name) is replacement:
-                        setattr(module, name, stock)
-            if not self._counts:
-                self._copies.clear()
+    def _replace(self, module: Names, copies: dict[ModuleType, ModuleType]) -> Undo:
+        replaced: dict[str, tuple[Any, Any]] = {}
+        for name, value in list(vars(module).items()):
+            replacement = self._replacement(value, copies)
+            if replacement is not None:
+                replaced[name] = value, replacement
+                setattr(module, name, replacement)
+        return partial(_put_back, module, replaced)
 
-    def _replacement(self, value: Any) -> Any:
+    def _replacement(self, value: Any, copies: dict[ModuleType, ModuleType]) -> Any:
         if isinstance(value, ModuleType):
-            return self._copy_of(value) if self._is_changed(value) else None
+            return self._copy_of(value, copies) if self._is_changed(value) else None
         stock, replacement = self._functions.get(id(value), (None, None))
         return replacement if stock is value else None
 
@@ -84,41 +98,54 @@ class Replacements:
         within = f"{module.__name__}."
         return module in self._defining or any(each.startswith(within) for each in names)
 
-    def _copy_of(self, module: ModuleType) -> ModuleType:
+    def _copy_of(self, module: ModuleType, copies: dict[ModuleType, ModuleType]) -> ModuleType:
         """A module with the replacements, and with copies of the modules in it that have any."""
-        if module not in self._copies:
-            copy = self._copies[module] = ModuleType(module.__name__, module.__doc__)
+        if module not in copies:
+            copy = copies[module] = ModuleType(module.__name__, module.__doc__)
             vars(copy).update(vars(module))
             for name, value in vars(module).items():
-                replacement = self._replacement(value)
+                replacement = self._replacement(value, copies)
                 if replacement is not None:
                     setattr(copy, name, replacement)
-        return self._copies[module]
+        return copies[module]
+
+
+def _put_back(module: Names, replaced: Mapping[str, tuple[Any, Any]]) -> None:
+    """Put back all names that nobody has changed since."""
+    for name, (stock, replacement) in replaced.items():
+        if vars(module).get(name) is replacement:
+            setattr(module, name, stock)
 
 
 class ModelHooks:
     """What stays replaced for a model while its factory, or a sequence of it, holds this object."""
 
     def __init__(self) -> None:
-        self._removals: dict[Any, Callable[[], None]] = {}
-        weakref.finalize(self, _remove_all, self._removals).atexit = False
+        self._undo: dict[str, Undo] = {}
+        weakref.finalize(self, _undo_all, self._undo).atexit = False
 
-    def add(self, key: Any, install: Callable[[], Callable[[], None]]) -> None:
+    def add(self, key: str, install: Callable[[], Undo]) -> None:
         """Replace something, once; `install` returns what puts it back."""
-        if key not in self._removals:
-            self._removals[key] = install()
+        with _lock:
+            if key not in self._undo:
+                self._undo[key] = install()
 
-    def remove(self, key: Any) -> None:
+    def remove(self, key: str) -> None:
         """Put back what was replaced under this key, if anything was."""
-        removal = self._removals.pop(key, None)
-        if removal is not None:
-            removal()
+        with _lock:
+            undo = self._undo.pop(key, None)
+            if undo is not None:
+                undo()
 
 
-def _remove_all(removals: dict[Any, Callable[[], None]]) -> None:
-    while removals:
-        _, removal = removals.popitem()
-        removal()
+def _undo_all(undo: dict[str, Undo]) -> None:
+    with _lock:
+        _call_all(undo.values())
+
+
+def _call_all(functions: Iterable[Undo]) -> None:
+    for function in functions:
+        function()
 
 
 def modules_of(model: Module) -> list[ModuleType]:

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.attention_hook import ATTENTION, paged_attention
-from paged_kv.integrations.model_hooks import modules_of
+from paged_kv.integrations.model_hooks import ModelHooks, Undo, modules_of
 from tests.generation import assert_same_run, greedy
 from tests.zoo import small_model
 
@@ -214,3 +214,25 @@ def test_factories_in_threads_leave_nothing() -> None:
     assert not failures
     gc.collect()
     assert gemma2.mx is mx
+
+
+def test_two_threads_that_share_a_factory_replace_once() -> None:
+    hooks, second = ModelHooks(), threading.Event()
+    changes: list[None] = []
+
+    def install() -> Undo:
+        changes.append(None)
+        if len(changes) > 1:
+            second.set()
+        second.wait(0.2)  # the other thread must not get here meanwhile
+        return changes.clear
+
+    threads = [threading.Thread(target=hooks.add, args=("all", install)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(changes) == 1
+    del hooks
+    gc.collect()
+    assert not changes

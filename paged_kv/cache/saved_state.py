@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
@@ -30,10 +30,6 @@ from paged_kv.pool.window import Window
 from paged_kv.sizes import counted
 from paged_kv.steps.batch import commit
 from paged_kv.steps.sequence import Sequence
-
-if TYPE_CHECKING:
-    from paged_kv.pool.page_pool import PagePool
-    from paged_kv.steps.sequence import Sequence
 
 
 def page_views(pool: PagePool, layer: int, sequence: Sequence) -> list[mx.array]:
