@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from subprocess import PIPE
 from typing import Any
 
 from paged_kv.extras import extra_module
@@ -23,6 +20,7 @@ from paged_kv.integrations.grammar.call_constraints import CallableTool, CallCon
 from paged_kv.integrations.grammar.compiled_grammar import CompiledGrammar
 from paged_kv.integrations.grammar.constraints import Constraint
 from paged_kv.integrations.grammar.grammars import Grammar, GrammarError, told
+from paged_kv.server.completions.limited_process import run_python
 from paged_kv.server.completions.worker_threads import WorkerThreads
 from paged_kv.server.engine.begun_grammars import model_constraint
 from paged_kv.server.engine.jobs import Job
@@ -211,24 +209,12 @@ def _compiled(loaded: LoadedModel, constraint: Constraint) -> CompiledGrammar:
 
 async def _check(grammar: Grammar) -> None:
     """Raise ValueError unless a grammar compiles in a process with limits."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", grammar_check.__file__, str(TIME_LIMIT_S), str(MOST_BYTES)),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        # Signals of a terminal are for the server, which finishes its requests.
-        start_new_session=True,
-    )
-    try:
-        question: Any = json.dumps([*grammar])
-        _, errors = await process.communicate(question.encode())
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode == -signal.SIGALRM:
+    question: Any = json.dumps([*grammar])
+    limits = str(TIME_LIMIT_S), str(MOST_BYTES)
+    ended = await run_python(grammar_check.__file__, *limits, question=question.encode())
+    if ended.is_too_slow:
         raise ValueError(f"compiling it takes longer than {TIME_LIMIT_S} s: make it smaller")
-    if process.returncode is not None and process.returncode < 0:
+    if ended.status < 0:
         raise ValueError(f"compiling it takes more than {MOST_BYTES:,} bytes: make it smaller")
-    if process.returncode:
-        raise ValueError(told(errors.decode(errors="replace").strip().rpartition("\n")[2]))
+    if ended.status:
+        raise ValueError(told(ended.reason))

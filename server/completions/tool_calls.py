@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from subprocess import PIPE
 from typing import Any
 
 from mlx_lm.server import ToolCallFormatter
 
 from paged_kv.server.completions import parse_tool_call
+from paged_kv.server.completions.limited_process import run_python
 from paged_kv.server.completions.worker_threads import WorkerThreads
 
 log = logging.getLogger(__name__)
@@ -99,23 +98,10 @@ def _question(text: str, tools: Any) -> bytes:
 
 async def _answer(parser: Parser, question: bytes) -> bytes:
     """What `parse_tool_call` answers."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", parse_tool_call.__file__),
-        *(parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        # Signals of a terminal are for the server, which finishes its requests.
-        start_new_session=True,
-    )
-    try:
-        answer, errors = await process.communicate(question)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode == -signal.SIGALRM:
+    arguments = parser.__module__, parser.__qualname__, str(TIME_LIMIT_S)
+    ended = await run_python(parse_tool_call.__file__, *arguments, question=question)
+    if ended.is_too_slow:
         raise TimeoutError(f"it took longer than {TIME_LIMIT_S} s")
-    if process.returncode:
-        raise ValueError(errors.decode(errors="replace").strip().rpartition("\n")[2])
-    return answer
+    if ended.status:
+        raise ValueError(ended.reason)
+    return ended.output
