@@ -93,7 +93,7 @@ class Sequence:
 
     def progress(self, layer: int) -> Progress:
         """How far a layer is."""
-        layers = self.layers
+        layers = self.layers  # As `layers.of`, without a second call in every step.
         return layers.others.get(layer, layers.most)
 
     @locked
