@@ -39,13 +39,14 @@ class Conversation:
         plan: of the request; the caller submits its jobs.
 
     Attributes:
+        plan: as given.
         choices: all choices, in order.
     """
 
     def __init__(self, service: Service, plan: CompletionPlan) -> None:
+        self.plan = plan
         self.choices = [Choice(index) for index in range(plan.choices)]
         self._service = service
-        self._plan = plan
         self._jobs, self._body = plan.jobs, plan.body
         channel = plan.jobs[0].channel
         assert channel is not None, "a client waits for the events"
@@ -188,7 +189,7 @@ class Conversation:
             self._texts[number] = ChoiceText(
                 loaded,
                 job.prompt.initial_state,
-                self._plan.stops,
+                self.plan.stops,
                 job.ending.min_tokens,
                 lists_end=lists_end,
             )

@@ -266,7 +266,7 @@ class Responses(Interface):
         items = named(self._resolved(owner, body))
         chat = self.chat_body(chat_of(said, body, [*earlier, *items]))
         keep = partial(self._keep, owner, previous, items, len(json.dumps(items)), chat.store)
-        return ReadRequest(chat, partial(_answers, said, body, chat, keep))
+        return ReadRequest(chat, partial(_answers, said, body, chat, keep), len(content))
 
     def _previous(self, owner: Hashable, body: ResponsesBody) -> Turn | None:
         """The turn that a request continues.
