@@ -198,7 +198,7 @@ class GenerationThread:
         """Run jobs on the provider's loaded model, if there is one."""
         loaded = self.provider.loaded
         if loaded is not None:
-            self._rows = Rows(self.provider, loaded, self._options, self._stream)
+            self._rows = Rows(self.provider, loaded, self._stream)
 
     def _unload_unused(self) -> None:
         """Unload the model once no request was there for `--model-ttl`. The next one loads it."""

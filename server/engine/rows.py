@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import mlx.core as mx
@@ -26,20 +25,15 @@ class Rows:
     Args:
         provider: has loaded `loaded`.
         loaded: the model.
-        options: mlx-lm's.
         stream: of MLX.
     """
 
     def __init__(
-        self,
-        provider: PagedModelProvider,
-        loaded: LoadedModel,
-        options: argparse.Namespace,
-        stream: mx.Stream,
+        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
     ) -> None:
         self.loaded = loaded
-        self._batch = BatchedRows(provider, options, stream)
-        self._single = SingleRow(provider, loaded, options, stream)
+        self._batch = BatchedRows(provider, stream)
+        self._single = SingleRow(provider, loaded, stream)
         self._samplers = Samplers(loaded)
         self._grammars: dict[Job, list[FollowedGrammar]] = {}
 

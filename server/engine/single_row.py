@@ -3,7 +3,6 @@ be batched, or log probabilities of its prompt. Nothing is drafted for it."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -104,22 +103,17 @@ class SingleRow:
     thread.
 
     Args:
-        provider: has loaded the model.
+        provider: has loaded `loaded`.
         loaded: the model.
-        options: mlx-lm's.
         stream: of MLX.
     """
 
     def __init__(
-        self,
-        provider: PagedModelProvider,
-        loaded: LoadedModel,
-        options: argparse.Namespace,
-        stream: mx.Stream,
+        self, provider: PagedModelProvider, loaded: LoadedModel, stream: mx.Stream
     ) -> None:
         self._vocab_size = loaded.vocab_size
         self._provider = provider
-        self._options = options
+        self._options = provider.cli_args
         self._stream = stream
         self._job: Job | None = None
         self._dropped: set[int] = set()
