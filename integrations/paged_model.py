@@ -23,7 +23,6 @@ from paged_kv.integrations.slow_products import warn_in_program
 from paged_kv.integrations.states.counted_states import known_states
 from paged_kv.integrations.states.equal_steps import EQUAL_STEPS
 from paged_kv.integrations.states.growing_layers import GrowingLayer
-from paged_kv.kernels.backends import choose_backend
 from paged_kv.kernels.pages.page_format import FP16, PageLayout
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.steps.sequence import Sequence
@@ -39,7 +38,7 @@ class PagedModel:
         compile: whether steps are recorded; None where that is known to be faster.
 
     Raises:
-        TypeError: mlx-lm can make no prompt caches for it, or `compile` is no bool.
+        TypeError: mlx-lm can make no prompt caches for it.
         ValueError: a package that its library needs is not installed.
 
     Attributes:
@@ -62,7 +61,7 @@ class PagedModel:
         self._library = library_of(self.module)
         self._write_chunk = write_chunk
         self._always_gather = always_gather
-        self._compiles = compiles(compile, choose_backend())
+        self._compile = compile
         self._hooks = ModelHooks()
         self._pools: list[PagePool] = []
         self._trial: Trial | None = None
@@ -73,7 +72,12 @@ class PagedModel:
         return self._library.hooks
 
     def new_pool(self, max_kv_size: int | None, **options: Any) -> PagePool:
-        """A pool for the layers of this model, with the options of `PagePool`."""
+        """A pool for the layers of this model, with the options of `PagePool`.
+
+        Raises:
+            TypeError: `compile` is no bool.
+            ValueError: PAGED_KV_COMPILE is neither 0 nor 1.
+        """
         paged: list[Any] = []
         self._library.layers(self.module, paged.append, max_kv_size)
         windows = {
@@ -83,6 +87,7 @@ class PagedModel:
         }
         rows = {at: each.rows for at, each in enumerate(paged) if isinstance(each, GrowingLayer)}
         pool = PagePool(len(paged), windows=windows, rows=rows, name=self.file, **options)
+        self._compiles = compiles(self._compile, pool.backend)
         pool.hooks = self._hooks
         self._pools.append(pool)
         if self._trial is not None:
