@@ -103,7 +103,7 @@ class Answering:
         service = self._service
         service.limits.require_priority(key, body.priority or 0)
         model = service.names.key_of(body)
-        body.model = service.names.told(body.model)
+        body.model = service.names.public_name(body.model)
         is_handed = isinstance(body, PrefillBody)
         # The server that hands a prompt over has put its client's key into the salt.
         salt: Hashable = body.cache_salt if is_handed else salt_of(key, body.cache_salt)

@@ -258,17 +258,17 @@ def _read(
 
 
 def _most_tokens(body: Body, options: argparse.Namespace) -> int:
-    asked = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
-    return LARGEST_COUNT if asked == NO_LIMIT else asked
+    tokens = _either(body.max_completion_tokens, _either(body.max_tokens, options.max_tokens))
+    return LARGEST_COUNT if tokens == NO_LIMIT else tokens
 
 
 def _logprobs(body: Body) -> tuple[bool, int]:
     """Whether the request asks for log probabilities, and for how many alternatives."""
-    asked = body.logprobs if isinstance(body, (TextBody, ChatBody)) else None
-    if asked is not None and not isinstance(asked, bool):
-        return True, asked
+    count = body.logprobs if isinstance(body, (TextBody, ChatBody)) else None
+    if count is not None and not isinstance(count, bool):
+        return True, count
     top = max(0, body.top_logprobs or 0)
-    return bool(asked) or top > 0, top
+    return bool(count) or top > 0, top
 
 
 def _either(given: Number | None, default: Number) -> Number:

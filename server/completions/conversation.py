@@ -57,7 +57,7 @@ class Conversation:
         self._calls: dict[int, ChoiceCalls] = {}
         self._first_token: dict[int, float] = {}
         self._open = {choice.index for choice in self.choices}
-        self._told: set[int] = set()
+        self._shown: set[int] = set()
         self._tokenizer: Any = None
 
     @property
@@ -139,9 +139,9 @@ class Conversation:
 
     def _with_prompt(self, new: Choice) -> Choice:
         """A new part of a choice; the first one has what the request asks for of its prompt."""
-        if new.index in self._told:
+        if new.index in self._shown:
             return new
-        self._told.add(new.index)
+        self._shown.add(new.index)
         job = self._job_of(new.index)
         first = first_part(self._body, job, new.index, self._tokenizer)
         first.add(new)

@@ -78,7 +78,9 @@ class Rows:
         if later := job.ending.processors(self.loaded.tokenizer, len(prompt.tokens)):
             samplings = [replace(each, processors=[*each.processors, *later]) for each in samplings]
         if grammars := begun_grammars(self.loaded, job, prompt):
-            samplings = [each.within(its) for each, its in zip(samplings, grammars, strict=True)]
+            samplings = [
+                each.within(grammar) for each, grammar in zip(samplings, grammars, strict=True)
+            ]
             self._grammars[job] = grammars
         rows = self._single if self._is_alone(job, prompt) else self._batch
         rows.begin(job, prompt, samplings)

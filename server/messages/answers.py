@@ -43,8 +43,8 @@ def error_body(error: APIError) -> Object:
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = ERROR_TYPES.get(error.status, usual)
     details = {"error_code": error.code, "param": error.param}
-    told = {"type": kind, "message": error.message, "details": details}
-    return {"type": "error", "error": told, "request_id": request_id()}
+    described = {"type": kind, "message": error.message, "details": details}
+    return {"type": "error", "error": described, "request_id": request_id()}
 
 
 class MessageAnswers(Answers):
