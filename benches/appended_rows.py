@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from tests.zoo import small_model
+from tests.support.zoo import small_model
 
 CONTEXT, CHUNK, STEPS = 32_768, 128, 60
 SIZES: dict[str, Any] = {

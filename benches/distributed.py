@@ -20,8 +20,8 @@ from mlx_lm.generate import BatchGenerator
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from tests.launched_ranks import launched, output_of
-from tests.zoo import small_model
+from tests.support.launched_ranks import launched, output_of
+from tests.support.zoo import small_model
 
 SIZES = (1, 2, 3)
 ROUNDS = 3

@@ -1,7 +1,7 @@
 """Tests the support of each mlx-lm model file: python -m benches.model_families
 
-Every small random model of tests/zoo.py generates greedily, alone with generate_step and in a
-ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Recorded are:
+Every small random model of tests/support/zoo.py generates greedily, alone with generate_step and
+in a ragged batch of three with BatchGenerator, on mlx-lm's caches and on pages. Recorded are:
 
     gets               "paged": attention read pages, and never gathered them
                        "decode": attention read pages in steps of one token; longer steps gathered
@@ -42,7 +42,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory, PagedKVCache
-from tests.zoo import ZOO, small_model
+from tests.support.zoo import ZOO, small_model
 
 # One shorter, one longer than the windows of 32 tokens, and one that needs several steps.
 PROMPTS = [

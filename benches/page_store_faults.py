@@ -15,9 +15,9 @@ from typing import Any
 from benches.results_file import write_result
 from paged_kv.store.entry_file import decode, encode
 from paged_kv.store.errors import InvalidEntry
-from tests.store_damage import damaged
-from tests.store_entries import entry, links, prompt
-from tests.store_torture import kill_at_random
+from tests.support.store_damage import damaged
+from tests.support.store_entries import entry, links, prompt
+from tests.support.store_torture import kill_at_random
 
 KILLS, DAMAGED = 1000, 10_000
 

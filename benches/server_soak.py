@@ -1,6 +1,6 @@
 """Soaks `paged-kv server` with 2,000 requests of 200 clients: python -m benches.server_soak
 
-The requests, the clients and what is checked are those of tests/test_server_soak.py. The server is
+The requests, the clients and what is checked are those of tests/server/test_soak.py. The server is
 a process of its own, on the embedded model in float32.
 """
 
@@ -13,8 +13,8 @@ from tests.conftest import LIBRARY
 
 # isort: split
 from benches.results_file import write_result
-from tests.soak_questions import questions
-from tests.soaking import BUSY_LLAMA, CALM, CLIENTS, STORE_BYTES, soaked
+from tests.support.soak_questions import questions
+from tests.support.soaking import BUSY_LLAMA, CALM, CLIENTS, STORE_BYTES, soaked
 
 REQUESTS = 2_000
 COUNTED = (

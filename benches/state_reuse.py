@@ -1,8 +1,8 @@
 """Repeated prompts of models whose caches mlx-lm cannot trim: python -m benches.state_reuse
 
-Each small random model of tests/zoo.py that keeps only states, or appends rows, computes a prompt
-of 8,192 tokens. It is inserted every 2,048 tokens and at its last token but one: into a factory,
-and what it holds at its end into mlx-lm's LRUPromptCache. Then follow, in turns,
+Each small random model of tests/support/zoo.py that keeps only states, or appends rows, computes a
+prompt of 8,192 tokens. It is inserted every 2,048 tokens and at its last token but one: into a
+factory, and what it holds at its end into mlx-lm's LRUPromptCache. Then follow, in turns,
 
     cold       the prompt without a cache, to its first token
     repeated   the same prompt with what each cache finds
@@ -25,7 +25,7 @@ from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.batching.shared_prefill import step_ends
 from paged_kv.integrations.bench.turns import in_turns, ratio
-from tests.zoo import small_model
+from tests.support.zoo import small_model
 
 NAMES = ("mamba", "mamba2", "rwkv7", "deepseek_v41")
 TOKENS, OTHER, STEP = 8192, 1000, 2048

@@ -22,7 +22,7 @@ from PIL import Image
 from playwright import sync_api as playwright
 
 from benches.serving_http import MODEL, Request, ask, server
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "kv.png"
 BUDGET = "48MB"

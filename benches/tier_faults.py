@@ -23,9 +23,9 @@ from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.opening import open_tiers, store_addresses
 from paged_kv.tiers.tiered_store import TieredStore
 from paged_kv.tiers.waits import Waits
-from tests.store_damage import forged
-from tests.store_entries import PAGE_SIZE, PAGES, entry, is_right, links, prompt
-from tests.tier_servers import SECRET, RedisServer, redis_server
+from tests.support.store_damage import forged
+from tests.support.store_entries import PAGE_SIZE, PAGES, entry, is_right, links, prompt
+from tests.support.tier_servers import SECRET, RedisServer, redis_server
 
 SERVER_KILLS, WRITER_KILLS, FORGED = 100, 100, 10_000
 BLOCKS, WORDS = 24, 50_000

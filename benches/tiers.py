@@ -45,8 +45,8 @@ from paged_kv.store.keys import EntryPlace, Identity, Link
 from paged_kv.store.lookup import Wanted
 from paged_kv.tiers.opening import open_tiers, store_addresses
 from paged_kv.tiers.tiered_store import TieredStore
-from tests.server_process import server_process
-from tests.tier_servers import SECRET, redis_server
+from tests.support.server_process import server_process
+from tests.support.tier_servers import SECRET, redis_server
 
 ENTRIES, ENTRY_BYTES, ROUNDS = 16, 16 << 20, 7
 PROMPT, TURNS = 8192, 2

@@ -1,12 +1,12 @@
 """Tests the support of each model folder of mlx-vlm: python -m benches.vision_families
 
-The small random language model of every folder that tests/vision_zoo.py can build generates
+The small random language model of every folder that tests/support/vision_zoo.py can build generates
 greedily, alone and in a batch padded on the left, on mlx-vlm's caches and on pages. Recorded are:
 
     gets     "paged": attention read pages, and never gathered them
              "gather": keys and values were gathered from the pages for the model's own attention
              "refused": the factory does not know a class of the model's caches
-             "not built": tests/vision_zoo.py knows too little of the folder
+             "not built": tests/support/vision_zoo.py knows too little of the folder
     layers   the layers with pages, and all layers
     alone    tokens of each prompt alone: equal to mlx-vlm's, or not
     batch    the same for the batch; or who cannot do it, or differs from itself
@@ -29,7 +29,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from benches.results_file import write_result
 from paged_kv import PagedCacheFactory
-from tests.vision_zoo import folders, small_language_model
+from tests.support.vision_zoo import folders, small_language_model
 
 # One shorter, one longer than the windows of 32 tokens, and one that needs several steps.
 PROMPTS = [

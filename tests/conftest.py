@@ -5,7 +5,6 @@ import inspect
 import os
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 # Before mlx. The float32 models of these tests run ten times faster with it, and give the same
@@ -19,14 +18,9 @@ from mlx_lm import load
 
 from paged_kv import PagedCacheFactory
 from paged_kv.integrations.attention_hook import ATTENTION, OPERATIONS_AROUND
-from tests.failures import Failures, failing_calls
-from tests.grids import beyond_the_cover
-
-ROOT = Path(__file__).parent.parent
-MODEL_FOLDERS = {
-    "stdlib-llama": ROOT / "paged_kv" / "models" / "stdlib-llama",
-    "stdlib-gemma3": ROOT / "tests" / "models" / "stdlib-gemma3",
-}
+from tests.support.failures import Failures, failing_calls
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.grids import beyond_the_cover
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest applies -m 'not slow'.
@@ -121,7 +115,7 @@ def prompts(model_and_tokenizer: Any, source_text: str) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     """The `Script` of a model that says what a test wants."""
-    from tests.agent_model import dictated
+    from tests.support.agent_model import dictated
 
     with dictated() as made:
         yield made

@@ -21,8 +21,8 @@ from paged_kv.steps.blocks import reserve
 from paged_kv.steps.step_row import StepRow
 
 # Files of mlx-lm whose recurrent layers leave padding out of their states, as
-# tests/test_zoo.py finds. In others the rows of each length take steps of their own, which are more
-# steps.
+# tests/integrations/test_zoo.py finds. In others the rows of each length take steps of their own,
+# which are more steps.
 _KEEP_PADDING_OUT = frozenset(
     {
         *("bailing_hybrid", "bailing_moe_v3", "falcon_h1", "gear", "granitemoehybrid", "kimi_k3"),

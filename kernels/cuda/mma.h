@@ -1,4 +1,4 @@
-// One instruction of the tensor cores; tests/gpu_on_cpu has its own, for a CPU.
+// One instruction of the tensor cores; tests/support/gpu_on_cpu has its own, for a CPU.
 //
 // mma.sync.aligned.m16n8k16.row.col: of a 16x8 matrix of floats a lane has, with g = lane / 4 and
 // t = lane % 4, columns 2t and 2t + 1 of rows g and g + 8. Of a 16x16 matrix a of 16-bit numbers it

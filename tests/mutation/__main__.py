@@ -14,8 +14,8 @@ from pathlib import Path
 from tests.mutation.checkout import Checkout
 from tests.mutation.mutants import Mutant, all_mutants
 from tests.mutation.verdicts import Judge
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ISAS = (
     "from paged_kv.kernels.cpu.native_library import load_native_library as load; "
     "library, _ = load(); print(*(library.instruction_sets if library else ()))"

@@ -1,0 +1,370 @@
+"""The prefix index: its matches, its references and its evictions."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_table import BlockTable
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.errors import NotPinned
+from paged_kv.allocator.prefixes.pins import Pins
+from paged_kv.allocator.prefixes.prefix_index import Match, PrefixIndex
+from paged_kv.allocator.prefixes.prefix_node import Node
+from paged_kv.allocator.writes import reserve
+from tests.support.examples import examples
+
+PAGE = 4
+
+
+class Indexed:
+    """An index and an allocator whose tables are inserted and dropped."""
+
+    def __init__(self, blocks: int = 1000) -> None:
+        self.allocator = BlockAllocator(ByteBudget(blocks), 1, PAGE)
+        self.index = PrefixIndex(PAGE)
+
+    def insert(self, tokens: Sequence[int], namespace: str = "") -> tuple[int, ...]:
+        """The blocks of a table that held these tokens and was dropped."""
+        table = self.allocator.new_table()
+        reserve(table, 0, len(tokens))
+        blocks = table.blocks
+        self.index.insert(namespace, tokens, [{self.allocator: block} for block in blocks])
+        self.allocator.drop(table)
+        return blocks
+
+    def blocks_of(self, match: Match) -> list[int]:
+        return [node.blocks[self.allocator] for node in match.nodes]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+def test_the_longest_prefix_is_found_to_the_token() -> None:
+    indexed = Indexed()
+    blocks = indexed.insert([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    for prompt, expected in (
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 9),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 10], 8),
+        ([1, 2, 3, 4, 5, 6, 0, 8, 9], 6),
+        ([1, 2, 3, 4], 3),
+        ([1, 9], 1),
+        ([2, 1], 0),
+        ([1], 0),
+        ([], 0),
+    ):
+        match = indexed.index.match("", prompt)
+        assert match.num_tokens == expected
+        assert indexed.blocks_of(match) == list(blocks[: -(-expected // PAGE)])
+
+
+def test_a_match_leaves_a_token_to_compute() -> None:
+    indexed = Indexed()
+    for tokens in ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
+        indexed.insert(tokens)
+        assert indexed.index.match("", tokens).num_tokens == len(tokens) - 1
+
+
+@examples(300)
+@given(
+    inserted=st.lists(st.lists(st.integers(-1, 1), max_size=14), max_size=8),
+    prompt=st.lists(st.integers(-1, 1), max_size=14),
+)
+def test_what_is_found_is_the_longest_common_prefix(
+    inserted: list[list[int]], prompt: list[int]
+) -> None:
+    indexed = Indexed()
+    for tokens in inserted:
+        indexed.insert(tokens)
+    match = indexed.index.match("", prompt)
+    best = max((common(tokens, prompt[:-1]) for tokens in inserted), default=0)
+    assert match.num_tokens == best
+    spelled = [token for node in match.nodes for token in node.tokens]
+    assert spelled[:best] == prompt[:best]
+    indexed.allocator.check()
+
+
+def test_tokens_are_any_64_bit_integers() -> None:
+    indexed = Indexed()
+    tokens = [-(2**63), 2**63 - 1, -1, 0, -1, 2**40]
+    indexed.insert(tokens)
+    assert indexed.index.match("", [*tokens, 1]).num_tokens == 6
+    assert indexed.index.match("", [-(2**63), 2**63 - 1, 1, 0]).num_tokens == 2
+
+
+def test_tokens_of_equal_hash_are_not_taken_for_each_other() -> None:
+    """In Python -1 and -2 have the same hash, and so have tuples of them."""
+    indexed = Indexed()
+    assert hash((-1,) * PAGE) == hash((-2,) * PAGE)
+    indexed.insert([-1] * PAGE)
+    assert indexed.index.match("", [-2] * (PAGE + 1)).num_tokens == 0
+
+
+def test_namespaces_share_nothing() -> None:
+    indexed = Indexed()
+    indexed.insert([1, 2, 3, 4, 5], namespace="alice")
+    assert indexed.index.match("bob", [1, 2, 3, 4, 5, 6]).num_tokens == 0
+    assert indexed.index.match("alice", [1, 2, 3, 4, 5, 6]).num_tokens == 5
+
+
+def test_what_is_known_is_not_held_twice() -> None:
+    indexed = Indexed()
+    first = indexed.insert([1, 2, 3, 4, 5, 6])
+    indexed.insert([1, 2, 3, 4, 5])
+    assert (len(indexed.index), indexed.allocator.stats().blocks_cached) == (2, 2)
+    longer = indexed.insert([1, 2, 3, 4, 5, 6, 7])
+    match = indexed.index.match("", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert indexed.blocks_of(match) == [first[0], longer[1]]
+    assert (len(indexed.index), indexed.allocator.stats().blocks_cached) == (2, 2)
+
+
+def test_blocks_are_cached_until_evicted_and_the_least_recently_used_goes_first() -> None:
+    indexed = Indexed()
+    for first in (1, 2, 3):
+        indexed.insert([first] * 8)
+    stats = indexed.allocator.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (0, 6)
+    indexed.index.match("", [1] * 9)
+    assert indexed.index.evict(iter([False, False, False, True]).__next__) == 3
+    found = {first: indexed.index.match("", [first] * 9).num_tokens for first in (1, 2, 3)}
+    assert found == {1: 8, 2: 0, 3: 4}
+    indexed.allocator.check()
+
+
+def test_a_leaf_goes_before_what_it_continues() -> None:
+    indexed = Indexed()
+    indexed.insert([1] * 12)
+    for expected in (8, 4, 0):
+        assert indexed.index.evict(iter([False, True]).__next__) == 1
+        assert indexed.index.match("", [1] * 13).num_tokens == expected
+
+
+def test_what_is_about_to_go_is_told_while_its_block_is_still_there() -> None:
+    indexed = Indexed()
+    blocks = indexed.insert([1, 2, 3, 4, 5, 6, 7])
+    told = []
+
+    def on_evict(node: Node) -> None:
+        block = node.blocks[indexed.allocator]
+        assert indexed.allocator.ref_count(block) == 1
+        told.append((block, node.tokens))
+
+    indexed.index.on_evict = on_evict
+    assert indexed.index.evict(lambda: len(indexed.index) <= 1) == len(blocks) - 1
+    assert [block for block, _ in told] == list(reversed(blocks[1:]))
+    indexed.index.clear()
+    assert [block for block, _ in told] == list(reversed(blocks))
+    # A node that a longer one replaces does not count as evicted: its tokens are still known.
+    indexed.insert([1, 2])
+    indexed.insert([1, 2, 3])
+    assert len(told) == len(blocks)
+
+
+def test_blocks_in_use_and_pinned_ones_are_never_evicted() -> None:
+    indexed = Indexed()
+    table = indexed.allocator.new_table()
+    reserve(table, 0, 8)
+    blocks = [{indexed.allocator: block} for block in table.blocks]
+    indexed.index.insert("", [1] * 8, blocks)
+    indexed.insert([2] * 8)
+    indexed.insert([3] * 8)
+    pinned = indexed.index.pin("", [2] * 8)
+    assert pinned.num_tokens == 8
+    assert len(indexed.index.evictable(indexed.allocator)) == 2
+    assert indexed.index.evict(lambda: False) == 2
+    assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2, 3)] == [8, 8, 0]
+    assert indexed.index.clear() == 2
+    assert [indexed.index.match("", [n] * 9).num_tokens for n in (1, 2)] == [0, 8]
+    indexed.index.unpin(pinned)
+    indexed.allocator.drop(table)
+    assert indexed.index.clear() == 2
+    assert indexed.allocator.stats().blocks_cached == 0
+    indexed.allocator.check()
+
+
+def test_a_block_is_found_in_every_namespace_that_it_was_inserted_into() -> None:
+    indexed = Indexed()
+    indexed.insert([1] * 4, "old")
+    (block,) = indexed.blocks_of(indexed.index.match("old", [1] * 5))
+    table = indexed.allocator.new_table()
+    reserve(table, 0, 8)
+    blocks = [{indexed.allocator: each} for each in (block, table.blocks[1])]
+    indexed.index.insert("new", [1] * 8, blocks)
+    assert indexed.blocks_of(indexed.index.match("new", [1] * 9)) == [block, table.blocks[1]]
+    indexed.allocator.drop(table)
+    indexed.allocator.check()
+    # The block counts once, and stays until its last node is gone.
+    assert (len(indexed.index), indexed.allocator.stats().blocks_cached) == (3, 2)
+    pinned = indexed.index.pin("new", [1] * 4)
+    assert len(indexed.index.evictable(indexed.allocator)) == 1
+    # Evicting the old node would free nothing.
+    assert indexed.index.evict(lambda: False) == 1
+    assert indexed.index.match("old", [1] * 5).num_tokens == 4
+    indexed.index.unpin(pinned)
+    assert indexed.index.evict(lambda: len(indexed.index) == 1) == 1
+    assert indexed.allocator.stats().blocks_cached == 1
+    assert indexed.index.clear() == 1
+    assert indexed.allocator.stats().blocks_cached == 0
+    indexed.allocator.check()
+
+
+def test_unpin_undoes_what_pin_did_whatever_was_inserted_since() -> None:
+    indexed = Indexed()
+    pins = Pins(indexed.index)
+    indexed.insert([1] * 6)
+    assert pins.pin(None, "", [1] * 10) == 6
+    indexed.insert([1] * 10)
+    assert pins.pin(None, "", [1] * 10) == 10
+    assert [pins.unpin(None, [1] * 10) for _ in range(2)] == [10, 6]
+    with pytest.raises(NotPinned, match=r"tokens: 10\) is not pinned .* salts: 0"):
+        pins.unpin(None, [1] * 10)
+    assert indexed.index.clear() == 4
+    assert indexed.allocator.stats().blocks_cached == 0
+
+
+def test_a_pin_inside_a_block_is_undone_after_a_sibling_that_shares_more() -> None:
+    indexed = Indexed()
+    pins = Pins(indexed.index)
+    indexed.insert([1, 1, 1, 1, 2, 3, 3])
+    assert pins.pin(None, "", [1, 1, 1, 1, 2, 4, 4]) == 5
+    indexed.insert([1, 1, 1, 1, 2, 4, 5])
+    with pytest.raises(NotPinned, match=r"tokens: 5\) .*pins of other prompts or salts: 1"):
+        pins.unpin(None, [1, 1, 1, 1, 2])
+    assert pins.unpin(None, [1, 1, 1, 1, 2, 4, 4]) == 5
+    assert indexed.index.clear() == 3
+    assert indexed.allocator.stats().blocks_cached == 0
+
+
+@dataclass
+class State:
+    """A checkpoint, which is opaque to the index."""
+
+    pins: int = 0
+
+
+def test_checkpoints_are_pinned_by_the_nodes_that_hold_them() -> None:
+    indexed = Indexed()
+    table = indexed.allocator.new_table()
+    reserve(table, 0, 3)
+    blocks = [{indexed.allocator: table.blocks[0]}]
+    first, longer, again = State(), State(), State()
+    indexed.index.insert("", [1, 2], blocks, checkpoint=first)
+    pin = indexed.index.pin("", [1, 2])
+    # The shorter node stays because it is pinned, and the longer one holds its checkpoint too.
+    indexed.index.insert("", [1, 2, 3], blocks, checkpoint=longer)
+    both = indexed.index.pin("", [1, 2, 3])
+    assert (first.pins, longer.pins) == (2, 1)
+    indexed.index.insert("", [1, 2, 3], blocks, checkpoint=again)
+    assert (longer.pins, again.pins) == (0, 1)
+    indexed.index.unpin(pin)
+    indexed.index.unpin(both)
+    assert (first.pins, longer.pins, again.pins) == (0, 0, 0)
+
+
+def test_what_is_in_use_is_forgotten_last_and_stays_with_who_uses_it() -> None:
+    indexed = Indexed(blocks=100)
+    indexed.insert([1] * 8)
+    again = indexed.allocator.new_table()
+    reserve(again, 0, 12)
+    # The leaf of a path that another prompt began.
+    blocks = [{indexed.allocator: block} for block in again.blocks]
+    indexed.index.insert("", [1] * 8 + [2] * 4, blocks)
+    assert indexed.index.num_prompts == 1
+    assert len(indexed.index.nodes()) == 3
+    assert indexed.index.evict(lambda: False) == 0
+    assert indexed.index.forget(lambda: len(indexed.index) == 1) == 2
+    assert indexed.index.forget(lambda: False) == 1
+    assert (indexed.index.num_prompts, indexed.index.nodes()) == (0, [])
+    assert indexed.allocator.stats().blocks_used == 3
+    indexed.allocator.check()
+
+
+def test_blocks_that_are_moved_are_found_where_they_are() -> None:
+    indexed = Indexed(blocks=100)
+    kept = indexed.allocator.new_table()
+    reserve(kept, 0, 4 * PAGE)
+    filler = indexed.allocator.new_table()
+    reserve(filler, 0, 8 * PAGE)
+    indexed.insert([5] * 8)
+    filler.truncate(2 * PAGE)
+    before = indexed.blocks_of(indexed.index.match("", [5] * 9))
+    indexed.allocator.ensure_free({"fp16": len(before)})
+    moves = dict(zip(before, indexed.allocator.formats[0].free, strict=False))
+    indexed.allocator.apply_moves(moves)
+    after = indexed.blocks_of(indexed.index.match("", [5] * 9))
+    assert after == [moves.get(block, block) for block in before] != before
+    indexed.allocator.check()
+
+
+def has_room(allocator: BlockAllocator, blocks: int) -> bool:
+    return allocator.available() >= blocks
+
+
+def test_random_histories_keep_the_invariants() -> None:
+    rng = random.Random(0)
+    indexed = Indexed(blocks=60)
+    index, allocator = indexed.index, indexed.allocator
+    tables: list[BlockTable] = []
+    for _ in range(600):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+        needed = -(-len(tokens) // PAGE)
+        index.evict(partial(has_room, allocator, needed))
+        if allocator.available() < needed:
+            allocator.drop(tables.pop(rng.randrange(len(tables))))
+            continue
+        match = index.match("", tokens)
+        blocks = indexed.blocks_of(match)
+        assert all(allocator.ref_count(block) for block in blocks)
+        table = allocator.new_table()
+        reserve(table, 0, len(tokens))
+        index.insert("", tokens, [{allocator: block} for block in table.blocks])
+        if rng.random() < 0.6:
+            allocator.drop(table)
+        else:
+            tables.append(table)
+        allocator.check()
+        assert len(index) == len(allocator.refs.kept) == len(index._nodes)
+    for table in tables:
+        allocator.drop(table)
+    cached = allocator.stats().blocks_cached
+    assert (index.clear(), allocator.stats().blocks_cached) == (cached, 0)
+
+
+def test_a_block_that_is_moved_is_found_in_every_namespace() -> None:
+    indexed = Indexed()
+    allocator = indexed.allocator
+    table = allocator.new_table()
+    reserve(table, 0, 4)
+    (block,) = table.blocks
+    for namespace in ("alice", "bob"):
+        indexed.index.insert(namespace, [1, 2, 3, 4], [{allocator: block}])
+    allocator.ensure_free({"fp16": 1})
+    target = allocator.formats[0].free[0]
+    allocator.apply_moves({block: target})
+    for namespace in ("alice", "bob"):
+        assert indexed.blocks_of(indexed.index.match(namespace, [1, 2, 3, 4, 5])) == [target]
+    allocator.drop(table)
+    indexed.index.clear()
+    allocator.check()
+
+
+def test_pruning_leaves_what_is_needed_pinned_or_before_those() -> None:
+    index = PrefixIndex(4)
+    prompts = [[first, *range(1, 10)] for first in range(3)]
+    for prompt in prompts:
+        index.insert("", prompt, [{}, {}, {}])
+    index.insert("", [*prompts[0][:8], 99], [{}, {}, {}])
+    pinned = index.pin("", prompts[2])
+    index.prune(lambda node: node.tokens == (99,))
+    assert len(index) == 3 + 3
+    assert [index.peek("", [*prompt, 0]).num_tokens for prompt in prompts] == [8, 0, 10]
+    index.unpin(pinned)
+    index.prune(lambda node: False)
+    assert (len(index), index.num_prompts) == (0, 0)

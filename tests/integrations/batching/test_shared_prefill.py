@@ -1,0 +1,153 @@
+"""The common prefix of prompts inserted together is computed once, and results do not change."""
+
+from itertools import islice, pairwise
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import BatchGenerator
+
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.batching.shared_prefill import (
+    cut_for_snapshots,
+    joined,
+    step_ends,
+    without_first,
+)
+from tests.support.generation import greedy
+from tests.support.zoo import small_model
+
+COMMON = [(13 * i * i + 5 * i + 7) % 97 for i in range(700)]
+
+
+class CountingModel:
+    """Counts the tokens that a model gets."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens = 0
+        self._call = type(model).__call__
+
+    def __call__(self, model: Any, inputs: mx.array, **named: Any) -> Any:
+        self.tokens += inputs.size
+        return self._call(model, inputs, **named)
+
+
+def finish(generator: Any, uids: list[int]) -> dict[int, list[int]]:
+    """All tokens of some sequences."""
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    left = set(uids)
+    while left:
+        _, responses = generator.next()
+        for response in responses:
+            tokens[response.uid].append(response.token)
+            if response.finish_reason is not None:
+                left.discard(response.uid)
+    return tokens
+
+
+def prompts_of(lengths: list[tuple[int, int]]) -> list[list[int]]:
+    """Prompts that share so many tokens with the others, and have so many of their own."""
+    return [
+        COMMON[:shared] + [90 + row + 3 * i % 7 for i in range(own)]
+        for row, (shared, own) in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("lengths", "computed_once"),
+    [
+        ([(600, 5), (600, 3), (600, 9)], 600),
+        ([(600, 1), (600, 0), (300, 7), (0, 20)], 600),
+        ([(100, 5), (100, 6)], 0),
+    ],
+)
+def test_what_prompts_share_is_computed_once(
+    name: str, lengths: list[tuple[int, int]], computed_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = small_model(name)
+    prompts = prompts_of(lengths)
+    expected = [greedy(model, p, PagedCacheFactory(model).make_cache(), 4).tokens for p in prompts]
+    counting = CountingModel(model)
+    monkeypatch.setattr(
+        type(model), "__call__", lambda self, inputs, **named: counting(self, inputs, **named)
+    )
+    factory = PagedCacheFactory(model)
+    # Observes what a step writes, and computes nothing.
+    factory.can_admit(0)
+    counting.tokens = 0
+    with factory:
+        generator = BatchGenerator(model, max_tokens=4)
+        uids = generator.insert(prompts)
+        assert counting.tokens <= computed_once
+        found = finish(generator, uids)
+        generator.close()
+    assert [found[uid] for uid in uids] == expected
+    factory.pool.check()
+
+
+def test_shared_blocks_are_held_once() -> None:
+    model: Any = small_model("qwen3")
+    factory = PagedCacheFactory(model)
+    prompts = [[*COMMON[:600], row] for row in range(8)]
+    with factory:
+        generator = BatchGenerator(model, max_tokens=3)
+        uids = generator.insert(prompts)
+        generator.next()
+        # Two full blocks that all share, and a last block for each.
+        assert factory.stats().blocks_used <= 2 + len(prompts) + 1
+        finish(generator, uids)
+        generator.close()
+
+
+def test_other_models_and_prompts_with_caches_are_left_alone() -> None:
+    model: Any = small_model("qwen3")
+    other: Any = small_model("qwen3", seed=1)
+    factory = PagedCacheFactory(model)
+    with factory:
+        for served in (model, other):
+            generator = BatchGenerator(served, max_tokens=2)
+            own = PagedCacheFactory(served)
+            caches = [own.make_cache() for _ in range(2)]
+            uids = generator.insert([COMMON[:400], COMMON[:410]], caches=caches)
+            finish(generator, uids)
+            generator.close()
+    assert factory.stats().blocks_cached == 0
+
+
+@settings(deadline=None, derandomize=True)
+@given(start=st.integers(0, 9000), length=st.integers(0, 9000), step=st.integers(1, 3000))
+def test_steps_end_where_states_are_kept(start: int, length: int, step: int) -> None:
+    ends = step_ends(start, start + length, step)
+    steps = list(pairwise([start, *ends]))
+    assert sum(end - begin for begin, end in steps) == length
+    assert all(0 < end - begin <= step for begin, end in steps)
+    assert not any(begin // 2048 < (end - 1) // 2048 for begin, end in steps)
+
+
+@settings(deadline=None, derandomize=True)
+@example(lengths=[512, 256], at_pages=True)
+@given(lengths=st.lists(st.integers(1, 5000), max_size=4), at_pages=st.booleans())
+def test_segments_are_cut_where_states_are_kept(lengths: list[int], at_pages: bool) -> None:
+    """With `at_pages` also before the last token of each, so that a prompt may have another."""
+    numbers = iter(range(sum(lengths)))
+    segments = [list(islice(numbers, length)) for length in lengths]
+    cut = cut_for_snapshots(segments, at_pages=at_pages)
+    assert joined(cut) == joined(segments)
+    assert all(cut)
+    expected = {*range(2048, sum(lengths), 2048), *(segment[-1] + 1 for segment in segments)}
+    for segment in segments if at_pages else []:
+        # Where the page of the segment's last token begins, unless the segment begins within it.
+        page = segment[-1] // 256 * 256
+        expected |= {page} if page > segment[0] else set()
+    assert {part[-1] + 1 for part in cut} == expected
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_what_is_known_is_taken_off_the_first_segments(count: int) -> None:
+    segments = [[1, 2], [3], [4, 5, 6], [7]]
+    rest = without_first(segments, count)
+    assert joined(rest) == joined(segments)[count:]
+    assert all(rest)

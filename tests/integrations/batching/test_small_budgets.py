@@ -1,0 +1,368 @@
+"""Batches in budgets of few blocks: what fits alone waits for its turn, whatever prompts share."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm import batch_generate, load
+from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from paged_kv import (
+    NGramDraft,
+    PagedCacheFactory,
+    PoolExhausted,
+    PromptCacheTaken,
+    SpeculativeBatchGenerator,
+    embedded_model,
+    generate_samples,
+)
+from paged_kv.integrations.speculation.draft_lengths import FixedLengths
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from tests.integrations.batching.test_preemption import factory_of_blocks, generator_of
+from tests.support.examples import examples
+from tests.support.generation import Run, assert_nothing_is_used, assert_same_run, greedy
+from tests.support.grids import plain_only
+from tests.support.zoo import small_model
+
+TOLERANCE = 2e-3
+TEXTS = [[(7 * i * i + 3 * i + 1 + k) % 97 for i in range(800)] for k in range(2)]
+
+
+class Tokenizer:
+    """Leaves tokens as they are."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    def encode(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+    def decode(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+
+@pytest.mark.parametrize("shared", plain_only([700], [700, 0]))
+def test_the_second_of_two_prompts_waits(shared: int) -> None:
+    """mlx-lm's loop holds the first one's last response, and its cache, until the second one's
+    first token."""
+    model, tokenizer = load(str(embedded_model()))[:2]
+    model.set_dtype(mx.float32)
+    prompts = [[*TEXTS[0][:shared], *TEXTS[row][shared:724]] for row in range(2)]
+    tight, large = factory_of_blocks(model, 3), PagedCacheFactory(model, max_bytes="1GB")
+    with large:
+        expected = batch_generate(model, tokenizer, prompts, max_tokens=8).texts
+    with tight:
+        assert batch_generate(model, tokenizer, prompts, max_tokens=8).texts == expected
+    assert tight.stats().preemptions == 0
+    assert_nothing_is_used(tight, large)
+
+
+def last_response(generator: BatchGenerator) -> Any:
+    """The response that ends a sequence, and nothing else of it."""
+    while True:
+        for response in generator.next_generated():
+            if response.finish_reason is not None:
+                return response
+
+
+def test_a_prompt_cache_that_was_read_is_the_callers() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 2)
+    with factory:
+        generator = generator_of(model)
+        generator.insert([text[:300] for text in TEXTS], max_tokens=[3, 3])
+        response = last_response(generator)
+        cache = response.prompt_cache
+        assert cache[0].size() == len(response.all_tokens)
+        with pytest.raises(PoolExhausted):
+            generator.next_generated()
+        assert response.prompt_cache is cache
+        del cache, response
+        assert last_response(generator).uid == 1
+        generator.close()
+    assert_nothing_is_used(factory)
+
+
+def test_a_prompt_cache_that_nobody_has_read_makes_room() -> None:
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 2)
+    with factory:
+        generator = generator_of(model)
+        generator.insert([text[:300] for text in TEXTS], max_tokens=[3, 3])
+        first = last_response(generator)
+        assert isinstance(first, GenerationBatch.Response)
+        assert "prompt_cache" not in repr(first)
+        second = last_response(generator)
+        with pytest.raises(PromptCacheTaken, match=r"sequence 0 .*before the batch's next step"):
+            _ = first.prompt_cache
+        assert second.prompt_cache[0].size() == len(second.all_tokens)
+        first.prompt_cache = None
+        assert first.prompt_cache is None
+        generator.close()
+
+
+def test_a_prompt_cache_that_nobody_has_read_stays_while_there_is_room() -> None:
+    model = small_model("qwen3")
+    with PagedCacheFactory(model):
+        generator = generator_of(model)
+        generator.insert([text[:300] for text in TEXTS], max_tokens=[3, 30])
+        first = last_response(generator)
+        assert last_response(generator).uid == 1
+        assert first.prompt_cache[0].size() == len(first.all_tokens)
+        generator.close()
+
+
+def test_a_newcomer_does_not_wait_for_a_prompt_cache_that_nobody_has_read() -> None:
+    """The second one runs on when the first has ended, and the third one needs a block."""
+    model = small_model("qwen3")
+    factory = factory_of_blocks(model, 2)
+    with factory:
+        generator = generator_of(model)
+        generator.insert([text[:100] for text in TEXTS], max_tokens=[3, 100])
+        ended = last_response(generator)
+        generator.insert([[5] * 100], max_tokens=[3])
+        assert last_response(generator).uid == 2
+        with pytest.raises(PromptCacheTaken):
+            _ = ended.prompt_cache
+        generator.remove([1])
+        generator.close()
+    assert_nothing_is_used(factory)
+
+
+def test_prompts_inserted_into_a_full_pool_share_their_beginning_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The running sequence leaves too few blocks until it ends."""
+    model: Any = small_model("qwen3")
+    expected = {}
+    prompts = [[*TEXTS[0][:600], row] for row in range(2)]
+    for prompt in prompts:
+        expected[prompt[-1]] = greedy(model, prompt, make_prompt_cache(model), 5).tokens
+    factory = factory_of_blocks(model, 4)
+    factory.can_admit(0)
+    with factory:
+        generator = generator_of(model)
+        generator.insert([TEXTS[1][:760]], max_tokens=[30])
+        assert generator.next_generated()
+        # What two prompts share takes three blocks.
+        assert factory.stats().blocks_used == 3
+        computed, call = [], type(model).__call__
+
+        def counting(self: Any, inputs: mx.array, **named: Any) -> Any:
+            computed.append(inputs.size)
+            return call(self, inputs, **named)
+
+        monkeypatch.setattr(type(model), "__call__", counting)
+        uids = generator.insert(prompts, max_tokens=[5, 5])
+        runs: dict[int, list[int]] = {}
+        while responses := generator.next_generated():
+            for response in responses:
+                runs.setdefault(response.uid, []).append(response.token)
+        generator.close()
+    assert [runs[uid] for uid in uids] == [expected[row] for row in range(2)]
+    assert sum(computed) < 900, "the prompts were computed one by one"
+    del response, responses
+    assert_nothing_is_used(factory)
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(513, 3), (700, 4), (200, 3)])
+def test_samples_wait_whose_caller_holds_the_prompt(length: int, blocks: int) -> None:
+    """With these blocks one sample fits beside the prompt. Samples cannot be preempted, as nobody
+    told BatchGenerator their prompt."""
+    model: Any = small_model("qwen3")
+    prompt, tokenizer = TEXTS[0][:length], Tokenizer()
+    expected = greedy(model, prompt, make_prompt_cache(model), 60).tokens
+    factory = factory_of_blocks(model, blocks)
+    with factory:
+        cache = factory.make_cache()
+        found: Any = generate_samples(
+            model,
+            tokenizer,
+            prompt,
+            3,
+            prompt_cache=cache,
+            max_tokens=60,
+            sampler=make_sampler(temp=0.0),
+        )
+    assert found.texts == [expected] * 3
+    del cache
+    assert_nothing_is_used(factory)
+
+
+def test_who_can_be_preempted_makes_room_for_who_cannot() -> None:
+    """The second one's prompt is unknown. The first one grows into what was promised to it."""
+    model: Any = small_model("qwen3")
+    prompts, most = (TEXTS[0][:250], TEXTS[1][:101]), [540, 560]
+    factory = factory_of_blocks(model, 6)
+    with factory:
+        cache = factory.make_cache()
+        model(mx.array([prompts[1][:100]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        generator, found = generator_of(model), dict[int, list[int]]()
+        caches: Any = [None, cache]
+        generator.insert([prompts[0], prompts[1][100:]], max_tokens=most, caches=caches)
+        del cache, caches
+        while responses := generator.next_generated():
+            for response in responses:
+                found.setdefault(response.uid, []).append(response.token)
+        generator.close()
+    assert len(found[0]) == most[0]
+    assert found[1] == greedy(model, prompts[1], make_prompt_cache(model), most[1]).tokens
+    assert factory.stats().preemptions == 1
+    del response, responses
+    assert_nothing_is_used(factory)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and its answer.
+
+    Attributes:
+        text: that it begins like.
+        shared, own: tokens of that text, and others.
+        new_tokens: to generate.
+        after: steps between the request before it and this one.
+    """
+
+    text: int
+    shared: int
+    own: int
+    new_tokens: int
+    after: int
+
+    @property
+    def prompt(self) -> list[int]:
+        own = [(5 * i + self.shared + self.new_tokens) % 97 for i in range(self.own)]
+        return [*TEXTS[self.text][: self.shared], *own] or [1]
+
+    @property
+    def blocks(self) -> int:
+        """That it needs alone."""
+        return -(-(len(self.prompt) + self.new_tokens) // PAGE_SIZE)
+
+
+@dataclass(frozen=True)
+class History:
+    """What a batch is asked for.
+
+    Attributes:
+        spare: blocks besides those of the largest request.
+        places: the most sequences that run at once.
+        step_size: tokens of a prompt that a step computes.
+        drafts: whether tokens are drafted.
+        reads: whether the caller reads the prompt caches of ended sequences.
+        removed: a request that is removed, and after how many steps; nothing if there is none.
+    """
+
+    requests: list[Request]
+    spare: float
+    places: int
+    step_size: int
+    drafts: bool
+    reads: bool
+    removed: tuple[int, int]
+
+
+LENGTHS = st.sampled_from([0, 1, 100, 255, 256, 257, 300, 511, 512, 513, 600, 700])
+REQUESTS = st.builds(
+    Request,
+    text=st.integers(0, 1),
+    shared=LENGTHS,
+    own=st.sampled_from([0, 1, 2, 24, 100, 256, 290]),
+    new_tokens=st.sampled_from([1, 2, 30, 60, 280]),
+    after=st.sampled_from([0, 0, 0, 3, 40]),
+)
+HISTORIES = st.builds(
+    History,
+    requests=st.lists(REQUESTS, min_size=2, max_size=5),
+    spare=st.sampled_from([0, 0, 0.5, 1, 2]),
+    places=st.sampled_from([8, 4, 2, 1]),
+    step_size=st.sampled_from([2048, 512, 256, 100]),
+    drafts=st.booleans(),
+    reads=st.booleans(),
+    removed=st.tuples(st.integers(0, 9), st.integers(1, 60)),
+)
+
+
+def generator_for(model: Any, history: History) -> BatchGenerator:
+    sizes: dict[str, Any] = {
+        "completion_batch_size": history.places,
+        "prefill_batch_size": min(4, history.places),
+        "prefill_step_size": history.step_size,
+    }
+    if not history.drafts:
+        return BatchGenerator(model, **sizes)
+    return SpeculativeBatchGenerator(model, NGramDraft(), lengths=FixedLengths(), **sizes)
+
+
+def insertions(history: History) -> Iterator[tuple[int, list[Request]]]:
+    """The requests that are inserted together, and after how many steps."""
+    at, together = 0, history.requests[:1]
+    for request in history.requests[1:]:
+        if request.after:
+            yield at, together
+            at, together = at + request.after, []
+        together.append(request)
+    yield at, together
+
+
+def responses_of(model: Any, history: History) -> dict[int, list[Any]]:
+    """What a batch gives for each request. As in mlx-lm's own loops, the responses of a step are
+    held during the next one."""
+    generator = generator_for(model, history)
+    given: dict[int, list[Any]] = {}
+    coming, step = list(insertions(history)), 0
+    responses: list[Any] = []
+    while coming or responses:
+        if coming and (not responses or step >= coming[0][0]):
+            _, requests = coming.pop(0)
+            prompts = [request.prompt for request in requests]
+            most = [request.new_tokens for request in requests]
+            given |= {uid: [] for uid in generator.insert(prompts, max_tokens=most)}
+        responses = generator.next_generated()
+        for response in responses:
+            if history.reads and response.finish_reason is not None:
+                assert response.prompt_cache[0].size() == len(response.all_tokens)
+                response.prompt_cache = None
+            if response.uid in given:
+                given[response.uid].append((response.token, response.logprobs))
+        step += 1
+        if step == history.removed[1]:
+            generator.remove([uid for uid in given if uid == history.removed[0]])
+    generator.close()
+    return given
+
+
+@given(history=HISTORIES)
+@examples(3)
+def test_what_fits_alone_is_served(history: History) -> None:
+    assert_served("qwen3", history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1", "deepseek_v3"])
+@given(history=HISTORIES)
+@examples(10)
+def test_what_fits_alone_is_served_by_each_family(name: str, history: History) -> None:
+    assert_served(name, history)
+
+
+def assert_served(name: str, history: History) -> None:
+    model: Any = small_model(name)
+    blocks = max(request.blocks for request in history.requests) + history.spare
+    factory = factory_of_blocks(model, blocks)
+    with factory:
+        given = responses_of(model, history)
+    for uid, request in enumerate(history.requests):
+        tokens = [token for token, _ in given[uid]]
+        assert len(tokens) == request.new_tokens or uid == history.removed[0]
+        if tokens:
+            run = Run(tokens, mx.stack([logprobs for _, logprobs in given[uid]]))
+            cold = greedy(model, request.prompt, make_prompt_cache(model), len(tokens))
+            assert_same_run(run, cold, TOLERANCE)
+    assert_nothing_is_used(factory)

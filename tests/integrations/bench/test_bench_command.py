@@ -1,0 +1,116 @@
+"""`paged-kv bench` compares both kinds of caches, and says where it could not."""
+
+import getpass
+import json
+import platform
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedCacheFactory, PagedKVCache
+from paged_kv.command_line import main
+from paged_kv.integrations.batching.unpaged_caches import leaves
+from paged_kv.integrations.bench import measurements
+from paged_kv.integrations.bench.cache_pairs import CachePairs
+from paged_kv.integrations.bench.measurements import BenchSizes
+from paged_kv.integrations.bench.report import measured_on
+from paged_kv.integrations.bench.turns import (
+    FEWEST_TURNS,
+    Measurement,
+    Skipped,
+    compared,
+    compared_clocks,
+)
+from tests.support.zoo import small_model
+
+TINY = BenchSizes(contexts=(256,), prompt=16, prefix=300, part_s=0.5)
+
+
+def measured(**changes: Any) -> Measurement:
+    return Measurement(**{"name": "", "unit": "s", "mlx_lm": 3, "paged": 2, **changes})
+
+
+def test_the_verdict_names_the_better_one() -> None:
+    assert measured(times_better=1.5).verdict == "paged_kv, 1.50 times"
+    assert measured(times_better=0.5).verdict == "mlx-lm, 2.00 times"
+
+
+def test_what_the_spread_explains_is_equal_or_unknown() -> None:
+    assert measured(times_better=1.1, spread=1.2).verdict == "equal"
+    assert measured(times_better=1 / 1.1, spread=1.2).verdict == "equal"
+    # With two decimals these would be 1.00 times as good.
+    assert measured(times_better=1.004).verdict == "equal"
+    assert measured(times_better=1 / 1.004).verdict == "equal"
+    assert measured(times_better=1 / 1.006).verdict == "mlx-lm, 1.01 times"
+    assert measured(times_better=9.0, spread=1.3).verdict == "too noisy to tell (spread 1.30)"
+
+
+def test_the_ratio_is_that_of_turns_and_the_spread_that_of_a_side() -> None:
+    times = cycle([4.0, 8.0])
+    # With less time a busy machine makes one turn seem too long.
+    found = compared_clocks("x", lambda: 12.0, lambda: next(times), 0.2)
+    assert isinstance(found, Measurement)
+    assert found.turns >= FEWEST_TURNS
+    assert found.mlx_lm == 12
+    assert found.spread == 2
+    assert found.is_noisy
+
+
+def test_what_takes_too_long_is_skipped() -> None:
+    found = compared("slow", lambda: None, lambda: None, 0)
+    assert isinstance(found, Skipped)
+    assert "a turn takes" in found.reason
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
+def test_both_kinds_hold_the_same_numbers(name: str) -> None:
+    model = small_model(name)
+    pairs = CachePairs(model, PagedCacheFactory(model))
+    for rows in (1, 2):
+        stock, paged = (list(leaves(caches)) for caches in pairs.filled(20, rows))
+        compared = 0
+        for one, other in zip(stock, paged, strict=True):
+            if isinstance(other, PagedKVCache):
+                # The last token is the model's own, which sums in another order.
+                keys, ours = (each.keys[..., :20, :] for each in (one, other))
+                assert mx.array_equal(keys, ours)
+                compared += 1
+        assert compared
+
+
+def test_to_fill_pages_counts_as_no_gather() -> None:
+    """The first gather is warned of, as if the model did not read pages."""
+    model = small_model("llama")
+    factory = PagedCacheFactory(model)
+    CachePairs(model, factory).filled(300, 2)
+    assert factory.stats().gather_fallbacks == 0
+
+
+@pytest.mark.slow
+def test_the_command_prints_writes_and_plots(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(measurements, "QUICK", TINY)
+    # In a narrow terminal the names of measurements are folded.
+    monkeypatch.setenv("COLUMNS", "200")
+    report, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    assert main(["bench", "--quick", "--json", str(report), "--plot", str(plot)]) == 0
+    output = capsys.readouterr()
+    for part in ("decode at 256, 8 rows", "prefill of 16", "fork of 300", "300 are cached"):
+        assert part in output.out
+    assert "does not read pages" not in caplog.text
+    content = json.loads(report.read_text())
+    assert measured_on(content) in output.out
+    assert content["backend"] in ("native", "plain", "metal", "cuda")
+    assert {"chip", "memory_bytes"} <= content["machine"].keys()
+    assert any("verdict" in each for each in content["outcomes"])
+    # It is made to be attached to an issue.
+    assert platform.node() not in report.read_text()
+    assert getpass.getuser() not in report.read_text()
+    assert "<svg" in plot.read_text()

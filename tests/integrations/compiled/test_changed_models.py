@@ -1,0 +1,340 @@
+"""Recorded steps of models that change have the logits of steps that Python takes then."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations import model_version
+from paged_kv.integrations.compiled.recordings import (
+    FREE_CHANGES,
+    LAST_DOUBLING,
+    Comparisons,
+    Recordings,
+    are_alike,
+)
+from paged_kv.steps import recorded
+from tests.support.zoo import small_model
+
+PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@pytest.fixture(autouse=True)
+def _on_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of Python's between: what is wrong shows."""
+    monkeypatch.setattr(Comparisons, "is_due", lambda self, is_first: False)
+
+
+class Sides:
+    """The same steps by recordings and by Python."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        factories = [
+            PagedCacheFactory(model, compile=each, max_bytes=64 << 20) for each in (True, False)
+        ]
+        self._factories = factories
+        self._caches = [each.make_cache() for each in factories]
+        for cache in self._caches:
+            mx.eval(model(PROMPT, cache=cache))
+
+    @property
+    def recordings(self) -> Recordings:
+        return self._factories[0].recordings[self._factories[0].pool]
+
+    def step(self, **options: Any) -> float:
+        """The largest difference of two logits of the next step."""
+        one, other = [self.model(mx.array([[7]]), cache=c, **options) for c in self._caches]
+        return float(mx.abs(one - other).max())
+
+    def steps(self, count: int) -> float:
+        return max(self.step() for _ in range(count))
+
+
+def add(weight: mx.array) -> None:
+    weight += mx.random.normal(weight.shape)
+
+
+def negate(weight: mx.array) -> None:
+    weight *= -1
+
+
+def clear_some(weight: mx.array) -> None:
+    weight[0:8] = 0
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("change", [add, negate, clear_some])
+def test_weights_that_change_in_place_are_seen(change: Callable[[mx.array], None]) -> None:
+    model = small_model("llama")
+    weight = model.model.layers[0].mlp.down_proj.weight  # as whoever holds it would
+    sides = Sides(model)
+    assert sides.steps(3) < 1e-4
+    before = sides.model(PROMPT)
+    change(weight)
+    assert float(mx.abs(sides.model(PROMPT) - before).max()) > 1e-3
+    repeated = sides.recordings.repeated
+    assert sides.steps(3) < 1e-4
+    assert sides.recordings.repeated == repeated + 3
+    assert sides.recordings.count == 1
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_weights_that_were_replaced_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_version, "SMALL", 0)  # which it keeps to compare them
+    sides = Sides(small_model("llama"))
+    sides.steps(3)
+    layer = sides.model.model.layers[0].mlp.down_proj
+    old = weakref.ref(layer.weight)
+    layer.weight = mx.zeros(layer.weight.shape)
+    gc.collect()
+    assert old() is None
+    assert sides.steps(2) < 1e-4
+
+
+@contextmanager
+def compiling_off() -> Iterator[None]:
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_without_mlx_compile_python_takes_all_steps(steps_before: int) -> None:
+    sides = Sides(small_model("llama"))
+    for _ in range(steps_before):
+        sides.step()
+    repeated = sides.recordings.repeated
+    with compiling_off():
+        assert sides.steps(FREE_CHANGES + 2) < 1e-4
+        assert sides.recordings.repeated == repeated
+    assert sides.steps(3) < 1e-4
+    assert sides.recordings.reason is None
+    assert sides.recordings.repeated == repeated + 3
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_that_begins_to_draw_numbers_is_compared_again() -> None:
+    model: Any = small_model("llama")
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 20.0, "dropout": 0.5})
+    model.eval()
+    sides = Sides(model)
+    assert sides.steps(3) < 1e-4
+    model.train()
+    sides.step()
+    assert sides.recordings.reason == "its operations depend on how many tokens there are"
+
+
+class Scaled(llama.Model):
+    """A llama that looks at settings in each step."""
+
+    factor = 1.0
+
+    def __call__(self, inputs: Any, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        logits: Any = super().__call__(inputs, cache, **options)
+        setting: Any = self.args.rms_norm_eps
+        return logits * self.factor * (2 if setting > 1 else 1)
+
+
+def scaled() -> Any:
+    model: Any = small_model("llama")
+    model.__class__ = type("Scaled", (Scaled,), {})
+    return model
+
+
+def _of_a_dataclass(model: Any) -> None:
+    model.args.rms_norm_eps = 2.0
+
+
+def _of_a_class(model: Any) -> None:
+    type(model).factor = 3.0
+
+
+def _of_another_class(model: Any) -> None:
+    model.__class__ = type("Other", (type(model),), {"factor": 3.0})
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("change", [_of_a_dataclass, _of_a_class, _of_another_class])
+def test_settings_that_change_are_noticed(change: Callable[[Any], None]) -> None:
+    sides = Sides(scaled())
+    assert sides.steps(3) < 1e-4
+    change(sides.model)
+    assert sides.steps(3) < 1e-4
+
+
+class Parent(llama.Model):
+    def __call__(self, inputs: Any, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().__call__(inputs, cache=cache)
+
+
+class Child(Parent):
+    def __call__(self, inputs: Any, cache: Any = None, more: float = 1.0) -> Any:  # type: ignore[override]
+        return super().__call__(inputs, cache=cache) * (1 + more)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_step_of_a_parent_class_is_not_taken_for_the_childs() -> None:
+    for kind in (Parent, Child):
+        model: Any = small_model("llama")
+        model.__class__ = kind
+        sides = Sides(model)
+        sides.step()
+    for _ in range(2):
+        assert sides.step(more=2.0) < 1e-4
+    assert sides.steps(2) < 1e-4
+    assert sides.step(more=2.0) < 1e-4
+
+
+class Long(llama.Model):
+    """A llama that computes otherwise beyond a number of tokens."""
+
+    def __call__(self, inputs: Any, cache: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        logits: Any = super().__call__(inputs, cache, **options)
+        if cache is None or inputs.shape[1] > 1:
+            return logits
+        keys, _ = cache[0].keys_and_values()
+        return logits * 2 if keys.shape[2] > 14 else logits
+
+
+def long() -> Any:
+    model: Any = small_model("llama")
+    model.__class__ = type("Long", (Long,), {})
+    return model
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_number_that_is_compared_with_a_threshold_shows() -> None:
+    sides = Sides(long())
+    assert sides.steps(10) < 1e-4
+    assert sides.recordings.reason == "its operations depend on how many tokens there are"
+
+
+def test_a_recording_that_goes_wrong_is_stopped_with_right_logits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The comparison of traces is off, so that a number is in the recording: from the seventh step
+    on it is wrong, and the eighth is compared."""
+    monkeypatch.setattr(
+        "paged_kv.integrations.compiled.recordings.require_no_numbers", lambda *_: None
+    )
+    sides = Sides(long())
+    with caplog.at_level(logging.WARNING, logger="paged_kv"):
+        differences = [sides.step() for _ in range(14)]
+    wrong = [at for at, each in enumerate(differences) if each > 1e-4]
+    assert len(wrong) == 1  # the one before the comparison
+    assert sides.recordings.reason == "a repeated step had other logits than one by Python"
+    messages = [each.getMessage() for each in caplog.records if "compiled" in each.getMessage()]
+    assert messages == [
+        f"test_changed_models: decode steps are not compiled: {sides.recordings.reason}"
+    ]
+
+
+def test_steps_that_are_compared() -> None:
+    comparisons = Comparisons()
+    due = [
+        step for step in range(1, 3 * LAST_DOUBLING + 1) if comparisons.is_due(is_first=step == 700)
+    ]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 700, 1024, 1536]
+    # States what docs/compiled-steps.md says of a run that makes twelve recordings.
+    comparisons = Comparisons()
+    long_run = sum(comparisons.is_due(is_first=step % 1024 == 0) for step in range(1, 10_001))
+    assert long_run < 0.005 * 10_000
+
+
+def test_one_difference_is_chance_and_two_in_turn_are_not() -> None:
+    comparisons = Comparisons()
+    assert [comparisons.is_wrong(each) for each in (False, True, False, False)] == [
+        *(False, False, False, True)
+    ]
+    comparisons = Comparisons()
+    for _ in range(3):
+        comparisons.is_due(is_first=False)
+    comparisons.is_wrong(False)
+    assert comparisons.is_due(is_first=False)
+    comparisons = Comparisons()
+    comparisons.is_wrong(False)
+    assert [comparisons.is_due(is_first=False) for _ in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small", "large"),
+    [(mx.float32, 1e-3, 1e-2), (mx.float16, 0.1, 1.0), (mx.bfloat16, 0.5, 3.0)],
+)
+def test_logits_that_are_alike(dtype: mx.Dtype, small: float, large: float) -> None:
+    logits = mx.arange(20).astype(mx.float32).reshape(1, 1, 20)
+    for error, expected in ((0.0, True), (small, True), (large, False), (mx.nan, False)):
+        other = logits + mx.where(mx.arange(20) == 3, error, 0)
+        assert are_alike(other, logits, [dtype]) == expected
+    masked = mx.where(mx.arange(20) == 5, -mx.inf, logits)
+    assert are_alike(masked, masked, [dtype])
+    assert not are_alike(logits, masked, [dtype])
+
+
+def test_compared_steps_advance_caches_and_states_once() -> None:
+    """Every step is compared: pages, positions and states stay those of Python's steps."""
+    for name in ("llama", "qwen3_next"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Comparisons, "is_due", lambda self, is_first: True)
+            sides = Sides(small_model(name))
+            assert sides.steps(4) < 1e-4
+        assert sides.recordings.compared >= 3
+        assert sides.recordings.reason is None
+        assert sides.steps(3) < 1e-4
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_settings_that_change_all_the_time_end_it() -> None:
+    sides = Sides(scaled())
+    for at in range(12):
+        sides.model.args.rms_norm_eps = 1e-5 * (at + 1)
+        assert sides.step() < 1e-4
+    assert sides.recordings.reason == "its settings change after few steps"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_interrupted_step_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides(small_model("llama"))
+    sides.steps(3)
+    repeated = sides.recordings.repeated
+
+    def interrupted(self: Any, changed: Any, written: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded.RecordableStep, "keep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sides.step()
+    assert sides.steps(2) < 1e-4
+    assert sides.recordings.repeated == repeated + 3
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_pages_in_more_slabs_than_a_kernel_takes_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sides = Sides(small_model("llama"))
+    sides.steps(2)
+    repeated = sides.recordings.repeated
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "MAX_SLABS", 0)
+        assert sides.steps(2) < 1e-4
+        assert sides.recordings.repeated == repeated
+    assert sides.steps(2) < 1e-4
+    assert sides.recordings.repeated == repeated + 2

@@ -1,0 +1,401 @@
+"""How ranks agree and fail, without processes: each rank is a thread."""
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import BatchGenerator
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv.admission.demand import Demand
+from paged_kv.admission.policies import Reserve, Unanimous
+from paged_kv.admission.pool_size import GroupSize, PoolSize
+from paged_kv.integrations.batching.preemption import Preemption
+from paged_kv.integrations.distributed import connections
+from paged_kv.integrations.distributed.connected_ranks import ConnectedRanks, RanksDiffer
+from paged_kv.integrations.distributed.connections import (
+    MOST_NEWCOMERS,
+    Meeting,
+    NotConnected,
+    accept,
+    connect,
+)
+from paged_kv.integrations.distributed.digests import digest, require_same_prefixes
+from paged_kv.integrations.distributed.sharded_model import agreed_budget, ranks_of
+from paged_kv.integrations.distributed.watch import Beat, Watch, hanging, own_memory
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.ranks import ALONE, RankMemory, Ranks
+from paged_kv.server.engine.jobs import Job
+from paged_kv.server.http.api_errors import APIError
+from tests.support.zoo import small_model
+
+KEY = b"a key of thirty-two bytes, or so"
+FOREVER_S = 1e6
+
+
+def star(size: int) -> list[dict[int, Connection]]:
+    """For each rank its connections: on rank 0 to all others, elsewhere to rank 0."""
+    pairs = [Pipe() for _ in range(1, size)]
+    hub = {rank: pair[0] for rank, pair in enumerate(pairs, 1)}
+    return [hub, *[{0: pair[1]} for pair in pairs]]
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    """What some work returns on each rank, or the error that it raises."""
+    watches = [Watch(rank, its, FOREVER_S) for rank, its in enumerate(star(size))]
+    ranks = [ConnectedRanks(rank, size, its, watches[rank]) for rank, its in enumerate(star(size))]
+
+    def outcome(each: Ranks) -> Any:
+        try:
+            return work(each)
+        except RanksDiffer as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(outcome, ranks))
+    leave(watches)
+    return found
+
+
+def leave(watches: list[Watch]) -> None:
+    """Let all ranks leave at once."""
+    with ThreadPoolExecutor(len(watches)) as threads:
+        list(threads.map(Watch.leave, watches))
+
+
+def test_a_process_alone_agrees_with_itself() -> None:
+    assert ALONE.gather("what", 3) == [3]
+    assert ALONE.agree("whether", True)
+    assert not ALONE.agree("whether", False)
+    assert ALONE.least("how many", 5) == ALONE.of_first("how many", 5) == 5
+
+
+def test_a_whole_model_starts_nothing_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise AssertionError("MPI would start in every process with a factory")
+
+    monkeypatch.setattr(mx.distributed, "init", init)
+    assert ranks_of(Module()) is ALONE  # type: ignore[no-untyped-call]
+
+
+def test_every_rank_hears_the_answers_of_all() -> None:
+    def work(ranks: Ranks) -> Any:
+        return (
+            ranks.gather("rank", ranks.rank),
+            ranks.least("budget", 64 - ranks.rank),
+            ranks.agree("room", ranks.rank != 1),
+            ranks.agree("room", True),
+            ranks.of_first("seed", ranks.rank + 7),
+        )
+
+    assert on_ranks(3, work) == [([0, 1, 2], 62, False, True, 7)] * 3
+
+
+def test_ranks_that_ask_different_questions_all_fail_with_both() -> None:
+    def work(ranks: Ranks) -> Any:
+        ranks.gather("budget", 1)
+        return ranks.gather("prefix" if ranks.rank == 1 else "room", 1)
+
+    for error in on_ranks(3, work):
+        assert isinstance(error, RanksDiffer)
+        assert "rank 0 asks for 'room', rank 1 asks for 'prefix'" in str(error)
+        assert "question 2" in str(error)
+
+
+def test_two_threads_of_a_rank_may_not_ask_at_once() -> None:
+    hub, other = star(2)
+    watches = [Watch(rank, its, FOREVER_S) for rank, its in enumerate(star(2))]
+    ranks = ConnectedRanks(0, 2, hub, watches[0])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ranks.gather, "first", 1)
+        while ranks.watch.doing != "waiting":
+            assert not waiting.done()
+        with pytest.raises(RuntimeError, match="use it from one thread"):
+            ranks.gather("second", 2)
+        other[0].send(("first", 3))
+        assert waiting.result() == [1, 3]
+    leave(watches)
+
+
+def test_only_a_process_with_the_key_becomes_a_rank() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        port = listening.getsockname()[1]
+        accepted = threads.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
+        with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
+            connect(Meeting(["127.0.0.1"], port, b"another key"), 1)
+        connection = connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        (rank, its_end), *others = accepted.result().items()
+        assert rank == 1
+        assert not others
+        its_end.send("hello")
+        assert connection.recv() == "hello"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        pytest.raises(NotConnected, match="rank 1, 2 did not connect to rank 0"),
+    ):
+        accept(listening, KEY, range(1, 3), 0.05)
+
+
+# What a client says that is no rank; None for one that leaves.
+NOISE = [b"", b"half", b"\0" * 200, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", None]
+
+
+def noisy(port: int, count: int) -> list[socket.socket]:
+    """Clients of rank 0 that are no ranks."""
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    for at, client in enumerate(clients):
+        noise = NOISE[at % len(NOISE)]
+        if noise is None:
+            client.close()
+        else:
+            client.sendall(noise)
+    return clients
+
+
+def test_clients_that_say_nothing_or_half_of_it_keep_no_rank_out() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=MOST_NEWCOMERS) as listening,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        port = listening.getsockname()[1]
+        clients = noisy(port, 10)
+        accepted = threads.submit(accept, listening, KEY, range(1, 3), FOREVER_S)
+        first = connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        clients += noisy(port, 2 * MOST_NEWCOMERS)
+        second = connect(Meeting(["127.0.0.1"], port, KEY), 2)
+        its_ends = accepted.result()
+        for rank, connection in ((1, first), (2, second)):
+            its_ends[rank].send(rank)
+            assert connection.recv() == rank
+        for client in clients:
+            client.close()
+
+
+def test_a_client_that_proves_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PROOF_S", 0.05)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        port = listening.getsockname()[1]
+        accepted = threads.submit(accept, listening, KEY, range(1, 2), FOREVER_S)
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            while silent.recv(1000):
+                pass  # the challenge; then the end
+        assert not accepted.done()
+        monkeypatch.undo()
+        connect(Meeting(["127.0.0.1"], port, KEY), 1)
+        accepted.result()
+
+
+@pytest.mark.parametrize("said", [b"", b"half", b"\0" * 64])
+def test_a_rank_gives_up_what_answers_as_no_rank_does(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(connections, "PROOF_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
+        meeting = Meeting(["127.0.0.1"], listening.getsockname()[1], KEY)
+        connected = threads.submit(connect, meeting, 1)
+        with listening.accept()[0] as other:
+            other.sendall(said)
+            with pytest.raises(NotConnected, match="rank 1 cannot reach rank 0"):
+                connected.result()
+
+
+@pytest.mark.parametrize(
+    ("beats", "message"),
+    [
+        ({0: Beat(7, "waiting", 9), 1: Beat(6, "computing", 9)}, "rank 1 has kept the others"),
+        ({0: Beat(7, "waiting", 9), 1: Beat(7, "", 9)}, "rank 1 has kept the others"),
+        (
+            {0: Beat(7, "computing", 9), 1: Beat(7, "waiting", 9), 2: Beat(6, "", 1)},
+            "rank 0, 2 has kept",
+        ),
+        ({0: Beat(7, "computing", 9), 1: Beat(7, "computing", 8)}, "a step has taken more than"),
+    ],
+)
+def test_the_rank_for_which_the_others_wait_is_named(beats: dict[int, Beat], message: str) -> None:
+    assert message in hanging(beats, 5)
+
+
+class OtherRanks(Ranks):
+    """A rank beside another one, whose answers are given by question."""
+
+    size = 2
+
+    def __init__(self, **answers: int) -> None:
+        self._answers = answers
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        other = self._answers.get(question, answer)
+        return [answer, min(answer, other)]
+
+
+def test_a_budget_is_the_smallest_of_all_ranks() -> None:
+    ranks = OtherRanks(max_bytes=1_600_000)
+    assert agreed_budget("64MB", ranks) == 1_600_000
+    assert agreed_budget(1_000_000, ranks) == 1_000_000
+
+
+@pytest.mark.parametrize(("other", "known"), [(600, 600), (400, 400), (255, 255), (0, 0)])
+def test_a_prefix_hit_is_the_shortest_of_all_ranks(other: int, known: int) -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    prefixes = PrefixCache(pool, has_states=False, ranks=OtherRanks(prefix=other))
+    sequence = Sequence(pool)
+    PagedKVCache(pool, 0, [sequence]).update_and_fetch(*[mx.zeros((1, 1, 600, 4))] * 2)
+    tokens = list(range(600))
+    prefixes.insert("everyone", tokens, sequence, None)
+    found = prefixes.fetch("everyone", [*tokens, 1], pool.page_format)
+    assert found.num_tokens == found.sequence.length == known
+    pool.check()
+
+
+def test_ranks_that_cache_different_prefixes_fail_with_both() -> None:
+    def pool_with(tokens: list[int]) -> PagePool:
+        pool = PagePool(1, max_bytes=1 << 22)
+        sequence = Sequence(pool)
+        keys = mx.zeros((1, 1, len(tokens), 4))
+        PagedKVCache(pool, 0, [sequence]).update_and_fetch(keys, keys)
+        PrefixCache(pool, has_states=False).insert("all", tokens, sequence, None)
+        return pool
+
+    pools = [pool_with([1, 2, 3]), pool_with([1, 2, 4])]
+    same = on_ranks(2, lambda ranks: require_same_prefixes(ranks, pools[0]))
+    assert same == [None, None]
+    for error in on_ranks(2, lambda ranks: require_same_prefixes(ranks, pools[ranks.rank])):
+        assert isinstance(error, RanksDiffer)
+        assert digest(pools[0]) in str(error)
+        assert digest(pools[1]) in str(error)
+
+
+def test_stored_pages_are_loaded_only_where_all_ranks_offer_them(tmp_path: Path) -> None:
+    model, tokens = small_model("qwen3"), list(range(100)) * 7
+
+    def cached(ranks: Ranks, trace: str | None = None) -> int:
+        factory = PagedCacheFactory(model, max_bytes="64MB", store=tmp_path / "store", trace=trace)
+        factory.prefixes.ranks = ranks
+        cache, known = factory.fetch_cache(tokens)
+        if not known:
+            model(mx.array([tokens]), cache=cache)
+            factory.insert_cache(tokens, cache)
+        del cache
+        factory.close()
+        return known
+
+    assert cached(ALONE) == 0
+    assert cached(ALONE, trace=str(tmp_path / "trace")) == 699
+    # The other rank has the first 600 tokens: full pages that both have are loaded.
+    assert cached(OtherStores((600, ()))) == 512
+    assert cached(OtherStores(None)) == 0
+    assert cached(OtherStores((700, (7,)), is_readable=False)) == 0
+
+
+class OtherStores(Ranks):
+    """A rank beside another one with other stored pages: from the second question on it offers the
+    same. Where it cannot read, it has nothing more to offer."""
+
+    size = 2
+
+    def __init__(self, offer: Any, *, is_readable: bool = True) -> None:
+        self._offers = [offer]
+        self._is_readable = is_readable
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        if question == "readable" and not self._is_readable:
+            self._offers.append(None)
+            return [answer, False]
+        if question == "stored prefix" and self._offers:
+            return [answer, self._offers.pop()]
+        return [answer, answer]
+
+
+def test_a_policy_needs_every_rank() -> None:
+    demand, pool = Demand(1, 1), PoolSize(100, 0, (GroupSize(10, lambda _: 1),))
+    for policy, is_yes in (
+        (Unanimous(Reserve(), ALONE), True),
+        (Unanimous(Reserve(), OtherRanks(room=False, possible=False)), False),
+    ):
+        assert policy.is_possible(demand, pool) is is_yes
+        assert policy.has_room(demand, [], [pool]) is is_yes
+
+
+class AnsweringRanks(Ranks):
+    """A rank beside another one, which gives these answers by question, and otherwise the same."""
+
+    size = 2
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+
+    def gather(self, question: str, answer: Any) -> list[Any]:
+        return [answer, self._answers.get(question, answer)]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_sequence_begins_where_every_rank_has_room(has_room: bool) -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    factory.ranks = AnsweringRanks(room=has_room, ended=False)
+    with factory:
+        generator = BatchGenerator(model)
+        generator.insert([[1, 2, 3], [4, 5, 6]], max_tokens=[2, 2])
+        together = [len(generator.next_generated()) for _ in range(2)]
+        generator.close()
+    assert together == ([2, 2] if has_room else [1, 1])
+
+
+def test_a_batch_is_short_of_memory_where_one_rank_is() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    its_error = PoolExhausted(1, 0, 0, 100, 10)
+    factory.ranks = AnsweringRanks(blocks=its_error, ended=False)
+    with factory:
+        generator = BatchGenerator(model)
+        generator.insert([[1, 2, 3]], max_tokens=[2])
+        with pytest.raises(PoolExhausted) as raised:
+            generator.next_generated()
+        generator.close()
+    assert raised.value is its_error
+
+
+def test_a_rank_tries_again_where_another_has_taken_pages_back() -> None:
+    model = small_model("qwen3")
+    factory = PagedCacheFactory(model, max_bytes="64MB")
+    generator = BatchGenerator(model)
+    for has_taken in (True, False):
+        factory.ranks = AnsweringRanks(ended=has_taken)
+        assert Preemption(generator, factory)._take_back() is has_taken
+    generator.close()
+
+
+def test_what_other_ranks_get_of_a_job_has_no_client() -> None:
+    anything: Any = threading.Lock()  # cannot be pickled, as channels and readers
+    job = Job("id", (None, None, None), anything, 7, 1, 0, "salt", anything)  # type: ignore[arg-type]  # not read
+    its = pickle.loads(pickle.dumps(job))
+    assert (its.number, its.request_id, its.salt) == (job.number, "id", "salt")
+    assert its.channel is its.read is None
+    error = pickle.loads(pickle.dumps(APIError(503, "busy", param="n", headers={"a": "b"})))
+    assert (error.status, str(error), error.param, error.headers) == (503, "busy", "n", {"a": "b"})
+
+
+def test_a_rank_tells_its_memory_also_while_a_pool_is_locked() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    now = own_memory(RankMemory())
+    assert now.budget >= pool.budget.max_bytes
+    with pool.lock, ThreadPoolExecutor(1) as threads:
+        assert threads.submit(own_memory, RankMemory(1, 2, 3)).result() == RankMemory(1, 2, 3)

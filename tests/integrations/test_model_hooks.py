@@ -1,0 +1,238 @@
+"""Only the modules of a model meet replaced functions, and only while caches of it exist."""
+
+import gc
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
+from mlx_lm.models import base
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv import PagedCacheFactory
+from paged_kv.integrations.attention_hook import ATTENTION, paged_attention
+from paged_kv.integrations.model_hooks import ModelHooks, Undo, modules_of
+from tests.support.generation import assert_same_run, greedy
+from tests.support.zoo import small_model
+
+# Not by `import`: these modules do not say that they have the names of what they import.
+gemma2, llama, qwen3_next = (
+    importlib.import_module(f"mlx_lm.models.{name}") for name in ("gemma2", "llama", "qwen3_next")
+)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+STOCK_ATTENTION = base.scaled_dot_product_attention
+
+
+def names_of_mlx() -> list[Any]:
+    found: list[Any] = [*vars(mx).items(), *vars(mx.fast).items()]
+    return [*found, *vars(base).items(), PromptProcessingBatch.prompt]
+
+
+def names_of(model: Module) -> list[Any]:
+    return [each for module in modules_of(model) for each in vars(module).items()]
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    """Whether all names mean the same objects."""
+    pairs = zip(some, others, strict=True)
+    return all(
+        one is other or (one[0], id(one[1])) == (other[0], id(other[1])) for one, other in pairs
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Earlier tests' caches are gone, and so are those of this one."""
+    gc.collect()
+    before = names_of_mlx()
+    yield
+    gc.collect()
+    assert same(before, names_of_mlx())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "qwen3_next", "minimax_m3_vl"])
+def test_everything_is_as_before_once_a_factory_is_closed(name: str) -> None:
+    model = small_model(name)
+    before, call, mlx = names_of(model), type(model).__call__, names_of_mlx()[:-1]
+    factory = PagedCacheFactory(model, max_bytes=64 << 20, compile=False)
+    greedy(model, PROMPT, factory.make_cache(), 4)
+    assert not same(before, names_of(model))
+    assert type(model).__call__ is not call
+    assert same(mlx, names_of_mlx()[:-1])
+    factory.close()
+    gc.collect()
+    assert same(before, names_of(model))
+    assert type(model).__call__ is call
+
+
+@pytest.mark.parametrize(("module", "is_needed"), [(llama, False), (gemma2, True)])
+def test_operations_are_replaced_only_where_a_trial_shows_the_need(
+    module: ModuleType, is_needed: bool
+) -> None:
+    factory = PagedCacheFactory(small_model(module.__name__.split(".")[-1]), compile=False)
+    factory.make_cache()
+    assert (module.mx is not mx) == is_needed
+    assert (module.mx.tanh is not mx.tanh) == is_needed
+    assert module.mx.exp is mx.exp
+    factory.close()
+    assert module.mx is mx
+
+
+def test_caches_go_on_after_their_factory_and_end_what_is_replaced() -> None:
+    model = small_model("gemma2")
+    factory = PagedCacheFactory(model, max_bytes=64 << 20)
+    cache, pool = factory.make_cache(), factory.pool
+    first = greedy(model, PROMPT, cache, 4)
+    forks = [each.__deepcopy__({}) for each in cache]
+    factory.close()
+    del cache
+    gc.collect()
+    stock = make_prompt_cache(model)
+    assert_same_run(first, greedy(model, PROMPT, stock, 4), 1e-4)
+    assert_same_run(greedy(model, [7], forks, 4), greedy(model, [7], stock, 4), 1e-4)
+    assert pool.stats().gather_fallbacks == 0
+    assert gemma2.mx is not mx
+    del forks
+    gc.collect()
+    assert gemma2.mx is mx
+
+
+def test_a_dropped_factory_ends_what_is_replaced_without_a_close() -> None:
+    model = small_model("llama")
+    call = type(model).__call__
+    cache = PagedCacheFactory(model).make_cache()
+    gc.collect()
+    assert greedy(model, PROMPT, cache, 4)
+    assert llama.scaled_dot_product_attention is paged_attention
+    del cache
+    gc.collect()
+    assert llama.scaled_dot_product_attention is STOCK_ATTENTION
+    assert type(model).__call__ is call
+
+
+def test_one_of_two_factories_of_a_model_goes_on_alone() -> None:
+    model = small_model("llama")
+    expected = greedy(model, PROMPT, make_prompt_cache(model), 4)
+    one, other = PagedCacheFactory(model), PagedCacheFactory(model)
+    one.make_cache()
+    cache = other.make_cache()
+    one.close()
+    assert_same_run(greedy(model, PROMPT, cache, 4), expected, 1e-4)
+    assert other.stats().gather_fallbacks == 0
+    other.close()
+
+
+def test_another_models_modules_are_left_alone() -> None:
+    factory = PagedCacheFactory(small_model("gemma2"))
+    factory.make_cache()
+    assert llama.scaled_dot_product_attention is STOCK_ATTENTION
+    assert llama.mx is qwen3_next.mx is vars(base)["mx"] is mx
+    factory.close()
+
+
+def test_a_module_that_is_imported_meanwhile_gets_mlx_lms_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factory = PagedCacheFactory(small_model("llama"))
+    factory.make_cache()
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.granite", raising=False)
+    later = importlib.import_module("mlx_lm.models.granite")
+    factory.close()
+    assert later.scaled_dot_product_attention is STOCK_ATTENTION
+
+
+def test_all_names_of_a_module_are_replaced_and_put_back() -> None:
+    early = ModuleType("early")
+    names = {"attention": STOCK_ATTENTION, "alias": STOCK_ATTENTION, "base": base, "other": len}
+    vars(early).update(names)
+    removals = [ATTENTION.install([early]) for _ in range(2)]
+    assert early.attention is early.alias is early.base.scaled_dot_product_attention
+    assert early.attention is paged_attention
+    assert (early.other, early.base.create_causal_mask) == (len, base.create_causal_mask)
+    early.alias = None  # type: ignore[attr-defined]  # whoever changes a name meanwhile keeps the change
+    removals[0]()
+    assert early.attention is paged_attention
+    removals[1]()
+    assert {name: vars(early)[name] for name in names} == {**names, "alias": None}
+
+
+def test_a_class_that_inherits_its_call_gets_no_own() -> None:
+    class Renamed(type(small_model("llama"))):  # type: ignore[misc]
+        pass
+
+    model = Renamed(small_model("llama").args)
+    factory = PagedCacheFactory(model)
+    greedy(model, PROMPT, factory.make_cache(), 4)
+    assert "__call__" in vars(Renamed)
+    factory.close()
+    gc.collect()
+    assert "__call__" not in vars(Renamed)
+    assert model(mx.array([PROMPT])).shape[1] == len(PROMPT)
+
+
+def test_prompts_of_batches_are_mlx_lms_again() -> None:
+    stock = PromptProcessingBatch.prompt
+    model = small_model("qwen3_next")
+    with PagedCacheFactory(model) as factory:
+        assert PromptProcessingBatch.prompt is not stock
+        generator = BatchGenerator(model, max_tokens=2)
+        generator.insert([PROMPT, PROMPT[:3]])
+        while generator.next_generated():
+            pass
+        generator.close()
+    factory.close()
+    del generator
+    gc.collect()
+    assert PromptProcessingBatch.prompt is stock
+
+
+def test_factories_in_threads_leave_nothing() -> None:
+    models = [small_model("gemma2") for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def use(model: Any) -> None:
+        try:
+            for _ in range(5):
+                with PagedCacheFactory(model, max_bytes=64 << 20) as factory:
+                    greedy(model, PROMPT, factory.make_cache(), 2)
+                    assert factory.stats().gather_fallbacks == 0
+                factory.close()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    gc.collect()
+    assert gemma2.mx is mx
+
+
+def test_two_threads_that_share_a_factory_replace_once() -> None:
+    hooks, second = ModelHooks(), threading.Event()
+    changes: list[None] = []
+
+    def install() -> Undo:
+        changes.append(None)
+        if len(changes) > 1:
+            second.set()
+        second.wait(0.2)  # the other thread must not get here meanwhile
+        return changes.clear
+
+    threads = [threading.Thread(target=hooks.add, args=("all", install)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(changes) == 1
+    del hooks
+    gc.collect()
+    assert not changes

@@ -1,0 +1,337 @@
+"""Features of only the native kernels: unwritten keys, log-sum-exp, any strides, threads, forks."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_kv.kernels.cpu.native_backend import ALIGNMENT, NativeBackend
+from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import FP16, PageFormat
+from tests.support.arrays import normal, numbers
+from tests.support.attention_metadata import unpadded
+from tests.support.backends import instruction_sets, native_library
+from tests.support.dense_attention import dense_attention
+from tests.support.examples import examples
+from tests.support.patience import wait_until
+
+ENTRIES = [0, 1, 2, 3, 4, 5, 64, 65, 66, 67, 68, 69]
+TOLERANCES = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=instruction_sets())
+def backend(request: pytest.FixtureRequest) -> NativeBackend:
+    library = native_library()
+    library.use_instruction_set(request.param)
+    return NativeBackend(library)
+
+
+def new_pages(
+    backend: NativeBackend, geometry: LayerGeometry, page_format: PageFormat = FP16
+) -> LayerPages:
+    """Two slabs full of NaN."""
+    pages = LayerPages(geometry, backend, 64)
+    pages.map_slab(0, 6, page_format)
+    pages.map_slab(1, 6, page_format)
+    pages.load(dict.fromkeys(ENTRIES, mx.full(pages.page(0).shape, 0xFFFF, dtype=WORD)))
+    return pages
+
+
+def tables_for(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    free = [int(entry) for entry in np.random.default_rng(7).permutation(ENTRIES)]
+    return tuple(tuple(free.pop() for _ in range(-(-length // 256))) for length in lengths)
+
+
+@pytest.mark.slow
+@examples(30)
+@given(
+    name=st.sampled_from(instruction_sets()),
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=3),
+    num_new=st.integers(0, 620),
+    queries=st.sampled_from([1, 3, 70]),
+    heads=st.integers(1, 3),
+    gqa_group_size=st.sampled_from([1, 3, 7, 16]),
+    k_dim=st.integers(1, 72).map(lambda n: 8 * n),
+    v_dim=st.integers(4, 24).map(lambda n: 8 * n),
+    dtypes=st.tuples(*[st.sampled_from(list(TOLERANCES))] * 3),
+    window=st.none() | st.integers(1, 700),
+    with_sinks=st.booleans(),
+)
+def test_new_tokens_stand_for_tokens_that_no_page_holds(
+    name: str,
+    lengths: list[int],
+    num_new: int,
+    queries: int,
+    heads: int,
+    gqa_group_size: int,
+    k_dim: int,
+    v_dim: int,
+    dtypes: tuple[mx.Dtype, ...],
+    window: int | None,
+    with_sinks: bool,
+) -> None:
+    library = native_library()
+    library.use_instruction_set(name)
+    backend = NativeBackend(library)
+    pages = new_pages(backend, LayerGeometry(heads, k_dim, dtypes[0], heads, v_dim, dtypes[1]))
+    metadata = unpadded(tables_for(lengths), tuple(lengths))
+    longest = max(lengths)
+    keys = normal((len(lengths), heads, longest, k_dim), dtypes[0], 1)
+    values = normal((len(lengths), heads, longest, v_dim), dtypes[1], 2)
+    in_pages = longest - min(num_new, longest)
+    for row, length in enumerate(lengths):
+        # The pages do not hold the new tokens.
+        count = length - min(num_new, length)
+        if count:
+            first = longest - length
+            part = np.s_[row : row + 1, :, first : first + count]
+            pages.write(
+                keys[part], values[part], unpadded(metadata.block_tables[row : row + 1], (count,))
+            )
+    new_tokens = (keys[:, :, in_pages:], values[:, :, in_pages:]) if num_new else None
+    asked = normal((len(lengths), heads * gqa_group_size, queries, k_dim), dtypes[2], 3)
+    sinks = normal((heads * gqa_group_size,), dtypes[2], 4) if with_sinks else None
+    options: Any = {"scale": k_dim**-0.5, "causal": True, "window": window}
+    found, log_sum_exp = backend.attend_with_log_sum_exp(
+        pages, asked, metadata, Attention(sinks=sinks, **options), unwritten=new_tokens
+    )
+    options["sinks"] = None if sinks is None else numbers(sinks)
+    for row, own in enumerate(metadata.valid_tokens(queries)):
+        first = longest - lengths[row]
+        expected, expected_lse = dense_attention(
+            numbers(asked[row, :, own.start :]),
+            numbers(keys[row, :, first:]),
+            numbers(values[row, :, first:]),
+            **options,
+        )
+        error = np.abs(numbers(found[row, :, own.start :]) - expected).max()
+        assert error <= TOLERANCES[dtypes[2]]
+        assert np.abs(np.asarray(log_sum_exp[row, :, own.start :]) - expected_lse).max() < 1e-4
+        assert not found[row, :, : own.start].any()
+        assert (log_sum_exp[row, :, : own.start] == -mx.inf).all()
+
+
+def test_two_parts_merge_by_their_log_sum_exp(backend: NativeBackend) -> None:
+    """As for a ring: the pages, then the new tokens, as if they were two contexts."""
+    geometry = LayerGeometry(2, 64, mx.float32, 2, 64, mx.float32)
+    pages, table = new_pages(backend, geometry), (64, 3, 1)
+    keys, values = normal((1, 2, 700, 64), mx.float32, 1), normal((1, 2, 700, 64), mx.float32, 2)
+    query = normal((1, 8, 1, 64), mx.float32, 3)
+    metadata = unpadded((table,), (700,))
+    pages.write(keys, values, metadata)
+    whole = pages.attend(query, metadata, Attention(0.125))
+    first = unpadded((table,), (400,))
+    rest = unpadded(((),), (300,))
+    new_tokens = keys[:, :, 400:], values[:, :, 400:]
+    attention = Attention(0.125, causal=False)
+    a, lse_a = backend.attend_with_log_sum_exp(pages, query, first, attention)
+    b, lse_b = backend.attend_with_log_sum_exp(pages, query, rest, attention, unwritten=new_tokens)
+    share = mx.sigmoid(lse_a - lse_b)[..., None]
+    assert mx.allclose(share * a + (1 - share) * b, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_queries_of_another_dtype_than_the_pages(backend: NativeBackend, dtype: mx.Dtype) -> None:
+    pages = new_pages(backend, LayerGeometry(2, 64, mx.bfloat16, 2, 64, mx.float16))
+    metadata = unpadded(((4, 69),), (300,))
+    keys, values = normal((1, 2, 300, 64), mx.bfloat16, 1), normal((1, 2, 300, 64), mx.float16, 2)
+    pages.write(keys, values, metadata)
+    asked = normal((1, 6, 5, 64), dtype, 3)
+    found = pages.attend(asked, metadata, Attention(0.125))
+    assert found.dtype == dtype
+    expected, _ = dense_attention(
+        *(numbers(array[0]) for array in (asked, keys, values)),
+        scale=0.125,
+        causal=True,
+        window=None,
+        sinks=None,
+    )
+    assert np.abs(numbers(found[0]) - expected).max() <= TOLERANCES[dtype]
+
+
+def test_arrays_with_any_strides(backend: NativeBackend) -> None:
+    """Transposed, reversed, repeated and every second number."""
+    geometry = LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32)
+    pages, others = new_pages(backend, geometry), new_pages(backend, geometry)
+    metadata = unpadded(((0, 1),), (300,))
+    wide = normal((1, 300, 2, 64), mx.float32, 1)
+    keys = wide.transpose(0, 2, 1, 3)[..., ::2]
+    values = mx.broadcast_to(normal((1, 1, 300, 32), mx.float32, 2), (1, 2, 300, 32))[:, :, ::-1]
+    queries = normal((1, 32, 3, 4), mx.float32, 3).transpose(0, 3, 2, 1)
+    pages.write(keys, values, metadata)
+    others.write(mx.contiguous(keys), mx.contiguous(values), metadata)
+    for entry in (0, 1):
+        assert mx.array_equal(pages.page(entry), others.page(entry))
+    found = pages.attend(queries, metadata, Attention(0.2))
+    assert mx.array_equal(found, pages.attend(mx.contiguous(queries), metadata, Attention(0.2)))
+
+
+def test_pages_begin_at_a_cache_line(backend: NativeBackend) -> None:
+    for pages_count in (1, 3):
+        slab = backend.new_slab(pages_count, 512, 40)
+        assert slab.shape == (pages_count * 512, 40)
+        assert np.asarray(slab).ctypes.data % ALIGNMENT == 0
+
+
+def test_a_slab_that_no_machine_holds_is_refused(backend: NativeBackend) -> None:
+    with pytest.raises(MemoryError, match=r"slab of .* bytes does not fit: .*smaller max_bytes"):
+        backend.new_slab(1 << 16, 1 << 20, 1 << 10)
+
+
+def test_arrays_that_do_not_fit_the_pages_are_refused(backend: NativeBackend) -> None:
+    pages = new_pages(backend, LayerGeometry(2, 32, mx.float32, 2, 32, mx.float32))
+    metadata = unpadded(((0,),), (5,))
+    good = mx.zeros((1, 2, 5, 32))
+    for bad in (good[:, :1], good[..., :16], good.astype(mx.float16), good.astype(mx.int32)):
+        with pytest.raises(ValueError, match="shapes or dtypes"):
+            pages.write(bad, good, metadata)
+    for query in (mx.zeros((1, 3, 1, 32)), mx.zeros((2, 2, 1, 32)), mx.zeros((1, 2, 1, 24))):
+        with pytest.raises(ValueError, match="shapes or dtypes"):
+            pages.attend(query, metadata, Attention(1.0))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "expected"),
+    [
+        (LayerGeometry(2, 576, mx.float16, 2, 512, mx.bfloat16), True),
+        (LayerGeometry(2, 8, mx.float32, 2, 8, mx.float32), True),
+        (LayerGeometry(2, 64, mx.float16, 1, 64, mx.float16), False),
+        (LayerGeometry(2, 60, mx.float16, 2, 64, mx.float16), False),
+        (LayerGeometry(2, 584, mx.float16, 2, 64, mx.float16), False),
+        (LayerGeometry(1, 576, mx.float16, 1, 0, mx.float16), False),
+    ],
+)
+def test_what_is_supported(backend: NativeBackend, geometry: LayerGeometry, expected: bool) -> None:
+    assert backend.supports(geometry) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_does_not_matter(backend: NativeBackend, threads: int) -> None:
+    pages = new_pages(backend, LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
+    metadata = unpadded(tables_for((1500, 700)), (1500, 700))
+    step = normal((2, 4, 1500, 128), mx.float16, 1)
+    asked = normal((2, 16, 40, 128), mx.float16, 2)
+    backend.library.use_threads(1)
+    pages.write(step, step, metadata)
+    alone = (
+        pages.attend(asked, metadata, Attention(0.1)),
+        pages.attend(asked[:, :, :1], metadata, Attention(0.1)),
+    )
+    backend.library.use_threads(threads)
+    pages.write(step, step, metadata)
+    for expected, count in zip(alone, (40, 1), strict=True):
+        found = pages.attend(asked[:, :, :count], metadata, Attention(0.1))
+        assert mx.allclose(found, expected, atol=2e-3)
+    backend.library.use_threads(2)
+
+
+def test_threads_of_python_may_call_at_once(backend: NativeBackend) -> None:
+    """One of them uses the library's threads, the others compute alone."""
+    geometry = LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16)
+    metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
+
+    def work(seed: int) -> bool:
+        mx.set_default_device(mx.cpu)
+        backend = NativeBackend(native_library())
+        pages = new_pages(backend, geometry)
+        step = normal((1, 4, 1200, 128), mx.float16, seed)
+        asked = normal((1, 16, 1, 128), mx.float16, seed + 100)
+        pages.write(step, step, metadata)
+        first = pages.attend(asked, metadata, Attention(0.1))
+        return all(
+            bool(mx.allclose(pages.attend(asked, metadata, Attention(0.1)), first, atol=1e-3))
+            for _ in range(30)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(8)))
+
+
+FORKED = """
+import os, sys
+import mlx.core as mx
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+import tests.kernels.cpu.test_native_kernels as kernels
+backend = NativeBackend(kernels.native_library())
+backend.library.use_threads(3)
+pages = kernels.new_pages(backend, kernels.LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
+metadata = kernels.unpadded(((3, 68, 1, 64, 5),), (1200,))
+step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
+asked = mx.ones((1, 16, 1, 128), dtype=mx.float16)
+mx.eval(step, asked)
+pages.write(step, step, metadata)
+pages.attend(asked, metadata, kernels.Attention(0.1))
+child = os.fork()
+# MLX's own threads are gone in the child: nothing here may need them.
+output = kernels.gives_ones(backend, pages, asked, metadata)
+if child == 0:
+    os._exit(0 if output else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output)
+"""
+
+
+def gives_ones(
+    backend: NativeBackend, pages: LayerPages, asked: mx.array, metadata: AttentionMetadata
+) -> bool:
+    """Whether attention to values that are all ones gives ones."""
+    output = backend.attend(pages, asked, metadata, Attention(0.1))
+    return bool((np.asarray(output) == 1).all())
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.stdout.split() == ["0", "True"], done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what each thread does")
+def test_nothing_spins_between_calls(backend: NativeBackend) -> None:
+    pages = new_pages(backend, LayerGeometry(4, 128, mx.float16, 4, 128, mx.float16))
+    metadata = unpadded(((3, 68, 1, 64, 5),), (1200,))
+    step = mx.ones((1, 4, 1200, 128), dtype=mx.float16)
+    pages.write(step, step, metadata)
+    backend.library.use_threads(2)
+    pages.attend(step[:, :, :1], metadata, Attention(0.1))
+    others = set(THREADS.iterdir())
+    backend.library.use_threads(4)
+    pages.attend(step[:, :, :1], metadata, Attention(0.1))
+    started = set(THREADS.iterdir()) - others
+    assert len(started) == 3
+    wait_until(lambda: all(is_asleep(thread) for thread in started))
+    ran = [nanoseconds(thread) for thread in started]
+    time.sleep(0.3)
+    assert [nanoseconds(thread) for thread in started] == ran
+    backend.library.use_threads(2)
+
+
+THREADS = Path("/proc/self/task")
+
+
+def is_asleep(thread: Path) -> bool:
+    # The name before the state may contain blanks and brackets.
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def nanoseconds(thread: Path) -> int:
+    """How long a thread has run on a processor."""
+    return int((thread / "schedstat").read_text().split()[0])

@@ -1,0 +1,102 @@
+"""The native kernels of each instruction set with NaN, infinity, numbers outside 16 bits, and pages
+in another format.
+
+Each test loops over its cases: a fault of one instruction set shows in only a few of them.
+"""
+
+from itertools import permutations, product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import page_format_named
+from tests.support.arrays import normal, numbers
+from tests.support.backends import instruction_sets, native_library
+from tests.support.page_numbers import holding
+
+# Head sizes of whole registers of every instruction set.
+HEADS, DIM = 2, 96
+ROWS = AttentionMetadata(((0,),), (256,), (0,))
+COPIED = AttentionMetadata(((64,),), (256,), (0,))
+CODES = ("q8-unrotated", "q4-unrotated")
+# Two NaNs whose last bits would carry into the sign if a kernel rounded them like numbers.
+NANS = (0x7FFF, 0xFFFF, 0x7C01, 0x7E00)
+
+
+@pytest.fixture(params=instruction_sets())
+def backend(request: pytest.FixtureRequest) -> NativeBackend:
+    library = native_library()
+    library.use_instruction_set(request.param)
+    return NativeBackend(library)
+
+
+def pages_of(backend: NativeBackend, dtype: mx.Dtype, *names: str) -> LayerPages:
+    """A page of each format, each the first of its own slab."""
+    pages = LayerPages(LayerGeometry(HEADS, DIM, dtype, HEADS, DIM, dtype), backend, 64)
+    for slab, name in enumerate(names):
+        pages.map_slab(slab, 1, page_format_named(name))
+    return pages
+
+
+def step(dtype: mx.Dtype, seed: int) -> mx.array:
+    return normal((1, HEADS, 256, DIM), dtype, seed)
+
+
+def test_nan_in_a_page_is_nan_in_its_copy_of_16_bits(backend: NativeBackend) -> None:
+    """Whatever the NaN's bits are. Codes other than 0 have a scale of NaN."""
+    for name, bits, dtype in product(CODES, NANS, (mx.float32, mx.float16, mx.bfloat16)):
+        pages = pages_of(backend, dtype, name, "fp16")
+        words = np.full(pages.page(0).shape, 0x1111, np.uint16).reshape(-1)
+        layout = pages.layout_of(0)
+        for plane in (1, 3):
+            first = layout.offsets[plane]
+            words[first : first + layout.planes[plane].words] = bits
+        pages.load({0: mx.array(words.reshape(pages.page(0).shape), WORD)})
+        pages.copy({0: 64})
+        for part in pages.gather(COPIED):
+            assert np.isnan(numbers(part)).all(), (name, hex(bits), dtype)
+
+
+def test_a_copy_of_16_bits_is_rounded_as_mlx_rounds(backend: NativeBackend) -> None:
+    """Code times scale has more bits than the dtype: it rounds to nearest, ties to even."""
+    for name, dtype in product(CODES, (mx.float16, mx.bfloat16)):
+        pages = pages_of(backend, dtype, name, "fp16")
+        pages.load(holding(pages, step(dtype, 1), step(dtype, 2), ROWS))
+        pages.copy({0: 64})
+        for ours, lazy in zip(pages.gather(COPIED), pages.gather(ROWS), strict=True):
+            assert mx.array_equal(ours.view(WORD), lazy.view(WORD)), (name, dtype)
+
+
+def test_a_query_that_is_no_number_gives_none(backend: NativeBackend) -> None:
+    """The numbers beside it keep their values."""
+    for name, queries in product(("fp16", "q8", "q4", "q4-unrotated"), (1, 40)):
+        pages = pages_of(backend, mx.float16, name)
+        keys, values = mx.abs(step(mx.float16, 1)) + 1, step(mx.float16, 2)
+        pages.load(holding(pages, keys, values, ROWS))
+        for number in (np.inf, -np.inf, np.nan):
+            asked = normal((1, 2 * HEADS, queries, DIM), mx.float16, 3)
+            # Infinity times numbers of both signs.
+            asked[0, 1, queries // 2, :2] = mx.array([number, -number])
+            is_nan = np.isnan(numbers(pages.attend(asked, ROWS, Attention(0.1)))[0])
+            assert is_nan[1, queries // 2].all(), (name, queries, number)
+            assert is_nan.sum() == DIM, (name, queries, number)
+
+
+def test_a_page_holds_the_same_numbers_in_another_format(backend: NativeBackend) -> None:
+    """To within codes of 4 bits: with a wrong basis or scale, nothing would match."""
+    names = ("fp16", "q8", "q4", *CODES)
+    for source, target in permutations(names, 2):
+        pages = pages_of(backend, mx.float16, source, target)
+        given = step(mx.float16, 1), step(mx.float16, 2)
+        pages.load(holding(pages, *given, ROWS))
+        pages.copy({0: 64})
+        for part, expected in zip(pages.gather(COPIED), given, strict=True):
+            noise = numbers(part) - numbers(expected)
+            assert np.square(noise).mean() < 0.02 * np.square(numbers(expected)).mean()

@@ -1,0 +1,259 @@
+"""The choice of a backend for a device, and the calls that the GPU backend leaves to plain ones."""
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv import PagedCacheFactory
+from paged_kv.command_line import main
+from paged_kv.integrations.doctor import examination
+from paged_kv.kernels import backends as backend_module
+from paged_kv.kernels.backends import choose_backend
+from paged_kv.kernels.gpu import tuning as gpu_tuning
+from paged_kv.kernels.gpu.arrays import PARAMETERS
+from paged_kv.kernels.gpu.backend import GpuBackend
+from paged_kv.kernels.gpu.text import header_path
+from paged_kv.kernels.pages.attention import Attention
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.errors import QuantisedPage
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.layer_memory import MAX_SLABS
+from paged_kv.kernels.pages.page_format import FP16, PAGE_SIZE
+from paged_kv.kernels.pages.prefix_groups import SEQUENCES
+from paged_kv.kernels.pages.tables import ROW_FIELDS
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+from paged_kv.kernels.self_test import checks
+from tests.support.arrays import normal
+from tests.support.generation import assert_same_run, greedy
+from tests.support.gpu_pages import (
+    ALL_DIALECTS,
+    DIALECTS,
+    TOLERANCES,
+    Batch,
+    backend_on,
+    device_of,
+    needs_compiler,
+    new_pages,
+    same,
+    written,
+)
+
+# Of log-probabilities in float16, against the plain backend, which rounds sums at other places.
+FLOAT16_TOLERANCE = 0.05
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_gpu_backend_without_a_gpu_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", name)
+    with pytest.raises(ValueError, match=f"'{name}', but MLX has no {name} here"):
+        choose_backend()
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_gpu_is_served_by_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: name == "metal")
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: name == "cuda")
+    assert choose_backend().name == name
+
+
+@pytest.mark.parametrize(
+    ("geometry", "supported"),
+    [
+        (same(80), True),
+        (same(256, mx.bfloat16), True),
+        (LayerGeometry(2, 192, mx.float16, 2, 128, mx.float16), True),
+        (same(72), False),
+        (same(64, mx.float32), False),
+        (LayerGeometry(2, 64, mx.float16, 1, 64, mx.float16), False),
+        (LayerGeometry(2, 64, mx.float16, 2, 64, mx.bfloat16), False),
+        (LayerGeometry(1, 576, mx.float16, 1, 512, mx.float16), False),
+        (LayerGeometry(1, 512, mx.float16, 1, 64, mx.float16), True),
+        (LayerGeometry(2, 512, mx.float16, 2, 64, mx.float16), False),
+    ],
+)
+def test_supported_layers(geometry: LayerGeometry, supported: bool) -> None:
+    assert GpuBackend("metal", mx.fast.metal_kernel).supports(geometry) == supported
+
+
+def test_kernels_and_their_callers_mean_the_same_places_and_sizes() -> None:
+    names = ("pages", "write", "decode", "prefill_plan")
+    paths = [header_path("metal", name) for name in names]
+    text = "".join(
+        path.read_text() for path in [*paths, *(header_path(d, "matrices") for d in DIALECTS)]
+    )
+    listed = re.search(r"enum Parameter \{(.*?)\};", text, re.DOTALL)
+    assert listed is not None
+    places = re.findall(r"^  (\w+),?", listed[1], re.MULTILINE)
+    renamed = {"bases_of_values": "bases"}
+    assert tuple(renamed.get(n.lower(), n.lower()) for n in places[:-1]) == PARAMETERS
+    assert places[-1] == "PARAMETERS"
+
+    def constants(name: str) -> list[int]:
+        return [int(number) for number in re.findall(rf"CONSTANT uint {name} = (\d+)", text)]
+
+    assert set(constants("SLABS")) == {MAX_SLABS}
+    assert set(constants("ROW_FIELDS")) == {ROW_FIELDS}
+    assert set(constants("PAGE_SIZE")) == {PAGE_SIZE}
+    assert set(constants("TILE")) == {gpu_tuning.TILE}
+    assert set(constants("SLOT_SIMDGROUPS")) == {gpu_tuning.SLOT_SIMDGROUPS}
+    assert set(constants("SEQUENCES")) == {SEQUENCES}
+    rows = constants("SIMDGROUP_ROWS")
+    assert rows == [gpu_tuning.SIMDGROUP_ROWS[dialect] for dialect in DIALECTS]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dialect", ALL_DIALECTS)
+class TestOnThisCpu:
+    def test_growth_compiles_no_kernel_again(self, dialect: str) -> None:
+        """More slabs and longer tables use the same texts, whose names MLX compares. Only contexts
+        of several parts need two others."""
+        device = device_of(dialect, checked=False)
+        pages = new_pages(backend_on(device, dialect), same(64), ["fp16"])
+        queries = normal((1, 2, 1, 64), mx.float16, 1)
+        made = []
+        for slabs in (1, 3, 5, 9):
+            for slab in range(len(pages.slabs), slabs):
+                pages.map_slab(slab, 8, FP16)
+            entries = tuple(slab * 8 for slab in range(slabs))
+            metadata = AttentionMetadata((entries,), (slabs * 256 - 3,), (0,))
+            pages.write(queries[:, :2], queries[:, :2], metadata)
+            pages.attend(queries, metadata, Attention(1.0))
+            made.append(set(device.texts))
+        assert made[0] == made[1]
+        assert made[2] == made[3]
+        assert [len(texts) for texts in made] == [2, 2, 4, 4]
+
+    def test_pages_in_more_slabs_than_a_kernel_takes(self, dialect: str) -> None:
+        backend = backend_on(device_of(dialect, checked=False), dialect)
+        pages = new_pages(backend, same(64), ["fp16"] * (MAX_SLABS + 1))
+        table = tuple(slab * 8 for slab in range(MAX_SLABS + 1))
+        metadata = AttentionMetadata((table,), (len(table) * 256,), (0,))
+        shape = (1, 2, len(table) * 256, 64)
+        pages.write(normal(shape, mx.float16, 1), normal(shape, mx.float16, 2), metadata)
+        batch = Batch(pages, metadata)
+        assert batch.attend(1) <= TOLERANCES[mx.float16]
+        assert batch.attend(3) <= TOLERANCES[mx.float16]
+        assert backend.fallbacks == 3
+        few = AttentionMetadata((table[:2],), (300,), (0,))
+        assert Batch(pages, few).attend(1) <= TOLERANCES[mx.float16]
+        assert backend.fallbacks == 3
+
+    def test_queries_of_another_dtype_that_lie_elsewhere(self, dialect: str) -> None:
+        backend = backend_on(device_of(dialect), dialect)
+        batch = written(backend, same(64), ["fp16"], [20])
+        queries = normal((1, 2, 6, 64), mx.bfloat16, 1).transpose(0, 2, 1, 3)
+        found = batch.pages.attend(queries, batch.metadata, Attention(0.125))
+        other = batch.pages.attend(mx.contiguous(queries), batch.metadata, Attention(0.125))
+        assert found.dtype == mx.bfloat16
+        assert mx.array_equal(found, other)
+
+    def test_no_step_is_written_to_a_quantised_page(self, dialect: str) -> None:
+        """Neither by a kernel that writes, nor by one that also attends."""
+        pages = new_pages(backend_on(device_of(dialect), dialect), same(64), ["fp16", "q8"])
+        step = normal((1, 2, 2, 64), mx.float16, 1)
+        metadata = AttentionMetadata(((0, 8),), (258,), (0,))
+        with pytest.raises(QuantisedPage):
+            pages.write(step, step, metadata)
+        pages.write_later(step[:, :, :1], step[:, :, :1], metadata)
+        with pytest.raises(QuantisedPage):
+            pages.attend(step[:, :, :1], metadata, Attention(1.0))
+
+    def test_a_slab_that_is_not_one_piece_is_refused(self, dialect: str) -> None:
+        backend = backend_on(device_of(dialect), dialect)
+        pages = new_pages(backend, same(64), ["fp16"])
+        pages.slabs[0].memory = mx.broadcast_to(mx.zeros((1,), mx.uint16), (8192, 64))
+        with pytest.raises(AssertionError):
+            pages.attend(
+                normal((1, 2, 1, 64), mx.float16, 1),
+                AttentionMetadata(((0,),), (9,), (0,)),
+                Attention(1.0),
+            )
+
+    @pytest.mark.slow
+    def test_the_doctor_finds_these_kernels_right(
+        self, dialect: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        device = device_of(dialect, checked=False)
+        monkeypatch.setattr(examination, "whole_backend", lambda: backend_on(device, dialect))
+        monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
+        assert main(["doctor"]) == 0
+        assert f"backend: {dialect}" in capsys.readouterr().out
+        names = {launch.name for launch in device.launches}
+        for operation in ("decode_after_prefix", "prefill_after_prefix", "latent_after_prefix"):
+            assert any(operation in name for name in names)
+        for operation in ("prefill", "latent"):
+            assert any(operation in name and "in_groups" in name for name in names)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model_name", ["stdlib-llama", "stdlib-gemma3"])
+    def test_models_give_the_same_tokens(
+        self,
+        dialect: str,
+        model_name: str,
+        trained: Any,
+        source_text: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Whole models through caches, pools and these kernels, across the edge of a page and of a
+        window, against the plain backend."""
+        model, tokenizer = trained(model_name, mx.float16)
+        prompt = tokenizer.encode(source_text)[100:352]
+        runs = []
+        device = device_of(dialect, checked=False)
+        for make in (lambda: backend_on(device, dialect), PlainBackend):
+            monkeypatch.setitem(backend_module.BACKENDS, "plain", make)
+            monkeypatch.setenv("PAGED_KV_BACKEND", "plain")
+            factory = PagedCacheFactory(model, max_bytes=16 << 20)
+            runs.append(greedy(model, prompt, factory.make_cache(), 8, 128))
+            assert factory.stats().gather_fallbacks == 0
+            factory.close()
+        assert_same_run(runs[0], runs[1], FLOAT16_TOLERANCE)
+        launched = {launch.name.split("_")[2] for launch in device.launches}
+        assert launched >= {"write", "decode", "prefill"}
+
+
+def test_the_doctor_fails_where_a_kernel_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Wrong(PlainBackend):
+        name = "wrong"
+
+        def attend(self, *arguments: Any, **options: Any) -> mx.array:
+            return 1.1 * super().attend(*arguments, **options)
+
+        def copy(self, *arguments: Any) -> None:
+            raise RuntimeError("no such copy")
+
+    monkeypatch.setattr(examination, "whole_backend", Wrong)
+    monkeypatch.setattr(examination, "kernel_times", lambda backend, without: [])
+    assert main(["doctor", "--verbose"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  decode fp16 float16" in out
+    assert "FAIL  copy q4 bfloat16" in out
+    assert "RuntimeError: no such copy" in out
+    assert "pass  write fp16 float16" in out
+
+
+def test_every_check_of_the_doctor_can_fail() -> None:
+    """The tolerances are narrow enough: writes of zeros fail all of these tests."""
+
+    class Nothing(PlainBackend):
+        def write(
+            self, pages: Any, keys: mx.array, values: mx.array, metadata: AttentionMetadata
+        ) -> None:
+            super().write(pages, 0 * keys, 0 * values, metadata)
+
+        def gather(self, *arguments: Any) -> Any:
+            return tuple(part + 1 for part in super().gather(*arguments))
+
+        def copy(self, pages: Any, copies: Any) -> None:
+            pass
+
+    for check in checks(Nothing()):
+        if not check.name.startswith(("decode", "prefill", "latent decode")):
+            error = check.run()
+            assert not error <= check.tolerance or np.isnan(error), check.name

@@ -1,0 +1,272 @@
+"""GPU kernels on this CPU, with every access checked, against dense attention in float64 over the
+numbers in the pages, and against the plain backend's bytes."""
+
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_kv.kernels.gpu.backend import HEAD_SIZES
+from paged_kv.kernels.pages.attention_metadata import AttentionMetadata
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.kernels.pages.page_format import FormatName
+from paged_kv.kernels.plain.plain_backend import PlainBackend
+from tests.support.arrays import normal, numbers
+from tests.support.examples import examples
+from tests.support.gpu_pages import (
+    ALL_DIALECTS,
+    STRIDE,
+    TOLERANCES,
+    backend_on,
+    device_of,
+    needs_compiler,
+    new_pages,
+    same,
+    written,
+)
+from tests.support.grids import plain_only
+
+pytestmark = [needs_compiler, pytest.mark.parametrize("dialect", ALL_DIALECTS)]
+
+FORMATS: list[FormatName] = ["fp16", "q8", "q4", ("fp16", "q4"), ("q4", "fp16"), "q4-unrotated"]
+ORDERS = ("forward", "reverse", "shuffled")
+REST = [*product(FORMATS[3:], TOLERANCES), ("fp16", mx.bfloat16), ("q8", mx.float16)]
+REST += [("q4", mx.bfloat16)]
+# With rotation, sums have another order than MLX's: one code or scale in 10,000 may be the next
+# one.
+OTHER_BYTES = 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp16", mx.float16),
+        ("q8", mx.bfloat16),
+        ("q4", mx.float16),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in REST),
+    ],
+)
+def test_rows_that_end_at_the_edges_of_pages(
+    dialect: str, name: FormatName, dtype: mx.Dtype
+) -> None:
+    backend = backend_on(device_of(dialect, *ORDERS), dialect)
+    batch = written(backend, same(64, dtype), [name], [257, 256, 255, 1, 0])
+    for queries in (1, 9):
+        assert batch.attend(queries) <= TOLERANCES[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dim", sorted(HEAD_SIZES))
+def test_head_sizes(dialect: str, dim: int, dtype: mx.Dtype) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(dim, dtype), ["fp16"], [270])
+    for queries in (1, 5):
+        assert batch.attend(queries) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dim", plain_only([128], [96, 128, 192, 256]))
+def test_head_sizes_of_quantised_pages(dialect: str, dim: int) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(dim), ["q4", "fp16", "q8"], [600])
+    for queries in (1, 5):
+        assert batch.attend(queries) <= TOLERANCES[mx.float16]
+
+
+def test_keys_and_values_of_different_sizes(dialect: str) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(192, v_dim=128), ["fp16", "q4"], [300])
+    for queries in (1, 5):
+        assert batch.attend(queries, with_sinks=True) <= TOLERANCES[mx.float16]
+
+
+@pytest.mark.parametrize("gqa_group_size", plain_only([1, 7], [1, 2, 7, 12, 20]))
+def test_any_number_of_query_heads_to_a_kv_head(dialect: str, gqa_group_size: int) -> None:
+    backend = backend_on(device_of(dialect, "shuffled"), dialect)
+    batch = written(backend, same(64), ["fp16"], [40, 300])
+    for queries in (1, 3):
+        assert batch.attend(queries, gqa_group_size=gqa_group_size) <= TOLERANCES[mx.float16]
+
+
+@pytest.mark.parametrize("formats", [["fp16"], ["fp16", "q4", ("q8", "fp16")]])
+@pytest.mark.parametrize("window", [1, 31, 32, 250, 256, 5000])
+def test_windows(dialect: str, formats: list[FormatName], window: int) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(64), formats, [513, 30])
+    for queries in (1, 9):
+        assert batch.attend(queries, window=window, with_sinks=True) <= TOLERANCES[mx.float16]
+
+
+@pytest.mark.parametrize("num_new", [1, 40, 270])
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_step_that_no_page_holds_yet(dialect: str, num_new: int, window: int | None) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(64), ["fp16", "q4"], [300, 0, 31])
+    for queries in {1, min(9, num_new)}:
+        assert batch.attend(queries, new_tokens=num_new, window=window) <= TOLERANCES[mx.float16]
+
+
+@pytest.mark.parametrize("formats", [["fp16"], ["fp16", "q4"]])
+@pytest.mark.parametrize("window", [None, 33])
+def test_softcapped_scores(dialect: str, formats: list[FormatName], window: int | None) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(64), formats, [300, 30])
+    for queries in (1, 9):
+        error = batch.attend(queries, softcap=0.5, window=window, with_sinks=True)
+        assert error <= TOLERANCES[mx.float16]
+
+
+def test_steps_with_padding(dialect: str) -> None:
+    """The last sequence's valid tokens come before the step's last three, and the second sequence
+    has none."""
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(64), ["fp16"], [300, 0, 20], right_padding=[0, 5, 3])
+    for queries in (1, 5, 40):
+        assert batch.attend(queries) <= TOLERANCES[mx.float16]
+
+
+def test_queries_that_see_later_tokens(dialect: str) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    batch = written(backend, same(64), ["fp16", "q8"], [300, 12])
+    assert batch.attend(9, causal=False) <= TOLERANCES[mx.float16]
+
+
+# Compiled once for all of hypothesis's examples, and run without checks of every access.
+_random_formats: list[FormatName] = ["fp16", "q8", "q4", ("q8", "q4"), ("fp16", "q4")]
+
+
+@pytest.mark.slow
+@examples(12)
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=3),
+    queries=st.sampled_from([1, 3, 40]),
+    num_new=st.sampled_from([0, 1, 40, 270]),
+    window=st.none() | st.integers(1, 800),
+    causal=st.booleans(),
+    with_sinks=st.booleans(),
+)
+def test_pages_of_several_formats_in_one_table(
+    dialect: str,
+    lengths: list[int],
+    queries: int,
+    num_new: int,
+    window: int | None,
+    causal: bool,
+    with_sinks: bool,
+) -> None:
+    backend = backend_on(device_of(dialect, "shuffled", checked=False), dialect)
+    lengths = [max(length, queries - num_new) for length in lengths]
+    batch = written(backend, same(96, v_dim=64), _random_formats, [*lengths, 1])
+    batch.metadata = AttentionMetadata(
+        batch.metadata.block_tables[:-1], tuple(lengths), (0,) * len(lengths)
+    )
+    error = batch.attend(
+        queries, new_tokens=num_new, window=window, causal=causal, with_sinks=with_sinks
+    )
+    assert error <= TOLERANCES[mx.float16]
+
+
+@pytest.mark.slow
+def test_a_long_context_is_read_in_parts(dialect: str) -> None:
+    """Larger shapes, without checks of every access."""
+    device = device_of(dialect, "shuffled", checked=False)
+    batch = written(backend_on(device, dialect), same(128), ["fp16", "q4"] * 3, [2048, 1500])
+    for queries in (1, 9):
+        assert batch.attend(queries, gqa_group_size=4) <= TOLERANCES[mx.float16]
+    decodes = [launch for launch in device.launches if "_decode_" in launch.name]
+    rows, bases, parts = 2 * 8, 2, decodes[0].outputs[1].shape[0]
+    assert parts == 2 * bases * rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_page_has_the_plain_backends_bytes_and_the_others_stay(
+    dialect: str, name: FormatName, dtype: mx.Dtype
+) -> None:
+    """A step, also with other strides, as models produce them, and a page of it that is recoded."""
+    backends: list[Any] = [backend_on(device_of(dialect, *ORDERS), dialect), PlainBackend()]
+    geometry = same(96, dtype, v_dim=128)
+    start, count = 250, 270
+    keys = normal((1, count, 2, 96), dtype, seed=1).transpose(0, 2, 1, 3)
+    keys[..., 7] *= 20
+    values = normal((1, 2, count, 128), dtype, seed=2)
+    values[:, 1, 5, :64] = 0
+    written, recoded = [], []
+    for backend in backends:
+        pages = new_pages(backend, geometry, ["fp16", name])
+        pages.write(keys, values, AttentionMetadata(((2, 0, 1),), (start + count,), (0,)))
+        pages.copy({0: STRIDE + 1})
+        written.append([np.array(pages.page(entry)) for entry in range(8)])
+        recoded.append([np.array(pages.page(STRIDE + at)).view(np.uint8) for at in range(8)])
+    assert (np.array(written[0]) == np.array(written[1])).all()
+    differing = np.mean([one != other for one, other in zip(*recoded, strict=True)])
+    assert differing <= (0 if name in ("fp16", "q4-unrotated") else OTHER_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_gather(dialect: str, name: FormatName) -> None:
+    """With sink tokens, tokens that a window has passed, padding and new tokens."""
+    backend = backend_on(device_of(dialect, *ORDERS), dialect)
+    batch = written(backend, same(96, v_dim=64), [name], [300, 40, 0])
+    new_tokens = normal((3, 2, 6, 96), mx.float16, 5), normal((3, 2, 6, 64), mx.float16, 6)
+    tables, padding, firsts, heads = (
+        batch.metadata.block_tables,
+        (0, 3, 2),
+        (100, 20, 0),
+        (10, 4, 0),
+    )
+    without_new = AttentionMetadata(tables, (300, 40, 0), padding, firsts, heads)
+    # Two of the 6 tokens of the last sequence's step are padding.
+    with_new = AttentionMetadata(tables, (306, 46, 4), padding, firsts, heads)
+    plain = LayerPages(batch.pages.geometry, PlainBackend(), STRIDE)
+    plain.slabs = batch.pages.slabs
+    for metadata, unwritten in ((without_new, None), (with_new, new_tokens)):
+        ours, theirs = batch.pages.gather(metadata, unwritten), plain.gather(metadata, unwritten)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.shape == other.shape
+            # Rotated in another order of sums, and rounded to float16.
+            assert np.allclose(numbers(one), numbers(other), rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", FORMATS[:4])
+@pytest.mark.parametrize("source", FORMATS[:4])
+def test_copies_and_conversions(dialect: str, source: FormatName, target: FormatName) -> None:
+    """The plain backend decodes to the model's dtype and encodes again. The kernel does not round
+    in between, so codes may be the next ones."""
+    backend = backend_on(device_of(dialect, "shuffled"), dialect)
+    batch = written(backend, same(64, v_dim=96), [source, target], [512])
+    entry = batch.metadata.block_tables[0][0]
+    untouched = np.array(batch.pages.page(STRIDE + 3))
+    batch.pages.copy({entry: STRIDE + 2})
+    assert (np.asarray(batch.pages.page(STRIDE + 3)) == untouched).all()
+    metadata = AttentionMetadata(((entry,), (STRIDE + 2,)), (256, 256), (0, 0))
+    for part in batch.pages.gather(metadata):
+        before, after = numbers(part)
+        steps = {"fp16": 1e-3, "q8": 0.02, "q4": 0.2, "q4-unrotated": 0.2}
+        step = max(steps[each] for each in ([target] if isinstance(target, str) else target))
+        assert np.abs(before - after).max() <= step * np.abs(before).max()
+    if source == target:
+        assert (
+            np.asarray(batch.pages.page(entry)) == np.asarray(batch.pages.page(STRIDE + 2))
+        ).all()
+
+
+def test_pages_are_loaded_whole(dialect: str) -> None:
+    backend = backend_on(device_of(dialect), dialect)
+    pages = new_pages(backend, same(64), ["q4", "fp16"])
+    contents = {
+        entry: mx.random.randint(0, 1 << 16, pages.page(entry).shape).astype(mx.uint16)
+        for entry in (1, 3, STRIDE)
+    }
+    before = np.array(pages.page(2))
+    pages.load(contents)
+    for entry, content in contents.items():
+        assert (np.asarray(pages.page(entry)) == np.asarray(content)).all()
+    assert (np.asarray(pages.page(2)) == before).all()

@@ -1,0 +1,240 @@
+"""Quantised numbers against an implementation of llama.cpp's q8_0 and q4_0 in numpy alone."""
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from paged_kv.kernels.pages.layer_geometry import LayerGeometry
+from paged_kv.kernels.pages.number_format import (
+    CODES,
+    FLOATS,
+    GROUP,
+    NUMBER_FORMATS,
+    NumberFormat,
+    rotate,
+)
+from paged_kv.kernels.pages.page_format import PageLayout, page_format_named
+from tests.support.folders import ROOT
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+QUANTISED = ["q8", "q4", "q8-unrotated", "q4-unrotated"]
+DTYPES = [mx.float16, mx.bfloat16, mx.float32]
+# float32 sums in another order may round a scale to the next float16.
+ONE_ULP = 2.0**-10
+
+
+def numbers(shape: tuple[int, ...], seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def encoded(name: str, rows: Floats) -> tuple[Bytes, Floats]:
+    """Bytes [..., groups, bytes of a group] and scales [..., groups]."""
+    codes, scales = NUMBER_FORMATS[name].encode(mx.array(rows))
+    assert (codes.dtype, scales.dtype) == (mx.uint16, mx.uint16)
+    as_bytes = np.asarray(codes).view(np.uint8)
+    found = np.asarray(scales).view(np.float16).astype(np.float32)
+    return as_bytes.reshape(*found.shape, -1), found
+
+
+def round_trip(number_format: NumberFormat, rows: mx.array) -> Floats:
+    found = number_format.decode(number_format.encode(rows), rows.dtype)
+    assert (found.dtype, found.shape) == (rows.dtype, rows.shape)
+    return np.asarray(found.astype(mx.float32))
+
+
+def reference_q4(rows: Floats) -> tuple[Bytes, Floats]:
+    """quantize_row_q4_0, followed by the best scale for its codes."""
+    groups = rows.reshape(*rows.shape[:-1], -1, 32)
+    at = np.abs(groups).argmax(-1)[..., None]
+    scale = np.take_along_axis(groups, at, -1) / np.float32(-8)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.minimum((groups * inverse + np.float32(8.5)).astype(np.int8), 15)
+    signed = codes.astype(np.float64) - 8
+    squares = (signed**2).sum(-1)
+    products = (signed * groups).sum(-1)
+    best = np.divide(products, squares, out=np.zeros_like(products), where=squares != 0)
+    packed = codes[..., :16] | (codes[..., 16:] << 4)
+    return packed.astype(np.uint8), best.astype(np.float16).astype(np.float32)
+
+
+def reference_q8(rows: Floats) -> tuple[Bytes, Floats]:
+    """quantize_row_q8_0."""
+    groups = rows.reshape(*rows.shape[:-1], -1, 32)
+    scale = np.abs(groups).max(-1) / np.float32(127)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.rint(groups * inverse[..., None]).astype(np.int8)
+    return codes.view(np.uint8), scale.astype(np.float16).astype(np.float32)
+
+
+REFERENCES: dict[str, Any] = {"q4-unrotated": reference_q4, "q8-unrotated": reference_q8}
+
+
+def special_rows() -> Floats:
+    """Zeros; one number alone, of either sign; the largest negative and positive; all alike."""
+    rows = np.zeros((7, 64), np.float32)
+    rows[1, 5], rows[2, 40] = 3.0, -3.0
+    rows[3] = numbers((64,))
+    rows[3, 9] = -10.0
+    rows[4] = -rows[3]
+    rows[5], rows[6] = 0.7, -0.7
+    return rows
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize(
+    "rows",
+    [numbers((500, 96)), numbers((9, 64)) * 1e4, numbers((9, 64)) * 1e-3, special_rows()],
+    ids=["gaussian", "large", "small", "special"],
+)
+def test_bytes_and_scales_are_those_of_llama_cpp(name: str, rows: Floats) -> None:
+    codes, scales = encoded(name, rows)
+    expected_codes, expected_scales = REFERENCES[name](rows)
+    # Codes of a group of zeros mean nothing.
+    means = expected_scales != 0
+    assert (codes[means] == expected_codes[means]).all()
+    assert (scales[~means] == 0).all()
+    np.testing.assert_allclose(scales, expected_scales, rtol=ONE_ULP)
+
+
+def test_the_low_nibbles_are_the_first_half_of_a_group() -> None:
+    """-8 is the code of the largest number, so the codes are the numbers, and the scale is 1."""
+    row = np.array([-8, *range(-7, 8), *range(-8, 8)], np.float32)[None]
+    codes, scales = encoded("q4-unrotated", row)
+    assert scales.tolist() == [[1.0]]
+    assert codes[0, 0].tolist() == [value | value << 4 for value in range(16)]
+    low_only = np.where(np.arange(32) < 16, row, 0)
+    assert encoded("q4-unrotated", low_only)[0][0, 0].tolist() == [v | 8 << 4 for v in range(16)]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rotated_numbers_are_those_of_the_other_basis(name: str) -> None:
+    plain = name.removesuffix("-unrotated")
+    rows = numbers((50, 128))
+    turned = np.asarray(rotate(mx.array(rows)))
+    codes, scales = encoded(plain, rows)
+    expected = encoded(f"{plain}-unrotated", turned)
+    assert (codes == expected[0]).all()
+    assert (scales == expected[1]).all()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_come_back_within_half_a_step(name: str, dtype: mx.Dtype) -> None:
+    rows = mx.array(numbers((200, 64))).astype(dtype)
+    found, given = round_trip(NUMBER_FORMATS[name], rows), np.asarray(rows.astype(mx.float32))
+    largest = np.abs(np.asarray(rotate(mx.array(given)))).max()
+    steps = 8 if "q4" in name else 127
+    assert 0 < np.abs(found - given).max() <= (3 if "-" not in name else 1) * largest / steps
+    assert (round_trip(NUMBER_FORMATS[name], mx.zeros((2, 64), dtype)) == 0).all()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_each_token_is_encoded_alone(name: str) -> None:
+    rows = numbers((2, 3, 5, 64))
+    codes, scales = encoded(name, rows)
+    rows[1, 2, 3] *= 1000
+    others, other_scales = encoded(name, rows)
+    changed = (codes != others).any((-1, -2)) | (scales != other_scales).any(-1)
+    assert np.argwhere(changed).tolist() == [[1, 2, 3]]
+    one, one_scales = encoded(name, rows[1, 2, 3])
+    assert (one == others[1, 2, 3]).all()
+    assert (one_scales == other_scales[1, 2, 3]).all()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (mx.float16, 5e4),
+        (mx.bfloat16, 1e30),
+        (mx.float32, 1e30),
+        (mx.float16, 1e-7),
+        *[(dtype, size) for dtype in DTYPES[1:] for size in (1e-30, 1e-38, 1e-39, 1e-41)],
+    ],
+)
+def test_what_is_finite_stays_finite(name: str, dtype: mx.Dtype, size: float) -> None:
+    """A NaN in a value makes every query's output NaN."""
+    rows = np.random.default_rng(0).uniform(-size, size, (100, 64)).astype(np.float32)
+    rows[0], rows[1], rows[2, 1:] = size, -size, 0
+    found = round_trip(NUMBER_FORMATS[name], mx.array(rows).astype(dtype))
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("q4", 4.5), ("q8", 8.5), (("q8", "q4"), 6.5), (("fp16", "q4"), 10.25)]
+)
+def test_bits_of_a_number_in_a_page(name: Any, bits: float) -> None:
+    geometry = LayerGeometry(3, 64, mx.bfloat16, 3, 64, mx.bfloat16)
+    page_bytes = PageLayout(page_format_named(name), geometry).page_bytes
+    assert page_bytes * 8 == bits * 2 * 3 * 256 * 64
+    if name == "q4":
+        assert PageLayout(page_format_named("fp16"), geometry).page_bytes >= 3.5 * page_bytes
+
+
+def signal_to_noise(name: str, rows: Floats) -> float:
+    noise = round_trip(NUMBER_FORMATS[name], mx.array(rows)) - rows
+    return float(10 * np.log10((rows**2).sum() / (noise**2).sum()))
+
+
+def test_signal_to_noise_of_gaussian_numbers() -> None:
+    rows = numbers((2000, 128))
+    for name in ("q4", "q4-unrotated"):
+        assert signal_to_noise(name, rows) >= 21.3
+    for name in ("q8", "q8-unrotated"):
+        assert signal_to_noise(name, rows) >= 45
+
+
+def test_rotation_spreads_channels_that_are_far_larger() -> None:
+    rows = numbers((2000, 128))
+    rows[:, [7, 45, 70, 101]] *= 16
+    assert signal_to_noise("q4-unrotated", rows) < 16
+    assert signal_to_noise("q4", rows) > 22.5
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 192, 256, 512, 576])
+def test_rotation_is_its_own_inverse_and_keeps_products(dim: int) -> None:
+    rows = mx.array(numbers((20, dim)))
+    turned = rotate(rows)
+    assert float(mx.abs(turned - rows).max()) > 0.1
+    np.testing.assert_allclose(np.asarray(rotate(turned)), np.asarray(rows), atol=1e-5)
+    products = np.asarray(rows, np.float64) @ np.asarray(rows, np.float64).T
+    found = np.asarray(turned, np.float64) @ np.asarray(turned, np.float64).T
+    np.testing.assert_allclose(found, products, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dim", [0, 32, 96, 576])
+def test_any_whole_number_of_groups_is_held(name: str, dim: int) -> None:
+    """Also no heads: an indexer's cache keeps keys alone."""
+    number_format = NUMBER_FORMATS[name]
+    rows = mx.array(numbers((2, 3, dim)))
+    words = number_format.slot_words(dim, mx.float32)
+    assert [plane.shape[-1] for plane in number_format.encode(rows)] == list(words)
+    assert round_trip(number_format, rows).shape == rows.shape
+
+
+@pytest.mark.parametrize("dim", [16, 48, 80])
+def test_head_sizes_that_do_not_divide_are_refused(dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"divide by 32, got {dim}: use 'fp16'"):
+        NUMBER_FORMATS["q4"].slot_words(dim, mx.float16)
+
+
+def test_kernels_call_encodings_what_the_table_says() -> None:
+    table = [*FLOATS.values(), *CODES.values()]
+    kernels = ROOT / "kernels"
+    c = (kernels / "cpu/paged_kv_cpu.h").read_text()
+    (numbers,) = re.findall(r"enum \{ (PAGED_KV_F32 = .*) \};", c)
+    assert numbers == ", ".join(f"PAGED_KV_{each.name} = {each.cpu}" for each in table)
+    assert f"int FORMATS = {len(table)};" in (kernels / "cpu/row_coding.h").read_text()
+    assert f"int GROUP = {GROUP};" in (kernels / "cpu/attention.h").read_text()
+    gpu = (kernels / "gpu/pages.h").read_text()
+    (numbers,) = re.findall(r"CONSTANT uint (FLOATS = .*);", gpu)
+    assert numbers == ", ".join({f"{each.gpu_name} = {each.gpu}": None for each in table})
+    assert f"CONSTANT uint GROUP = {GROUP};" in gpu
+    assert {each.group for each in CODES.values()} == {GROUP}

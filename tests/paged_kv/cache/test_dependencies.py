@@ -1,0 +1,138 @@
+"""What a model makes a cache depend on is computed, and no pages are gathered for it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv.kernels.pages.stand_in import stand_in
+from tests.support.generation import assert_same_run, greedy
+from tests.support.zoo import ZOO, small_model
+
+HEADS, DIM = 2, 32
+PROMPT = [(7 * i * i + 3 * i + 1) % 97 for i in range(40)]
+
+
+@pytest.fixture(params=["fp16", "q8"])
+def cache(request: pytest.FixtureRequest, hooked: None) -> PagedKVCache:
+    pool = PagePool(1, page_format=request.param, max_bytes=8 << 20)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    cache.update_and_fetch(*step(1, 5))
+    pool.group_of(0).note_second_step()
+    return cache
+
+
+def step(seed: int, tokens: int) -> tuple[mx.array, mx.array]:
+    keys, values = mx.random.normal((2, 1, HEADS, tokens, DIM), key=mx.random.key(seed))
+    return keys, values
+
+
+def depend(cache: PagedKVCache, name: str, dependencies: Any) -> None:
+    """What models do."""
+    setattr(cache, name, mx.depends(getattr(cache, name), dependencies))
+
+
+READERS: dict[str, Callable[[PagedKVCache], Any]] = {
+    "state": lambda cache: cache.state,
+    "keys": lambda cache: cache.keys,
+    "values": lambda cache: cache.values,
+    "next write": lambda cache: cache.update_and_fetch(*step(2, 1)),
+    "copy": lambda cache: copy.deepcopy(cache).state,
+    "extracted": lambda cache: cache.extract(0).state,
+    "merged": lambda cache: cache.merge([cache]).state,
+    "extended": lambda cache: extended(cache).state,
+}
+
+
+def extended(cache: PagedKVCache) -> PagedKVCache:
+    batch = PagedKVCache(cache.pool, 0, [Sequence(cache.pool)])
+    batch.extend(cache)
+    return batch
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("reader", READERS)
+def test_the_dependency_is_computed_by(cache: PagedKVCache, name: str, reader: str) -> None:
+    mx.eval(READERS[reader](cache))
+    depend(cache, name, [mx.array(1), stand_in((2,), mx.float32)])
+    depend(cache, name, mx.array(2))
+    with pytest.raises(RuntimeError, match="primitive"):
+        mx.eval(READERS[reader](cache))
+
+
+def test_values_assigned_later_leave_the_dependency_of_keys(cache: PagedKVCache) -> None:
+    depend(cache, "keys", stand_in((2,), mx.float32))
+    cache.values = mx.array(1)
+    with pytest.raises(RuntimeError, match="primitive"):
+        mx.eval(cache.state)
+
+
+def test_a_dependency_costs_no_gather(cache: PagedKVCache) -> None:
+    before = cache.pool.stats().gather_fallbacks
+    for seed in range(3):
+        depend(cache, "keys", mx.array(1))
+        depend(cache, "keys", (mx.array(2), mx.array(3)))
+        depend(cache, "values", mx.array(4))
+        cache.update_and_fetch(*step(seed, 1))
+        mx.eval(cache.state)
+    # Those that the writes above return are counted when they are dropped.
+    assert cache.pool.stats().gather_fallbacks == before + 3
+
+
+def test_a_dependency_ends_with_the_next_write(cache: PagedKVCache) -> None:
+    depend(cache, "keys", mx.array(1))
+    cache.update_and_fetch(*step(2, 1))
+    assert "depends_on" not in cache.state
+
+
+MADE: dict[str, Callable[[mx.array], mx.array]] = {
+    "dependent": lambda array: mx.depends(array, mx.array(1)),
+    "cast": lambda array: array.astype(mx.float32),
+    "tiled": lambda array: mx.tile(array, [1, 2, 1, 1]),
+    "swapped": lambda array: array.swapaxes(-1, -2),
+}
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("make", MADE)
+def test_arrays_that_someone_makes_and_keeps_are_those_of_then(
+    cache: PagedKVCache, name: str, make: str
+) -> None:
+    kept = MADE[make](getattr(cache, name))
+    expected = MADE[make](mx.array(getattr(cache, name))).tolist()
+    cache.trim(5)
+    cache.update_and_fetch(*step(3, 5))
+    assert kept.tolist() == expected
+    assert MADE[make](getattr(cache, name)).tolist() != expected
+
+
+def test_dependent_keys_may_be_kept_after_they_were_assigned(cache: PagedKVCache) -> None:
+    kept = mx.depends(cache.keys, mx.array(1))
+    expected = mx.array(cache.keys).tolist()
+    cache.keys = kept
+    cache.trim(5)
+    cache.update_and_fetch(*step(3, 5))
+    assert kept.tolist() == expected
+
+
+@pytest.mark.usefixtures("hooked")
+def test_mlx_depends_is_unchanged_for_other_arrays() -> None:
+    one, two = mx.array(1), mx.array(2)
+    assert mx.depends(one, two).item() == 1
+    assert [each.item() for each in mx.depends([one, two], [two])] == [1, 2]
+
+
+def test_an_indexer_below_its_budget_gathers_nothing() -> None:
+    model = small_model("minimax_m3_vl", text_config=budget(128))
+    factory = PagedCacheFactory(model)
+    run = greedy(model, PROMPT, factory.make_cache(), 8, 16)
+    assert_same_run(run, greedy(model, PROMPT, make_prompt_cache(model), 8, 16), 1e-4)
+    assert factory.stats().gather_fallbacks == 0
+
+
+def budget(blocks: int) -> dict[str, Any]:
+    return {**ZOO["minimax_m3_vl"]["text_config"], "index_topk_blocks": blocks}

@@ -1,0 +1,338 @@
+"""An interrupt ends every command at once, with status 130 and without a word.
+
+These tests run commands as users do, and send real signals. The server's own handling of signals is
+tested in tests/server/test_lifecycle.py.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paged_kv import command_line
+from paged_kv.command_line import main
+from paged_kv.trace import synthetic_load
+from paged_kv.trace.synthetic_load import Load, synthesize
+from tests.support.folders import ROOT
+from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.shown_process import shown_process
+from tests.support.store_entries import entry, links, open_store, prompt
+
+MODULE = [sys.executable, "-m", "paged_kv"]
+PROGRAMS = [[str(Path(sys.executable).with_name("paged-kv"))], MODULE]
+GENERATE = ["generate", "--prompt", "def f(x):", "--max-tokens", "8"]
+# Without a line about what would make the CPU quicker, which differs from machine to machine.
+QUIET = ["--log-level", "error"]
+
+# Interrupts the process once, at the first event of Python's auditing that has a text in its
+# arguments.
+INTERRUPTER = """
+import os, sys
+
+awaited, text = os.environ["INTERRUPT_AT"].split(" ")
+
+def look(event, arguments):
+    global awaited
+    if event == awaited and text in str(arguments):
+        awaited = None
+        os.kill(os.getpid(), 2)  # SIGINT: signal is to be imported by the command
+
+sys.addaudithook(look)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let processes take interrupts, also if these tests run in the background, which ignores
+    them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def started(argv: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that runs in a folder and publishes nothing to others."""
+    pipe = subprocess.PIPE
+    environment |= {"XDG_RUNTIME_DIR": str(folder)}
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        cwd=folder,
+        env=os.environ | environment,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """The status of a process, and what it wrote to standard output and standard error."""
+    try:
+        output, errors = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()  # one that hangs
+    return process.returncode, output, errors
+
+
+def interrupted(argv: list[str], event: str, folder: Path) -> tuple[int, str, str]:
+    """As `ended`, of a process that is interrupted at an event."""
+    (folder / "path").mkdir()
+    (folder / "path" / "sitecustomize.py").write_text(INTERRUPTER)
+    path = os.pathsep.join([str(folder / "path"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return ended(started(argv, folder, INTERRUPT_AT=event, PYTHONPATH=path))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["script", "module"])
+@pytest.mark.parametrize("name", ["signal", "paged_kv.command_line", "paged_kv.sizes"])
+def test_the_first_lines_and_imports_end(program: list[str], name: str, tmp_path: Path) -> None:
+    event = f"import '{name}'"  # The quotes are those of a whole name.
+    assert interrupted([*program, *GENERATE], event, tmp_path) == (130, "", "")
+
+
+@pytest.mark.parametrize("event", ["import 'mlx.core'", "open config.json"])
+def test_loading_ends(event: str, tmp_path: Path) -> None:
+    assert interrupted([*MODULE, *GENERATE], event, tmp_path) == (130, "", "")
+
+
+def test_generation_ends(tmp_path: Path) -> None:
+    process = started([*MODULE, *QUIET, *GENERATE, "--max-tokens", "1000000"], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    status, _, errors = ended(process)
+    assert (status, errors) == (130, "")
+
+
+@pytest.mark.slow
+def test_a_prompt_is_stored_when_its_text_is_interrupted(tmp_path: Path) -> None:
+    command = [*MODULE, *QUIET, "generate", "--prompt", "x = 1\n" * 80, "--store", "pages"]
+    process = started([*command, "--max-tokens", "1000000"], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    status, _, errors = ended(process)
+    assert (status, errors) == (130, "")
+    status, _, errors = ended(started([*command, "--max-tokens", "2"], tmp_path))
+    assert status == 0
+    assert "of them cached" in errors
+
+
+def test_a_terminal_is_as_before(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    with shown_process(tmp_path):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ |= {"XDG_RUNTIME_DIR": str(tmp_path), "TERM": "xterm"}
+            os.execv(MODULE[0], [*MODULE, "stats", "--watch", "--interval", "0.05"])
+        drawn = b""
+        while b"process " not in drawn:
+            drawn += os.read(terminal, 1 << 16)
+        os.write(terminal, b"\x03")  # Ctrl-C
+        drawn = b"".join(iter(lambda: _read(terminal), b""))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(terminal)
+    assert status == 130
+    assert b"\x1b[?1049l" in drawn  # Leaves the alternate screen ...
+    assert b"\x1b[?25h" in drawn  # ... and shows the cursor.
+    assert b"Traceback" not in drawn
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux says so when the last process has closed the terminal.
+        return b""
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("argv", [["store", "export", "out", "--store", "store"]])
+def test_no_half_written_export_stays(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("tarfile.TarFile.addfile", interrupt)
+        assert main(argv) == 130
+    assert not (tmp_path / "out").exists()
+    assert main(argv) == 0
+
+
+def test_no_half_written_trace_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(synthetic_load._Run, "finish", interrupt)
+        assert main(["trace", "synthesize", "out"]) == 130
+    assert not list(tmp_path.iterdir())
+    assert main(["trace", "synthesize", "out", "--sequences", "2"]) == 0
+
+
+def run_python(script: str, *beginning: str) -> tuple[int, str, str]:
+    """As `ended`, of a script in a process that interrupts end."""
+    head = (
+        "import os, signal\n"
+        "from paged_kv.commands.interrupts import end_at_interrupts, raised\n"
+        "def interrupt():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "end_at_interrupts()\n"
+    )
+    return ended(started([*beginning, sys.executable, "-c", head + script], Path.cwd()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_c_that_does_not_return_ends(tmp_path: Path) -> None:
+    script = (
+        "import ctypes\n"
+        "from paged_kv.commands.interrupts import end_at_interrupts\n"
+        "end_at_interrupts()\n"
+        "library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "library.pthread_mutex_lock(mutex)\n"
+        "print('ready', flush=True)\n"
+        "library.pthread_mutex_lock(mutex)\n"
+    )
+    process = started([sys.executable, "-c", script], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    stat = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")  # It waits.
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, "", "")
+
+
+CLEAN_UP = """
+with raised():
+    try:
+        interrupt()
+    finally:
+        print("cleaned up", flush=True)
+        {then}
+"""
+
+
+def test_the_first_interrupt_lets_clean_up_and_the_second_ends() -> None:
+    _, output, errors = run_python(CLEAN_UP.format(then="pass"))
+    assert output == "cleaned up\n"
+    assert errors.endswith("\nKeyboardInterrupt\n")
+    assert run_python(CLEAN_UP.format(then="interrupt()")) == (130, "cleaned up\n", "")
+
+
+def test_after_the_block_an_interrupt_ends() -> None:
+    assert run_python("with raised():\n    pass\ninterrupt()") == (130, "", "")
+
+
+def test_what_c_makes_of_an_interrupt_is_one_again() -> None:
+    script = """
+with raised():
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        raise RuntimeError from None
+"""
+    assert run_python(script)[2].endswith("\nKeyboardInterrupt\n")
+
+
+def test_an_interrupt_that_a_destructor_would_lose_ends() -> None:
+    script = """
+class Object:
+    def __del__(self):
+        interrupt()
+
+with raised():
+    Object()
+    print("goes on")
+"""
+    assert run_python(script) == (130, "", "")
+
+
+def test_a_command_in_the_background_goes_on() -> None:
+    """Shells start it with SIGINT ignored."""
+    ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    assert run_python("interrupt()\nprint('goes on')", *ignoring) == (0, "goes on\n", "")
+
+
+def test_an_interrupt_after_the_work_leaves_the_status() -> None:
+    # Exit handlers run in reverse order: this one after all of the command.
+    script = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "from paged_kv.__main__ import run\n"
+        "sys.argv[1:] = ['store', 'ls', '--store', 'none']\n"
+        "sys.exit(run())\n"
+    )
+    status, _, errors = ended(started([sys.executable, "-c", script], Path.cwd()))
+    assert status == 1
+    assert len(errors.splitlines()) == 1
+
+
+# At least one of each command but the server, in a folder of `make_files`.
+COMMANDS = [
+    ["--help"],
+    GENERATE,
+    [*GENERATE, "--num-samples", "2"],
+    [*GENERATE, "--store", "pages"],
+    ["bench", "--quick", "--json", "bench.json"],
+    ["doctor"],
+    ["stats", "trace"],
+    ["stats", "trace", "--plot", "out.svg"],
+    ["trace", "replay", "trace"],
+    ["trace", "synthesize", "made"],
+    ["store", "verify", "--store", "store"],
+    ["store", "export", "tar", "--store", "store"],
+    ["completion", "bash"],
+]
+# Seconds after the start; each command ends before one of them, or is long at the same work.
+MOMENTS = [0.0, *(0.03 * 1.4**step for step in range(15))]
+
+
+def make_files(folder: Path) -> None:
+    """Make a trace and a page store."""
+    synthesize(Load(4, 100, 3000), 1000, 10**9, folder / "trace")
+    with open_store(folder / "store") as store:
+        store.put([entry(link) for link in links(prompt(1, 600))])
+
+
+def test_every_command_is_interrupted_below() -> None:
+    (subcommands,) = (
+        action
+        for action in command_line._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    assert {argv[0] for argv in COMMANDS} - {"--help"} == {*subcommands.choices} - {"server"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_at_any_moment(argv: list[str], tmp_path: Path) -> None:
+    for number, moment in enumerate(MOMENTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make_files(folder)
+        process = started([*PROGRAMS[number % 2], *argv], folder)
+        time.sleep(moment)
+        process.send_signal(signal.SIGINT)
+        status, _, errors = ended(process)
+        if not was_starting(status, errors):
+            assert status in (130, 0), errors
+            assert "Traceback" not in errors
+            assert "Error" not in errors
+        if status == 0:
+            break
+
+
+def was_starting(status: int, errors: str) -> bool:
+    """Whether Python itself was starting, and had not come to a line of paged_kv. It words that in
+    many ways."""
+    if status == -signal.SIGINT and not errors:
+        return True
+    own = any(line.strip().startswith(f'File "{ROOT}/paged_kv/') for line in errors.splitlines())
+    is_ending = "threading.py" in errors
+    return "KeyboardInterrupt" in errors and not own and not is_ending

@@ -1,0 +1,130 @@
+"""`paged-kv store` lists, verifies, cleans and copies what servers hold."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_kv.command_line import main
+from paged_kv.tiers.address import parse_address
+from paged_kv.tiers.maintenance import Server, gc
+from paged_kv.tiers.opening import open_blobs
+from paged_kv.tiers.seal import Seal
+from tests.support.store_entries import entry, links, open_store, prompt
+from tests.support.tier_servers import SECRET, RedisServer, redis_server, s3_credentials, s3_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def redis(server: RedisServer) -> RedisServer:
+    server.client().flushall()
+    return server
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> list[str]:
+    (tmp_path / "secret").write_bytes(SECRET)
+    return ["--store-secret", str(tmp_path / "secret")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store of three full blocks, and of one that is not full."""
+    with open_store(tmp_path / "store") as store:
+        store.put([entry(link) for link in links(prompt(0, 3 * 256 + 10))])
+    return tmp_path / "store"
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_is_copied_to_a_server_and_back(
+    redis: RedisServer,
+    secret: list[str],
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for done in (3, 0):
+        command = ["store", "copy", redis.address, "--store", str(folder), "--json", *secret]
+        assert main(command) == 0
+        assert told(capsys)["entries"] == done
+    assert main(["store", "list", "--store", redis.address, "--json", *secret]) == 0
+    assert len(told(capsys)) == redis.client().dbsize() == 3
+    other = tmp_path / "other"
+    assert main(["store", "copy", str(other), "--store", redis.address, *secret]) == 0
+    assert "3 entries copied" in capsys.readouterr().out
+    with open_store(other) as store, open_store(folder) as first:
+        assert store.stored_keys() < first.stored_keys()
+        assert len(store.stored_keys()) == 3
+
+
+def test_verify_names_what_gc_removes(
+    redis: RedisServer, secret: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["store", "copy", redis.address, "--store", str(folder), *secret]) == 0
+    client = redis.client()
+    first, second, _ = sorted(client.scan_iter())
+    client.append(first, b"x")
+    client.set(second, b"".join(Seal(b"guess" * 8).sealed(second.decode()[9:], [b"pages"])))
+    client.set("paged-kv:" + "f" * 64, b"short")
+    client.set("somebody else's", b"content")
+    place = ["--store", redis.address, *secret]
+    capsys.readouterr()
+    assert main(["store", "verify", *place, "--json"]) == 1
+    found = told(capsys)
+    assert (found["entries"], len(found["findings"])) == (4, 3)
+    assert main(["store", "gc", *place]) == 0
+    assert "3 entries removed" in capsys.readouterr().out
+    assert main(["store", "verify", *place]) == 0
+    assert main(["store", "clear", "--dry-run", *place]) == 0
+    assert client.dbsize() == 2
+    assert main(["store", "clear", *place]) == 0
+    assert client.keys() == [b"somebody else's"]
+
+
+def test_gc_of_a_bucket_removes_the_oldest_over_a_cap(
+    secret: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with s3_server("bucket") as address, s3_credentials():
+        assert main(["store", "copy", address, "--store", str(folder), *secret]) == 0
+        place = ["--store", address, *secret]
+        capsys.readouterr()
+        assert main(["store", "list", "--json", *place]) == 0
+        before = told(capsys)
+        assert main(["store", "gc", "--store-bytes", "8MiB", "--json", *place]) == 0
+        assert told(capsys) == []
+        assert main(["store", "verify", *place]) == 0
+        assert len(before) == 3
+        # The command's cap is at least that of a folder; these entries are smaller.
+        blobs = open_blobs(parse_address(address))  # type: ignore[arg-type]  # it is no folder
+        nbytes = sum(each["nbytes"] for each in before)
+        (removed,) = gc(Server(blobs, Seal(SECRET)), nbytes - 1)
+        assert removed.name == before[0]["name"]
+        assert len(list(blobs.names())) == 2
+        blobs.close()
+
+
+def test_a_server_that_is_gone_is_an_error_without_its_password(
+    secret: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OF_THE_STORE", "hunter2")
+    place = "redis://127.0.0.1:1/0?password=env:OF_THE_STORE"
+    assert main(["store", "list", "--store", place, *secret]) == 1
+    shown = capsys.readouterr()
+    assert "a call to the server failed with ConnectionError" in shown.err
+    assert "hunter2" not in shown.err + shown.out
+    assert main(["store", "export", str(tmp_path / "tar"), "--store", place, *secret]) != 0
+    assert main(["store", "list", "--store", place]) != 0
+    assert "needs a secret" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""Rewrites of slabs under real sequences: contents, tokens and memory, faults and other threads."""
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.cpu import native_backend
+from paged_kv.kernels.pages.layer_pages import LayerPages, NewSlab
+from paged_kv.kernels.pages.number_format import WORD
+from paged_kv.kernels.pages.page_format import PAGE_SIZE
+from paged_kv.kernels.plain import plain_backend
+from paged_kv.pool import layer_group
+from tests.support.arrays import normal
+from tests.support.generation import assert_same_run, greedy
+from tests.support.grids import plain_cases
+from tests.support.zoo import small_model
+
+LAYERS, DIM = 3, 32
+LAYER_PAGE = 2 * PAGE_SIZE * DIM * mx.float16.size
+Caches = list[PagedKVCache]
+
+
+@pytest.fixture
+def exact_memory() -> Any:
+    """MLX keeps no freed memory, so that its count of active bytes is that of its arrays."""
+    gc.collect()
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
+
+
+@pytest.fixture
+def filled_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New slabs are filled. Otherwise one may get memory that was just freed, and the pages that
+    it held."""
+    for module in (native_backend, plain_backend):
+        monkeypatch.setattr(module, "untouched", lambda shape: mx.full(shape, 7, WORD))
+
+
+def new_caches(pool: PagePool) -> Caches:
+    sequence = Sequence(pool)
+    return [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
+
+
+def numbers(count: int, seed: int) -> mx.array:
+    return normal((1, 1, count, DIM), mx.float16, seed)
+
+
+def write(caches: Caches, count: int, seed: int) -> None:
+    """A step of a model, whose attention reads pages."""
+    for layer, cache in enumerate(caches):
+        given = numbers(count, 10 * seed + layer)
+        keys, values = cache.update_and_fetch(given, -given)
+        mx.eval(paged_attention(given[:, :, -1:], keys, values, cache, 0.2, None))
+
+
+def contents(caches: Caches) -> list[Any]:
+    return [[each.tolist() for each in cache.keys_and_values()] for cache in caches]
+
+
+def scattered(pool: PagePool) -> tuple[list[Caches], list[Any]]:
+    """Sequences whose pages lie beside those of others that have ended, and their contents."""
+    rows = [new_caches(pool) for _ in range(12)]
+    for at in range(4):
+        for seed, caches in enumerate(rows):
+            write(caches, 200, 100 * at + seed)
+    # Pages of all rows lie in each slab.
+    kept = rows[::3]
+    expected = [contents(caches) for caches in kept]
+    return kept, expected
+
+
+@pytest.mark.parametrize("page_format", ["fp16", "q4"])
+@pytest.mark.usefixtures("backend")
+def test_what_sequences_hold_is_given_back_within_few_steps(page_format: str) -> None:
+    pool = PagePool(LAYERS, max_bytes=64 << 20, page_format=page_format)
+    kept, expected = scattered(pool)
+    gc.collect()
+    for seed in range(20):
+        write(kept[0], 1, 1000 + seed)
+    pool.check()
+    for each in pool.groups[0].allocator.formats:
+        assert len(each.free) <= max(1, each.num_used // 8)
+    assert [contents(caches) for caches in kept[1:]] == expected[1:]
+    del kept
+    gc.collect()
+    pool.clear()
+    assert pool.stats().bytes_mapped == pool.budget.mapped == 0
+
+
+def test_a_pool_settles_without_steps() -> None:
+    pool = PagePool(LAYERS, max_bytes=64 << 20)
+    kept, expected = scattered(pool)
+    gc.collect()
+    pool.release_unused()
+    pool.check()
+    (fp16,) = pool.groups[0].allocator.formats
+    assert len(fp16.free) <= max(1, fp16.num_used // 8)
+    assert [contents(caches) for caches in kept] == expected
+
+
+def test_a_pool_without_steps_keeps_no_empty_slab() -> None:
+    pool = PagePool(LAYERS, max_bytes=64 << 20)
+    kept = new_caches(pool)
+    write(kept, 200, 1)
+    expected = contents(kept)
+    ended = new_caches(pool)
+    write(ended, 100, 2)
+    del ended
+    gc.collect()
+    pool.stats()
+    (fp16,) = pool.groups[0].allocator.formats
+    assert fp16.spare == 1
+    pool.release_unused()
+    assert (fp16.spare, pool.budget.mapped) == (0, LAYERS * LAYER_PAGE)
+    assert contents(kept) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "page_format"),
+    plain_cases(
+        [("qwen3", "q8"), ("gemma3_text", "fp16")],
+        [(name, each) for name in ("qwen3", "gemma3_text") for each in ("fp16", "q8")],
+    ),
+)
+def test_tokens_do_not_depend_on_how_often_slabs_are_rewritten(
+    name: str, page_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(name)
+    prompt = [7 * at % 61 for at in range(300)]
+
+    def run() -> tuple[Any, int]:
+        factory = PagedCacheFactory(model, max_bytes=64 << 20, page_format=page_format)
+        found = greedy(model, prompt, factory.make_cache(), 300, step=100)
+        return found, sum(group.moves for group in factory.pool.groups)
+
+    usual, _ = run()
+    monkeypatch.setattr(layer_group, "MAX_SLABS", 1)
+    rewritten, moves = run()
+    assert moves >= 2
+    assert_same_run(usual, rewritten, 1e-3)
+
+
+def test_the_budget_bounds_what_mlx_holds_while_pages_move(exact_memory: None) -> None:
+    """The peak of MLX's own count, with the arrays of a step of one token beside the slabs."""
+    max_bytes = 40 * LAYERS * LAYER_PAGE
+    pool = PagePool(LAYERS, max_bytes=max_bytes)
+    caches = new_caches(pool)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for seed in range(39):
+        write(caches, PAGE_SIZE - 1, seed)
+        write(caches, 1, seed)
+    assert pool.groups[0].moves > 0
+    step = 2 * LAYERS * PAGE_SIZE * DIM * mx.float16.size
+    assert mx.get_peak_memory() - before <= max_bytes + 2 * step
+
+
+@pytest.mark.parametrize("fails_at", range(LAYERS))
+@pytest.mark.parametrize("after", ["map", "copy"])
+@pytest.mark.usefixtures("filled_slabs")
+def test_a_rewrite_that_fails_in_one_layer_changes_none(
+    fails_at: int, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PagePool(LAYERS, max_bytes=64 << 20)
+    kept, expected = scattered(pool)
+    gc.collect()
+    pool.stats()
+    mapped, slabs = pool.budget.mapped, dict(pool.groups[0].allocator.slabs)
+    layers = list(pool.groups[0].pages.values())
+    whole = LayerPages.rewrite
+
+    def failing(self: LayerPages, new: NewSlab, moves: Any, emptied: Any) -> None:
+        if self is layers[fails_at]:
+            if after == "copy":
+                whole(self, new, moves, emptied)
+            elif new.pages:
+                self.map_slab(*new)
+            raise MemoryError("planted")
+        whole(self, new, moves, emptied)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerPages, "rewrite", failing)
+        with pytest.raises(MemoryError, match="planted"):
+            pool.compact()
+    pool.check()
+    assert (pool.budget.mapped, pool.groups[0].allocator.slabs) == (mapped, slabs)
+    assert all(set(pages.slabs) == set(slabs) for pages in layers)
+    assert [contents(caches) for caches in kept] == expected
+    assert pool.compact().bytes_freed > 0
+    assert [contents(caches) for caches in kept] == expected

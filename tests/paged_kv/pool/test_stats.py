@@ -1,0 +1,353 @@
+"""A pool's statistics count every byte, cheaply, and at any moment."""
+
+import copy
+import gc
+import random
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, PoolStats, Sequence
+from paged_kv.allocator.block_allocator import BlockAllocator
+from paged_kv.allocator.block_map import block_map, packed, unpacked
+from paged_kv.allocator.byte_budget import ByteBudget
+from paged_kv.allocator.ring import Ring
+from paged_kv.allocator.writes import reserve
+from paged_kv.kernels.cpu.native_backend import NativeBackend
+from paged_kv.kernels.cpu.native_library import load_native_library
+from paged_kv.monitor.pool_views import view_pool
+from paged_kv.pool.window import Window
+from paged_kv.prefix.prefix_cache import PrefixCache
+from tests.support.invariants import assert_invariants, used_rows
+
+LAYERS = 3
+WINDOW = Window(300, 64)
+# Keys and values in float32, one head of 4 numbers.
+TOKEN_BYTES = 2 * 4 * 4
+
+
+def new_caches(pool: PagePool, rows: int = 1) -> list[PagedKVCache]:
+    sequences = [Sequence(pool) for _ in range(rows)]
+    return [PagedKVCache(pool, layer, list(sequences)) for layer in range(pool.num_layers)]
+
+
+def write(caches: list[PagedKVCache], count: int) -> None:
+    numbers = mx.zeros((len(caches[0].sequences), 1, count, 4))
+    for cache in caches:
+        cache.update_and_fetch(numbers, numbers)
+
+
+def ring_pool(max_bytes: int = 1 << 26) -> PagePool:
+    """One layer that sees everything, and two with a window."""
+    return PagePool(LAYERS, windows={1: WINDOW, 2: WINDOW}, max_bytes=max_bytes)
+
+
+def test_one_sequence_by_hand() -> None:
+    pool = ring_pool()
+    caches = new_caches(pool)
+    for count in (60, 64, 64, 64, 64, 64, 20):
+        write(caches, count)
+    full, windowed = pool.stats().groups
+    # 400 tokens: two pages with 112 free slots.
+    assert (full.layers, full.window, full.blocks_used) == (1, None, 2)
+    assert (full.bytes_last_block, full.bytes_out_of_window) == (112 * TOKEN_BYTES, 0)
+    # A window of 300 in a ring of two pages: 100 of the 400 tokens are out of the window.
+    assert (windowed.layers, windowed.window, windowed.blocks_used) == (2, 300, 2)
+    assert windowed.bytes_last_block == 112 * 2 * TOKEN_BYTES
+    assert windowed.bytes_out_of_window == 100 * 2 * TOKEN_BYTES
+    assert pool.stats().bytes_allocated == (400 + 2 * 300) * TOKEN_BYTES
+    for _ in range(10):
+        write(caches, 64)
+    _, windowed = pool.stats().groups
+    assert (windowed.bytes_last_block, windowed.bytes_out_of_window) == (0, 2 * 212 * TOKEN_BYTES)
+
+
+def test_shared_blocks_count_once_and_idle_slots_are_those_that_no_sequence_uses() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    first = new_caches(pool)
+    write(first, 300)
+    second = copy.deepcopy(first)
+    second[0].trim(20)
+    assert (pool.stats().blocks_used, used_rows(pool.stats())) == (2, 300)
+    assert pool.stats().sharing_factor == 2.0
+    first[0].trim(30)
+    assert used_rows(pool.stats()) == 280
+    del second
+    gc.collect()
+    assert used_rows(pool.stats()) == 270
+
+
+def test_idle_slots_of_a_page_in_two_rings_are_those_that_neither_uses() -> None:
+    pool = ring_pool()
+    prefixes = PrefixCache(pool, has_states=False)
+    write(new_caches(pool), 1)
+    pool.clear()
+    first = prefixes.fetch("", [7] * 700, pool.page_format).sequence
+    caches = [PagedKVCache(pool, layer, [first]) for layer in range(LAYERS)]
+    for count in [64] * 10 + [60]:
+        write(caches, count)
+    # The second page is the oldest in the ring, and the window sees its last 112 slots.
+    kept = first.blocks(pool.groups[1])[1]
+    prefixes.insert("", [7] * 700, first, None)
+    found = prefixes.fetch("", [7] * 300 + [8], pool.page_format)
+    assert found.num_tokens == 300
+    # That page is the second sequence's latest, with 44 slots: 100 slots lie between those and the
+    # 112.
+    assert found.sequence.blocks(pool.groups[1])[1] == kept
+    windowed = pool.stats().groups[1]
+    assert (windowed.blocks_used, windowed.blocks_shared, windowed.blocks_cached) == (3, 1, 0)
+    # The first sequence's latest page has 188 slots, and after them the tokens of the lap before.
+    assert windowed.bytes_out_of_window == (100 + 256 - 188) * 2 * TOKEN_BYTES
+    assert windowed.bytes_last_block == 0
+    pool.check()
+    assert_invariants(pool.stats(), pool.budget.mapped)
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("entries", [1, 2, 3])
+def test_slots_of_a_ring_are_those_of_the_tokens_in_it(entries: int, keep: int) -> None:
+    size, window = 8, 6
+    ring = Ring(entries, -(-keep // size), window, keep)
+    tokens_at: dict[tuple[int, int], int] = {}
+    for tokens in range(1, 70):
+        tokens_at[ring.entry((tokens - 1) // size), (tokens - 1) % size] = tokens - 1
+        for entry in range(ring.size):
+            held = {
+                slot: tokens_at[entry, slot] for slot in range(size) if (entry, slot) in tokens_at
+            }
+            seen = [slot for slot, at in held.items() if at >= tokens - window or at < keep]
+            expected = sum(1 << slot for slot in held), sum(1 << slot for slot in seen)
+            assert ring.slots(entry, tokens, size) == expected
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
+def test_sixty_four_sequences_are_explained_to_the_byte(seed: int) -> None:
+    """Random lengths, forks, drops and windows. Half a page per sequence and group is unused, and
+    the difference between rings and their windows."""
+    rng = random.Random(seed)
+    pool = ring_pool(1 << 28)
+    held: list[list[PagedKVCache]] = []
+    for _ in range(64):
+        caches = new_caches(pool)
+        held.append(caches)
+        for _ in range(rng.randrange(1, 30)):
+            write(caches, rng.randrange(1, 65))
+        if rng.random() < 0.2:
+            held.append(copy.deepcopy(rng.choice(held)))
+            write(held[-1], rng.randrange(1, 65))
+        if rng.random() < 0.2:
+            held.pop(rng.randrange(len(held)))
+            gc.collect()
+        assert_invariants(pool.stats(), pool.budget.mapped)
+    stats = pool.stats()
+    full, windowed = stats.groups
+    lengths = [caches[0].offset for caches in held]
+    assert windowed.bytes_out_of_window <= len(held) * (512 - 300) * 2 * TOKEN_BYTES
+    tails = (full.bytes_last_block + windowed.bytes_last_block / 2) / TOKEN_BYTES
+    # The mean of 64 uniform numbers of 0 to 255 has a standard deviation of 9.2.
+    assert full.bytes_last_block / TOKEN_BYTES / len(held) < 128 + 3 * 9.2
+    assert tails / len(held) / 2 < 128 + 3 * 9.2
+    owned = [-(-int(length) // 256) * 256 - int(length) for length in lengths]
+    # Shared last blocks count once, so without forks there would be this many.
+    assert full.bytes_last_block <= sum(owned) * TOKEN_BYTES
+    pool.check()
+
+
+def test_a_snapshot_is_cheap_and_does_not_depend_on_what_there_is() -> None:
+    """Slabs are counted one by one, and blocks and tables are not."""
+    pool = PagePool(1, max_bytes=1 << 30)
+    write(new_caches(pool), 1)
+    steps, slabs = set(), set()
+    for blocks in (5_000, 10_000):
+        allocator = BlockAllocator(ByteBudget(2 * blocks), 1)
+        table = allocator.new_table()
+        reserve(table, 0, blocks * 256)
+        forks = [allocator.fork(table) for _ in range(blocks // 100)]
+        pool.groups[0].allocator = allocator
+        stats = pool.stats()
+        assert (stats.blocks_used, stats.groups[0].tables) == (blocks, 1 + len(forks))
+        slabs.add(stats.slabs)
+        steps.add(steps_of(pool.stats))
+    assert (len(slabs), len(steps)) == (1, 1)
+
+
+def steps_of(function: Callable[[], object]) -> int:
+    """How many lines, calls and returns of Python a call executes."""
+    steps, before = 0, sys.gettrace()
+
+    def note(*_: object) -> Any:
+        nonlocal steps
+        steps += 1
+        return note
+
+    gc.disable()  # others may have asked to be told of a collection
+    sys.settrace(note)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return steps
+
+
+def test_snapshots_from_another_thread_are_of_one_moment() -> None:
+    pool = ring_pool(1 << 24)
+    write(new_caches(pool), 1)
+    wrong: list[BaseException] = []
+    is_over = Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            stats = pool.stats()
+            try:
+                assert_invariants(stats, stats.bytes_mapped)
+                for group in stats.groups:
+                    assert group.table_entries >= group.blocks_used - group.blocks_cached
+                    assert group.blocks_shared <= group.blocks_used
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    looking = Thread(target=look)
+    looking.start()
+    rng = random.Random(0)
+    held = []
+    for _ in range(60):
+        caches = new_caches(pool, rng.randrange(1, 4))
+        write(caches, rng.randrange(1, 65))
+        held.append(copy.deepcopy(caches))
+        write(caches, 64)
+        del held[: rng.randrange(3)]
+    is_over.set()
+    looking.join()
+    assert not wrong
+
+
+def test_looking_releases_nothing() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    caches = new_caches(pool)
+    write(caches, 300)
+    del caches
+    gc.collect()
+    seen = pool.snapshot()
+    assert (seen.blocks_used, seen.tables, seen.tables_dropped) == (2, 1, 1)
+    after = pool.stats()
+    assert (after.blocks_used, after.tables, after.tables_dropped) == (0, 0, 0)
+
+
+def test_compaction_reports_what_was_announced() -> None:
+    pool = PagePool(1, max_bytes=1 << 24)
+    sequences = [new_caches(pool) for _ in range(12)]
+    for _ in range(4):
+        for caches in sequences:
+            write(caches, 250)
+    del sequences[2:10], caches
+    gc.collect()
+    before = pool.stats()
+    announced = before.bytes_compactable
+    assert announced > 0
+    done = pool.compact()
+    assert done.blocks_moved > 0
+    assert done.slabs_freed == before.slabs - pool.stats().slabs > 0
+    assert done.bytes_freed == announced == before.bytes_mapped - pool.stats().bytes_mapped
+    assert pool.stats().bytes_compactable == 0
+    assert pool.compact().bytes_freed == 0
+
+
+@pytest.mark.parametrize("pages", [4, 40, 400])
+def test_metadata_is_about_what_python_takes(pages: int) -> None:
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    allocator = BlockAllocator(ByteBudget(20_000), 1)
+    tables: list[Any] = [allocator.new_table() for _ in range(4000 // pages)]
+    for table in tables:
+        reserve(table, 0, pages * 256 - 5)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken / 1.4 < allocator.stats().bytes_metadata < taken * 1.4
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"page_format": "fp16"}, {"groups": [3]}, {"groups": [{}]}]
+)
+def test_what_is_no_snapshot_is_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a snapshot of this version"):
+        PoolStats.from_dict(content)
+
+
+def test_states_of_blocks_that_the_prefix_index_holds_too() -> None:
+    pool = PagePool(1, max_bytes=1 << 22)
+    prefixes = PrefixCache(pool, has_states=False)
+    first = new_caches(pool)
+    write(first, 300)
+    prefixes.insert("", list(range(300)), first[0].sequences[0], None)
+
+    def states() -> tuple[int, int, int]:
+        seen = pool.stats()
+        pool.check()
+        (slab,) = block_map(pool.groups[0].allocator)()
+        assert Counter(slab.states) == {
+            letter: count
+            for letter, count in (
+                ("u", seen.blocks_used - seen.blocks_shared),
+                ("s", seen.blocks_shared),
+                ("c", seen.blocks_cached),
+                (".", seen.blocks_free),
+            )
+            if count
+        }
+        assert unpacked(packed(slab.states)) == slab.states
+        view = view_pool(pool)
+        assert view is not None
+        assert all(each.shared == seen.blocks_shared for each in view.sequences)
+        return seen.blocks_used, seen.blocks_shared, seen.blocks_cached
+
+    assert states() == (2, 0, 0)
+    found = prefixes.fetch("", list(range(290)), pool.page_format)
+    assert found is not None
+    assert states() == (2, 2, 0)
+    assert (pool.stats().prefix_queries, pool.stats().prefix_hits) == (290, 289)
+    del first
+    gc.collect()
+    assert states() == (2, 0, 0)
+    assert used_rows(pool.stats()) == 289
+    del found
+    gc.collect()
+    assert states() == (0, 0, 2)
+    assert pool.stats().bytes_retained == pool.stats().bytes_mapped
+    pool.clear()
+    assert pool.stats().evictions == {"clear": 2}
+
+
+@pytest.mark.parametrize("text", ["x", "3u", "u-1", "u٣", "u9999999"])
+def test_what_is_no_map_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no map of blocks"):
+        unpacked(text)
+
+
+@pytest.mark.skipif(load_native_library()[0] is None, reason="there is no native library")
+def test_what_no_kernel_takes_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGED_KV_BACKEND", "native")
+    pool = PagePool(3, max_bytes=1 << 20)
+    sequence = Sequence(pool)
+    for layer, head_dim in enumerate((16, 20, 20)):
+        numbers = mx.ones((1, 1, 3, head_dim))
+        PagedKVCache(pool, layer, [sequence]).update_and_fetch(numbers, numbers)
+    assert (pool.stats().plain_layers, pool.stats().kernel_fallbacks) == (2, 0)
+    monkeypatch.setattr(NativeBackend, "fallbacks", 4)
+    stats = pool.stats()
+    assert stats.kernel_fallbacks == 4
+    assert (stats + stats).kernel_fallbacks == 8
+    (said,) = [each for each in caplog.messages if "no native kernel takes" in each]
+    assert "20" in said
+    assert PoolStats.from_dict(stats.as_dict()) == stats

@@ -1,0 +1,308 @@
+"""Prompts of models with windows resume after any computed block while memory holds the cached
+out-of-window blocks, and never with a wrong one."""
+
+import copy
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator
+
+from paged_kv import PagedCacheFactory, PagedKVCache, PagePool, Sequence
+from paged_kv.allocator.errors import PoolExhausted
+from paged_kv.pool.window import Window
+from paged_kv.prefix.prefix_cache import PrefixCache
+from paged_kv.steps.batch import Batch
+from tests.support.generation import Run, assert_same_run, greedy
+from tests.support.grids import plain_only
+from tests.support.invariants import assert_invariants
+from tests.support.zoo import small_model
+
+TEXT = [(11 * i * i + 5 * i + 7) % 97 for i in range(1500)]
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Any:
+    """A model with windows of 32 tokens, in rings of one page."""
+    return small_model("gemma3_text")
+
+
+def warm(model: Any, factory: PagedCacheFactory, prompt: list[int], step: int = 2048) -> Any:
+    """A run after the cached part of a prompt, which is inserted, and the length of that part."""
+    cache, cached = factory.fetch_cache(prompt)
+    run = greedy(model, prompt[cached:], cache, 3, step)
+    factory.insert_cache(prompt + run.tokens, cache)
+    factory.pool.check()
+    return run, cached
+
+
+def cold(model: Any, prompt: list[int]) -> Run:
+    return greedy(model, prompt, PagedCacheFactory(model).make_cache(), 3)
+
+
+@pytest.mark.parametrize("step", plain_only([100, 2048], [20, 100, 256, 700, 2048]))
+def test_every_block_can_be_gone_on_from_after_the_window_has_passed(
+    gemma3: Any, step: int
+) -> None:
+    factory = PagedCacheFactory(gemma3)
+    warm(gemma3, factory, TEXT[:1300], step)
+    for length in (1290, 1100, 800, 513, 512, 511, 300, 257, 256, 100):
+        prompt = [*TEXT[:length], 1, 2, 3]
+        run, cached = warm(gemma3, factory, prompt)
+        # A ring of one page needs a window's worth of slots in the latest page, except where the
+        # first prompt ended, as the page still holds slots of the page before.
+        is_behind = length % 256 >= 31 or length < 256 or length >= 1280
+        assert cached == (length if is_behind else length // 256 * 256)
+        assert_same_run(run, cold(gemma3, prompt), TOLERANCE)
+
+
+def test_a_prompt_of_whole_blocks_and_one_token_is_found_again(gemma3: Any) -> None:
+    """A match leaves one token to compute, so the ring goes back across a block's border."""
+    for length in (257, 513, 769):
+        factory = PagedCacheFactory(gemma3)
+        cache = factory.make_cache()
+        greedy(gemma3, TEXT[:length], cache, 1)
+        for layer in cache:
+            layer.trim(layer.offset - length)
+        assert factory.insert_cache(TEXT[:length], cache) == length
+        del cache, layer
+        run, cached = warm(gemma3, factory, TEXT[:length])
+        assert cached == length - 1
+        assert_same_run(run, cold(gemma3, TEXT[:length]), TOLERANCE)
+
+
+def test_rows_of_a_batch_leave_their_pages_too(gemma3: Any) -> None:
+    factory = PagedCacheFactory(gemma3)
+    prompts = [[row, *TEXT[row : 600 + 90 * row]] for row in range(3)]
+    with factory:
+        generator = BatchGenerator(gemma3, prefill_step_size=300, max_tokens=3)
+        caches = [factory.fetch_cache(prompt)[0] for prompt in prompts]
+        uids = generator.insert(prompts, caches=caches)
+        del caches
+        kept: dict[int, Any] = {}
+        while len(kept) < len(uids):
+            for response in generator.next()[1]:
+                if response.finish_reason is not None:
+                    kept[response.uid] = response.prompt_cache, response.all_tokens
+        generator.close()
+    for cache, tokens in kept.values():
+        factory.insert_cache(tokens, cache)
+    kept.clear()
+    for prompt in prompts:
+        for length in (512, 400):
+            again = [*prompt[:length], 1, 2]
+            run, cached = warm(gemma3, factory, again)
+            assert cached == length
+            assert_same_run(run, cold(gemma3, again), TOLERANCE)
+
+
+def test_without_reuse_a_ring_holds_no_more_than_before(gemma3: Any) -> None:
+    factory = PagedCacheFactory(gemma3)
+    cache = factory.make_cache()
+    greedy(gemma3, TEXT, cache, 3)
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (6 + 1, 0)
+    kept, _ = factory.fetch_cache(TEXT)
+    greedy(gemma3, TEXT, kept, 3)
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (2 * (6 + 1), 5)
+    # No request can ask for them any more.
+    del kept
+    stats = factory.stats()
+    assert (stats.blocks_used, stats.blocks_cached) == (6 + 1, 0)
+    factory.pool.check()
+
+
+# Quantised pages need as many.
+DIM = 32
+# Narrower than a page and wider, in rings of one, two and three pages. Two of the rings can hardly
+# be rolled back.
+WINDOWS = {1: Window(32, 32), 2: Window(300, 100), 3: Window(512, 256), 4: Window(512, 1)}
+# In rings that can be rolled back far.
+LOOSE = {1: Window(32, 32), 2: Window(300, 200)}
+
+
+def numbers(tokens: list[int], layer: int) -> mx.array:
+    """The numbers that a layer writes: the tokens themselves."""
+    column = np.array(tokens, np.float32)[None, None, :, None] + 10_000 * layer
+    return mx.array(np.broadcast_to(column, (1, 1, len(tokens), DIM)).copy())
+
+
+class Told:
+    """A pool whose layers hold the given numbers, and its prefixes."""
+
+    def __init__(
+        self, max_bytes: int, windows: dict[int, Window] = WINDOWS, **options: Any
+    ) -> None:
+        self.layers = range(1 + len(windows))
+        self.pool = PagePool(len(self.layers), windows=windows, max_bytes=max_bytes, **options)
+        self.prefixes = PrefixCache(self.pool, has_states=False)
+        # The pool knows what all layers write after the second step.
+        first = Sequence(self.pool)
+        for _ in range(2):
+            self.write(first, [1, 2])
+        del first
+        self.pool.clear()
+
+    def write(self, sequence: Sequence, tokens: list[int]) -> None:
+        for layer in self.layers:
+            PagedKVCache(self.pool, layer, [sequence]).make_mask(len(tokens))
+            part = numbers(tokens, layer)
+            Batch.of(self.pool, [sequence]).append(layer, part, part)
+
+    def assert_holds(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Check that every layer holds all tokens that the next query sees."""
+        assert set(sequence.context_lens) == {len(tokens)}
+        for layer in self.layers:
+            window = self.pool.windows.get(layer)
+            seen = len(tokens) if window is None else min(len(tokens), window.size - 1)
+            keys, _ = PagedKVCache(self.pool, layer, [sequence]).keys_and_values()
+            held = np.asarray(mx.array(keys))[0, 0, :, 0]
+            expected = np.array(tokens[len(tokens) - seen :]) + 10_000 * layer
+            assert (held[len(held) - seen :] == expected).all(), f"layer {layer}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", plain_only([60], [60, 200]))
+@pytest.mark.parametrize("windows", [WINDOWS, LOOSE])
+def test_random_histories_never_begin_with_a_wrong_page(
+    windows: dict[int, Window], blocks: int
+) -> None:
+    """With forks, trims, insertions, evictions, moves and full pools, everything that is found is
+    right."""
+    found = [
+        history(random.Random(seed), Told(blocks * 256 * DIM * 2 * 4, windows)) for seed in range(4)
+    ]
+    assert sum(found) > 2000
+
+
+TALES = [[1 + 3 * at + tale for at in range(4000)] for tale in range(3)]
+
+
+def history(rng: random.Random, told: Told) -> int:
+    """The number of tokens found in one of them. Sequences take parts of three texts."""
+    pool, prefixes = told.pool, told.prefixes
+    rows: list[tuple[Sequence, list[int]]] = []
+    texts = [tale[:1500] for tale in TALES]
+    found = 0
+    for _ in range(150):
+        act = rng.random()
+        if act < 0.25 or not rows:
+            prompt = rng.choice(texts)
+            prompt = [*prompt[: rng.randrange(max(0, len(prompt) - 600), len(prompt) + 1)], 0, 0]
+            prefix = prefixes.fetch("", prompt, pool.page_format)
+            found += prefix.num_tokens
+            rows.append((prefix.sequence, prompt[: prefix.num_tokens]))
+            prefix.sequence.caches_out_of_window = rng.random() < 0.8
+            told.assert_holds(*rows[-1])
+        sequence, tokens = rng.choice(rows)
+        if act < 0.65:
+            tale = rng.choice([*[t for t in TALES if t[: len(tokens)] == tokens] * 9, *TALES])
+            to_the_border = -len(tokens) % 256 or 512
+            new = tale[len(tokens) :][: rng.choice([1, 3, 30, 100, 700, to_the_border])]
+            try:
+                told.write(sequence, new)
+                tokens += new
+            except PoolExhausted:
+                assert sequence.length == len(tokens)
+        elif act < 0.75:
+            prefixes.insert("", tokens, sequence, None)
+            texts.append(list(tokens))
+        elif act < 0.8:
+            count = min(sequence.rollback, rng.choice([1, 40, 120, 200]))
+            for layer in told.layers:
+                sequence.trim(layer, count)
+            del tokens[len(tokens) - count :]
+        elif act < 0.85 and len(rows) < 5:
+            rows.append((copy_of(pool, sequence), list(tokens)))
+        elif act < 0.9:
+            pool.compact()
+        else:
+            rows.remove((sequence, tokens))
+        if len(rows) > 5:
+            rows.pop(0)
+        del sequence
+        pool.check()
+        assert_invariants(pool.stats(), pool.budget.mapped)
+    rows.clear()
+    del prefix
+    pool.clear()
+    assert pool.stats().blocks_used == pool.stats().blocks_cached == 0
+    return found
+
+
+def copy_of(pool: PagePool, sequence: Sequence) -> Sequence:
+    caches = [PagedKVCache(pool, layer, [sequence]) for layer in range(pool.num_layers)]
+    return copy.deepcopy(caches)[0].sequences[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked"),
+    [
+        # The last slots of a page that left the window belong to a step that no page holds yet.
+        ([512, 30], 512),
+        ([500, 12, 30], 512),
+        # A page that the window passed holds trimmed tokens.
+        ([500, 20, -120, 300], 512),
+        ([500, 20, -120, 300], 450),
+        # The first slots of a page are lost when a step writes the rest of it.
+        ([500, 20, -220, 300], 290),
+        ([500, 20, -220, 20, 300], 512),
+    ],
+)
+def test_a_passed_page_holds_all_of_its_tokens_or_is_not_kept(steps: list[int], asked: int) -> None:
+    told = Told(100 * 256 * DIM * 2 * 4, {1: Window(32, 32)})
+    tokens: list[int] = []
+    sequence = told.prefixes.fetch("", [0], told.pool.page_format).sequence
+    for tale, step in enumerate(steps):
+        if step < 0:
+            for layer in told.layers:
+                sequence.trim(layer, -step)
+            del tokens[step:]
+        else:
+            new = TALES[tale % 3][len(tokens) :][:step]
+            told.write(sequence, new)
+            tokens += new
+    told.prefixes.insert("", tokens, sequence, None)
+    prefix = told.prefixes.fetch("", [*tokens[:asked], 0], told.pool.page_format)
+    assert prefix.num_tokens >= 256
+    told.assert_holds(prefix.sequence, tokens[: prefix.num_tokens])
+
+
+def test_passed_pages_are_given_up_before_anybody_fails_or_loses_anything() -> None:
+    """In the end one sequence needs all of the memory."""
+    told = Told(40 * 256 * DIM * 2 * 4)
+    kept = told.prefixes.fetch("", [7] * 300, told.pool.page_format).sequence
+    told.write(kept, [7] * 300)
+    told.prefixes.insert("", [7] * 300, kept, None)
+    del kept
+    sequence = told.prefixes.fetch("", [5] * 4000, told.pool.page_format).sequence
+    told.write(sequence, [5] * 2048)
+    assert told.pool.stats().blocks_cached > 8
+    while told.pool.can_admit(0) and sequence.length < 2048 + 3000:
+        told.write(sequence, [5] * 100)
+    told.assert_holds(sequence, [5] * sequence.length)
+    stats = told.pool.stats()
+    assert {reason for reason, count in stats.evictions.items() if count} == {"out_of_window"}
+    assert stats.allocation_failures == 0
+    assert told.prefixes.fetch("", [7] * 301, told.pool.page_format).num_tokens == 300
+
+
+def test_passed_pages_make_no_page_smaller() -> None:
+    """With "auto", pages become smaller at the end, but no sooner."""
+    requantised = []
+    for caches_out_of_window in (True, False):
+        told = Told(100 * 256 * DIM * 2 * 4, page_format="auto")
+        sequence = Sequence(told.pool)
+        sequence.caches_out_of_window = caches_out_of_window
+        lengths = [0]
+        while len(lengths) < 100 and not told.pool.stats().requantisations:
+            told.write(sequence, [5] * 900)
+            lengths.append(sequence.length)
+        requantised.append(lengths)
+        assert told.pool.stats().requantisations
+        assert bool(sequence.out_of_window) == caches_out_of_window
+    assert requantised[0] == requantised[1]

@@ -1,0 +1,386 @@
+"""A step in which anything fails has no effect, and can be repeated.
+
+The n-th of the calls that map, copy, write, evaluate and attend, or tell events, raises an error in
+a step, for every n until the step succeeds. Then the step is repeated. It and all later steps must
+compute what they compute where nothing failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from paged_kv import PagedKVCache, PagePool, PoolExhausted, Sequence
+from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.pages.stand_in import stand_in
+from paged_kv.pool.window import Window
+from tests.support.dense_attention import dense_attention
+from tests.support.failures import ERRORS, Failures
+from tests.support.grids import plain_cases
+
+KV_HEADS, Q_HEADS, DIM, SCALE = 1, 2, 32, 32**-0.5
+NUMBERS = np.random.default_rng(5).standard_normal((4001, DIM), dtype=np.float32)
+PAGE_BYTES = 2 * KV_HEADS * 256 * DIM * 4
+WINDOWS = {0: Window(300, 100), 2: Window(20, 20)}
+Floats = npt.NDArray[Any]
+
+
+def numbers(tokens: list[int], shift: int) -> Floats:
+    found: Floats = NUMBERS[(np.array(tokens, np.int64) * 7 + shift) % len(NUMBERS)]
+    return found
+
+
+@dataclass(eq=False)
+class Batch:
+    """Caches of all layers, and the tokens of each sequence."""
+
+    layers: list[PagedKVCache]
+    rows: list[list[int]]
+
+    def fork(self) -> Batch:
+        return Batch(copy.deepcopy(self.layers), [list(row) for row in self.rows])
+
+    def step(self, count: int) -> list[Floats]:
+        """Take a step of as many tokens in all layers; returns what each layer attends to. If it
+        fails, the batch is as before."""
+        steps = [
+            [row * 1000 + len(tokens) + at for at in range(count)]
+            for row, tokens in enumerate(self.rows)
+        ]
+        outputs = [self._attended(cache, steps) for cache in self.layers]
+        for tokens, step in zip(self.rows, steps, strict=True):
+            tokens += step
+        return outputs
+
+    def _attended(self, cache: PagedKVCache, steps: list[list[int]]) -> Floats:
+        layer, count = cache.layer, len(steps[0])
+        mask = cache.make_mask(count, window_size=_window_of(cache))
+        keys, values = (
+            mx.array(np.stack([numbers(step, layer + shift) for step in steps])[:, None])
+            for shift in (0, 100)
+        )
+        queries = mx.array(np.stack([_queries(step, layer) for step in steps]))
+        read = cache.update_and_fetch(keys, values)
+        return np.array(paged_attention(queries, *read, cache, SCALE, mask))
+
+    def expected(self, layer: int, count: int, window: int | None) -> Floats:
+        """What the latest tokens of each sequence attend to, in float64."""
+        rows = [
+            dense_attention(
+                _queries(tokens[-count:], layer).astype(np.float64),
+                numbers(tokens, layer)[None].astype(np.float64),
+                numbers(tokens, layer + 100)[None].astype(np.float64),
+                scale=SCALE,
+                causal=True,
+                window=window,
+                sinks=None,
+            )[0]
+            for tokens in self.rows
+        ]
+        return np.stack(rows)
+
+
+def _window_of(cache: PagedKVCache) -> int | None:
+    window = cache.pool.windows.get(cache.layer)
+    return None if window is None else window.size
+
+
+def _queries(tokens: list[int], layer: int) -> Floats:
+    return np.stack([numbers(tokens, layer + 200 + head) for head in range(Q_HEADS)])
+
+
+@dataclass(frozen=True)
+class History:
+    """What happens before the step that fails, in it, and after it.
+
+    Attributes:
+        before: numbers of tokens of earlier steps.
+        step: the number of tokens of the step.
+        then: those of the steps after it.
+        rows: sequences of the batch.
+        is_fork: whether the step is a fork's, so that it shares the pages before it.
+        caches: whether pages that leave a window stay cached.
+        trimmed: tokens that are taken back before the step.
+        options: of the pool.
+    """
+
+    before: tuple[int, ...]
+    step: int
+    then: tuple[int, ...] = (1, 1)
+    rows: int = 1
+    is_fork: bool = False
+    caches: bool = False
+    trimmed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class World:
+    """A history up to the step that is to fail."""
+
+    pool: PagePool
+    batch: Batch
+    original: Batch | None
+
+    @classmethod
+    def of(cls, history: History, folder: Path) -> World:
+        options = {"max_bytes": 60 * PAGE_BYTES, **history.options}
+        pool = PagePool(3, trace=folder / "trace", **options)
+        # The last layer gathers its keys and values.
+        pool.attending = pool.attending_in_decode = frozenset({0, 1})
+        sequences = [Sequence(pool) for _ in range(history.rows)]
+        for sequence in sequences:
+            sequence.caches_out_of_window = history.caches
+        layers = [PagedKVCache(pool, layer, list(sequences)) for layer in range(3)]
+        batch = Batch(layers, [[] for _ in sequences])
+        for count in history.before:
+            batch.step(count)
+        for cache in batch.layers if history.trimmed else ():
+            cache.trim(history.trimmed)
+        for tokens in batch.rows:
+            del tokens[len(tokens) - history.trimmed :]
+        original = None
+        if history.is_fork:
+            original, batch = batch, batch.fork()
+        return cls(pool, batch, original)
+
+    def go_on(self, history: History) -> list[Floats]:
+        """All that is computed from the step on."""
+        found = self.batch.step(history.step)
+        for count in history.then:
+            found += self.batch.step(count)
+        for original in [self.original] if self.original else []:
+            for count in history.then:
+                found += original.step(count)
+        found += [np.array(part) for cache in self.batch.layers for part in cache.keys_and_values()]
+        found += self._cached_out_of_window()
+        self.pool.check()
+        return found
+
+    def _cached_out_of_window(self) -> list[Floats]:
+        """The words of the pages that stay cached behind their windows."""
+        return [
+            np.array(group.pages[layer].page(cached.block), np.float64)
+            for sequence in self.batch.layers[0].sequences
+            for group, pages in sequence.out_of_window.items()
+            for _, cached in sorted(pages.items())
+            if cached.block is not None
+            for layer in group.layers
+        ]
+
+    def blocks_used(self) -> int:
+        gc.collect()
+        return self.pool.stats().blocks_used
+
+
+HISTORIES = {
+    "first step": History((), 300),
+    "fork": History((100,), 1, is_fork=True),
+    "fork of a batch": History((300, 1), 20, rows=2, is_fork=True),
+    "next page": History((256,), 1, rows=2),
+    "slabs": History((200,), 1500),
+    "rings": History((100,) * 7, 60, options={"windows": WINDOWS}),
+    "forked rings": History((100,) * 7, 60, is_fork=True, options={"windows": WINDOWS}),
+    "long step over rings": History((100, 500), 700, (1, 20), options={"windows": WINDOWS}),
+    "step after a long one": History((100, 700), 1, (20, 1), options={"windows": WINDOWS}),
+    "cached out of window": History(
+        (100,) * 7, 100, (100, 1), rows=2, caches=True, options={"windows": WINDOWS}
+    ),
+    "pages that a long step passes": History(
+        (300,), 700, (1, 20), caches=True, options={"windows": WINDOWS}
+    ),
+    "after pages that a long step passed": History(
+        (300, 700), 1, (700, 1), caches=True, options={"windows": WINDOWS}
+    ),
+    "q8": History((250, 1), 600, (1, 300), rows=2, options={"page_format": "q8"}),
+    "q4 fork": History((700, 1), 300, is_fork=True, options={"page_format": "q4"}),
+    "q8 page that is written again": History(
+        (700, 1), 100, (300,), trimmed=250, options={"page_format": "q8"}
+    ),
+}
+
+
+def failed_step(history: History, folder: Path, failures: Failures, n: int) -> World | None:
+    """A history whose step failed at its n-th call; None if it has fewer calls."""
+    world = World.of(history, folder)
+    before = [list(tokens) for tokens in world.batch.rows]
+    failures.left = n
+    with contextlib.suppress(failures.error):
+        world.batch.step(history.step)
+    failures.left = -1
+    if len(failures.calls) <= n:
+        return None
+    assert world.batch.rows == before, "nobody was told"
+    return world
+
+
+def compared(history: History, sound: World, world: World, expected: list[Floats]) -> None:
+    """Compare a history that goes on after a failure with one in which nothing failed."""
+    for a, b in zip(world.go_on(history), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert world.blocks_used() == sound.blocks_used()
+    pool = world.pool
+    world.batch.layers.clear()
+    world.original = None
+    gc.collect()
+    assert (pool.stats().blocks_used, pool.stats().blocks_cached) == (0, 0), "blocks of nobody"
+    pool.check()
+
+
+ALL = list(itertools.product(HISTORIES, (False, True), (False, True)))
+PLAIN = [("fork", False, False), ("forked rings", True, False), ("q4 fork", False, True)]
+
+
+@pytest.mark.parametrize(("name", "late", "lasts"), plain_cases(PLAIN, ALL))
+def test_it_can_be_repeated_whichever_call_fails(
+    name: str, late: bool, lasts: bool, tmp_path: Path, failures: Failures
+) -> None:
+    history = HISTORIES[name]
+    sound = World.of(history, tmp_path)
+    expected = sound.go_on(history)
+    failures.is_late, failures.lasts = late, lasts
+    for n in itertools.count():
+        failures.error, failures.calls = ERRORS[n % len(ERRORS)], []
+        world = failed_step(history, tmp_path, failures, n)
+        if world is None:
+            break
+        try:
+            compared(history, sound, world, expected)
+        except BaseException as error:
+            error.add_note(f"{failures.error.__name__} at call {n} of {failures.calls}")
+            raise
+    assert n > 8, "too few calls failed to show anything"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before its work", "after its work"])
+def test_what_can_be_taken_back_afterwards_is_still_there(
+    late: bool, tmp_path: Path, failures: Failures
+) -> None:
+    history = HISTORIES["rings"]
+    failures.is_late = late
+    for n in itertools.count():
+        failures.calls = []
+        world = failed_step(history, tmp_path, failures, n)
+        if world is None:
+            break
+        batch = world.batch
+        back = min(sequence.rollback for sequence in batch.layers[0].sequences)
+        for cache in batch.layers:
+            cache.trim(back)
+        for tokens in batch.rows:
+            del tokens[len(tokens) - back :]
+        for layer, found in enumerate(batch.step(1)):
+            expected = batch.expected(layer, 1, _window_of(batch.layers[layer]))
+            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"{failures.calls}")
+
+
+def test_a_mask_for_too_many_tokens_leaves_the_blocks_as_they_were(tmp_path: Path) -> None:
+    """Where pages are requantised as memory gets short, a step reserves page by page."""
+    history = History((100,), 1, options={"page_format": "auto"})
+    world = World.of(history, tmp_path)
+    used, sequence = world.blocks_used(), world.batch.layers[0].sequences[0]
+    with pytest.raises(PoolExhausted):
+        world.batch.layers[0].make_mask(100_000)
+    assert world.pool.stats().blocks_used == used
+    assert sequence.context_lens == [100] * 3
+    world.pool.check()
+
+
+def test_a_ring_that_was_written_late_shows_what_it_holds(
+    tmp_path: Path, failures: Failures
+) -> None:
+    """The step before was longer than its rings, and the one that fails has written it to them."""
+    history = HISTORIES["step after a long one"]
+    seen = 0
+    for n in itertools.count():
+        failures.calls = []
+        world = failed_step(history, tmp_path, failures, n)
+        if world is None:
+            break
+        for cache in (each for each in world.batch.layers if each.layer in WINDOWS):
+            if cache.layer not in cache.sequences[0].unwritten:
+                keys = np.array(cache.keys)[0, 0]
+                tokens = world.batch.rows[0][-len(keys) :]
+                np.testing.assert_array_equal(keys, numbers(tokens, cache.layer))
+                seen += 1
+    assert seen
+
+
+def _gathered(cache: PagedKVCache, keys: mx.array) -> None:
+    read = cache.update_and_fetch(keys, keys)[0].read
+    read.gather()
+
+
+def _token_gathered(cache: PagedKVCache, keys: mx.array) -> None:
+    read = cache.update_and_fetch(keys, keys)[0].read
+    read.gather_tokens(mx.array([[0]]), of_values=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "take"), [("gather", _gathered), ("gather_tokens", _token_gathered)]
+)
+def test_a_gather_that_fails_undoes_the_step(
+    method: str, take: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention gathers where it cannot read pages."""
+    world = World.of(HISTORIES["fork"], tmp_path)
+    batch = world.batch
+    keys = mx.ones((1, KV_HEADS, 1, DIM))
+    batch.layers[0].make_mask(1)
+    with monkeypatch.context() as patched:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError
+
+        patched.setattr(type(world.pool.backend), method, staticmethod(fail))
+        with pytest.raises(MemoryError):
+            take(batch.layers[0], keys)
+    assert batch.layers[0].sequences[0].context_lens == [100] * 3
+    for layer, found in enumerate(batch.step(1)):
+        np.testing.assert_allclose(found, batch.expected(layer, 1, None), atol=1e-4)
+    world.pool.check()
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_keys_that_cannot_be_computed_do_others_no_harm(attends: bool, tmp_path: Path) -> None:
+    world = World.of(HISTORIES["fork"], tmp_path)
+    batch, original = world.batch, world.original
+    assert original is not None
+    if not attends:
+        world.pool.attending = world.pool.attending_in_decode = frozenset()
+    never = stand_in((1, KV_HEADS, 1, DIM), mx.float32)
+    cache = batch.layers[0]
+
+    def attended() -> mx.array:
+        read = cache.update_and_fetch(never, never)
+        return paged_attention(mx.zeros((1, Q_HEADS, 1, DIM)), *read, cache, SCALE, None)
+
+    with pytest.raises(RuntimeError):
+        mx.eval(attended())
+    for each in (original, batch):
+        for layer, found in enumerate(each.step(1)):
+            np.testing.assert_allclose(found, each.expected(layer, 1, None), atol=1e-4)
+    world.pool.check()
+
+
+@pytest.mark.parametrize("name", [name for name in HISTORIES if "q" not in name])
+def test_without_failures_it_computes_what_dense_attention_does(name: str, tmp_path: Path) -> None:
+    history = HISTORIES[name]
+    world = World.of(history, tmp_path)
+    for count in (history.step, *history.then):
+        for layer, found in enumerate(world.batch.step(count)):
+            window = _window_of(world.batch.layers[layer])
+            latest = min(count, 40)
+            expected = world.batch.expected(layer, latest, window)
+            np.testing.assert_allclose(found[:, :, -latest:], expected, atol=1e-4)

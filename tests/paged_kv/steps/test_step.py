@@ -1,0 +1,438 @@
+"""A step is planned once for all layers, and leaves no lazy arrays behind."""
+
+import gc
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from benches.host_cost import ArrayMaker, backend, filled, small_llama
+from paged_kv import (
+    PagedCacheFactory,
+    PagedKVCache,
+    PagePool,
+    PagesNotRead,
+    Sequence,
+    ThreadConflict,
+)
+from paged_kv.integrations.attention_hook import paged_attention
+from paged_kv.kernels.pages.layer_pages import LayerPages
+from paged_kv.pool.window import Window
+from paged_kv.steps.batch import Batch, commit
+from paged_kv.steps.progress import LayerProgress, Progress
+from tests.support.arrays import normal
+from tests.support.generation import assert_same_run, greedy
+from tests.support.layer_calls import calls_of_layers
+from tests.support.zoo import small_model
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+# Of the project's own calls: before and in the first layer of a step of one sequence, and in each
+# later layer.
+MOST_FIRST_CALLS = {"native": 45, "metal": 56, "cuda": 56}
+MOST_CALLS = {"native": 12, "metal": 14, "cuda": 14}
+
+
+def model_and_factory(name: str = "llama", **options: Any) -> tuple[Any, PagedCacheFactory]:
+    model = small_model(name)
+    return model, PagedCacheFactory(model, max_bytes=64 << 20, **options)
+
+
+def step(count: int, seed: int, batch: int = 1) -> tuple[mx.array, mx.array]:
+    keys = normal((batch, 2, count, 16), mx.float32, seed)
+    return keys, keys + 1
+
+
+def layers_of(pool: PagePool, sequences: int = 1) -> list[PagedKVCache]:
+    rows = [Sequence(pool) for _ in range(sequences)]
+    return [PagedKVCache(pool, layer, list(rows)) for layer in range(pool.num_layers)]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_models_arrays_are_never_made_and_others_are() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    pool.attending = frozenset({0})
+    attending, other = layers_of(pool)
+    attending.make_mask(5)
+    given = step(5, 1)
+    keys, values = attending.update_and_fetch(*given)
+    assert (keys.shape, values.dtype) == ((1, 2, 5, 16), mx.float32)
+    for look in (np.array, mx.eval, lambda array: mx.eval(array @ array.swapaxes(2, 3))):
+        with pytest.raises(RuntimeError, match="without a primitive"):
+            look(keys)
+    found, _ = other.update_and_fetch(*given)
+    assert mx.array_equal(found, given[0])
+    assert mx.array_equal(attending.keys, given[0])
+    # Without a mask before it, the pool does not know that a model takes the step.
+    found, _ = attending.update_and_fetch(*step(1, 2))
+    assert found.shape == (1, 2, 6, 16)
+    mx.eval(found)
+
+
+@pytest.mark.usefixtures("backend")
+def test_attention_gathers_where_a_mask_is_not_one_of_a_kernel() -> None:
+    pool = PagePool(1, max_bytes=1 << 24)
+    pool.attending = frozenset({0})
+    (cache,) = layers_of(pool)
+    cache.make_mask(5)
+    given = step(5, 1)
+    keys, values = cache.update_and_fetch(*given)
+    hidden = mx.tril(mx.ones((5, 5), mx.bool_))
+    queries = normal((1, 4, 5, 16), mx.float32, 3)
+    found = paged_attention(queries, keys, values, cache, 0.2, hidden)
+    expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2, mask=hidden)
+    assert mx.allclose(found, expected, atol=1e-5)
+    assert pool.stats().gather_fallbacks == 1
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_was_not_read_in_its_step_is_refused_later() -> None:
+    """The step may have overwritten a ring by then."""
+    pool = PagePool(1, windows={0: Window(20, 20)}, max_bytes=1 << 24)
+    pool.attending = frozenset({0})
+    (cache,) = layers_of(pool)
+    cache.make_mask(5)
+    keys, values = cache.update_and_fetch(*step(5, 1))
+    cache.update_and_fetch(*step(1, 2))
+    queries = normal((1, 4, 5, 16), mx.float32, 3)
+    with pytest.raises(PagesNotRead, match="always_gather=True"):
+        paged_attention(queries, keys, values, cache, 0.2, "causal")
+    assert cache.size() == 6
+
+
+def test_a_model_that_changes_its_ways_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, factory = model_and_factory()
+    expected = greedy(model, PROMPT, make_prompt_cache(model), 5)
+    cache = factory.make_cache()
+    model(mx.array([PROMPT[:3]]), cache=cache)
+
+    def of_its_own(queries: Any, keys: Any, values: Any, *_: Any, **options: Any) -> mx.array:
+        options.pop("cache", None)
+        output: mx.array = mx.fast.scaled_dot_product_attention(
+            queries, keys * 1, values, **options
+        )
+        return output
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", of_its_own)
+    with pytest.raises(PagesNotRead, match=r"llama got keys.*always_gather=True"):
+        model(mx.array([PROMPT[3:]]), cache=cache)
+    assert {layer.size() for layer in cache} == {3}
+    gathering = PagedCacheFactory(model, max_bytes=64 << 20, always_gather=True)
+    assert_same_run(greedy(model, PROMPT, gathering.make_cache(), 5), expected, 1e-4)
+    assert gathering.stats().gather_fallbacks > 0
+    # The factory tries the model out, finds its own attention, and gives it arrays.
+    later = PagedCacheFactory(model, max_bytes=64 << 20)
+    assert_same_run(greedy(model, PROMPT, later.make_cache(), 5), expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "attending"),
+    [("llama", {0, 1, 2}), ("gemma2", {0, 1, 2}), ("phi3small", {1}), ("deepseek_v3", set())],
+)
+def test_the_layers_of_which_only_attention_reads(name: str, attending: set[int]) -> None:
+    _, factory = model_and_factory(name)
+    factory.make_cache()
+    assert factory.pool.attending == attending
+    in_decode = {0, 1, 2} if name == "deepseek_v3" else attending
+    assert factory.pool.attending_in_decode == in_decode
+
+
+@pytest.mark.parametrize("name", ["native", "metal", "cuda"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_layer_makes_few_calls(name: str, batch: int) -> None:
+    model, maker = small_llama(), ArrayMaker()
+    with backend(name, maker):
+        factory = PagedCacheFactory(model, max_bytes=64 << 20)
+        cache = filled(factory.make_cache(), batch, 300)
+        model(mx.ones((batch, 1), mx.int32), cache=cache)
+        launches = maker.launches
+        before, first, *others = calls_of_layers(model, cache, batch)
+    if batch == 1:
+        assert (before + first).total() <= MOST_FIRST_CALLS[name], before + first
+    for calls in others:
+        assert calls.total() <= MOST_CALLS[name], calls
+    assert maker.launches - launches == (0 if name == "native" else len(cache))
+
+
+@pytest.mark.usefixtures("backend")
+def test_layers_that_fork_within_a_step_go_on_in_their_own_pages() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    before = step(5, 1)
+    for layer in (first, second):
+        layer.update_and_fetch(*before)
+    first.make_mask(1)
+    first.update_and_fetch(*step(1, 2))
+    fork = second.extract(0)
+    taken = step(1, 3)
+    found, _ = second.update_and_fetch(*taken)
+    assert mx.array_equal(found, mx.concatenate([before[0], taken[0]], axis=2))
+    assert mx.array_equal(fork.keys, before[0])
+    assert (first.size(), second.size(), fork.size()) == (6, 6, 5)
+
+
+def test_a_sequence_knows_its_tokens_also_when_all_caches_are_gone() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    sequence = Sequence(pool)
+    cache = PagedKVCache(pool, 1, [sequence])
+    cache.make_mask(7)
+    cache.update_and_fetch(*step(7, 1))
+    del cache
+    assert sequence.context_lens == [0, 7]
+
+
+def test_rows_that_leave_a_batch_give_their_blocks_back_at_once() -> None:
+    """Without waiting for the garbage collector."""
+    pool = PagePool(2, max_bytes=1 << 24)
+    pool.attending = frozenset({0, 1})
+    layers = layers_of(pool, 2)
+    gc.disable()
+    try:
+        for _ in range(2):
+            layers[0].make_mask(3)
+            for layer in layers:
+                layer.update_and_fetch(*step(3, 1, batch=2))
+        assert pool.stats().blocks_used == 2
+        for layer in layers:
+            layer.filter([1])
+        assert pool.stats().blocks_used == 1
+        del layer, layers
+        assert pool.stats().blocks_used == 0
+    finally:
+        gc.enable()
+
+
+def test_a_step_goes_on_in_the_padding_of_the_one_before() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    layers = layers_of(pool, 2)
+    for layer in layers:
+        layer.prepare(left_padding=[0, 3])
+    for seed in (1, 2):
+        layers[0].make_mask(2)
+        for layer in layers:
+            layer.update_and_fetch(*step(2, seed, batch=2))
+    assert [each.context_lens for each in layers[0].sequences] == [[4, 4], [1, 1]]
+    assert [each.progress(1).offset for each in layers[0].sequences] == [4, 1]
+
+
+def test_a_layer_may_take_two_steps_before_another_takes_one() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    given = step(3, 1)
+    first.make_mask(2)
+    first.update_and_fetch(*(each[:, :, :2] for each in given))
+    first.update_and_fetch(*(each[:, :, 2:] for each in given))
+    second.update_and_fetch(*(each[:, :, :1] for each in given))
+    assert first.sequences[0].context_lens == [3, 1]
+    second.update_and_fetch(*(each[:, :, 1:] for each in given))
+    assert mx.array_equal(first.keys, given[0])
+    assert mx.array_equal(second.keys, given[0])
+
+
+@pytest.mark.usefixtures("backend")
+def test_offsets_of_layers_on_both_sides_of_a_step() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    layers = layers_of(pool, 2)
+    for layer in layers:
+        layer.prepare(left_padding=[0, 2])
+    layers[0].make_mask(3)
+    layers[0].update_and_fetch(*step(3, 1, batch=2))
+    offsets = [layer.offset for layer in layers]
+    assert [each.tolist() for each in offsets if isinstance(each, mx.array)] == [[3, 1], [0, -2]]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_long_step_is_read_right_before_and_after_it_is_written() -> None:
+    """Its queries attend first: it is written when another call needs its pages."""
+    pool = PagePool(2, windows={0: Window(32, 32), 1: Window(300, 256)}, max_bytes=1 << 24)
+    layers = layers_of(pool)
+    given = step(600, 1)
+    for count, end in ((512, 512), (88, 600)):
+        for layer in layers:
+            layer.update_and_fetch(*[each[:, :, end - count : end] for each in given])
+    for _ in range(2):
+        for layer in layers:
+            assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
+        commit(layers[0].sequences)
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_another_step_left_is_written_before_a_step_that_was_interrupted_goes_on() -> None:
+    pool = PagePool(2, windows={0: Window(32, 32), 1: Window(32, 32)}, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    given = step(90, 1)
+    for layer in (first, second):
+        layer.update_and_fetch(*[each[:, :, :80] for each in given])
+    first.update_and_fetch(*[each[:, :, 80:] for each in given])
+    first.sequences[0].close_step()
+    second.update_and_fetch(*[each[:, :, 80:] for each in given])
+    for layer in (first, second):
+        assert mx.array_equal(layer.keys[:, :, -31:], given[0][:, :, -31:])
+
+
+@pytest.mark.usefixtures("backend")
+def test_layers_that_are_not_as_far_take_steps_of_their_own() -> None:
+    pool = PagePool(2, max_bytes=1 << 24)
+    first, second = layers_of(pool)
+    given = step(9, 1)
+    first.update_and_fetch(*[each[:, :, :4] for each in given])
+    second.make_mask(9)
+    first.update_and_fetch(*[each[:, :, 4:] for each in given])
+    second.update_and_fetch(*given)
+    for layer in (first, second):
+        assert mx.array_equal(layer.keys, given[0])
+    # Padding that one layer has not seen yet makes it another step, too.
+    first.prepare(left_padding=[0])
+    second.trim(9)
+    first.trim(9)
+    second.prepare(left_padding=[2])
+    first.make_mask(9)
+    for layer in (first, second):
+        layer.update_and_fetch(*given)
+    assert (first.size(), second.size()) == (9, 7)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_group_that_another_sequence_opens_between_mask_and_step() -> None:
+    """Only open groups have blocks that a mask can reserve."""
+    pool = PagePool(2, windows={1: Window(300, 256)}, max_bytes=1 << 24)
+    other, layers = layers_of(pool), layers_of(pool)
+    other[0].update_and_fetch(*step(3, 1))
+    layers[0].make_mask(256)
+    other[1].update_and_fetch(*step(3, 1))
+    given = step(256, 2)
+    for layer in layers:
+        found, _ = layer.update_and_fetch(*given)
+        assert mx.array_equal(found, given[0])
+
+
+def test_a_step_that_cannot_be_gathered_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may not have computed what it was about to write."""
+    pool = PagePool(1, windows={0: Window(32, 32)}, max_bytes=1 << 24)
+    (cache,) = layers_of(pool)
+    given = step(50, 1)
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "gather", conflict)
+        for count in (40, 3):
+            with pytest.raises(ThreadConflict):
+                cache.update_and_fetch(*[each[:, :, :count] for each in given])
+            assert cache.size() == 0
+    cache.update_and_fetch(*given)
+    assert mx.array_equal(cache.keys[:, :, -31:], given[0][:, :, -31:])
+
+
+def test_a_shared_page_that_cannot_be_copied_yet_stays_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may still have to read the page that the copy would overwrite."""
+    pool = PagePool(1, max_bytes=1 << 24)
+    (cache,) = layers_of(pool)
+    given = step(9, 1)
+    cache.update_and_fetch(*[each[:, :, :8] for each in given])
+    fork = cache.extract(0)
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "copy", conflict)
+        with pytest.raises(ThreadConflict):
+            fork.make_mask(1)
+        with pytest.raises(ThreadConflict):
+            fork.update_and_fetch(*[each[:, :, 8:] for each in given])
+    pool.check()
+    assert pool.stats().blocks_used == 1
+    found, _ = fork.update_and_fetch(*[each[:, :, 8:] for each in given])
+    assert mx.array_equal(found, given[0])
+    assert mx.array_equal(cache.keys, given[0][:, :, :8])
+
+
+def test_what_is_pending_stays_so_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(1, windows={0: Window(32, 32)}, max_bytes=1 << 24)
+    (cache,) = layers_of(pool)
+    given = step(51, 1)
+    cache.update_and_fetch(*[each[:, :, :50] for each in given])
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "write", conflict)
+        with pytest.raises(ThreadConflict):
+            cache.update_and_fetch(*[each[:, :, 50:] for each in given])
+    assert cache.size() == 50
+    found, _ = cache.update_and_fetch(*[each[:, :, 50:] for each in given])
+    assert mx.array_equal(found[:, :, -32:], given[0][:, :, -32:])
+
+
+def test_a_conversion_that_is_interrupted_takes_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(1, max_bytes=1 << 24)
+    cache = PagedKVCache(pool, 0, [Sequence(pool)])
+    keys = normal((1, 2, 265, 32), mx.float32, 1)
+    cache.update_and_fetch(keys, keys)
+    with monkeypatch.context() as patch:
+
+        def conflict(*_: Any) -> None:
+            raise ThreadConflict
+
+        patch.setattr(LayerPages, "copy", conflict)
+        with pytest.raises(ThreadConflict):
+            cache.to_quantized(bits=8)
+    assert pool.stats().blocks_used == 2
+    pool.check()
+    cache.to_quantized(bits=8)
+    assert pool.stats().blocks_by_format == {"fp16": 1, "q8": 1}
+
+
+@pytest.mark.usefixtures("backend")
+def test_attention_follows_pages_that_became_smaller_within_the_step() -> None:
+    """As if another thread's step made room between a layer's write and its attention."""
+    pool = PagePool(1, page_format="auto", max_bytes=1 << 22)
+    pool.attending = frozenset({0})
+    (cache,), (other,) = layers_of(pool), layers_of(pool)
+    given = normal((1, 1, 1001, 32), mx.float32, 1), normal((1, 1, 1001, 32), mx.float32, 2)
+    cache.update_and_fetch(*[each[:, :, :1000] for each in given])
+    cache.make_mask(1)
+    keys, values = cache.update_and_fetch(*[each[:, :, 1000:] for each in given])
+    assert pool.requantisation_policy is not None
+    assert pool.groups[0].requantise(pool.requantisation_policy, 10.0)
+    other.update_and_fetch(mx.zeros((1, 1, 600, 32)), mx.zeros((1, 1, 600, 32)))
+    gathers = pool.stats().gather_fallbacks
+    queries = normal((1, 2, 1, 32), mx.float32, 3)
+    found = paged_attention(queries, keys, values, cache, 0.2, None)
+    expected = mx.fast.scaled_dot_product_attention(queries, *given, scale=0.2)
+    assert mx.allclose(found, expected, atol=0.1)
+    assert pool.stats().gather_fallbacks == gathers
+
+
+def test_forks_know_the_pages_that_they_share_until_a_block_changes() -> None:
+    """And the next step knows it without another look."""
+    pool = PagePool(1, max_bytes=1 << 24)
+    parent = Sequence(pool)
+    Batch.of(pool, [parent]).append(0, *[normal((1, 2, 300, 32), mx.float32, 1)] * 2)
+    batch = Batch.of(pool, [parent.fork(0), parent.fork(0)])
+    found = []
+    for _ in range(3):
+        keys, _ = batch.append(0, *[normal((2, 2, 1, 32), mx.float32, 2)] * 2)
+        found.append(keys.read.group_step.metadata.shared_pages)
+    assert found[0] is found[1] is found[2]
+    assert found[0] is not None
+    # Each has copied the page that it writes.
+    assert found[0].shared.tolist() == [0, 1]
+
+
+def test_layers_that_lag_behind_most_stay_where_they_are() -> None:
+    layers = LayerProgress(3)
+    layers.others = {0: Progress(5), 1: Progress(5)}
+    layers.fold()
+    assert [layers.of(layer).tokens for layer in range(3)] == [5, 5, 0]
+    assert (layers.most, layers.others) == (Progress(5), {2: Progress(0)})
+    assert layers.level_with(2) == {2}
+    layers.set(2, Progress(5))
+    assert not layers.others

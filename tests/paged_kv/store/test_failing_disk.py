@@ -1,0 +1,396 @@
+"""A failing disk: opening a store raises a clear error, and later failures are misses."""
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_kv.store import folder as folder_module
+from paged_kv.store.background import BackgroundStore
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.errors import InvalidEntry, StoreError
+from paged_kv.store.keys import EntryPlace, Link
+from paged_kv.store.lookup import Wanted
+from paged_kv.store.maintenance import verify
+from paged_kv.store.page_store import FAULTS, MIN_BYTES, Outcome, PageStore
+from paged_kv.store.write_queue import NO_ROOM
+from tests.support.folders import ROOT
+from tests.support.grids import plain_only
+from tests.support.patience import wait_until
+from tests.support.store_entries import (
+    PAGE_SIZE,
+    PAGES,
+    entry,
+    identity,
+    is_right,
+    links,
+    open_store,
+    prompt,
+)
+from tests.support.system_calls import CALLS, SystemCalls
+
+ERRORS = (errno.EIO, errno.EACCES, errno.ENOENT, errno.EMFILE, errno.ENOSPC)
+TEXT = prompt(5, 600)
+
+
+def failing(error: int) -> Any:
+    def fail() -> None:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def wanted(tokens: list[int]) -> Wanted:
+    return Wanted(Link.root(identity()), tokens, 0, 0, (PAGES,), False, PAGE_SIZE)
+
+
+def found(store: BackgroundStore, tokens: list[int]) -> int:
+    """The number of a prompt's stored tokens; everything that is read is right."""
+    stored = store.find(wanted(tokens))
+    if stored is None:
+        return 0
+    for read in store.read(stored.places):
+        if read is None:
+            return 0
+        assert is_right(read)
+    return stored.num_tokens
+
+
+def save(store: BackgroundStore, tokens: list[int], words: int = 1000) -> None:
+    for link in links(tokens):
+        made = entry(link, words=words)
+        if not store.knows(made.place.key) and store.has_room(made.nbytes):
+            store.save(made)
+
+
+def assert_sound(folder: Path) -> None:
+    """The next process can read all entries, and none of them is wrong."""
+    with open_store(folder, MIN_BYTES) as store:
+        for link in links(TEXT):
+            with suppress(FileNotFoundError):
+                assert is_right(store.get(EntryPlace(link, PAGES)))
+        assert {finding.problem for finding in verify(store)} <= {"left by a writer that died"}
+
+
+@pytest.mark.parametrize(
+    "error", plain_only([errno.EIO, errno.ENOENT, errno.ENOSPC], ERRORS), ids=errno.errorcode.get
+)
+def test_every_system_call_may_fail_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    refused = ended = 0
+    for number in range(1, 1000):
+        folder = tmp_path / "store"
+        calls = SystemCalls(number, failing(error), CALLS)
+        monkeypatch.setattr(folder_module, "os", calls)
+        store = None
+        with suppress(StoreError):
+            store = BackgroundStore(open_store(folder, MIN_BYTES))
+        if store is None:
+            refused += 1
+        else:
+            save(store, TEXT)
+            store.flush()
+            assert found(store, TEXT) in (0, 256, 512, 600)
+            store.close()
+            stats = store.stats()
+            # The counts include everything that was not stored or not found.
+            assert stats.errors or stats.tokens_found == 0
+        monkeypatch.setattr(folder_module, "os", os)
+        assert_sound(folder)
+        shutil.rmtree(folder)
+        if calls.count < number:
+            ended = number
+            break
+    assert refused > 5
+    assert ended > 40
+
+
+@contextmanager
+def statement_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[list[int]]:
+    """The n-th statement to the index fails as on a broken disk."""
+    count = [0]
+
+    class Connection(sqlite3.Connection):
+        def execute(self, *arguments: Any) -> Any:
+            self._count()
+            return super().execute(*arguments)
+
+        def executemany(self, *arguments: Any) -> Any:
+            self._count()
+            return super().executemany(*arguments)
+
+        def _count(self) -> None:
+            count[0] += 1
+            if count[0] == number:
+                raise sqlite3.OperationalError("disk I/O error")
+
+    real = sqlite3.connect
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sqlite3,
+            "connect",
+            lambda *arguments, **named: real(*arguments, factory=Connection, **named),
+        )
+        yield count
+
+
+def test_every_statement_to_the_index_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = 0
+    for number in range(1, 1000):
+        folder = tmp_path / "store"
+        with statement_fails(monkeypatch, number) as count, suppress(StoreError):
+            store = BackgroundStore(open_store(folder, MIN_BYTES))
+            save(store, TEXT)
+            store.flush()
+            assert found(store, TEXT) in (0, 256, 512, 600)
+            store.close()
+        assert_sound(folder)
+        shutil.rmtree(folder)
+        if count[0] < number:
+            ended = number
+            break
+    assert ended > 20
+
+
+def test_a_file_is_flushed_before_it_has_its_name_and_the_folder_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path / "store") as store:
+        calls = SystemCalls(0, lambda: None, ("write", "fsync", "rename"))
+        monkeypatch.setattr(folder_module, "os", calls)
+        store.put([entry(link) for link in links(TEXT[:512])])
+    assert calls.names_called == [
+        *(2 * ["write", "write", "fsync", "rename"]),  # the entries
+        *("write", "fsync", "rename"),  # the count of bytes
+        "fsync",
+    ]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Needs no root: the process limits the size of files, and ignores the signal for it."""
+    code = f"""
+import errno, resource
+from pathlib import Path
+from tests.support.store_entries import *
+store = open_store(Path({str(tmp_path / "store")!r}))
+small, large = [links(prompt(seed))[0] for seed in (1, 2)]
+store.put([entry(small)])
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+try:
+    store.put([entry(large, words=200_000)])
+except OSError as error:
+    print(errno.errorcode[error.errno])
+print(len(list(store.path.glob("*.tmp"))))
+print(store.put([entry(links(prompt(3))[0])])[0].value)
+print(is_right(store.get(entry(small).place)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["EFBIG", "0", "stored", "True"]
+    assert not list((tmp_path / "store").glob("*.tmp"))
+    with open_store(tmp_path / "store") as store:
+        assert len(store.stored_keys()) == 2
+        assert verify(store) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_disk_that_cannot_be_written_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def read_only(path: Any, flags: int, *others: Any, **named: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *others, **named)
+
+    folder = tmp_path / "store"
+    open_store(folder).close()
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(StoreError, match=r"Read-only file system.*choose another folder") as caught:
+        open_store(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_disk_that_must_keep_more_free_than_it_has_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BackgroundStore(open_store(tmp_path / "store", min_free_bytes=1 << 60))
+    save(store, TEXT)
+    store.close()
+    assert store.stats().dropped == {NO_ROOM: 3}
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert "of which 1152921.50 TB stay free: free disk space" in message
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_folder_that_vanishes_is_a_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, returns: bool
+) -> None:
+    folder = tmp_path / "store"
+    store = BackgroundStore(open_store(folder))
+    save(store, TEXT)
+    assert store.flush()
+    assert found(store, TEXT) == 600
+    shutil.rmtree(folder)
+    if returns:
+        folder.mkdir()
+    for seed in range(3):
+        save(store, prompt(seed, 300))
+        store.flush()
+        assert found(store, TEXT) == 0
+        # Entries that could not be stored do not count as stored.
+        assert not store.knows(EntryPlace(links(prompt(seed, 300))[0], PAGES).key)
+    store.close()
+    assert store.stats().dropped == {"the disk failed": 6}
+    assert sum(store.stats().errors.values()) >= 6
+    assert sum("pages were not stored" in each.message for each in caplog.records) == 1
+    assert not returns or list(folder.iterdir()) == []
+
+
+def test_damaged_files_are_misses_and_are_stored_again(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with_store = BackgroundStore(open_store(folder))
+    save(with_store, TEXT)
+    with_store.flush()
+    middle = folder / f"{EntryPlace(links(TEXT)[1], PAGES).key}.safetensors"
+    data = bytearray(middle.read_bytes())
+    data[-5] ^= 4
+    middle.write_bytes(data)
+    assert found(with_store, TEXT) == 0
+    with_store.flush()
+    assert not middle.exists()
+    assert found(with_store, TEXT) == 256
+    save(with_store, TEXT)
+    with_store.flush()
+    assert found(with_store, TEXT) == 600
+    assert with_store.stats().errors == {"damaged": 1}
+    with_store.close()
+
+
+def test_a_disk_that_does_not_answer_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BackgroundStore(open_store(tmp_path / "store"), patience_s=0.1)
+    save(store, TEXT)
+    store.flush()
+    answers = threading.Event()
+    real = PageStore.get
+
+    def get(self: PageStore, place: EntryPlace) -> Entry:
+        answers.wait()
+        return real(self, place)
+
+    monkeypatch.setattr(PageStore, "get", get)
+    assert [found(store, TEXT) for _ in range(20)] == [0] * 20
+    # Only the first of them waited.
+    assert store.stats().errors == {"TimeoutError": 1}
+    answers.set()
+    wait_until(lambda: found(store, TEXT) == 600)
+    store.close()
+
+
+def test_a_slow_disk_drops_and_counts_and_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BackgroundStore(open_store(tmp_path / "store"), queue_bytes=100_000)
+    begins, answers = threading.Event(), threading.Event()
+    real = PageStore.put
+
+    def put(self: PageStore, *arguments: Any) -> list[Outcome]:
+        begins.set()
+        answers.wait()
+        return real(self, *arguments)
+
+    monkeypatch.setattr(PageStore, "put", put)
+    save(store, prompt(999))
+    begins.wait()
+    with caplog.at_level(logging.WARNING):
+        for seed in range(100):
+            save(store, prompt(seed))
+    dropped = store.stats().dropped["the disk is slower than what it is given"]
+    # A file holds 4,000 bytes.
+    assert dropped == 101 - 100_000 // 4000
+    assert len(caplog.records) == 1
+    answers.set()
+    assert store.flush()
+    assert store.stats().entries_written == 101 - dropped
+    # Dropped entries do not count as stored.
+    assert store.knows(EntryPlace(links(prompt(0))[0], PAGES).key)
+    assert not store.knows(EntryPlace(links(prompt(99))[0], PAGES).key)
+    store.close()
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    store = BackgroundStore(open_store(tmp_path / "store"))
+    for seed in range(50):
+        save(store, prompt(seed))
+    store.close()
+    store.close()
+    assert found(store, prompt(1)) == 0
+    with open_store(tmp_path / "store") as after:
+        assert len(after.stored_keys()) == 50
+
+
+def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from paged_kv.store.background import BackgroundStore
+from tests.support.store_entries import *
+store = BackgroundStore(open_store(Path({str(tmp_path / "store")!r})))
+for seed in range(50):
+    store.save(entry(links(prompt(seed))[0], words=50_000))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    with open_store(tmp_path / "store") as after:
+        assert len(after.stored_keys()) == 50
+
+
+def test_reading_while_others_evict_gives_the_right_thing_or_nothing(tmp_path: Path) -> None:
+    chains = [links(prompt(seed))[0] for seed in range(40)]
+    outcomes: list[bool | None] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            for link in chains:
+                try:
+                    outcomes.append(is_right(store.get(EntryPlace(link, PAGES))))
+                except FileNotFoundError:
+                    outcomes.append(None)
+                except InvalidEntry:
+                    outcomes.append(False)
+
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        reader = threading.Thread(target=read)
+        reader.start()
+        for _ in range(4):
+            store.put([entry(link, words=80_000) for link in chains])
+        done.set()
+        reader.join()
+    assert set(outcomes) == {True, None}
+
+
+def test_what_faults_are_is_what_a_disk_can_do() -> None:
+    # TimeoutError, which a lock raises, is an OSError.
+    assert issubclass(TimeoutError, FAULTS)

@@ -1,0 +1,323 @@
+"""The page store: entries are found again, the cap holds, and processes may come and go."""
+
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_kv.allocator.prefixes.prefix_index import common_prefix
+from paged_kv.store import index
+from paged_kv.store.entry_file import file_name
+from paged_kv.store.errors import InvalidEntry, StoreError
+from paged_kv.store.folder import TAG, default_folder
+from paged_kv.store.index import FILES, NAME
+from paged_kv.store.keys import EntryPlace, Link
+from paged_kv.store.ledger import LEDGER
+from paged_kv.store.lookup import CHECKPOINT
+from paged_kv.store.page_store import MIN_BYTES, Outcome, PageStore
+from tests.support.folders import ROOT
+from tests.support.store_entries import PAGES, bytes_in, entry, is_right, links, open_store, prompt
+
+LARGE = 100_000  # In words: about 20 files fill the smallest store.
+
+
+def put(store: PageStore, chain: list[Link], words: int = 1000) -> list[Outcome]:
+    return store.put([entry(link, words=words) for link in chain])
+
+
+def test_what_is_stored_is_found_by_the_next_process(tmp_path: Path) -> None:
+    chain = links(prompt(0, 700))
+    with open_store(tmp_path / "a" / "store") as store:
+        assert put(store, chain) == [Outcome.STORED] * 3
+        assert put(store, chain[:1]) == [Outcome.KNOWN]
+    with open_store(tmp_path / "a" / "store") as store:
+        assert all(is_right(store.get(EntryPlace(link, PAGES))) for link in chain)
+        (child,) = store.children(chain[1].digest)
+        assert child == (700 - 512, EntryPlace(chain[2], PAGES).key)
+        with pytest.raises(FileNotFoundError):
+            store.get(EntryPlace(chain[0], CHECKPOINT))
+
+
+def test_the_blocks_that_begin_most_alike_are_found(tmp_path: Path) -> None:
+    first, *_ = links(prompt(0))
+    tails = [[1, 2, 3, number] for number in range(20)] + [[1], [1, 2], [1, 2, 4], [-1, 2], [300]]
+    with open_store(tmp_path / "store") as store:
+        for tail in tails:
+            for part in (PAGES, CHECKPOINT):
+                store.put([entry(first.then(tail), part, words=10)])
+        for _ in range(2):
+            for asked in ([1, 2, 3, 7, 7], [1, 2, 4, 5], [1, 2, 3], [300, 1], [-1], [1, 5], [2]):
+                found = store.closest(first.digest, asked)
+                assert len(found) == len(set(found)) <= 8
+                assert max(common_prefix(each, asked) for each in found) == max(
+                    common_prefix(each, asked) for each in tails
+                )
+            assert store.closest("another", [1]) == []
+            # A rebuilt index takes the tokens from the files.
+            for name in FILES:
+                (tmp_path / "store" / name).unlink(missing_ok=True)
+            with store.exclusive():
+                pass
+
+
+def test_only_the_owner_can_look_and_names_say_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        put(store, links(prompt(0)))
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    for path in (tmp_path / "store").iterdir():
+        assert path.stat().st_mode & 0o077 == 0 or path.name in FILES
+    names = {path.name for path in (tmp_path / "store").iterdir()} - set(FILES)
+    assert names == {*(file_name(EntryPlace(links(prompt(0))[0], PAGES).key), TAG, "lock", LEDGER)}
+    text = (tmp_path / "store" / TAG).read_text()
+    assert text.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
+
+
+def test_a_folder_that_was_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(0o755)
+    open_store(tmp_path / "store").close()
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
+    chains = [links(prompt(seed))[0] for seed in range(60)]
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        for link in chains[:10]:
+            put(store, [link], LARGE)
+        store.touch([EntryPlace(chains[0], PAGES).key])
+        for link in chains[10:]:
+            put(store, [link], LARGE)
+            assert bytes_in(tmp_path / "store") <= MIN_BYTES
+            store.touch([EntryPlace(chains[0], PAGES).key])
+        kept = [link for link in chains if EntryPlace(link, PAGES).key in store.stored_keys()]
+        assert kept == [chains[0], *chains[-len(kept) + 1 :]]
+        assert 10 < len(kept) < 25
+
+
+def test_beginnings_outlive_what_comes_behind_them(tmp_path: Path) -> None:
+    first, second = links(prompt(1, 256 * 10)), links(prompt(2, 256 * 12))
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        put(store, first, LARGE)
+        put(store, second, LARGE)
+        kept = [link for link in first if EntryPlace(link, PAGES).key in store.stored_keys()]
+        assert 0 < len(kept) < len(first)
+        assert kept == first[: len(kept)]
+
+
+def test_a_prompt_that_is_too_long_keeps_its_beginning(tmp_path: Path) -> None:
+    chain = links(prompt(1, 256 * 40))
+    keys = [EntryPlace(link, PAGES).key for link in chain]
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        outcomes = store.put([entry(link, words=LARGE) for link in chain], keep=keys)
+        stored = outcomes.count(Outcome.STORED)
+        assert outcomes == [Outcome.STORED] * stored + [Outcome.NO_ROOM] * (40 - stored)
+        assert store.stored_keys() == set(keys[:stored])
+
+
+def test_a_prompt_that_comes_in_parts_does_not_push_out_its_beginning(tmp_path: Path) -> None:
+    chain = links(prompt(1, 256 * 40))
+    keys = [EntryPlace(link, PAGES).key for link in chain]
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        for start in range(0, 40, 5):
+            part = [entry(link, words=LARGE) for link in chain[start : start + 5]]
+            store.put(part, keep=keys)
+        kept = store.stored_keys()
+        assert 10 < len(kept) < 40
+        assert kept == set(keys[: len(kept)])
+
+
+def test_rows_that_the_index_is_about_to_get_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of one call get their rows in the end, and the cap must hold then."""
+    chain = links(prompt(1, 256 * 20))
+    keys = [EntryPlace(link, PAGES).key for link in chain]
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        monkeypatch.setattr(index, "ROW_BYTES", MIN_BYTES // 10)
+        outcomes = store.put([entry(link, words=4) for link in chain], keep=keys)
+    assert 0 < outcomes.count(Outcome.STORED) < 10
+    assert outcomes[-1] is Outcome.NO_ROOM
+
+
+def test_foreign_files_count_and_stay(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", MIN_BYTES) as store:
+        put(store, [links(prompt(seed))[0] for seed in range(8)], LARGE)
+        (tmp_path / "store" / "notes").mkdir()
+        (tmp_path / "store" / "notes" / "film.mp4").write_bytes(bytes(5 << 20))
+        put(store, [links(prompt(seed))[0] for seed in range(8, 20)], LARGE)
+        assert bytes_in(tmp_path / "store") <= MIN_BYTES
+        assert 0 < len(store.stored_keys()) < 8
+        (tmp_path / "store" / "film.mp4").write_bytes(bytes(3 << 20))
+        assert put(store, links(prompt(30)), LARGE) == [Outcome.NO_ROOM]
+        assert "of at most 8.39 MB, and what could be evicted is less: raise" in store.lack
+    assert (tmp_path / "store" / "notes" / "film.mp4").exists()
+
+
+def test_the_disk_keeps_what_it_must_have_free(tmp_path: Path, monkeypatch: Any) -> None:
+    with open_store(tmp_path / "store", min_free_bytes=1 << 30) as store:
+        put(store, [links(prompt(seed))[0] for seed in range(8)], LARGE)
+        monkeypatch.setattr(store.folder, "free_bytes", lambda: (1 << 30) + (1 << 20))
+        put(store, links(prompt(8)), LARGE)
+        assert len(store.stored_keys()) < 8
+        monkeypatch.setattr(store.folder, "free_bytes", lambda: 1 << 20)
+        before = store.stored_keys()
+        # Evicting everything that may go would not be enough, so nothing is evicted.
+        assert put(store, links(prompt(9)), LARGE) == [Outcome.NO_ROOM]
+        assert "the disk has 1.05 MB free, of which 1.07 GB stay free" in store.lack
+        assert "free disk space, or name a folder on another disk" in store.lack
+        assert store.stored_keys() == before
+
+
+@pytest.mark.parametrize("harm", ["gone", "garbage", "cut off", "other schema"])
+def test_a_lost_index_is_made_again_from_the_files(tmp_path: Path, harm: str) -> None:
+    folder, chain = tmp_path / "store", links(prompt(0, 256 * 30))
+    with open_store(folder) as store:
+        put(store, chain)
+    if harm == "gone":
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+    elif harm == "garbage":
+        (folder / NAME).write_bytes(random.Random(0).randbytes((folder / NAME).stat().st_size))
+    elif harm == "cut off":
+        os.truncate(folder / NAME, 5000)
+    else:
+        with sqlite3.connect(folder / NAME) as connection:
+            connection.execute("DROP TABLE entries")
+    with open_store(folder) as store:
+        assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
+        assert len(store.children(chain[3].digest)) == 1
+
+
+def test_an_index_that_is_lost_while_it_is_open_is_made_again(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "store", links(prompt(0, 256 * 4))
+    with open_store(folder) as store:
+        put(store, chain[:3])
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+        put(store, chain[3:])
+        assert store.stored_keys() == {EntryPlace(link, PAGES).key for link in chain}
+
+
+def test_files_that_come_and_go_are_noticed(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "store", links(prompt(0, 512))
+    with open_store(folder) as store, open_store(tmp_path / "other") as other:
+        put(other, chain[:1])
+        put(store, chain[1:])
+        key, gone = [EntryPlace(link, PAGES).key for link in chain]
+        os.rename(tmp_path / "other" / file_name(key), folder / file_name(key))
+        os.unlink(folder / file_name(gone))
+        (folder / file_name("7" * 64)).write_bytes(b"no page file")
+        with store.exclusive() as contents:
+            assert contents.files.keys() >= {key}
+        assert store.stored_keys() == {key}
+        assert not (folder / file_name("7" * 64)).exists()
+        assert [finding.name for finding in store.discarded] == [file_name("7" * 64)]
+
+
+def test_a_newer_version_is_skipped_and_kept(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "store", links(prompt(0))
+    key = EntryPlace(chain[0], PAGES).key
+    with open_store(folder) as store:
+        put(store, chain)
+        data = (folder / file_name(key)).read_bytes()
+        (folder / file_name(key)).write_bytes(data.replace(b'"version":"1"', b'"version":"9"'))
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    with open_store(folder) as store:
+        assert store.stored_keys() == set()
+        with pytest.raises(InvalidEntry, match="format version '9'"):
+            store.get(EntryPlace(chain[0], PAGES))
+    assert (folder / file_name(key)).exists()
+
+
+def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "store", links(prompt(0, 512))
+    with open_store(folder) as store, open_store(tmp_path / "other") as other:
+        put(other, chain)
+        names = [file_name(EntryPlace(link, PAGES).key) for link in chain]
+        (folder / names[0]).symlink_to(tmp_path / "other" / names[0])
+        os.mkfifo(folder / names[1])
+        for link in chain:
+            with pytest.raises(
+                (FileNotFoundError, OSError), match=r"levels of symbolic|no regular"
+            ):
+                store.get(EntryPlace(link, PAGES))
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / TAG).touch()
+    (tmp_path / "linked" / NAME).symlink_to(tmp_path / "elsewhere.sqlite3")
+    open_store(tmp_path / "linked").close()
+    assert not (tmp_path / "elsewhere.sqlite3").exists()
+
+
+def test_what_cannot_be_a_store_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    for name, why in {
+        "file": "is a file: name a folder",
+        "file/below": "is a file|cannot be used as a page store",
+        "photos": "is not empty and not a page store",
+        "link": "is a link: name the folder it points to",
+        "store/../store": "has '..' in it",
+    }.items():
+        with pytest.raises(StoreError, match=why) as caught:
+            open_store(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
+    with pytest.raises(ValueError, match=r"store_bytes must be at least 8,388,608, .* got 1,000"):
+        open_store(tmp_path / "small", 1000)
+    assert not (tmp_path / "small").exists()
+
+
+def test_the_default_folder_is_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
+    assert default_folder() == Path("/some/where/paged-kv/pages")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_folder() == Path("/home/someone/.cache/paged-kv/pages")
+
+
+def test_a_writer_that_does_not_let_go_is_a_clear_error(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as one:
+        two = open_store(tmp_path / "store", patience_s=0.1)
+        with one.exclusive(), pytest.raises(TimeoutError, match=r"writes there for 0\.1 s"):
+            put(two, links(prompt(0)))
+        assert put(two, links(prompt(0))) == [Outcome.STORED]
+        two.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.support.store_entries import bytes_in, entry, links, open_store, prompt
+from paged_kv.store.page_store import MIN_BYTES
+folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+with open_store(folder, MIN_BYTES, patience_s=240) as store:
+    for at in range(60):
+        store.put([entry(link, words=30_000) for link in links(prompt(1000 * seed + at, 600))])
+        assert bytes_in(folder) <= MIN_BYTES or bytes_in(folder) <= MIN_BYTES
+assert not any(name.partition(".")[0] in ("mlx", "mlx_lm") for name in sys.modules)
+"""
+
+
+def test_two_processes_share_a_folder_under_one_cap(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(seed)], env=environment)
+        for seed in (1, 2)
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert bytes_in(folder) <= MIN_BYTES
+    with open_store(folder, MIN_BYTES) as store:
+        keys = store.stored_keys()
+        assert len(keys) > 50
+        with store.exclusive() as contents:
+            assert contents.files.keys() == keys
+        assert store.discarded == []

@@ -1,0 +1,253 @@
+"""What is written to a store: what prompts begin with again, within a budget of bytes a day, and
+nothing of prompts that no store may keep."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from paged_kv import PagedCacheFactory, StoreOptions, Unstored
+from paged_kv.store import ledger
+from paged_kv.store.page_store import Outcome
+from paged_kv.store.sights import MOST_SIGHTS, SAVED_SIGHTS, Sights, WriteRule
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.running_server import PagedRunningServer, in_float32, paged_server
+from tests.support.server_process import metrics
+from tests.support.store_entries import entry, links, open_store, prompt
+from tests.support.stored_prompts import TEXT, found, store_of, stored_factory
+from tests.support.zoo import small_model
+
+SECOND = StoreOptions(after=2)
+
+
+def ask(model: Any, factory: PagedCacheFactory, tokens: list[int], salt: Any = None) -> None:
+    """Answer a prompt as a server does, and forget it."""
+    cache, cached = factory.fetch_cache(tokens, salt=salt)
+    model(mx.array([tokens[cached:]]), cache=cache)
+    mx.eval([layer.state for layer in cache])
+    factory.insert_cache(tokens, cache, salt=salt)
+
+
+def stored_tokens(folder: Path) -> int:
+    with open_store(folder) as store:
+        return sum(row.num_tokens for row in store.rows() if row.part.startswith("pages 0"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "later"),
+    # Recurrent layers resume only where a prompt has ended, and the first two share no end.
+    [("qwen3", 512, 512), ("gemma3_text", 512, 700), ("qwen3_next", 0, 700)],
+)
+def test_what_comes_once_is_not_written_and_what_comes_again_is(
+    folder: Path, name: str, first: int, later: int
+) -> None:
+    model = small_model(name)
+    factory = stored_factory(model, folder, store_options=SECOND)
+    ask(model, factory, TEXT[:700])
+    ask(model, factory, [*TEXT[:512], *TEXT[700:900]])
+    factory.close()
+    assert stored_tokens(folder) == 512
+    assert found(model, folder, TEXT[:1000]) == first
+    factory = stored_factory(model, folder, store_options=SECOND)
+    ask(model, factory, TEXT[:700])
+    ask(model, factory, TEXT[:1000])
+    factory.close()
+    assert found(model, folder, TEXT[:1100]) == later
+
+
+def test_sights_outlive_the_process(folder: Path) -> None:
+    model = small_model("qwen3")
+    for known in (0, 512):
+        factory = stored_factory(model, folder, store_options=SECOND)
+        ask(model, factory, TEXT[:600])
+        factory.close()
+        assert stored_tokens(folder) == known
+
+
+def test_a_long_prefix_is_written_when_it_is_first_seen(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder, store_options=StoreOptions(after=2, at_once=600))
+    ask(model, factory, TEXT[:599])
+    ask(model, factory, TEXT[5:605])
+    factory.close()
+    assert stored_tokens(folder) == 600
+
+
+def test_one_request_that_inserts_often_is_seen_once(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder, store_options=SECOND)
+    cache, _ = factory.fetch_cache(TEXT[:600])
+    for start in range(0, 600, 100):
+        model(mx.array([TEXT[start : start + 100]]), cache=cache)
+        factory.insert_cache(TEXT[: start + 100], cache)
+    factory.close()
+    assert stored_tokens(folder) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_nothing_of_an_unstored_prompt_is_written(folder: Path, name: str, is_first: bool) -> None:
+    """Nor the rest of a page whose beginning belongs to another prompt."""
+    model = small_model(name)
+    factory = stored_factory(model, folder)
+    asked = [(TEXT[:700], Unstored("a")), (TEXT[:600], "a")]
+    for tokens, salt in asked if is_first else asked[::-1]:
+        ask(model, factory, tokens, salt)
+    # In memory they share what is cached.
+    assert factory.fetch_cache(TEXT[:1000], salt="a")[1] == 700
+    factory.close()
+    with open_store(folder) as store:
+        blocks = {links(TEXT[:n], salt="a")[-1].tokens for n in (256, 512, 600)}
+        told = {store.get(place).place.link.tokens for place in places_of(store)}
+    assert told <= blocks
+    assert blocks <= told or not is_first or name != "qwen3"
+
+
+def places_of(store: Any) -> Iterator[Any]:
+    """The places of all entries, which only their files know."""
+    from paged_kv.store.entry_file import decode, file_name
+
+    for key in store.stored_keys():
+        yield decode(store.folder.read(file_name(key)), key).place
+
+
+def test_unstored_prompts_are_not_counted_either(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder, store_options=SECOND)
+    for _ in range(3):
+        ask(model, factory, TEXT[:600], Unstored())
+    ask(model, factory, TEXT[:600])
+    factory.close()
+    assert stored_tokens(folder) == 0
+
+
+def test_a_day_has_a_budget_that_outlives_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = [20_000]
+    monkeypatch.setattr(ledger, "today", lambda: day[0])
+    entries = [entry(link) for link in links(prompt(0, 1024))]
+    with open_store(folder) as store:
+        store.put(entries[:1])
+        one = store.written.in_all
+    assert one > 0
+    with open_store(folder, daily_bytes=2 * one) as store:
+        assert store.written.bytes_today == one
+        outcomes = store.put(entries[1:3])
+        assert outcomes == [Outcome.STORED, Outcome.BUDGET_SPENT]
+        assert not store.may_write(1)
+    with open_store(folder, daily_bytes=2 * one) as store:
+        assert store.put(entries[2:3]) == [Outcome.BUDGET_SPENT]
+        assert np.array_equal(
+            store.get(entries[0].place).arrays["layer.0"], entries[0].arrays["layer.0"]
+        )
+        day[0] += 1
+        assert store.put(entries[2:3]) == [Outcome.STORED]
+        assert (store.written.bytes_today, store.written.in_all) == (one, 3 * one)
+
+
+def test_two_writers_share_one_budget(folder: Path) -> None:
+    entries = [entry(link) for link in links(prompt(0, 1024))]
+    with open_store(folder) as one, open_store(folder) as other:
+        one.put(entries[:2])
+        other.put(entries[2:])
+        assert other.written.in_all == 2 * one.written.in_all
+
+
+def test_a_damaged_count_begins_again(folder: Path) -> None:
+    with open_store(folder) as store:
+        store.put([entry(link) for link in links(prompt(0))])
+    for content in ("", "[]", '{"day": null}', "{" * 1000):
+        (folder / ledger.LEDGER).write_text(content)
+        with open_store(folder) as store:
+            assert store.written.in_all == 0
+
+
+def test_a_spent_budget_is_counted_and_makes_no_bytes(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder, store_options=StoreOptions(daily_bytes=1))
+    ask(model, factory, TEXT[:600])
+    store_of(factory).flush()
+    stats = store_of(factory).stats()
+    assert stats.dropped == {Outcome.BUDGET_SPENT.value: 2}
+    assert (stats.bytes_today, stats.errors) == (0, {})
+    factory.close()
+
+
+def test_statistics_tell_of_the_tier(folder: Path) -> None:
+    model = small_model("qwen3")
+    factory = stored_factory(model, folder)
+    ask(model, factory, TEXT[:600])
+    factory.close()
+    factory = stored_factory(model, folder)
+    factory.fetch_cache(TEXT[:600])
+    stats = factory.stats()
+    assert stats.store_hits == {"folder": 599}
+    assert stats.store_bytes_today == stats.store_bytes_in_all
+    assert stats.store_bytes_in_all["folder"] > stats.store_bytes_read["folder"] > 0
+    factory.close()
+
+
+def test_sights_are_bounded_and_the_latest_stay() -> None:
+    sights = Sights()
+    for number in range(MOST_SIGHTS + 10):
+        sights.see(f"{number:064x}"[::-1])
+    assert sights[f"{9:064x}"[::-1]] == 0
+    assert sights[f"{10:064x}"[::-1]] == 1
+    saved = sights.unsaved()
+    assert (len(saved), sights.num_unsaved) == (8 * SAVED_SIGHTS, 0)
+    again = Sights(saved + b"cut")
+    again.see(f"{MOST_SIGHTS:064x}"[::-1])
+    assert again[f"{MOST_SIGHTS:064x}"[::-1]] == 2
+
+
+def test_the_rule() -> None:
+    assert WriteRule().is_due(1, 5)
+    assert not WriteRule(after=2).is_due(1, 10**9)
+    assert WriteRule(after=2).is_due(2, 1)
+    assert WriteRule(after=2, at_once=10).is_due(1, 10)
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="after must be an integer from 1 on"):
+        StoreOptions(after=0)
+    with pytest.raises(TypeError, match="at_once must be an integer"):
+        StoreOptions(at_once=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="daily_bytes: '10GBB' is not a size"):
+        StoreOptions(daily_bytes="10GBB")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedRunningServer]:
+    options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "4"]
+    store = ["--store", str(tmp_path_factory.mktemp("pages") / "store")]
+    with in_float32(), paged_server(*options, *store, "--max-kv-bytes", "64MB") as running:
+        yield running
+
+
+def test_a_server_writes_what_is_asked_again_unless_it_is_told_not_to(
+    server: PagedRunningServer,
+) -> None:
+    pytest.importorskip("prometheus_client")
+
+    def written(text: str, **body: Any) -> float:
+        asked = server.client().completions.create
+        asked(model="default_model", prompt=text * 200, extra_body=body)
+        server.wait_until_idle()
+        (factory,) = server.service.thread.provider.factories
+        store_of(factory).flush()
+        return metrics(server.port)["store_written_bytes_total"]
+
+    assert written("import os\n") == 0
+    assert written("import re\n", store=False) == written("import re\n", store=False) == 0
+    first = written("import os\n", store=True)
+    assert first > 0
+    assert metrics(server.port)["store_written_bytes_today"] == first

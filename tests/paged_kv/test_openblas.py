@@ -1,0 +1,362 @@
+"""OpenBLAS serves MLX where it is installed, and nothing fails where it is not."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize
+
+from paged_kv import PagedCacheFactory, openblas
+from paged_kv.blas_in_use import library_in_use, openblas_version
+from paged_kv.integrations import slow_products
+from paged_kv.integrations.doctor import examination
+from paged_kv.integrations.speculation.draft_models import divided_factories
+from paged_kv.kernels.pages.warn_once import warn_once
+from tests.support.folders import ROOT
+from tests.support.zoo import small_model
+
+PACKAGED = "libscipy_openblas.so"
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="a Mac has Accelerate")
+needs_package = pytest.mark.skipif(
+    openblas._file_of_package() is None or not openblas._NAMES.exists(),
+    reason=f"needs {openblas.PACKAGE} and a build with a C compiler",
+)
+SHOW = """
+from paged_kv.blas_in_use import library_in_use
+print(library_in_use().name)
+"""
+
+
+def printed(code: str, **environment: str) -> str:
+    """What a new process prints: as in one of a user, nothing has loaded OpenBLAS for it."""
+    kept = {name: value for name, value in os.environ.items() if name != "PAGED_KV_BLAS"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=kept | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return (done.stdout + done.stderr).strip()
+
+
+def names_that_mlx_links() -> set[str]:
+    """The functions of BLAS and LAPACK among the strings of MLX's library."""
+    library = Path(mx.__file__).parent / "lib" / "libmlx.so"
+    name = rb"(?<=\0)(?:cblas_[a-z]+|[sdcz](?:ge|he|or|po|sy|tr|un)[a-z]+_)(?=\0)"
+    return {found.decode() for found in re.findall(name, library.read_bytes())}
+
+
+@needs_package
+def test_every_function_that_mlx_links_comes_from_the_package() -> None:
+    names = names_that_mlx_links()
+    source = (ROOT / "kernels" / "cpu" / "openblas_names.c").read_text()
+    assert set(re.findall(r"\bDO\((\w+)\)", source)) == names
+    code = f"""
+import paged_kv, mlx.core
+from paged_kv import blas_in_use
+for blas_in_use._FUNCTION in {sorted(names)}:
+    print(blas_in_use.library_in_use().name)
+"""
+    assert printed(code).split() == [PACKAGED] * len(names)
+
+
+Check = Callable[[mx.array, Any], tuple[Any, Any]]
+FUNCTIONS: dict[str, Check] = {
+    "matmul": lambda x, a: (x @ x, a @ a),
+    "svd": lambda x, a: (_svd(*mx.linalg.svd(x)), a),
+    "eigvals": lambda x, a: (_squares(mx.linalg.eigvals(x)), np.trace(a @ a)),
+    "eigh": lambda x, a: (mx.linalg.eigh(_squared(x))[0], np.linalg.eigvalsh(_squared(a))),
+}
+# Not for complex numbers; of these MLX conjugates eigenvectors, with any BLAS.
+REAL: dict[str, Check] = {
+    "eig": lambda x, a: (_eig(*mx.linalg.eig(x)), a),
+    "qr": lambda x, a: (mx.matmul(*mx.linalg.qr(x)), a),
+    "inv": lambda x, a: (mx.linalg.inv(x) @ x, np.eye(len(a))),
+    "cholesky": lambda x, a: (mx.linalg.cholesky(_squared(x)), np.linalg.cholesky(_squared(a))),
+    "tri_inv": lambda x, a: (mx.linalg.tri_inv(mx.tril(x)) @ mx.tril(x), np.eye(len(a))),
+}
+
+
+def _svd(left: mx.array, values: mx.array, right: mx.array) -> mx.array:
+    return (left * values) @ right
+
+
+def _squares(values: mx.array) -> Any:
+    return (np.asarray(values) ** 2).sum()
+
+
+def _eig(values: mx.array, vectors: mx.array) -> Any:
+    v = np.asarray(vectors)
+    return (v * np.asarray(values)) @ np.linalg.inv(v)
+
+
+def _squared(matrix: Any) -> Any:
+    return matrix @ matrix.T.conj() if isinstance(matrix, np.ndarray) else matrix @ _adjoint(matrix)
+
+
+def _adjoint(matrix: mx.array) -> mx.array:
+    return mx.conj(matrix.T)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(dtype, name) for dtype in ("float32", "float64") for name in FUNCTIONS | REAL]
+    + [("complex64", name) for name in FUNCTIONS],
+)
+def test_results_of_each_function_are_right(dtype: str, name: str) -> None:
+    """On whichever BLAS serves: the test above says which that is."""
+    rng = np.random.default_rng(0)
+    matrix = 4 * np.eye(40) + rng.normal(size=(40, 40)) / 4
+    if dtype == "complex64":
+        matrix = matrix + 1j * rng.normal(size=(40, 40)) / 4
+    matrix = matrix.astype(dtype)
+    with mx.stream(mx.cpu):
+        given = mx.array(matrix, dtype=getattr(mx, dtype))
+        result, expected = (FUNCTIONS | REAL)[name](given, matrix)
+        got = np.asarray(result)
+        # MLX has no complex numbers of 128 bits.
+        tolerance = 1e-9 if got.dtype == np.float64 else 2e-3
+        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
+
+
+def test_products_of_several_threads_are_right() -> None:
+    matrices = [np.full((200, 200), number, np.float32) for number in range(16)]
+
+    def product(matrix: Any) -> Any:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            return np.asarray(mx.array(matrix) @ mx.array(matrix))
+
+    with ThreadPoolExecutor(4) as threads:
+        for matrix, result in zip(matrices, threads.map(product, matrices), strict=True):
+            np.testing.assert_array_equal(result, matrix @ matrix)
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import paged_kv, mlx.core",
+        "from paged_kv import PagePool",
+        pytest.param(
+            "from paged_kv.command_line import main; main(['doctor', '--reset'])",
+            marks=pytest.mark.slow,
+        ),
+        "from paged_kv.openblas import load_openblas; load_openblas(); import mlx.core",
+    ],
+    ids=["package", "name", "command", "function"],
+)
+def test_whatever_imports_mlx_after_paged_kv_has_the_package(first: str) -> None:
+    assert printed(first + SHOW).split()[-1] == PACKAGED
+
+
+@needs_package
+def test_importing_paged_kv_alone_loads_no_library() -> None:
+    code = (
+        "import paged_kv, sys; print('ctypes' in sys.modules, 'paged_kv.openblas' in sys.modules)"
+    )
+    assert printed(code) == "False False"
+
+
+SYSTEM = """
+import sys
+from paged_kv import openblas
+sys.exit(openblas._load_of_system() is None)
+"""
+
+
+@pytest.fixture(scope="module")
+def _system_openblas() -> None:
+    if subprocess.run([sys.executable, "-c", SYSTEM], cwd=ROOT, check=False).returncode:
+        pytest.skip("OpenBLAS is not installed in the system")
+
+
+@linux_only
+@pytest.mark.usefixtures("_system_openblas")
+@pytest.mark.parametrize(
+    ("without", "environment"),
+    [
+        ("", {"PAGED_KV_BLAS": "system"}),
+        ("openblas._file_of_package = lambda: None", {}),
+        ("openblas._NAMES = openblas.Path('/nothing')", {}),
+    ],
+    ids=["preferred", "no package", "no compiler"],
+)
+def test_the_systems_serves_where_it_is_preferred_or_alone(
+    without: str, environment: dict[str, str]
+) -> None:
+    line = "from paged_kv.integrations.doctor.examination import blas_line; print(blas_line())"
+    said = printed(f"from paged_kv import openblas\n{without}\n{line}", **environment)
+    assert said.startswith("BLAS of MLX: OpenBLAS 0.")
+    assert PACKAGED not in said
+
+
+@linux_only
+def test_an_openblas_that_cannot_serve_is_named_and_another_is_taken(tmp_path: Path) -> None:
+    broken = tmp_path / PACKAGED
+    broken.write_text("no library")
+    code = f"""
+from paged_kv import openblas
+openblas._file_of_package = lambda: openblas.Path({str(broken)!r})
+openblas._NAMES = openblas.Path(__import__("sys").executable)
+openblas._OF_SYSTEM = ()
+print(openblas.load_openblas())
+"""
+    said = printed(code)
+    assert f"{PACKAGED} of the package scipy-openblas32 cannot serve MLX: " in said
+    assert said.startswith("None")
+
+
+@linux_only
+def test_mlx_keeps_its_own_where_that_is_asked_for() -> None:
+    assert not printed(f"import paged_kv, mlx.core{SHOW}", PAGED_KV_BLAS="mlx").startswith(
+        ("libopenblas", PACKAGED)
+    )
+
+
+@linux_only
+def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_KV_BLAS", "fast")
+    monkeypatch.delitem(sys.modules, "mlx.core")
+    with pytest.raises(ValueError, match="unknown: set it to scipy-openblas32, system or mlx"):
+        openblas.load_openblas.__wrapped__()
+
+
+def test_a_program_that_loads_it_after_mlx_is_told() -> None:
+    with pytest.raises(RuntimeError, match="call load_openblas, before the first import of mlx"):
+        openblas.load_openblas.__wrapped__()
+
+
+def test_a_mac_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delitem(sys.modules, "mlx.core")
+    assert openblas.load_openblas.__wrapped__() is None
+    assert examination.blas_line() is None
+
+
+@needs_package
+def test_the_doctor_names_the_one_that_serves() -> None:
+    library = library_in_use()
+    assert library is not None
+    assert f"BLAS of MLX: {openblas_version(library) or library.name}, " in str(
+        examination.blas_line()
+    )
+
+
+@pytest.fixture
+def cpu() -> Iterator[None]:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    warn_once.cache_clear()
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
+def reference_blas(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which nothing has loaded OpenBLAS."""
+    for module in (slow_products, examination):
+        monkeypatch.setattr(module, "library_in_use", lambda: Path("/x/libblas-1.so.3"))
+        monkeypatch.setattr(module, "openblas_version", lambda library: None)
+    monkeypatch.delenv("PAGED_KV_BLAS", raising=False)
+    monkeypatch.setattr(openblas, "_file_of_package", lambda: Path(PACKAGED))
+    monkeypatch.setattr(openblas, "_NAMES", Path(__file__))
+
+
+def model_in(dtype: mx.Dtype) -> Any:
+    model = small_model("llama")
+    model.set_dtype(dtype)
+    return model
+
+
+OF_SYSTEM = "apt install libopenblas0-pthread, dnf install openblas, or pacman -S openblas"
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"_NAMES": Path("/x")}, f"install a C compiler and then paged_kv again, or {OF_SYSTEM}"),
+        ({"_file_of_package": lambda: None}, f"pip install scipy-openblas32, or {OF_SYSTEM}"),
+        ({"load_openblas": cache(lambda: None)}, "import paged_kv before mlx"),
+    ],
+    ids=["no compiler", "no package", "mlx first"],
+)
+def test_without_openblas_doctor_and_log_say_what_serves_and_what_to_do(
+    changes: dict[str, Any],
+    remedy: str,
+    reference_blas: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setattr(openblas, name, value)
+    line = str(examination.blas_line())
+    assert "libblas-1.so.3, " in line
+    assert line.endswith(f"paged_kv uses it where it is installed: {remedy}")
+    for _ in range(2):
+        PagedCacheFactory(model_in(mx.float32), max_bytes="8MB").close()
+    assert caplog.messages == [
+        "MLX multiplies float32 matrices with libblas-1.so.3, many times slower than OpenBLAS: "
+        + remedy
+    ]
+
+
+@linux_only
+def test_a_program_in_16_bits_is_told_nothing_and_a_command_of_openblas(
+    reference_blas: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    PagedCacheFactory(model_in(mx.bfloat16), max_bytes="8MB").close()
+    assert caplog.messages == []
+    divided_factories([model_in(mx.bfloat16)], "8MB")[0].close()
+    (message,) = caplog.messages
+    assert "many times slower than OpenBLAS" in message
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("dtype", "converted", "hint"),
+    [
+        (mx.bfloat16, None, "MLX multiplies bfloat16 matrices slowly on a CPU: --dtype float32 "),
+        (mx.float16, None, "MLX multiplies float16 matrices slowly on a CPU: --dtype float32 "),
+        (mx.float32, None, None),
+        (mx.float16, "float32", None),
+    ],
+)
+def test_a_command_in_16_bits_on_a_cpu_is_told_of_dtype(
+    dtype: mx.Dtype,
+    converted: str | None,
+    hint: str | None,
+    cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(slow_products, "openblas_version", lambda library: "OpenBLAS 0.3.30")
+    divided_factories([model_in(dtype)], "8MB", dtype=converted)[0].close()
+    assert [message.startswith(hint or "-") for message in caplog.messages] == [True] * bool(hint)
+
+
+@linux_only
+def test_a_quantised_model_is_told_nothing(cpu: None, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_in(mx.bfloat16)
+    quantize(model, group_size=32, bits=8)
+    slow_products.warn_in_command(model)
+    assert [each for each in caplog.messages if "--dtype" in each] == []
+
+
+@linux_only
+def test_a_model_without_weights_is_told_nothing(
+    reference_blas: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An object that another program gives in the place of a model may hide its weights."""
+    model: Any = Module
+    slow_products.warn_in_program(model())
+    assert caplog.messages == []

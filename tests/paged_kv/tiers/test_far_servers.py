@@ -1,0 +1,175 @@
+"""Servers far away: few round trips, and waits that are bounded for a whole prompt."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from paged_kv.store.entry_file import Entry
+from paged_kv.store.keys import Link
+from paged_kv.store.lookup import Wanted
+from paged_kv.tiers import remote_tier, waits
+from paged_kv.tiers.address import RedisAddress, parse_address
+from paged_kv.tiers.blobs import Blobs
+from paged_kv.tiers.opening import open_blobs
+from paged_kv.tiers.remote_tier import PATIENCE_S, RemoteRead, RemoteTier, batches
+from paged_kv.tiers.seal import Seal
+from paged_kv.tiers.tiered_store import TieredStore
+from paged_kv.tiers.waits import Patience, Waits
+from tests.support.far_servers import far_away
+from tests.support.memory_blobs import Memory
+from tests.support.store_entries import PAGE_SIZE, PAGES, entry, identity, is_right, links, prompt
+from tests.support.tier_servers import SECRET, RedisServer, redis_server
+
+BLOCKS = 60
+TOKENS = prompt(0, BLOCKS * PAGE_SIZE)
+WANTED = Wanted(Link.root(identity()), TOKENS, 0, 0, (PAGES,), False, PAGE_SIZE)
+
+
+@contextmanager
+def store_with(blobs: Blobs) -> Iterator[TieredStore]:
+    store = TieredStore([RemoteTier("there", "there", blobs, Seal(SECRET))])
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def fill(store: TieredStore) -> None:
+    for link in links(TOKENS):
+        made = entry(link)
+        store.save(made, store.takers(made.place, made.nbytes))
+    assert store.flush()
+
+
+def read(store: TieredStore, limits: Waits | None = None) -> list[Entry]:
+    """What can be had of the prompt."""
+    found = []
+    for offer in store.offers(WANTED, (), limits)[:1]:
+        found = [each for each in store.read(offer) if each is not None]
+    assert all(map(is_right, found))
+    return found
+
+
+def test_sixty_blocks_are_asked_for_at_once_and_read_at_once() -> None:
+    memory = Memory()
+    with store_with(cast("Blobs", memory)) as store:
+        fill(store)
+        memory.calls.clear()
+        assert len(read(store)) == BLOCKS
+    assert memory.calls == [("sizes", BLOCKS), ("get", BLOCKS)]
+
+
+def test_sixty_blocks_take_a_few_round_trips(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server, far_away(server.port) as far:
+        with store_with(open_blobs(RedisAddress("127.0.0.1", server.port))) as store:
+            fill(store)
+        with store_with(open_blobs(RedisAddress("127.0.0.1", far.port))) as store:
+            assert len(read(store)) == BLOCKS  # connects
+            before = far.round_trips
+            assert len(read(store)) == BLOCKS
+            # Two; a server may answer the beginning of a question before it has all of it.
+            assert before + 2 <= far.round_trips <= before + BLOCKS // 10
+
+
+def test_a_prompt_waits_for_all_its_blocks_as_long_as_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each block comes in a round trip of its own, 0.16 s after the one before."""
+    now = [0.0]
+
+    def late(futures: list[Future[Any]], seconds: float) -> Any:
+        (future,) = futures
+        future.exception()  # it is there
+        now[0] += min(seconds, 0.16)
+        return type("Waited", (), {"done": {future} if seconds >= 0.16 else set()})
+
+    monkeypatch.setattr(remote_tier, "BATCH_BYTES", 1)
+    monkeypatch.setattr(waits, "wait", late)
+    memory = Memory()
+    with store_with(cast("Blobs", memory)) as store:
+        fill(store)
+        assert len(read(store, Waits(lambda: now[0]))) == PATIENCE_S // 0.16
+        assert store.servers[0].is_paused
+    # The question, all entries that came, and the rest of the patience.
+    assert now[0] == pytest.approx(0.16 + PATIENCE_S, rel=0.01)
+
+
+def test_an_entry_that_is_read_again_is_waited_for_no_longer() -> None:
+    patience = Patience(1.0)
+    for key, seconds in (("a", 2.0), ("b", 4.0), ("a", 2.0)):
+        patience.allow(key, seconds)
+    assert patience.left == 7.0
+
+
+def test_what_is_there_is_had_although_no_patience_is_left() -> None:
+    there: Future[None] = Future()
+    there.set_result(None)
+    assert Patience(-1.0).wait(there)
+    assert not Patience(-1.0).wait(Future())
+
+
+def test_round_trips_are_of_bounded_size() -> None:
+    places = [entry(link).place for link in links(TOKENS)]
+    large = remote_tier.BATCH_BYTES
+    sizes = [large // 4, large // 4, large // 2, 1, 3 * large, large, 1, 1]
+    found = batches(zip(places, sizes, strict=False))
+    assert [[nbytes for _, nbytes in batch] for batch in found] == [
+        [large // 4, large // 4, large // 2],
+        [1],
+        [3 * large],
+        [large],
+        [1, 1],
+    ]
+
+
+def test_the_next_round_trips_begin_before_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tier, "MOST_IN_BATCH", 10)
+    begun: list[int] = []
+
+    def begin(batch: Sequence[Any]) -> list[None]:
+        begun.append(len(batch))
+        return [None] * len(batch)
+
+    places = [entry(link).place for link in links(TOKENS)]
+    reading = RemoteRead([(place, 1) for place in places], begin)
+    ahead = []
+    for place in places:
+        reading.start(place)
+        ahead.append(len(begun))
+    assert ahead == [min(at // 10 + 3, 6) for at in range(BLOCKS)]
+
+
+def is_used(store: TieredStore) -> bool:
+    return len(read(store)) == BLOCKS
+
+
+@pytest.mark.slow
+def test_a_redis_whose_handshake_outlasts_patience_is_used_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is being made when a prompt gives up serves the next one."""
+    monkeypatch.setattr("paged_kv.tiers.waits.FIRST_S", 0.0)
+    monkeypatch.setattr("paged_kv.tiers.waits.LONGEST_S", 0.0)
+    monkeypatch.setenv("PASSWORD_OF_REDIS", "hunter2")
+    with redis_server(tmp_path, "--requirepass", "hunter2") as server:
+        fill_with_password(server)
+        with (
+            far_away(server.port, 0.4 * PATIENCE_S) as far,
+            # It authenticates and chooses a database, each in a round trip.
+            store_with(open_blobs(password_address(far.port))) as store,
+        ):
+            assert not is_used(store)
+            assert any(is_used(store) for _ in range(20))
+
+
+def password_address(port: int) -> Any:
+    return parse_address(f"redis://127.0.0.1:{port}/3?password=env:PASSWORD_OF_REDIS")
+
+
+def fill_with_password(server: RedisServer) -> None:
+    with store_with(open_blobs(password_address(server.port))) as store:
+        fill(store)

@@ -1,0 +1,122 @@
+"""A server that hangs keeps nobody waiting for longer than the time-out of a connection."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+from paged_kv.tiers.remote_tier import RemoteTier
+from tests.support.patience import SHORT_PATIENCE_S
+from tests.support.stored_prompts import TEXT, filled, remote_factory, store_of
+from tests.support.tier_servers import SECRET, redis_server, s3_credentials
+from tests.support.zoo import small_model
+
+# Of a page of a large model. A wait that allows for its transfer at 20 MB/s takes five seconds.
+ENTRY_BYTES = 100 << 20
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    return file
+
+
+def shortest_wait(model: Any, secret: Path, address: str) -> float:
+    """Seconds that a prompt waits for a server's pages which never come, on a machine that may be
+    busy with other things now and then."""
+    waits = []
+    for _ in range(3):
+        factory = remote_factory(model, secret, address)
+        began = perf_counter()
+        assert factory.fetch_cache(TEXT[:1100])[1] == 0
+        waits.append(perf_counter() - began)
+        assert sum(store_of(factory).stats().errors.values()) >= 1
+        factory.close()
+    return min(waits)
+
+
+@pytest.mark.parametrize("address", ["redis://{}", "rediss://{}", "s3://bucket?endpoint=http://{}"])
+def test_a_server_that_takes_connections_and_answers_nothing(secret: Path, address: str) -> None:
+    pytest.importorskip("obstore" if address.startswith("s3") else "redis")
+    model = small_model("qwen3")
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, s3_credentials():
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert shortest_wait(model, secret, address.format(host)) < SHORT_PATIENCE_S
+
+
+@pytest.mark.slow
+def test_a_redis_that_hangs_before_it_sends_an_entry(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("qwen3")
+    ask, sizes = RemoteTier.ask, []
+    with redis_server(tmp_path) as server:
+        filled(model, secret, server.address, TEXT[:1100])
+        for key in server.client().scan_iter():
+            server.client().setrange(key, ENTRY_BYTES - 1, b"x")
+
+        def stopping(tier: RemoteTier, *wanted: Any) -> Any:
+            server.resume()
+            server.client().ping()
+            found = ask(tier, *wanted)
+            server.stop()
+            sizes.append(set(found.sizes.values()))
+            return found
+
+        monkeypatch.setattr(RemoteTier, "ask", stopping)
+        assert shortest_wait(model, secret, server.address) < SHORT_PATIENCE_S
+        server.resume()
+    # It is asked once more during the pause.
+    assert sizes == [{ENTRY_BYTES}, set()] * 3
+
+
+@pytest.mark.slow
+def test_a_bucket_that_hangs_before_it_sends_an_entry(secret: Path) -> None:
+    pytest.importorskip("obstore")
+    with silent_bucket() as address, s3_credentials():
+        assert shortest_wait(small_model("qwen3"), secret, address) < SHORT_PATIENCE_S
+
+
+@contextmanager
+def silent_bucket() -> Iterator[str]:
+    """A server of S3's protocol that says how long objects are, and sends none."""
+    is_over = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            for name, value in (
+                ("Content-Length", str(ENTRY_BYTES)),
+                ("ETag", '"a"'),
+                ("Last-Modified", "Mon, 23 Nov 2026 10:00:00 GMT"),
+            ):
+                self.send_header(name, value)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            is_over.wait()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    serving = Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        yield f"s3://bucket?endpoint=http://127.0.0.1:{server.server_port}&region=here"
+    finally:
+        is_over.set()
+        with suppress(OSError):
+            server.shutdown()
+        serving.join()
+        server.server_close()

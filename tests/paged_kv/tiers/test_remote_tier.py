@@ -1,0 +1,72 @@
+"""What a tier on a server takes for stored, and for what was asked."""
+
+from typing import Any, cast
+
+import pytest
+
+from paged_kv.store import keys
+from paged_kv.store.errors import OtherEntry
+from paged_kv.store.keys import EntryPlace, Link
+from paged_kv.tiers.blobs import Blobs
+from paged_kv.tiers.remote_tier import RemoteTier
+from paged_kv.tiers.remote_writer import FULL, PAUSED
+from paged_kv.tiers.seal import Seal
+from paged_kv.tiers.waits import Waits
+from tests.support.memory_blobs import Memory
+from tests.support.store_entries import PAGES, entry, identity, is_right, links, prompt
+from tests.support.tier_servers import SECRET
+
+CHAIN = [entry(link) for link in links(prompt(0, 256 * 3))]
+
+
+def tier_of(memory: Memory) -> RemoteTier:
+    return RemoteTier("there", "there", cast("Blobs", memory), Seal(SECRET))
+
+
+def test_what_a_server_has_not_taken_is_not_known_to_be_there() -> None:
+    memory = Memory()
+    memory.is_full = True
+    tier = tier_of(memory)
+    try:
+        for each in CHAIN:
+            tier.queue.save(each)
+        assert tier.queue.flush()
+        # The first has failed, and the others have come during the pause.
+        assert memory.calls == [("put", 1)]
+        assert tier.faults.dropped == {FULL: 1, PAUSED: len(CHAIN) - 1}
+        assert not any(tier.queue.knows(each.place.key) for each in CHAIN)
+    finally:
+        tier.close()
+
+
+@pytest.fixture
+def _one_hash_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_digest", lambda *_: "5" * 64)
+
+
+@pytest.mark.usefixtures("_one_hash_for_all")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda: links([9, 9])[0],
+        lambda: Link.root(identity()).then([1]).then([3, 4]),
+        lambda: Link.root(identity(weights="other")).then([1, 2]).then([3, 4]),
+        lambda: Link.root(identity(page_format="q4")).then([1, 2]).then([3, 4]),
+    ],
+    ids=["tokens", "before", "weights", "format"],
+)
+def test_what_collides_is_told_apart(asked: Any) -> None:
+    """All have one key, so what is read must be compared with what was asked for."""
+    stored = entry(Link.root(identity()).then([1, 2]).then([3, 4]))
+    memory = Memory()
+    tier, waits = tier_of(memory), Waits()
+    try:
+        tier.queue.save(stored)
+        assert tier.queue.flush()
+        (nbytes,) = map(len, memory.entries.values())
+        for place, is_there in ((stored.place, True), (EntryPlace(asked(), PAGES), False)):
+            found = tier.finish(tier.read([(place, nbytes)], waits).start(place), place, waits)
+            assert (found is not None and is_right(found)) == is_there
+        assert tier.faults.errors == {OtherEntry.kind: 1}
+    finally:
+        tier.close()

@@ -1,0 +1,169 @@
+"""Every program of examples/ runs with a real model, and prints what its text says."""
+
+import re
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.folders import MODEL_FOLDERS, ROOT
+from tests.support.running_server import PagedRunningServer
+
+EXAMPLES = ROOT / "examples"
+MODEL = str(MODEL_FOLDERS["stdlib-llama"])
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a program in that folder
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_every_example_is_run_here() -> None:
+    tested = Path(__file__).read_text("utf-8")
+    assert all(f'"{path.stem}"' in tested for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_paged_kv_is_imported_before_mlx(path: Path) -> None:
+    """It loads OpenBLAS, which MLX takes only if it is there first."""
+    imported = re.findall(r"^(?:from|import) (paged_kv|example_model|mlx)", path.read_text(), re.M)
+    assert imported[:1] != ["mlx"]
+
+
+@pytest.fixture
+def example_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that the examples share."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("example_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "usage", "arguments"),
+    [
+        ("chat", "[MODEL]", ("a", "b")),
+        ("page_store", "FOLDER [MODEL]", ()),
+        ("page_store", "FOLDER [MODEL]", ("a", "b", "c")),
+        ("shared_system_prompt", "[MODEL]", ("a", "b")),
+        ("small_budget", "[MODEL]", ("a", "b")),
+    ],
+)
+def test_with_wrong_arguments_it_says_how_it_is_used(
+    name: str, usage: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(name, monkeypatch, *arguments)
+    assert f"\npython examples/{name}.py {usage}\n" in str(ended.value)
+
+
+@pytest.mark.parametrize("name", ["chat", "page_store", "shared_system_prompt", "small_budget"])
+def test_a_folder_that_is_not_there_gets_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run(name, monkeypatch, *["pages"] * (name == "page_store"), "./missing")
+    assert str(ended.value).startswith("there is no folder './missing': give MODEL the folder")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_hub_says_gets_one_line(
+    example_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        # As the Hub's own, of which some are errors of files.
+        raise FileNotFoundError("Got: ConnectError\nPlease check your connection to the Hub.")
+
+    monkeypatch.setattr(example_model, "load", load)
+    with pytest.raises(SystemExit) as ended:
+        example_model.load_model("some/repository")
+    told = str(ended.value)
+    assert told.startswith("MODEL some/repository cannot be loaded: FileNotFoundError: Got: Conn")
+    assert "\n" not in told
+
+
+class ChatTokenizer:
+    """A tokenizer with a chat template, whose tokens are what it was given."""
+
+    has_chat_template = True
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    ) -> list[Any]:
+        return [*messages, add_generation_prompt]
+
+
+def test_a_question_goes_into_the_chat_template_that_there_is(example_model: Any) -> None:
+    user, system = ({"role": role, "content": role} for role in ("user", "system"))
+    tokenizer = ChatTokenizer()
+    assert example_model.question_tokens(tokenizer, "user") == [user, True]
+    assert example_model.question_tokens(tokenizer, "user", "system") == [system, user, True]
+
+
+def test_without_a_template_a_question_is_text(example_model: Any, trained: Any) -> None:
+    tokenizer = trained("stdlib-llama")[1]
+    tokens = example_model.question_tokens(tokenizer, " is it?", "What")
+    assert tokens == tokenizer.encode("What is it?")
+
+
+def test_without_a_server_the_client_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"no server answers at (.|\n)*--model MODEL"):
+        run("server_client", monkeypatch, "http://127.0.0.1:1/v1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_chat(
+    end: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["def f(x):", "class A:"])
+
+    def typed(_: str) -> str:
+        for text in said:
+            return text
+        raise end
+
+    monkeypatch.setattr("builtins.input", typed)
+    run("chat", monkeypatch)
+    assert len(capsys.readouterr().out) > 100
+
+
+@pytest.mark.slow
+def test_shared_system_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("shared_system_prompt", monkeypatch)
+    counts = [line for line in capsys.readouterr().out.splitlines() if "tokens were cached" in line]
+    assert len(counts) == 3
+    assert all("(0 tokens" not in line for line in counts)
+
+
+@pytest.mark.slow
+def test_page_store(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outputs = []
+    for _ in range(2):
+        run("page_store", monkeypatch, str(tmp_path / "pages"), MODEL)
+        outputs.append(capsys.readouterr().out.split(" tokens come from "))
+    assert outputs[0][0].startswith("0 of ")
+    assert not outputs[1][0].startswith("0 of ")
+    assert outputs[0][1] == outputs[1][1]
+
+
+@pytest.mark.slow
+def test_small_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("small_budget", monkeypatch)
+    assert "requantised: {'q" in capsys.readouterr().out
+
+
+def test_server_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = PagedRunningServer("--model", MODEL)
+    try:
+        run("server_client", monkeypatch, f"http://127.0.0.1:{server.port}/v1")
+    finally:
+        server.stop()
+    assert "prompt tokens" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""Answers end where the model's context or the memory ends, and say so."""
+
+import http.client
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.patience import PATIENCE_S
+from tests.support.running_server import (
+    PagedRunningServer,
+    assert_idle_pools_hold_nothing,
+    paged_server,
+    with_small_model,
+)
+
+CONTEXT = 192
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+USER = [{"role": "user", "content": "import os"}]
+# A request of each interface, the name of its limit, and those of its counts.
+ASKED: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
+    TEXT: ({"prompt": "import os"}, "max_tokens", ("prompt_tokens", "completion_tokens")),
+    CHAT: ({"messages": USER}, "max_completion_tokens", ("prompt_tokens", "completion_tokens")),
+    MESSAGES: ({"messages": USER}, "max_tokens", ("input_tokens", "output_tokens")),
+    RESPONSES: ({"input": "import os"}, "max_output_tokens", ("input_tokens", "output_tokens")),
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedRunningServer]:
+    """A server of a model with a short context."""
+    folder = tmp_path_factory.mktemp("models") / "short"
+    shutil.copytree(MODEL_FOLDERS["stdlib-llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    options = ["--model", str(folder), "--max-kv-bytes", "64MB", "--max-tokens", "8"]
+    with with_small_model(), paged_server(*options) as started:
+        yield started
+        assert_idle_pools_hold_nothing(started)
+
+
+def post(port: int, path: str, **body: Any) -> tuple[http.client.HTTPResponse, bytes]:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    client.request("POST", path, json.dumps({"temperature": 0, "ignore_eos": True, **body}))
+    answer = client.getresponse()
+    return answer, answer.read()
+
+
+def asked(running: PagedRunningServer, path: str, most: int | None) -> tuple[Any, Any]:
+    """The header and the JSON of the answer to a request of an interface."""
+    body, name, _ = ASKED[path]
+    answer, content = post(running.port, path, **body, **({} if most is None else {name: most}))
+    assert answer.status == 200, content
+    return answer.headers["X-Max-Tokens"], json.loads(content)
+
+
+def is_cut(path: str, said: Any) -> bool:
+    """Whether an answer says that it is shorter than the model would have it."""
+    if path == MESSAGES:
+        return bool(said["stop_reason"] == "max_tokens")
+    if path == RESPONSES:
+        return bool(said["incomplete_details"] == {"reason": "max_output_tokens"})
+    return bool(said["choices"][0]["finish_reason"] == "length")
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [(path, most) for path in ASKED for most in (32_000, -1)] + [(TEXT, None), (RESPONSES, None)],
+)
+def test_an_answer_ends_with_the_context_and_says_so(
+    running: PagedRunningServer, path: str, most: int | None
+) -> None:
+    header, said = asked(running, path, most)
+    prompt, answer = (said["usage"][name] for name in ASKED[path][2])
+    # The cached part counts apart at Anthropic.
+    prompt += said["usage"].get("cache_read_input_tokens", 0)
+    assert is_cut(path, said)
+    if most is None:
+        assert (header, answer, said["usage"].get("max_tokens")) == (None, 8, None)
+    else:
+        assert prompt + answer == CONTEXT
+        assert (header, said["usage"]["max_tokens"]) == (str(answer), answer)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_stream_says_so_too(running: PagedRunningServer, path: str) -> None:
+    body, name, (_, count) = ASKED[path]
+    usage = {"stream_options": {"include_usage": True}} if path in (TEXT, CHAT) else {}
+    answer, content = post(running.port, path, **body, **usage, stream=True, **{name: 32_000})
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in content.decode().splitlines()
+        if line.startswith("data: {")
+    ]
+    told = [event.get("response", event).get("usage") for event in events]
+    (last,) = [each for each in told if each and each[count]][-1:]
+    assert answer.headers["X-Max-Tokens"] == str(last["max_tokens"]) == str(last[count])
+
+
+def test_each_prompt_of_a_request_fits_by_itself(running: PagedRunningServer) -> None:
+    lengths = (CONTEXT - 30, CONTEXT - 10)
+    prompts = [[7] * length for length in lengths]
+    answer, content = post(running.port, TEXT, prompt=prompts, max_tokens=20, logprobs=0)
+    said = json.loads(content)
+    counts = [len(choice["logprobs"]["tokens"]) for choice in said["choices"]]
+    assert counts == [20, 10]
+    assert (answer.headers["X-Max-Tokens"], said["usage"]["max_tokens"]) == ("10", 10)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(running: PagedRunningServer) -> None:
+    assert post(running.port, TEXT, prompt=[7] * (CONTEXT - 1), max_tokens=1)[0].status == 200
+    assert post(running.port, TEXT, prompt=[7] * CONTEXT, max_tokens=0)[0].status == 200
+    for most in (1, 8, -1):
+        answer, content = post(running.port, TEXT, prompt=[7] * CONTEXT, max_tokens=most)
+        error = json.loads(content)["error"]
+        assert answer.status == 400
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert f"{CONTEXT} tokens" in error["message"]
+
+
+def test_an_option_for_longer_prompts_makes_answers_longer(running: PagedRunningServer) -> None:
+    model = str(running.provider.cli_args.model)
+    options = ["--model", model, "--max-prompt-tokens", str(2 * CONTEXT)]
+    with paged_server(*options, "--max-kv-bytes", "64MB") as other:
+        for prompt in (10, CONTEXT):
+            _, content = post(other.port, TEXT, prompt=[7] * prompt, max_tokens=CONTEXT)
+            usage = json.loads(content)["usage"]
+            assert (usage["completion_tokens"], "max_tokens" in usage) == (CONTEXT, False)

@@ -1,0 +1,187 @@
+"""A server reads a prompt's pages from other servers before it begins, and generates meanwhile."""
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_kv.integrations.speculation.drafts import DraftRow
+from paged_kv.integrations.speculation.model_draft import ModelDraft
+from paged_kv.store.entry_file import Entry
+from paged_kv.tiers.landing import Landing
+from paged_kv.tiers.remote_tier import RemoteTier
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.running_server import PagedRunningServer, in_float32, paged_server, wait_until
+from tests.support.store_entries import entry, is_right, links, prompt
+from tests.support.tier_servers import SECRET, redis_server
+
+TOKENS = [random.Random(0).randrange(1, 500) for _ in range(1100)]
+
+
+@pytest.fixture
+def servers(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[PagedRunningServer, PagedRunningServer]]:
+    """Two servers that share a tier; a parameter has further options."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    with ExitStack() as stack:
+        tier = stack.enter_context(redis_server(tmp_path)).address
+        stack.enter_context(in_float32())
+        options = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-tokens", "4"]
+        options += ["--max-kv-bytes", "64MB", "--store-after", "1"]
+        options += ["--store", tier, "--store-secret", str(secret), *getattr(request, "param", ())]
+        yield (
+            stack.enter_context(paged_server(*options)),
+            stack.enter_context(paged_server(*options)),
+        )
+
+
+def ask(server: PagedRunningServer, tokens: list[int]) -> str:
+    answer = server.client().completions.create(model="default_model", prompt=tokens)
+    return answer.choices[0].text
+
+
+def store_of(server: PagedRunningServer) -> Any:
+    return server.service.thread.provider.factories[0].store
+
+
+def let_tiers_wait(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Events: a server was asked for pages, which is noted, and may answer, which is to be set."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    asked = RemoteTier.ask
+
+    def slow(tier: RemoteTier, *wanted: Any) -> Any:
+        is_asked.set()
+        assert may_answer.wait(60)
+        return asked(tier, *wanted)
+
+    monkeypatch.setattr(RemoteTier, "ask", slow)
+    return is_asked, may_answer
+
+
+def test_others_are_generated_while_a_prompt_is_fetched(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    expected = ask(first, TOKENS)
+    assert store_of(first).flush()
+    is_asked, may_answer = let_tiers_wait(monkeypatch)
+    told: list[str] = []
+    asking = threading.Thread(target=lambda: told.append(ask(second, TOKENS)))
+    asking.start()
+    assert is_asked.wait(60)
+    # A short prompt needs no page of a server, and is answered while the other one waits.
+    ask(second, TOKENS[:20])
+    assert not told
+    may_answer.set()
+    asking.join()
+    assert told == [expected]
+    assert second.service.metrics.cached_tokens == 1024
+    store = store_of(second)
+    wait_until(lambda: not store.landing.presence().sizes)
+
+
+def test_nothing_spins_while_the_only_prompt_is_fetched(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = servers
+    is_asked, may_answer = let_tiers_wait(monkeypatch)
+    mailbox = second.service.thread._mailbox
+    is_waiting: list[bool] = []
+    take = mailbox.take
+
+    def noted(*, wait: bool, seconds: float | None = None) -> list[Any]:
+        is_waiting.append(wait)
+        return take(wait=wait, seconds=seconds)
+
+    monkeypatch.setattr(mailbox, "take", noted)
+    asking = threading.Thread(target=ask, args=(second, TOKENS))
+    asking.start()
+    assert is_asked.wait(60)
+    wait_until(lambda: is_waiting)
+    mailbox.put(lambda thread: None)
+    wait_until(lambda: len(is_waiting) >= 2)
+    assert all(is_waiting)
+    may_answer.set()
+    asking.join()
+
+
+def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_nothing(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    ask(first, TOKENS)
+    assert store_of(first).flush()
+    is_asked, may_answer = let_tiers_wait(monkeypatch)
+    client = second.client(timeout=0.5)
+    with pytest.raises(Exception, match="timed out"):
+        client.completions.create(model="default_model", prompt=TOKENS)
+    assert is_asked.is_set()
+    wait_until(lambda: not second.service.thread.jobs)
+    may_answer.set()
+    ask(second, TOKENS[:20])
+    store = store_of(second)
+    wait_until(lambda: not store.landing.presence().sizes)
+
+
+DRAFTING = ("--draft-model", str(MODEL_FOLDERS["stdlib-gemma3"]), "--num-draft-tokens", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [DRAFTING], indirect=True)
+def test_generation_does_not_wait_for_pages_of_the_draft_model(
+    servers: tuple[PagedRunningServer, PagedRunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    expected = ask(first, TOKENS)
+    for each in first.service.thread.provider.factories:
+        assert each.store is not None
+        assert each.store.flush()
+    provider = second.service.thread.provider
+    drafting = provider.factories[1]
+    store: Any = drafting.store
+    (tier,) = store.servers
+    may_answer = threading.Event()
+    asked = tier.ask
+    monkeypatch.setattr(tier, "ask", lambda *wanted: may_answer.wait(60) and asked(*wanted))
+    assert ask(second, TOKENS) == expected
+    assert drafting.stats().store_hits == {"redis": 0}
+    may_answer.set()
+    drafting.clear()
+    # They are used by who drafts after they have landed.
+    prepare, fetcher = ModelDraft.prepare, provider.fetchers[1]
+
+    def later(draft: ModelDraft, rows: list[DraftRow]) -> None:
+        wait_until(lambda: any(each.seconds for each in fetcher._fetches.values()))
+        prepare(draft, rows)
+
+    monkeypatch.setattr(ModelDraft, "prepare", later)
+    assert ask(second, TOKENS) == expected
+    assert drafting.stats().store_hits == {"redis": 1024}
+    wait_until(lambda: not store.landing.presence().sizes)
+
+
+def test_what_lands_is_bounded_and_the_earliest_goes_first() -> None:
+    made = [entry(link) for link in links(prompt(0, 1024))]
+    landing = Landing(max_bytes=3 * made[0].nbytes)
+    for each in made:
+        landing.put(each, "redis")
+    assert landing.presence().sizes.keys() == {each.place.key for each in made[1:]}
+    assert landing.finish(landing.start(made[0].place)) is None
+    taken = landing.finish(landing.start(made[1].place))
+    assert taken is not None
+    assert is_right(taken)
+    # Each is taken once, and the memory of what was taken is free again.
+    assert landing.finish(landing.start(made[1].place)) is None
+    landing.put(made[0], "redis")
+    landing.put(made[0], "redis")
+    assert len(landing.presence().sizes) == 3
+    landing.discard([each.place.key for each in made])
+    landing.put(Entry(made[0].place, {"a": np.zeros(1, np.uint8)}, ""), "redis")
+    assert len(landing.presence().sizes) == 1

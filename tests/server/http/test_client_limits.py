@@ -1,0 +1,108 @@
+"""Limits by key, and priorities."""
+
+from argparse import ArgumentTypeError
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, RateLimitError
+
+from paged_kv.admission.admission import Admission
+from paged_kv.admission.demand import Demand
+from paged_kv.server.http.access import (
+    ClientLimits,
+    Limits,
+    PriorityRange,
+    name_of_key,
+    priorities,
+    read_limits,
+)
+from paged_kv.server.http.api_errors import APIError
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.running_server import in_float32, paged_server, wait_until
+
+LLAMA = ["--model", str(MODEL_FOLDERS["stdlib-llama"]), "--max-kv-bytes", "64MB"]
+NAME = "default_model"
+GO_ON = {"0": -1000}
+DEFAULT = Limits(PriorityRange(0, 100))
+
+
+def test_keys_say_what_differs() -> None:
+    lines = ["one", "two requests=8", "three priorities=-10:0 requests=1"]
+    assert read_limits(lines, DEFAULT) == {
+        "one": DEFAULT,
+        "two": Limits(PriorityRange(0, 100), 8),
+        "three": Limits(PriorityRange(-10, 0), 1),
+    }
+    for wrong in ("requests=0", "requests=", "more=5", "priorities=5:1", "priorities=a"):
+        with pytest.raises(ValueError, match=r"behind a key|LOW:HIGH"):
+            read_limits([f"key {wrong}"], DEFAULT)
+    with pytest.raises(ArgumentTypeError):
+        priorities("1:100")
+
+
+def test_requests_are_counted_by_key() -> None:
+    limits = ClientLimits({"a": Limits(PriorityRange(0, 0), 2), "b": DEFAULT}, DEFAULT)
+    a, b = name_of_key("a"), name_of_key("b")
+    with limits.entered(a), limits.entered(a), limits.entered(b):
+        with pytest.raises(APIError) as refused, limits.entered(a):
+            pass
+        assert refused.value.status == 429
+        assert refused.value.headers["Retry-After"]
+    with limits.entered(a):
+        pass
+    assert not limits._inside
+    limits.require_priority(b, 100)
+    for client, priority in ((a, 1), (a, -1), (b, 101)):
+        with pytest.raises(APIError, match="you may ask"):
+            limits.require_priority(client, priority)
+
+
+def test_lower_priorities_begin_first_and_equal_ones_in_their_order() -> None:
+    now = 0.0
+    requests: Admission[str] = Admission(lambda _: Demand(1, 1), 10, places=1, clock=lambda: now)
+    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0), ("e", -1)):
+        requests.arrive(name, priority)
+        now += 1
+    order = []
+    while (begun := requests.next()) is not None:
+        order.append(begun)
+        requests.leave(begun)
+    assert "".join(order) == "ceadb"
+    for name, priority in (("late", 5), ("soon", 0)):
+        requests.arrive(name, priority)
+        now += 6
+    assert requests.late() == ["late"]
+    assert requests.next() == "soon"
+
+
+def test_a_server_limits_keys_and_lets_the_lowest_priority_begin(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("small requests=1\nlarge priorities=-5:5\n")
+    options = ["--api-key", str(keys), "--decode-concurrency", "1"]
+    with in_float32(), paged_server(*LLAMA, *options) as running:
+        small, large = (running.client(api_key=key).completions for key in ("small", "large"))
+        long: Any = small.create(
+            model=NAME, prompt="import", max_tokens=4000, stream=True, logit_bias=GO_ON
+        )
+        next(iter(long))
+        with pytest.raises(RateLimitError) as refused:
+            small.create(model=NAME, prompt="import", max_tokens=1)
+        assert refused.value.response.headers["retry-after"] == "1"
+        with pytest.raises(BadRequestError, match="priority"):
+            large.create(model=NAME, prompt="import", extra_body={"priority": 6})
+        ended: list[int] = []
+
+        def ask(priority: int) -> None:
+            body = {"priority": priority}
+            large.create(model=NAME, prompt="import os", max_tokens=3, extra_body=body)
+            ended.append(priority)
+
+        with ThreadPoolExecutor(3) as clients:
+            for number, priority in enumerate((5, 0, -5), 1):
+                clients.submit(ask, priority)
+                wait_until(lambda: len(running.service.thread.jobs) > number)  # noqa: B023
+            long.close()
+        assert ended == [-5, 0, 5]
+        assert small.create(model=NAME, prompt="import", max_tokens=1).choices

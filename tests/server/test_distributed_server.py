@@ -1,0 +1,161 @@
+"""`paged-kv server` on several processes of this machine."""
+
+import json
+import random
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from paged_kv.embedded import embedded_model
+from tests.support.launched_ranks import LAUNCH_S, free_ports, launched, output_of
+from tests.support.patience import wait_until
+from tests.support.running_server import FEW_LIKELY, in_float32, paged_server
+
+pytestmark = pytest.mark.slow
+
+# 7 blocks of 6 layers on rank 1; rank 0 would have 80.
+BUDGETS = "64MB,6MB"
+LONG = "def read_file(path):\n    return open(path).read()\n\n" * 40
+
+
+@contextmanager
+def served(folder: Path, *options: str, **environment: str) -> Iterator[tuple[int, Any]]:
+    """The port of a server on two processes, and these."""
+    (port,) = free_ports(1)
+    common = ("--model", embedded_model(), "--port", str(port), "--log-level", "INFO")
+    command = ("-m", "tests.support.rank_cases", str(folder), "serve", BUDGETS, *common, *options)
+    with launched(folder, 2, *command, **environment) as processes:
+
+        def is_ready() -> bool:
+            assert [each.poll() for each in processes] == [None, None], output_of(folder, 0)
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready"):
+                    return True
+            except urllib.error.URLError:
+                return False
+
+        wait_until(is_ready)
+        yield port, processes
+
+
+def asked(port: int, prompt: str, **options: Any) -> Any:
+    """The answer to a completion: its text and cached tokens, or the status of an error."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **options}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=LAUNCH_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"]
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return [choice["text"] for choice in answer["choices"]], cached
+
+
+def streamed(port: int, prompt: str, chunks: int | None = None) -> str:
+    """The text of a stream, or of its first chunks: then the client leaves."""
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
+    )
+    text = ""
+    with urllib.request.urlopen(request, timeout=LAUNCH_S) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                text += str(json.loads(line[6:])["choices"][0]["text"])
+                chunks = None if chunks is None else chunks - 1
+                if chunks == 0:
+                    return text
+    return text
+
+
+def metrics(port: int) -> dict[int, int]:
+    """The budget of each rank, by the server's metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        text = response.read().decode()
+    line = re.compile(r'^paged_kv:rank_bytes\{rank="(\d)",state="budget"\} (\S+)$', re.MULTILINE)
+    return {int(rank): int(float(nbytes)) for rank, nbytes in line.findall(text)}
+
+
+def ended(processes: list[Popen[str]]) -> list[int]:
+    """The exit statuses."""
+    return [process.wait(LAUNCH_S) for process in processes]
+
+
+def history(seed: int) -> list[str]:
+    """Prompts that begin alike, and end differently."""
+    chosen = random.Random(seed)
+    return [LONG[: chosen.randrange(20, len(LONG))] + "#" * chosen.randrange(9) for _ in range(12)]
+
+
+def answers(port: int) -> list[Any]:
+    """What a server answers to requests one by one, at once, streamed, salted and left."""
+    one_by_one = [
+        asked(port, prompt) for prompt in ("import os\n", LONG, LONG + "x", "import os\n")
+    ]
+    salted = [asked(port, LONG, cache_salt=salt)[1] for salt in ("a", "b", "a")]
+    with ThreadPoolExecutor(4) as threads:
+        # Which of them hits whose prefix depends on time; the texts do not.
+        at_once = [texts for texts, _ in threads.map(lambda each: asked(port, each), history(1))]
+        left = threads.submit(streamed, port, "class Left:\n", 3)
+        several = asked(port, "import re\n", n=3)[0]
+        seeded = asked(port, "import re\n", temperature=1, seed=3, **FEW_LIKELY)[0]
+        text = streamed(port, "def read(path):\n")
+        assert text.startswith(streamed(port, "def read(path):\n", 5))
+        left.result()
+    return [one_by_one, salted, at_once, several, seeded, text]
+
+
+def test_ranks_answer_as_one_process_with_unequal_budgets(tmp_path: Path) -> None:
+    with in_float32(), paged_server("--model", embedded_model()) as running:
+        expected = answers(running.port)
+    with served(tmp_path) as (port, processes):
+        assert answers(port) == expected
+        # The memory of the rank that has more holds it.
+        status, message = asked(port, LONG * 3, max_tokens=4000)
+        assert status == 400, message
+        assert "tokens were asked" in message
+        assert metrics(port) == dict.fromkeys((0, 1), 6000000)
+        processes[1].send_signal(signal.SIGTERM)  # Rank 0 decides when to end.
+        processes[0].send_signal(signal.SIGTERM)
+        assert ended(processes) == [0, 0], output_of(tmp_path, 0) + output_of(tmp_path, 1)
+    assert expected[0][2][1] > 256
+    assert expected[1][:2] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_hangs_ends_the_other_with_its_name(tmp_path: Path, name: str) -> None:
+    with (
+        served(tmp_path, PAGED_KV_RANK_TIMEOUT="3") as (port, processes),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        answer = threads.submit(streamed, port, "def read(path):\n", None)
+        wait_until(lambda: "begins" in output_of(tmp_path, 1))
+        processes[1].send_signal(signal.Signals[name])
+        assert processes[0].wait(LAUNCH_S) == 75, output_of(tmp_path, 0)
+        assert answer.exception() is not None or answer.result() is not None
+    assert "paged-kv: rank 0 ends: rank 1 has" in output_of(tmp_path, 0)
+
+
+def test_every_rank_follows_the_grammar_of_an_answer(tmp_path: Path) -> None:
+    outputs = {"structured_outputs": {"regex": "(yes|no), [0-9]{3}!"}}
+    with served(tmp_path) as (port, _):
+        kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 2, "n": 3}]
+        for options in kinds:
+            texts, _ = asked(port, "import os\n", max_tokens=40, **outputs, **options)
+            for text in texts:
+                assert re.fullmatch("(yes|no), [0-9]{3}!", text)
+        status, message = asked(port, "import os\n", structured_outputs={"regex": "(a"})
+        assert status == 400
+        assert "structured_outputs" in message
+        assert asked(port, "import os\n")[0]

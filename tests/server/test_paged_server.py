@@ -1,0 +1,413 @@
+"""`paged-kv server` answers as mlx-lm's server does, from pages, and survives bad requests."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm import server
+from openai import APIStatusError, OpenAI
+
+from tests.support.folders import MODEL_FOLDERS
+from tests.support.grids import plain_only
+from tests.support.running_server import (
+    PagedRunningServer,
+    RunningServer,
+    assert_idle_pools_hold_nothing,
+    in_float32,
+    paged_server,
+    stock_server,
+    wait_until,
+)
+from tests.support.zoo import small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
+
+# Never the token that ends a text.
+GO_ON = {"0": -1000}
+LLAMA, GEMMA = "stdlib-llama", "stdlib-gemma3"
+NAMES = ["walk", "stat", "glob", "open"]
+
+
+@pytest.fixture(autouse=True)
+def _float32() -> Iterator[None]:
+    with in_float32():
+        yield
+
+
+@pytest.fixture
+def system(source_text: str) -> str:
+    """More than a page of tokens, with which all conversations begin."""
+    return source_text[20000:21100]
+
+
+def options(model: str, *others: str) -> list[str]:
+    return ["--model", str(MODEL_FOLDERS[model]), "--max-tokens", "8", *others]
+
+
+def ask(client: OpenAI, messages: list[Any], **more: Any) -> tuple[str, int]:
+    """The streamed answer, and the number of cached prompt tokens."""
+    stream = client.chat.completions.create(
+        model="default_model",
+        messages=messages,
+        stream=True,
+        stream_options={"include_usage": True},
+        temperature=0,
+        **more,
+    )
+    text, cached = "", -1
+    for chunk in stream:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        if chunk.usage:
+            assert chunk.usage.prompt_tokens_details
+            cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+    return text, cached
+
+
+def converse(running: RunningServer, system: str, name: str, turns: int = 3) -> Any:
+    """The answers of one conversation, and the number of cached tokens for each."""
+    client = running.client()
+    messages: list[Any] = [{"role": "system", "content": system}]
+    answers, cached = [], []
+    for turn in range(turns):
+        question = f"\n\ndef {name}_{turn}(self, path):\n"
+        messages.append({"role": "user", "content": question})
+        text, count = ask(client, messages)
+        messages.append({"role": "assistant", "content": text})
+        answers.append(text)
+        cached.append(count)
+    return answers, cached
+
+
+def conversations(running: RunningServer, system: str) -> list[Any]:
+    """Run all of them at the same time."""
+    with ThreadPoolExecutor(len(NAMES)) as clients:
+        talks = [clients.submit(converse, running, system, name) for name in NAMES]
+        return [talk.result() for talk in talks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [LLAMA, GEMMA])
+def test_conversations_read_the_same_and_share_what_they_begin_with(
+    model: str, system: str
+) -> None:
+    with stock_server(*options(model)) as running:
+        stock = [answers for answers, _ in conversations(running, system)]
+    with paged_server(*options(model, "--max-kv-bytes", "64MB")) as running:
+        talks = conversations(running, system)
+        assert [answers for answers, _ in talks] == stock
+        for _, cached in talks:
+            assert cached == sorted(cached)
+            assert cached[1] > 256
+            assert cached[2] > cached[1]
+        again = converse(running, system, NAMES[0], turns=1)
+        assert again[0] == stock[0][:1]
+        assert again[1][0] > 256
+        assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.slow
+def test_a_draft_model_reads_the_same_and_shares_too(system: str) -> None:
+    """The draft model has windows, and reuses what it has cached itself."""
+    draft = ["--draft-model", str(MODEL_FOLDERS[GEMMA])]
+    with stock_server(*options(LLAMA)) as running:
+        stock, _ = converse(running, system, NAMES[0], turns=2)
+    with paged_server(*options(LLAMA, *draft, "--max-kv-bytes", "64MB")) as running:
+        assert len(running.pools) == 2
+        assert sum(pool.budget.max_bytes for pool in running.pools) <= 64_000_000
+        answers, cached = converse(running, system, NAMES[0], turns=2)
+        assert answers == stock
+        assert cached[1] > 256
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_clients_that_leave_leave_nothing_behind(system: str) -> None:
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB")) as running:
+        streams = [
+            running.client().completions.create(
+                model="default_model", prompt=system[start:], max_tokens=2000, stream=True
+            )
+            for start in range(4)
+        ]
+        for number, stream in enumerate(streams):
+            for _ in range(number + 1):
+                next(stream)
+        assert running.service.thread.jobs
+        for stream in streams:
+            stream.close()
+        assert_idle_pools_hold_nothing(running)
+        # The server still serves others.
+        assert ask(running.client(), [{"role": "user", "content": "import "}])[0]
+
+
+def tokens_of(running: PagedRunningServer, text: str) -> list[int]:
+    tokenizer: Any = running.provider.tokenizer
+    tokens: list[int] = tokenizer.encode(text)
+    return tokens
+
+
+def token_budget(tokens: int) -> list[str]:
+    """Options for a budget of so many tokens of the llama in float32."""
+    return ["--max-kv-bytes", str(tokens * 6 * 2 * 2 * 64 * 4)]
+
+
+def test_what_can_never_fit_is_refused_at_once(system: str) -> None:
+    with paged_server(*options(LLAMA, *token_budget(512))) as running:
+        client = running.client()
+        with pytest.raises(APIStatusError) as refused:
+            client.completions.create(model="default_model", prompt=system * 3, max_tokens=5)
+        assert refused.value.status_code == 400
+        for part in ("tokens were asked", "max_tokens=5", "at most 512 fit", "--max-kv-bytes"):
+            assert part in str(refused.value)
+        answer = client.completions.create(
+            model="default_model", prompt="import", max_tokens=512, logit_bias=GO_ON
+        )
+        assert answer.usage
+        assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (512, "length")
+        with pytest.raises(APIStatusError, match="the prompt has no tokens"):
+            client.completions.create(model="default_model", prompt="")
+        # The server serves every possible request to its end, whatever it has cached before.
+        for prompt in (system + system[:600], system + system[:599]):
+            tokens = len(tokens_of(running, prompt))
+            answer = client.completions.create(
+                model="default_model", prompt=prompt, max_tokens=512 - tokens, logit_bias=GO_ON
+            )
+            assert answer.usage
+            assert answer.usage.total_tokens == 512
+        assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "page_format"),
+    [
+        pytest.param(LLAMA, "3.2MB", "fp16", marks=pytest.mark.slow),
+        (LLAMA, "5MB", "auto"),
+        (GEMMA, "2.2MB", "fp16"),
+    ],
+)
+def test_requests_wait_for_memory_and_all_are_served(
+    model: str, budget: str, page_format: str, system: str
+) -> None:
+    """The budget has room for two requests at a time, and for few of their prompts."""
+    memory = ["--max-kv-bytes", budget, "--page-format", page_format]
+    with paged_server(*options(model, *memory, "--admission", "reserve")) as running:
+        questions = [system[start : start + 200] for start in range(0, 600, 100)]
+        running.hold_until_submitted(len(questions))
+        with ThreadPoolExecutor(len(questions)) as clients:
+            answers = [
+                clients.submit(
+                    ask, running.client(), [{"role": "user", "content": text}], max_tokens=40
+                )
+                for text in questions
+            ]
+            wait_until(lambda: len(running.service.thread._admission) >= 3)
+            assert all(answer.result()[0] for answer in answers)
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_who_waits_too_long_is_told_to_come_again(system: str) -> None:
+    patience = ["--admission-timeout", "0.3", "--admission", "reserve"]
+    with paged_server(*options(LLAMA, *token_budget(1024), *patience)) as running:
+        stream = running.client().completions.create(
+            model="default_model", prompt=system, max_tokens=700, stream=True
+        )
+        next(stream)
+        with pytest.raises(APIStatusError, match=r"could not begin in 0.3 s") as refused:
+            ask(running.client(), [{"role": "user", "content": "import"}], max_tokens=600)
+        assert refused.value.status_code == 503
+        assert refused.value.response.headers["Retry-After"] == "1"
+        stream.close()
+        running.wait_until_idle()
+        # The server serves a prompt that does come again.
+        assert ask(running.client(), [{"role": "user", "content": "import"}])[0]
+        assert_idle_pools_hold_nothing(running)
+
+
+def test_another_model_gets_pages_of_its_own(system: str) -> None:
+    """The request for the other model waits until the others have ended. Then the first model loads
+    again."""
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", "--allow-model-switch")) as running:
+        first = running.pools[0]
+        stream = running.client().completions.create(
+            model="default_model", prompt=system, max_tokens=20, stream=True
+        )
+        next(stream)
+        other = running.client().completions.create(
+            model=str(MODEL_FOLDERS[GEMMA]), prompt="import os", max_tokens=4, temperature=0
+        )
+        assert len(list(stream)) >= 4
+        assert other.choices[0].text
+        assert [pool.name for pool in running.pools] == ["gemma3_text"]
+        assert first.stats().bytes_mapped == 0
+        talk = converse(running, system, NAMES[0], turns=2)
+        assert talk[1][1] > 256
+        assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [[], ["--draft-model", str(MODEL_FOLDERS[LLAMA])]])
+def test_users_of_other_salts_share_nothing(draft: list[str], system: str) -> None:
+    """The test checks what the cache finds, not the time."""
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", *draft)) as running:
+        client = running.client()
+        factory = running.provider.factories[0]
+        messages = [{"role": "user", "content": system}]
+
+        def cached(**body: Any) -> int:
+            before = factory.stats().prefix_hits
+            text, count = ask(client, messages, extra_body=body)
+            texts.add(text)
+            assert factory.stats().prefix_hits - before == count
+            running.wait_until_idle()
+            wait_until(lambda: not factory.stats().blocks_used)
+            return count
+
+        texts: set[str] = set()
+        assert cached(cache_salt="alice") == 0
+        assert cached(cache_salt="bob") == 0
+        assert cached() == 0
+        held = factory.stats().blocks_cached
+        for body in ({"cache_salt": "alice"}, {"cache_salt": "bob"}, {}):
+            assert cached(**body) > 256
+        # Each of the three continues in blocks of its own.
+        assert factory.stats().blocks_cached == held
+        assert len(texts) == 1
+        for salt in ("", 7):
+            with pytest.raises(APIStatusError, match="cache_salt: ") as refused:
+                cached(cache_salt=salt)
+            assert refused.value.status_code == 400
+        assert_idle_pools_hold_nothing(running)
+
+
+ALONE = ["--kv-bits", "8", "--quantized-kv-start", "100000"]
+"""Requests run one at a time; so short ones are not quantised."""
+
+
+@pytest.fixture
+def loads_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers load a random hybrid, which reads the tokens of the llama's tokenizer."""
+    let_servers_load("falcon_h1", monkeypatch)
+
+
+def let_servers_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load: Any = vars(server)["load"]
+
+    def load_small(path: str, **kwargs: Any) -> Any:
+        loaded = load(path, **kwargs)
+        return (small_model(name, vocab_size=loaded[1].vocab_size), *loaded[1:])
+
+    monkeypatch.setattr(server, "load", load_small)
+
+
+@pytest.mark.parametrize("name", plain_only(["mamba2"], ["mamba2", "deepseek_v41", "gpt_bigcode"]))
+def test_prompts_that_mlx_lm_cannot_reuse_or_batch_resume_at_their_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Several at once have the answers that they have alone; a restart finds them in the store."""
+    let_servers_load(name, monkeypatch)
+    prompts = [f"{word} = import\n" * count for word, count in (("os", 90), ("sys", 40), ("re", 5))]
+    with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
+        first = answers(running, prompts)
+        assert [cached for _, cached in first] == [0, 0, 0]
+        lengths = [len(tokens_of(running, prompt)) for prompt in prompts]
+        again = answers(running, prompts[::-1])[::-1]
+        # Rows of deepseek_v41 are of two tokens.
+        ends = [(n - 1) // 2 * 2 if name == "deepseek_v41" else n - 1 for n in lengths]
+        assert again == [(text, end) for (text, _), end in zip(first, ends, strict=True)]
+        assert [answers(running, [prompt])[0] for prompt in prompts] == again
+    with paged_server(*options(LLAMA, "--store", str(tmp_path))) as running:
+        assert answers(running, prompts) == again
+
+
+def answers(running: Any, prompts: list[str]) -> list[tuple[str, int]]:
+    """The texts that follow prompts, asked at once, and how many tokens were cached."""
+
+    def answer(prompt: str) -> tuple[str, int]:
+        told = running.client().completions.create(
+            model="default_model", prompt=prompt, max_tokens=6, temperature=0
+        )
+        return told.choices[0].text, told.usage.prompt_tokens_details.cached_tokens or 0
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(answer, prompts))
+    running.wait_until_idle()
+    return found
+
+
+@pytest.mark.usefixtures("loads_hybrid")
+def test_a_hybrid_reads_from_the_last_page_on_where_the_answer_let_it_be_quantised(
+    system: str,
+) -> None:
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "64MB", "--page-format", "q8")) as running:
+        tokens = len(tokens_of(running, system))
+        last_page = (tokens - 2) // 256 * 256
+        assert 256 <= last_page < 2048
+
+        def cached_of_answer() -> int:
+            answer = running.client().completions.create(
+                model="default_model", prompt=system, max_tokens=300, temperature=0
+            )
+            running.wait_until_idle()
+            assert answer.usage
+            assert answer.usage.prompt_tokens_details
+            return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        assert [cached_of_answer() for _ in range(2)] == [0, last_page]
+
+
+@pytest.mark.usefixtures("loads_hybrid")
+@pytest.mark.parametrize("alone", [[], pytest.param(ALONE, marks=pytest.mark.slow)])
+def test_recurrent_layers_go_on_inside_of_prompts(alone: list[str], system: str) -> None:
+    prompt = system * 9
+    with paged_server(*options(LLAMA, "--max-kv-bytes", "256MB", *alone)) as running:
+        tokens = len(tokens_of(running, prompt))
+        snapshot = tokens // 2048 * 2048
+        assert 2100 < tokens < 6000
+
+        def complete(text: str) -> tuple[str, int]:
+            answer = running.client().completions.create(
+                model="default_model", prompt=text, max_tokens=4, temperature=0
+            )
+            running.wait_until_idle()
+            assert answer.usage
+            assert answer.usage.prompt_tokens_details
+            return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        first, cached = complete(prompt)
+        assert cached == 0
+        assert complete(prompt) == (first, snapshot if alone else tokens - 1)
+        other, cached = complete(prompt[:-30] + "\nimport")
+        assert cached == snapshot
+        running.pools[0].clear()
+        assert complete(prompt[:-30] + "\nimport") == (other, 0)
+        assert_idle_pools_hold_nothing(running)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA])
+def test_a_server_that_is_started_again_begins_with_what_is_stored(
+    model: str, system: str, tmp_path: Path
+) -> None:
+    store = ["--store", str(tmp_path / "store"), "--store-after", "1", "--store-bytes", "1GB"]
+    answers, cached = [], []
+    for _ in range(2):
+        with paged_server(*options(model, "--max-kv-bytes", "64MB", *store)) as running:
+            texts, counts = converse(running, system, "restarted", turns=1)
+            answers.append(texts)
+            cached.append(counts[0])
+            running.wait_until_idle()
+    assert answers[0] == answers[1]
+    assert cached[0] == 0
+    assert cached[1] >= 256
+
+
+def test_penalties_of_a_request_alone_count_its_prompt() -> None:
+    """As those of a batch do."""
+    penalty: Any = {"extra_body": {"repetition_penalty": 0.1, "repetition_context_size": 1000}}
+    messages = [{"role": "user", "content": " ".join(NAMES)}]
+
+    def answer(*others: str) -> str:
+        with paged_server(*options(LLAMA, *others)) as running:
+            return ask(running.client(), messages, **penalty)[0]
+
+    assert answer(*ALONE) == answer()

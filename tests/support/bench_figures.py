@@ -1,0 +1,558 @@
+"""Sample figures of benches, one set for each table."""
+
+from typing import Any
+
+from tests.support.family_figures import FAMILY_FIGURES
+
+PHASE = {"seconds": 0.002, "new_bytes": 2**20, "blocks_used": 128, "blocks_copied_change": 8}
+GROWN = {
+    "held_bytes": 512 * 2**20,
+    "peak_above_held_bytes": 2**20,
+    "copied_for_growth_bytes": 3 * 2**30,
+    "median_step_seconds": 0.00064,
+    "max_step_seconds": 0.98,
+}
+RUN = {
+    "wall_seconds": 90.25,
+    "prompt_tokens_per_second": 1234.5,
+    "generation_tokens_per_second": 99.6,
+    "all_tokens_per_second": 400.0,
+    "peak_memory_bytes": 2**30,
+    "peak_tokens_held": 1024,
+}
+ADMITTED = {
+    "reserve": [{"running_mean": 1.0, "preemptions": 0}],
+    "optimistic": [{"running_mean": 6.4, "preemptions": 3}],
+    "speed_ratio": 2.5,
+    "requests": 200,
+    "requests_wrong": 0,
+}
+TIMES = {"p50": 0.012, "p95": 0.25, "p99": 1.5}
+SERVED = {
+    "tokens_per_second": 50.0,
+    "first_token_seconds": TIMES,
+    "per_token_seconds": TIMES,
+    "whole_seconds": TIMES,
+}
+LOST = {
+    "perplexity": 12.5,
+    "loss_percent": 0.654,
+    "standard_error_percent": 0.081,
+    "kl_nats": 0.00712,
+}
+POOL = {
+    "tokens": 1024,
+    "blocks_by_format": {"fp16": 3, "q8": 1},
+    "bytes_mapped": 2**20,
+    "perplexity": 14.5,
+}
+LONG = {"max_bytes": 2**22, "timeline": [POOL, {**POOL, "tokens": 2048}], "end": POOL}
+FIGURES: dict[str, dict[str, Any]] = {
+    "publishing": {
+        "batch": 8,
+        "context": 1024,
+        "step_s": 0.0211,
+        "with_over_without": 1.0042,
+        "without_over_without": 1.013,
+        "look_cpu_s": 0.00031,
+        "busy_share": 0.00062,
+        "snapshot_s": 0.0000112,
+        "snapshot_blocks": 10_000,
+        "reserve_s": 0.0000041,
+        "reserve_traced_s": 0.0000052,
+    },
+    "allocator": {
+        "blocks_used": 100_000,
+        "blocks_free": 100_000,
+        "pairs_per_second": 146_382,
+        "bulk_allocated_blocks_per_second": 6_800_797,
+        "bulk_released_blocks_per_second": 4_824_961,
+        "pair_p50_ns": 7324,
+        "pair_p99_ns": 10260,
+        "pair_p99.9_ns": 88604,
+        "fork_of_128_blocks_ns": 21324,
+        "targets": {
+            "pairs_per_second": 150_000,
+            "bulk_allocated_blocks_per_second": 1_000_000,
+            "bulk_released_blocks_per_second": 1_000_000,
+        },
+    },
+    "growth": {
+        "tokens": 16_384,
+        "tokens_per_step": {"decode": 1, "prefill": 2_048},
+        "decode": {"KVCache": GROWN, "pages": GROWN},
+        "prefill": {"KVCache": GROWN, "pages": GROWN},
+    },
+    "batch_operations": {
+        "tokens": 4_096,
+        "lengths": [4_094, 4_062],
+        "operations": {
+            "merge": {
+                "mlx_lm": {"operation": PHASE, "next_write": PHASE},
+                "paged": {"operation": PHASE, "next_write": PHASE},
+                "ratios": {"operation": {"seconds": 681.2}, "next_write": {"seconds": 0.25}},
+            }
+        },
+    },
+    "admission": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "pool_bytes": 16 << 20,
+        "short_answers": {"1900": ADMITTED, "512": ADMITTED},
+        "answers_of_max_tokens": ADMITTED,
+    },
+    "serving": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "backend": "plain",
+        "requests": 32,
+        "token_bytes": 6144,
+        "requests_with_equal_tokens_in_all_runs": 31,
+        "mlx_lm": {**RUN, "peak_kv_bytes": {"nbytes": 3 * 2**20}},
+        "paged": {**RUN, "peak_kv_bytes": {"active": 2**20, "mapped": 2**21}},
+    },
+    "serving_http": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "clients": 16,
+        "requests": 96,
+        "equal_texts": 95,
+        "mlx_lm": SERVED,
+        "paged": {**SERVED, "tokens_per_second": 123.4},
+    },
+    "serving_shared": {
+        "model": "stdlib-llama",
+        "dtype": "float32",
+        "shared_tokens": 2048,
+        "sides": ["mlx_lm", "paged"],
+        "16_clients": {"mlx_lm": SERVED, "paged": {**SERVED, "tokens_per_second": 123.4}},
+    },
+    "server_soak": {
+        "requests": 2000,
+        "truth": {"kinds": {"greedy": 900, "tools": 103}, "wrong": [], "behaviours": {"reads": 9}},
+        "differences": [],
+        "first": {"resident_bytes": 2e8, "files": 16, "threads": 19},
+        "last": {"resident_bytes": 2.1e8, "files": 16, "threads": 20},
+        "counted": {
+            "kv_active_bytes": 0,
+            "num_preemptions_total": 300,
+            "store_written_bytes_total": 2e9,
+        },
+        "stored_bytes": 28e6,
+        "store_limit_bytes": 30_000_000,
+    },
+    "cpu_kernels": {
+        "backend": "native",
+        "read_bytes_per_second": 40e9,
+        "float16": {
+            "decode_of_1_at_32k": {"pages_bytes_per_second": 30e9, "times_mlx": 80.4},
+            "decode_of_1_at_1k": {"pages_bytes_per_second": 20e9, "times_mlx": 60.0},
+            "short_beside_long": {"short_over_long_per_byte": 1.9},
+            "decode_of_8_at_32k": {"pages_bytes_per_second": 34e9},
+            "prefill": {"pages_flops": 2e11, "share_of_matrix_product": 0.7, "times_mlx": 90.0},
+            "write": {"large_pool_seconds": 2e-5, "copy_seconds": 1e-6},
+            "overhead": {"at_300_seconds": 8e-5, "at_1_seconds": 6e-5},
+            "shuffled_pages": {"shuffled_over_in_order": 1.01, "spread_of_in_order": 1.02},
+        },
+    },
+    "held_bytes": {
+        "shortest": 1 << 10,
+        "headline": 1 << 15,
+        "by_length": {
+            model: {
+                name: [
+                    {
+                        "rows": rows,
+                        "tokens": 4097,
+                        "bits": bits,
+                        "over_codes": 0.16,
+                        "peak_bits": 9.5,
+                    }
+                    for rows in (1, 8)
+                ]
+                for name, bits in (("fp16", 16.0), ("q8", 9.0), ("q4", 5.2))
+            }
+            for model in ("llama", "gemma3")
+        },
+        "one_row": {
+            name: {"mean_bits_to_32k": bits, "worst_bits_to_32k": bits + 4}
+            for name, bits in (("mlx-lm", 16.2), ("fp16", 16.5), ("q8", 9.0), ("q4", 5.0))
+        },
+    },
+    "distributed": {
+        "1": {
+            "tokens_per_s": 150.0,
+            "least": 131.0,
+            "most": 158.0,
+            "bytes_on_each_rank": [2 << 20],
+        },
+        "2": {
+            "tokens_per_s": 116.4,
+            "least": 111.0,
+            "most": 148.0,
+            "bytes_on_each_rank": [1 << 20] * 2,
+        },
+    },
+    "shared_pages": {
+        "instruction_set": "avx2",
+        "tree_rows": 64,
+        "tree_pages": 32,
+        "tree": {"look_seconds": 1.5e-5, "nothing_changed_seconds": 1e-6},
+        **{
+            dtype: {
+                "8_rows_behind_512": {
+                    "together_seconds": 0.005,
+                    "apart_seconds": 0.01,
+                    "times": 2.0,
+                    "together_bytes": 1_000_000,
+                    "apart_bytes": 8_000_000,
+                }
+            }
+            for dtype in ("bfloat16", "float16")
+        },
+    },
+    "latent_attention": {
+        "backend": "native",
+        "step_heads": 8,
+        "step_tokens": 512,
+        **{
+            dtype: {
+                "step": {"seconds": 8e-4, "times_mlx_lm": 4.2},
+                "decode_of_1_at_32k": {
+                    "seconds": 0.5,
+                    "operations_per_second": 1e11,
+                    "times_mlx_lm": 46.0,
+                    "times_numpy": 0.9,
+                },
+                "decode_of_8_at_32k": {
+                    "seconds": 4.0,
+                    "operations_per_second": 1e11,
+                    "times_numpy": 0.9,
+                },
+            }
+            for dtype in ("bfloat16", "float16")
+        },
+    },
+    "quantised_kernels": {
+        "backend": "native",
+        **{
+            name: {
+                "fp16": {"seconds": 5e-5, "times_fp16": 1.0},
+                "q8": {"seconds": 4e-5, "times_fp16": 1.25},
+                "q4": {"seconds": 2.5e-5, "times_fp16": 2.004},
+            }
+            for name in (
+                "decode_of_1_at_1k",
+                "decode_of_8_at_1k",
+                "decode_of_1_at_32k",
+                "decode_of_8_at_32k",
+                "prefill",
+                "prompt_of_512",
+            )
+        },
+        **{
+            name: {
+                each: {"prefill": prefill, "decode": 0.02, "recoding": 0.025}
+                for each, prefill in (("fp16", 2.5), ("q8", 2.6), ("q4", 2.75))
+            }
+            for name in ("model_of_1", "model_of_8")
+        },
+        "mlx_lm_of_1_at_32k": {"times_mlx_lm": 1446.9},
+    },
+    "host_cost": {
+        "layers": 24,
+        "rows": [
+            {
+                "backend": "metal",
+                "batch": 8,
+                "context": 300,
+                "mlx_lm_microseconds": 80.0,
+                "paged_microseconds": 100.0,
+                "paged_over_mlx_lm": 1.25,
+                "spread_of_mlx_lm": 1.01,
+                "launches_a_layer": 1.0,
+                "decode_characters": 7349,
+            },
+            {
+                "backend": "metal, compiled",
+                "batch": 8,
+                "context": 300,
+                "mlx_lm_microseconds": 80.0,
+                "paged_microseconds": 40.0,
+                "paged_over_mlx_lm": 0.5,
+                "spread_of_mlx_lm": 1.01,
+                "launches_a_layer": 1.0,
+                "decode_characters": 7349,
+                "uncompiled_microseconds": 100.0,
+                "recording_steps": 8.0,
+                "comparison_steps": 32.0,
+            },
+        ],
+    },
+    "whole_model": {
+        "backend": "native",
+        "rows": [
+            {
+                "model": "stdlib-llama",
+                "batch": 8,
+                "context": 4096,
+                "mlx_lm_tokens_per_second": 100.0,
+                "paged_tokens_per_second": 250.0,
+                "paged_over_mlx_lm": 2.5,
+                "mlx_lm_waiting_over_mlx_lm": 0.9,
+                "mlx_lm_attention_share": 0.8,
+                "paged_attention_share": 0.3,
+            }
+        ],
+    },
+    "rings": {
+        "backend": "native",
+        "memory": [
+            {
+                "context": 4096,
+                "write_chunk": 256,
+                "mlx_lm_bytes": 2**20,
+                "paged_bytes": 2**21,
+            }
+        ],
+        "decode": [{}, {"context": 2048, "microseconds": 20.5}],
+        "prefill": {
+            "tokens": 8192,
+            "mlx_lm_seconds": 30.0,
+            "paged_seconds": 6.0,
+            "mlx_lm_peak_bytes": 2**22,
+            "paged_peak_bytes": 2**20,
+        },
+        "allocations": {"decoded": 10000, "allocations": 0},
+    },
+    "appended_rows": {
+        "context": 32768,
+        "decode_milliseconds": 80.0,
+        "mlx_lm_decode_milliseconds": 100.0,
+        "mlx_lm_over_paged": 1.25,
+        "bytes": 2**20,
+        "mlx_lm_bytes": 2**21,
+        "bytes_over_mlx_lm": 0.5,
+        "copied_bytes": 2**20,
+        "rewrites": 1,
+    },
+    "state_reuse": {
+        "tokens": 8192,
+        "other_tokens": 1000,
+        "files": {
+            "mamba": {
+                "cold_seconds": 8.0,
+                "repeated_seconds": 0.01,
+                "mlx_lm_repeated_seconds": 0.012,
+                "cold_over_repeated": 800.0,
+                "parted_tokens_found": 6144,
+                "mlx_lm_parted_tokens_found": 0,
+                "kept_bytes": 2**20,
+            }
+        },
+    },
+    "prefix_reuse": {
+        "backend": "native",
+        "time_to_first_token": {
+            "common_tokens": 3500,
+            "new_tokens": 32,
+            "mlx_lm_cold_seconds": 20.0,
+            "mlx_lm_warm_seconds": 0.2,
+            "paged_cold_seconds": 4.0,
+            "paged_warm_seconds": 0.125,
+        },
+        "conversation": {"turns": 20, "share_found": 0.96},
+        "together": {
+            "requests": 32,
+            "own_tokens": 16,
+            "prefix_tokens": 2048,
+            "mlx_lm_seconds": 20.0,
+            "paged_seconds": 5.0,
+            "most_blocks_used": 41,
+            "blocks_of_one_prefix": 8,
+            "blocks_of_tails": 32,
+        },
+        "fork": {"tokens": 32768, "seconds": 1e-4},
+        "look_up": {"tokens": 8192, "blocks": 100_000, "seconds": 1e-3},
+    },
+    "page_codecs": {
+        "parts": {
+            "stdlib-llama, 2048": {
+                "q4": {
+                    "bits": 4.5,
+                    "perplexity": 16.2,
+                    "loss_percent": 0.171,
+                    "standard_error_percent": 0.127,
+                    "kl_nats": 1.1e-3,
+                },
+            },
+        },
+    },
+    "quantised_quality": {
+        "backend": "plain",
+        "tokens": 20480,
+        "bytes": {
+            "fp16": {"token_bytes": 3072.0, "bits_per_value": 16.0, "times_smaller": 1.0},
+            "q8": {"token_bytes": 1632.0, "bits_per_value": 8.5, "times_smaller": 1.8824},
+            "q4": {"token_bytes": 864.0, "bits_per_value": 4.5, "times_smaller": 3.5556},
+        },
+        "text": {
+            "stdlib-llama": {
+                "rows": {
+                    "fp16": LOST,
+                    "auto": LOST,
+                    "q8": {**LOST, "loss_percent": 0.0449},
+                    "q4": LOST,
+                }
+            }
+        },
+        "greedy": {
+            "generated": 128,
+            "rows": {"stdlib-llama": {"q8": {"median": 128}, "q4": {"median": 17.5}}},
+        },
+        "outliers": {"times_larger": 16, "rows": {"fp16": LOST, "q4": LOST}},
+        "long": {
+            "tokens": 16384,
+            "runs": {
+                "fp16": {**LONG, "perplexity": 12.0},
+                "auto": {**LONG, "perplexity": 12.125},
+                "recent=1": {**LONG, "exhausted": "1 blocks were needed"},
+            },
+        },
+    },
+    "page_store": {
+        "prompt_tokens": 4096,
+        "first_token": {
+            "float32": {
+                "cold_seconds": 5.0,
+                "disk_seconds": 0.25,
+                "cold_over_disk": 20.0,
+                "open_and_close_seconds": 0.1,
+                "share_left_in_page_cache": 0.0,
+                "logits_are_equal": True,
+            }
+        },
+        "throughput": {
+            "share_left_in_page_cache": 0.0,
+            **{
+                f"{name}_bytes_per_second": 5e8
+                for name in ("plain_write", "store_write", "plain_read", "store_read")
+            },
+            "store_read_from_page_cache_bytes_per_second": 2e9,
+        },
+        "bytes_per_token": {"q4": {"disk": 880.0, "memory": 864.0}},
+    },
+    "page_store_faults": {
+        "killed": {
+            "cycles": 1000,
+            "cap": 8388608,
+            "most_bytes": 7000000,
+            "reads": 30000,
+            "wrong_reads": 0,
+        },
+        "damaged": {"files": 10000, "accepted": 0},
+    },
+    "store_writes": {
+        "rules": ["everything", "second sight"],
+        "loads": {
+            "chat": {
+                "memory": {
+                    tokens: {
+                        "second sight": {"bytes": 0.25, "hits": 0.987},
+                        "second sight, 16,384 tokens at once": {"bytes": 0.5, "hits": hits},
+                    }
+                    for tokens, hits in (("32768", 1.187), ("131072", 1.007), ("524288", 0.987))
+                }
+            },
+        },
+    },
+    "tiers": {
+        "read": {"redis_bytes_per_second": 6e8, "folder_bytes_per_second": 2e9},
+        "first_token": {
+            "prompt_tokens": 8192,
+            "found_seconds": 0.4,
+            "computed_seconds": 4.0,
+            "computed_over_found": 10.0,
+        },
+        "other_server": {
+            "prompt_tokens": 4096,
+            "running": 8,
+            "alone": {"quiet": 2.0, "processor": 2.2, "busy": 2.5, "lost": 0.9},
+            "handed": {"quiet": 2.1, "processor": 0.3, "busy": 3.5, "lost": -0.1},
+            "first_token_over_alone": 1.05,
+        },
+    },
+    "tier_faults": {
+        "servers": {"kills": 100, "reads": 3000, "wrong": 0, "longest_seconds": 0.12},
+        "writers": {"kills": 100, "reads": 900, "wrong": 0},
+        "forged": {"entries": 10000, "accepted": 0},
+    },
+    "copying": {
+        "tokens": 1920,
+        "rows": {
+            name: {
+                "fp16": {"first": 0.47, "repeat": 0.36, "same": 1.0},
+                "q4": {"first": 0.47, "repeat": 0.35, "same": 0.943},
+            }
+            for name in ("stdlib-llama", "stdlib-gemma3")
+        },
+    },
+    "step_lengths": {
+        "tokens": 1100,
+        "contexts": 4,
+        "rows": {
+            name: {
+                "fp16": {"7": {"logits": 9.4e-6, "given": 8e-6, "likeliest": 0, "numbers": 1e-5}},
+                "q8": {
+                    "7": {
+                        "logits": 3e-3,
+                        "given": 8.1e-6,
+                        "likeliest": 1,
+                        "numbers": 2.7e-3,
+                        "codes": 642,
+                        "of_codes": 6_291_456,
+                        "scales": 20,
+                        "of_scales": 196_608,
+                        "off_tie": 0.06,
+                    }
+                },
+            }
+            for name in ("stdlib-llama", "stdlib-gemma3")
+        },
+    },
+    "speculation": {
+        "context": 2048,
+        "draft_layers": 5,
+        "repeating_8": {
+            "ngram": {
+                "tokens": 1024,
+                "seconds_without": [4.0, 5.0, 6.0],
+                "seconds_with": [4.0, 4.0, 4.0],
+                "speed": 1.25,
+                "spread_without": 0.1,
+                "drafts": 200,
+                "draft_tokens": 800,
+                "accepted_tokens": 600,
+            },
+            "model": {
+                "tokens": 192,
+                "seconds_mlx_lm": [8.0, 8.0, 8.0],
+                "seconds_batch": [4.0, 4.0, 4.0],
+                "speed": 2.0,
+                "spread_mlx_lm": 0.1,
+                "accepted_a_step": 0.44,
+                "mlx_lm_accepted_a_step": 0.41,
+            },
+        },
+    },
+    "structured output": {
+        "suite": {
+            "schemas": 366,
+            "taken": 349,
+            "ended_texts": 95,
+            "invalid_texts": 0,
+            "refused": {"contains": 17},
+        }
+    },
+    **FAMILY_FIGURES,
+}

@@ -1,0 +1,75 @@
+"""Faults to plant into latent attention."""
+
+from tests.support.planted_faults import BOTH, Fault
+
+LATENT_FAULTS = [
+    Fault(
+        "no barrier before simdgroups read the tokens of others",
+        "latent",
+        "    threads_meet();\n    uint begin",
+        "    uint begin",
+        "race",
+        BOTH,
+    ),
+    Fault(
+        "no barrier before the next tile",
+        "latent",
+        "begin, end, lane, tile);\n    threads_meet();\n",
+        "begin, end, lane, tile);\n",
+        "race",
+        BOTH,
+    ),
+    Fault(
+        "memory without a token is multiplied by zero",
+        "latent",
+        "if (t < begin || t >= end) continue;\n      float weight",
+        "float weight",
+        "uninitialised",
+        BOTH,
+        lengths=(5, 3),
+    ),
+    Fault(
+        "rotated latents as if they were plain",
+        "latent",
+        "if (slots.rotated && DIM % LANES == 0) rotate<DIM>(x, lane);",
+        "",
+        "",
+        BOTH,
+        formats=("q8",),
+    ),
+    Fault("latents for position keys", "latent", "key + K_DIM, lane", "key, lane", "", BOTH),
+    Fault(
+        "earlier weights are not rescaled",
+        "latent",
+        "maximum = above, sum *= factor;",
+        "maximum = above;",
+        "",
+        BOTH,
+    ),
+    Fault(
+        "position queries in another base",
+        "latent",
+        "head < heads), LOG2_E, lane",
+        "head < heads), 1.0f, lane",
+        "",
+        BOTH,
+    ),
+    Fault(
+        "partials of query heads that are not there",
+        "latent",
+        "if (first_head + r >= heads) continue;",
+        "",
+        "out of bounds",
+        BOTH,
+    ),
+    Fault(
+        "all parts begin at the first token",
+        "latent",
+        "seen.begin / SIMDGROUPS + place.y * tiles",
+        "seen.begin / SIMDGROUPS",
+        "",
+        BOTH,
+        lengths=(70,),
+        least_tokens=16,
+    ),
+]

@@ -1,0 +1,81 @@
+"""Rules for factories and the folder that they share, in any order."""
+
+import random
+from functools import cache
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from paged_kv.store.maintenance import clear, gc, verify
+from paged_kv.store.page_store import MIN_BYTES
+from tests.support.state_machine.batch_rules import INDEX
+from tests.support.state_machine.prompt_rules import PROMPTS, Inserted, PromptRules
+from tests.support.state_machine.writer import Work, Writer
+from tests.support.store_damage import damaged
+from tests.support.store_entries import bytes_in, open_store
+
+MOST_HOMES = 3
+
+
+@cache
+def writer() -> Writer:
+    """One folder for all examples; it is removed when this process ends."""
+    return Writer()
+
+
+def has_store(machine: "StoreRules") -> bool:
+    return machine.world.store
+
+
+class StoreRules(PromptRules):
+    @rule(home=INDEX, number=st.integers(0, 100))
+    def reopen(self, home: int, number: int) -> None:
+        """Close a factory. Its caches stay usable, and another factory begins with what it has
+        stored."""
+        at = self.home(home)
+        assert at.factory is not None
+        at.factory.close()
+        at.is_open = False
+        self.pins = [pin for pin in self.pins if pin.home is not at]
+        known = self.inserted[number % len(self.inserted)]
+        self.computed(self.open_home(), [*known.tokens, 4], known.salt, 256, keep=False)
+
+    @rule()
+    def open_another(self) -> None:
+        if len(self.open_homes()) < MOST_HOMES:
+            self.open_home()
+
+    @precondition(has_store)
+    @rule(seed=st.integers(0, 1 << 16), share=st.sampled_from([0.1, 0.5]))
+    def damage(self, seed: int, share: float) -> None:
+        """Damage some files of the store."""
+        numbers = random.Random(seed)
+        files = sorted((self.folder / "store").glob("*.safetensors"))
+        for path in numbers.sample(files, int(len(files) * share)):
+            try:
+                content, other = path.read_bytes(), numbers.choice(files).read_bytes()
+                path.write_bytes(damaged(content, other, numbers)[1])
+            except FileNotFoundError:
+                # Another writer has evicted it.
+                continue
+
+    @precondition(has_store)
+    @rule(work=st.sampled_from([verify, gc, clear]))
+    def maintain(self, work: object) -> None:
+        """Verify, shrink or clear the store as the command line does, while factories use it."""
+        assert callable(work)
+        with open_store(self.folder / "store", MIN_BYTES) as store:
+            work(store)
+
+    @precondition(has_store)
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), killed_at=st.integers(1, 400))
+    def kill_a_writer(self, prompts: list[list[int]], killed_at: int) -> None:
+        """Another process computes prompts, and is killed."""
+        self.inserted += [Inserted(None, None, prompt) for prompt in prompts]
+        writer().do(Work(self.world, self.folder / "store", prompts, killed_at))
+        self.computed(self.home(0), [*prompts[0], 4], None, 256, keep=False)
+
+    @invariant()
+    def store_keeps_its_cap(self) -> None:
+        if self.world.store:
+            assert bytes_in(self.folder / "store") <= MIN_BYTES
