@@ -32,6 +32,7 @@ DOCUMENTS = [ROOT / "README.md", *SITE]
 LINKED = [*DOCUMENTS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+RESULTS = ROOT / "benches" / "results"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|cu|metal|html|json|toml|md))(?:::(\w+))?`")
 FOLDER = re.compile(
@@ -307,21 +308,29 @@ def claims() -> list[tuple[str, str]]:
     return [(claim, shown) for claim, shown in rows if claim != "claim"]
 
 
+@cache
+def names_of_tests() -> set[str]:
+    """Of all test files and functions; "file::function" too."""
+    files = list(ROOT.glob("tests/**/test_*.py"))
+    functions = {(path.stem, name) for path in files for name in functions_of(path)}
+    qualified = {f"{stem}::{name}" for stem, name in functions}
+    return {path.stem for path in files} | {name for _, name in functions} | qualified
+
+
 def test_every_claim_is_shown_by_a_test_or_a_results_file() -> None:
     assert len(claims()) > 60
     for claim, shown in claims():
         for name in re.findall(r"`(.*?)`", shown):
-            if name.startswith("benches/results/"):
-                assert list(ROOT.glob(name)), name
-            else:
-                assert FILE.fullmatch(f"`{name}`"), name
+            is_results = name.endswith(".json") and any(RESULTS.glob(name))
+            is_file = FILE.fullmatch(f"`{name}`") and (ROOT / name).exists()
+            assert is_results or is_file or name in names_of_tests(), f"{claim}: {name}"
         assert shown.startswith("`"), claim
 
 
 def test_every_results_file_shows_a_claim() -> None:
     named = " ".join(shown for _, shown in claims())
-    shown = {path for name in re.findall(r"`(benches/.*?)`", named) for path in ROOT.glob(name)}
-    assert shown == set(ROOT.glob("benches/results/*.json"))
+    patterns = re.findall(r"`([\w*.-]+\.json)`", named)
+    assert {path for name in patterns for path in RESULTS.glob(name)} == set(RESULTS.glob("*.json"))
 
 
 def variables_of_the_reference() -> set[str]:
